@@ -1,0 +1,80 @@
+"""Ranks, and errors that every rank sees.
+
+A rank that raises alone leaves its peers waiting in the next collective until the time-out. So whatever one rank may find
+wrong by itself (a file, a tensor, a sample) is collected and raised by all of them together, with the same text.
+
+Every function works without a process group too: one process is then rank 0 of 1.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+
+class RankError(RuntimeError):
+    """What at least one rank found wrong; raised on all of them."""
+
+
+def rank() -> int:
+    """Global rank of this process, 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks, 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this process is the one that prints, shows progress and writes files."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for every rank; nothing without a process group."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every rank, in rank order, on every rank. Values are pickled: keep them small."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def raise_everywhere(error: str | None) -> None:
+    """Raise :class:`RankError` on every rank if any rank passes a text. A collective: every rank must call it.
+
+    Ranks that found the same thing are named together, so that an error in a shared file is printed once.
+    """
+    found: dict[str, list[int]] = {}
+    for index, text in enumerate(gather_objects(error)):
+        if text is not None:
+            found.setdefault(text, []).append(index)
+    if not found:
+        return
+    if len(found) == 1 and len(next(iter(found.values()))) == world_size():
+        raise RankError(next(iter(found)))
+    raise RankError("\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in found.items()))
+
+
+@contextmanager
+def errors_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn an exception of ``kinds`` inside the block into a :class:`RankError` on every rank.
+
+    A collective at the end of the block: every rank must enter it, and nothing inside may be a collective.
+    """
+    error, cause = None, None
+    try:
+        yield
+    except kinds as caught:
+        error, cause = str(caught) or type(caught).__name__, caught
+    try:
+        raise_everywhere(error)
+    except RankError as everywhere:
+        raise everywhere from cause

@@ -1,0 +1,42 @@
+"""Run a script on two real ranks, as a user would: through the ``deepspeed`` launcher, on CPU with gloo."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(script: Path | str, *args: str, ranks: int = 2, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` under the launcher and return what came of it (stdout and stderr together), whatever its exit code."""
+    deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if deepspeed is None:
+        raise RuntimeError(f"no deepspeed launcher beside {sys.executable}: install requirements.txt")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
+    }
+    command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(script), *map(str, args)]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
+    )
+
+
+def run_ranks(script: Path | str, *args: str, ranks: int = 2, timeout: float = 300) -> str:
+    """Run ``script`` under the launcher; its output if it succeeds, else an AssertionError that shows the end of it."""
+    result = launch(script, *args, ranks=ranks, timeout=timeout)
+    assert result.returncode == 0, f"{script} {' '.join(map(str, args))} failed:\n{result.stdout[-8000:]}"
+    return result.stdout

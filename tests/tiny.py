@@ -1,0 +1,100 @@
+"""Tiny real checkpoints and tokenizers for the tests: made in milliseconds, of the architectures that the project names.
+
+The sizes are odd on purpose (vocabulary, hidden and intermediate sizes that two ranks do not share evenly), so that partitions
+cut through rows.
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{'<|im_start|>'+m['role']+'\n'+m['content']+'<|im_end|>\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<|im_start|>assistant\n'}}{% endif %}"
+)
+TEXT = "The quick brown fox jumps over the lazy dog. What is 12 plus 30? 12 plus 30 is 42, said the user to the assistant.\n"
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with 300 tokens and a ChatML template; any text round-trips."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def tiny_config(kind: str, *, tied: bool = False, layers: int = 2):
+    """The transformers config of a tiny ``qwen3``, ``llama`` or ``qwen3_moe``."""
+    common = {
+        "vocab_size": 301,
+        "hidden_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    if kind == "qwen3":
+        return Qwen3Config(intermediate_size=83, **common)
+    if kind == "llama":
+        return LlamaConfig(intermediate_size=83, **common)
+    if kind == "qwen3_moe":
+        return Qwen3MoeConfig(
+            intermediate_size=83, moe_intermediate_size=29, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True, **common
+        )
+    raise ValueError(f"no tiny checkpoint of kind {kind!r}: qwen3, llama or qwen3_moe")
+
+
+def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, layers: int = 2, dtype=torch.bfloat16) -> PreTrainedModel:
+    """A randomly initialised tiny model, the same one for the same seed; norms differ from 1."""
+    classes = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
+    config = tiny_config(kind, tied=tied, layers=layers)
+    generator = torch.Generator().manual_seed(seed)
+    model = classes[kind](config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    return model.to(dtype)
+
+
+def tiny_checkpoint(
+    directory: Path | str,
+    kind: str = "qwen3",
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    layers: int = 2,
+    max_shard_size: str = "5GB",
+    dtype=torch.bfloat16,
+) -> Path:
+    """Write a tiny checkpoint as ``save_pretrained`` writes it, with its tokenizer. ``max_shard_size="100KB"`` gives shards."""
+    directory = Path(directory)
+    model = tiny_model(kind, tied=tied, seed=seed, layers=layers, dtype=dtype)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
