@@ -1,0 +1,5 @@
+"""Text to batches: files to masked samples (`chat`, `text`), samples to the micro-batches of a step (`loader`).
+
+Imports neither DeepSpeed nor the other folders: every function here gives the same result on every rank, and what it
+finds wrong in a file is a `samples.DataError`, which the caller makes known to all ranks.
+"""

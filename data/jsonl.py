@@ -1,0 +1,178 @@
+"""Lines of JSONL to turns, in the three forms that chat data comes in.
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
+    {"input": "...", "output": "..."}          with "instruction" beside or instead of "input" (Alpaca)
+
+Each may have a ``system`` beside it. A line whose form is not plain is an error, never a guess: training on half of
+a line looks like training. A field map (``{"input": "question", "output": "answer"}``: our name to the file's key)
+says it for other files; then only the mapped keys are read, and every line must have them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from data.samples import DataError
+
+Turn = dict[str, str]
+"""``{"role": "system" | "developer" | "user" | "assistant" | "tool", "content": str}``, what a chat template reads."""
+
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool", **ROLES}
+PAIR = ("instruction", "input", "output")
+FORMS = "exactly one of 'messages', 'conversations' or 'input' (or 'instruction') with 'output'"
+REMEDY = "name the file's keys in the field map (data.fields: {input: question, output: answer})"
+BOM = b"\xef\xbb\xbf"
+
+
+class BadLineError(ValueError):
+    """What is wrong with one line, without its place."""
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line. Split at newline bytes only: U+2028 may stand unescaped inside a JSON string."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            yield number, line.removeprefix(BOM) if number == 1 else line
+
+
+def check_fields(fields: Mapping[str, str] | None) -> None:
+    """Raise `DataError` unless the field map is None or describes exactly one of the three forms."""
+    if fields is None:
+        return
+    known = ("messages", "conversations", *PAIR, "system")
+    unknown = [name for name in fields if name not in known]
+    if unknown:
+        raise DataError(
+            f"data.fields maps {unknown}, expected names out of {list(known)}, each mapped to a key of the file"
+        )
+    if _form(fields) is None:
+        raise DataError(f"data.fields maps {list(fields)}, expected {FORMS}, and optionally 'system'")
+
+
+def turns_of(line: bytes, fields: Mapping[str, str] | None) -> list[Turn]:
+    """The turns of a line up to its last assistant turn; what comes after that cannot be answered for.
+
+    Raises:
+        BadLineError: saying what was found and what was expected.
+    """
+    row = _object(line)
+    if fields is None:
+        values = row
+    else:
+        missing = [key for key in fields.values() if key not in row]
+        if missing:
+            raise BadLineError(f"found the keys {list(row)}, expected {missing} of data.fields among them")
+        values = {name: row[key] for name, key in fields.items()}
+    form = _form(values)
+    if form is None:
+        raise BadLineError(f"found the keys {list(row)}, expected {FORMS}; {REMEDY}")
+    names = {name: (fields or {}).get(name, name) for name in values}
+    return _up_to_answer(_with_system(_TURNS[form](values, names), values, names))
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLineError(
+            f"found bytes that are not UTF-8 ({error.reason} at byte {error.start}), expected UTF-8"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise BadLineError(f"found invalid JSON ({error}), expected one object per line") from error
+    if not isinstance(row, dict):
+        raise BadLineError(f"found {_shown(row)}, expected an object")
+    return row
+
+
+def _form(names: Mapping[str, Any]) -> str | None:
+    """Which form these keys make, None unless it is exactly one of them and complete."""
+    forms = [form for form in ("messages", "conversations") if form in names]
+    if any(name in names for name in PAIR):
+        forms.append("pair")
+    if forms == ["pair"] and not ("output" in names and ("input" in names or "instruction" in names)):
+        return None
+    return forms[0] if len(forms) == 1 else None
+
+
+def _from_list(values: Mapping[str, Any], names: Mapping[str, str], form: str) -> list[Turn]:
+    role_key, text_key, roles = ("role", "content", ROLES) if form == "messages" else ("from", "value", SPEAKERS)
+    turns, name = values[form], names[form]
+    if not isinstance(turns, list) or not turns:
+        raise BadLineError(f"{name!r}: found {_shown(turns)}, expected a list of at least a user and an assistant turn")
+    result = []
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, dict):
+            raise BadLineError(
+                f"{name}[{index}]: found {_shown(turn)}, expected an object with {role_key!r} and {text_key!r}"
+            )
+        for key in (role_key, text_key):
+            if key not in turn:
+                raise BadLineError(
+                    f"{name}[{index}]: found the keys {list(turn)}, expected {role_key!r} and {text_key!r}"
+                )
+        role = turn[role_key]
+        if not isinstance(role, str) or role not in roles:
+            raise BadLineError(f"{name}[{index}].{role_key}: found {_shown(role)}, expected one of {list(roles)}")
+        result.append({"role": roles[role], "content": _text(turn[text_key], f"{name}[{index}].{text_key}")})
+    return result
+
+
+def _from_messages(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Turn]:
+    return _from_list(values, names, "messages")
+
+
+def _from_conversations(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Turn]:
+    return _from_list(values, names, "conversations")
+
+
+def _from_pair(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Turn]:
+    """Instruction and input, whichever are there and not empty, make the user's turn, a newline between them."""
+    asked = [_text(values[name], repr(names[name])) for name in ("instruction", "input") if name in values]
+    answer = _text(values["output"], repr(names["output"]))
+    return [{"role": "user", "content": "\n".join(filter(None, asked))}, {"role": "assistant", "content": answer}]
+
+
+_TURNS = {"messages": _from_messages, "conversations": _from_conversations, "pair": _from_pair}
+
+
+def _with_system(turns: list[Turn], values: Mapping[str, Any], names: Mapping[str, str]) -> list[Turn]:
+    if values.get("system") in (None, ""):
+        return turns
+    system = _text(values["system"], repr(names["system"]))
+    if turns[0]["role"] == "system":
+        raise BadLineError(f"found a system turn and the key {names['system']!r} beside it, expected one system prompt")
+    return [{"role": "system", "content": system}, *turns]
+
+
+def _up_to_answer(turns: list[Turn]) -> list[Turn]:
+    roles = [turn["role"] for turn in turns]
+    if "assistant" not in roles:
+        raise BadLineError(f"found the roles {roles}, expected an assistant turn to learn from")
+    last = len(roles) - 1 - roles[::-1].index("assistant")
+    if last == 0:
+        raise BadLineError("found nothing before the last assistant turn, expected a turn that it answers")
+    return turns[: last + 1]
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise BadLineError(f"{name}: found {_shown(value)}, expected a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # JSON can spell half of a surrogate pair ("\ud83d"), which is no character and which no tokenizer takes.
+        raise BadLineError(
+            f"{name}: found half of a surrogate pair at character {error.start}, expected text"
+        ) from error
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    kind = kinds.get(type(value))
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if kind is None else f"{kind} {text}"

@@ -1,0 +1,94 @@
+"""What both readers share: the sample, the errors, and a tokenizer whose offsets can be trusted.
+
+A sample is stored with its labels already shifted, because only the reader knows which token of the text is the last
+one worth reading: position t of ``input_ids`` sees the tokens up to t and has to predict ``labels[t]``. Nobody
+downstream shifts again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+IGNORE = -100
+"""Label of a position that predicts nothing (the ``ignore_index`` of torch's cross entropy)."""
+
+MAX_PROBLEMS = 20
+"""So many bad lines are named in one error; the rest are only counted."""
+
+
+class DataError(ValueError):
+    """Something in the files or in how they are described is wrong; the text names file, line and remedy."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """``input_ids`` int32 [T] and ``labels`` int32 [T]: the token to predict at each position, `IGNORE` where none."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+
+
+class Problems:
+    """Collects what is wrong with single lines, so that one run shows all of it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._texts: list[str] = []
+
+    def add(self, where: str, what: str) -> None:
+        """Note one bad line; ``where`` is ``file:line``."""
+        self.count += 1
+        if len(self._texts) < MAX_PROBLEMS:
+            self._texts.append(f"{where}: {what}")
+
+    def raise_if_any(self) -> None:
+        """Raise `DataError` with the first `MAX_PROBLEMS` lines and the number of the others."""
+        if not self.count:
+            return
+        more = self.count - len(self._texts)
+        rest = [f"... and {more:,} more bad lines"] if more else []
+        lines = "1 bad line" if self.count == 1 else f"{self.count:,} bad lines"
+        raise DataError("\n".join([f"{lines} in the training data:", *self._texts, *rest]))
+
+
+def check_files(files: Sequence[str | Path]) -> list[Path]:
+    """The paths, all of them existing, non-empty files; otherwise one `DataError` that names every other one."""
+    if not files:
+        raise DataError("no data files given, expected at least one path")
+    paths = [Path(file) for file in files]
+    problems = [problem for path in paths if (problem := _file_problem(path))]
+    if problems:
+        raise DataError("\n".join(problems))
+    return paths
+
+
+def _file_problem(path: Path) -> str | None:
+    if not path.exists():
+        return f"{path}: no such file"
+    if not path.is_file():
+        return f"{path}: found something else than a file (a folder?), expected the path of a file"
+    return None if path.stat().st_size else f"{path}: the file is empty"
+
+
+def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """A copy of the fast tokenizer that adds nothing to the text, cuts nothing, and reports untrimmed offsets.
+
+    The post-processor is what adds BOS and EOS, which a chat template writes by itself, and what reports " word" as if
+    it began at the "w" (``trim_offsets``, in GPT-2-like tokenizers): a token that begins in the prompt would pass for
+    one of the answer. The copy has none. The caller's tokenizer is left as it is.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise DataError(
+            f"{type(tokenizer).__name__} reports no character offsets of its tokens, expected a fast tokenizer "
+            "(a model directory with a tokenizer.json)"
+        )
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.post_processor = None
+    copy.no_truncation()
+    copy.no_padding()
+    return copy

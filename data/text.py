@@ -1,0 +1,104 @@
+"""Plain text for language modelling: every token of the files predicted once.
+
+The files are tokenised, joined with the EOS token, and cut into contiguous blocks of ``block_length`` inputs. Labels
+are the next tokens of the stream, so a block's last label is the next block's first input: of N tokens, N - 1 are
+predicted, each exactly once. The last block is shorter; it is kept (it has at least one input and one label), so
+nothing is dropped. No BOS is added: a block begins anywhere, and blocks of training and evaluation should look
+alike.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from data.samples import DataError, Sample, check_files, plain_backend
+
+PIECE = 1 << 18  # characters: a whole file in one call would use one core, and some 100 bytes of memory per token
+PIECES = 16  # tokenised in one call
+
+
+def read_text(
+    files: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    block_length: int,
+    *,
+    progress: bool = False,
+) -> list[Sample]:
+    """Read UTF-8 text files into blocks of ``block_length`` positions, in order.
+
+    Raises:
+        DataError: a file is missing, empty or not UTF-8, there is no EOS to join files with, or fewer than two tokens.
+    """
+    if block_length < 1:
+        raise DataError(f"found a block length of {block_length}, expected at least 1")
+    paths = check_files(files)
+    eos = tokenizer.eos_token_id
+    if len(paths) > 1 and not isinstance(eos, int):
+        raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to join {len(paths)} files with")
+    backend = plain_backend(tokenizer)
+    parts: list[np.ndarray] = []
+    for path in paths:
+        if parts:
+            parts.append(np.array([eos], dtype=np.int32))
+        parts.append(_tokens(path, backend, progress))
+    stream = np.concatenate(parts)  # int32 [N]
+    if len(stream) < 2:
+        raise DataError(
+            f"{', '.join(map(str, paths))}: found {len(stream)} tokens, expected at least 2 (one to predict)"
+        )
+    starts = range(0, len(stream) - 1, block_length)
+    return [Sample(stream[:-1][i : i + block_length], stream[1:][i : i + block_length]) for i in starts]
+
+
+def _tokens(path: Path, backend: Tokenizer, progress: bool) -> np.ndarray:
+    pieces = split(_text(path), backend, PIECE)
+    parts = [np.empty(0, dtype=np.int32)]
+    with tqdm(total=sum(map(len, pieces)), unit="char", unit_scale=True, desc=path.name, disable=not progress) as bar:
+        for index in range(0, len(pieces), PIECES):
+            group = pieces[index : index + PIECES]
+            encodings = backend.encode_batch_fast(group, add_special_tokens=False)
+            parts.extend(np.array(encoding.ids, dtype=np.int32) for encoding in encodings)
+            bar.update(sum(map(len, group)))
+    return np.concatenate(parts)
+
+
+def _text(path: Path) -> str:
+    raw = path.read_bytes()
+    try:
+        # utf-8-sig: a byte order mark is no text. Decoded from bytes: text mode would change the newlines.
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}:{line}: found bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
+        ) from error
+
+
+def split(text: str, backend: Tokenizer, size: int) -> list[str]:
+    """Cut the text into pieces of at least ``size`` characters whose tokens, joined, are those of the whole text.
+
+    Cuts only between a line's newline and a following letter or digit, where no common pre-tokenizer looks across, and
+    only where the two lines around the cut come out the same together and apart. A tokenizer that puts a prefix before
+    every text it is given never does: its text stays in one piece.
+    """
+    pieces, start = [], 0
+    for match in re.finditer(r"(?<=\S\n)(?=[^\W_])", text):
+        cut = match.start()
+        if cut - start >= size and _same_apart(text, cut, backend):
+            pieces.append(text[start:cut])
+            start = cut
+    return [*pieces, text[start:]]
+
+
+def _same_apart(text: str, cut: int, backend: Tokenizer) -> bool:
+    begin = text.rfind("\n", 0, cut - 1) + 1
+    end = text.find("\n", cut) + 1 or len(text)
+    left, right, both = (
+        backend.encode(part, add_special_tokens=False).ids for part in (text[begin:cut], text[cut:end], text[begin:end])
+    )
+    return left + right == both

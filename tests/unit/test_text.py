@@ -1,0 +1,136 @@
+"""Plain text: every token predicted once, whatever the pieces and blocks."""
+
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
+
+from data.samples import IGNORE, DataError, plain_backend
+from data.text import read_text, split
+from tests.tiny import tiny_tokenizer
+
+WORDS = [
+    "the",
+    "quick",
+    "42",
+    " ",
+    "  ",
+    "\n",
+    "\n",
+    "\n\n",
+    "\r\n",
+    ".",
+    "é",
+    "日本",
+    "😀",
+    "\u2028",
+    "/",
+    "_",
+    "can't",
+]
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    return random.Random(seed)
+
+
+def text(rng: random.Random, words: int) -> str:
+    return "".join(rng.choices(WORDS, k=words)) + "x"
+
+
+def test_every_token_is_predicted_once(tmp_path, rng):
+    tokenizer = tiny_tokenizer()
+    # A post-processor that adds tokens must not show in the stream.
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    for _ in range(20):
+        texts = [text(rng, rng.randint(1, 200)) for _ in range(rng.randint(1, 4))]
+        paths = [tmp_path / f"{index}.txt" for index in range(len(texts))]
+        for path, content in zip(paths, texts, strict=True):
+            path.write_bytes(content.encode())
+        joined = [tokenizer(content, add_special_tokens=False).input_ids for content in texts]
+        stream = [token for ids in joined for token in (tokenizer.eos_token_id, *ids)][1:]
+        block = rng.randint(1, len(stream) + 3)
+        if len(stream) < 2:
+            continue
+        samples = read_text(paths, tokenizer, block)
+        assert np.concatenate([sample.input_ids for sample in samples]).tolist() == stream[:-1]
+        assert np.concatenate([sample.labels for sample in samples]).tolist() == stream[1:]
+        lengths = [len(sample.input_ids) for sample in samples]
+        assert lengths[:-1] == [block] * (len(lengths) - 1) and 1 <= lengths[-1] <= block
+        assert all(sample.labels.dtype == sample.input_ids.dtype == np.int32 for sample in samples)
+        assert all(
+            len(sample.labels) == len(sample.input_ids) and (sample.labels != IGNORE).all() for sample in samples
+        )
+
+
+def byte_level() -> Tokenizer:
+    return plain_backend(tiny_tokenizer())
+
+
+def prefixing() -> Tokenizer:
+    """As Llama 2: a prefix goes before every text, so two pieces have one more than their whole."""
+    backend = plain_backend(tiny_tokenizer())
+    backend.normalizer = normalizers.Prepend("▁")
+    return backend
+
+
+def across_lines() -> Tokenizer:
+    """No pre-tokenizer at a newline: merges may reach over it."""
+    backend = plain_backend(tiny_tokenizer())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return backend
+
+
+@pytest.mark.parametrize("backend", [byte_level, prefixing, across_lines])
+def test_pieces_give_the_tokens_of_the_whole(backend, rng):
+    backend = backend()
+    count = 0
+    for _ in range(30):
+        content = text(rng, 300)
+        size = rng.randint(1, 50)
+        pieces = split(content, backend, size)
+        assert "".join(pieces) == content and all(len(piece) >= size for piece in pieces[:-1])
+        apart = [token for piece in pieces for token in backend.encode(piece, add_special_tokens=False).ids]
+        assert apart == backend.encode(content, add_special_tokens=False).ids
+        count += len(pieces)
+    assert (count == 30) == (backend.normalizer is not None), "only the tokenizer with a prefix cannot be cut"
+
+
+def test_large_files_are_read_in_pieces(tmp_path, rng, monkeypatch):
+    path, tokenizer = tmp_path / "a.txt", tiny_tokenizer()
+    path.write_text(text(rng, 3000), newline="")
+    whole = read_text([path], tokenizer, 64)
+    monkeypatch.setattr("data.text.PIECE", 20)
+    pieces = read_text([path], tokenizer, 64)
+    assert [s.labels.tolist() for s in whole] == [s.labels.tolist() for s in pieces]
+
+
+def test_newlines_stay_and_a_byte_order_mark_goes(tmp_path):
+    path, tokenizer = tmp_path / "a.txt", tiny_tokenizer()
+    path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    (sample,) = read_text([path], tokenizer, 100)
+    assert tokenizer.decode([*sample.input_ids, sample.labels[-1]]) == "a\r\nb\rc\n"
+
+
+def test_errors(tmp_path):
+    tokenizer, good, bad, empty, one = tiny_tokenizer(), *(tmp_path / name for name in ("good", "bad", "empty", "one"))
+    good.write_text("some text\n")
+    bad.write_bytes(b"one\ntwo\ncaf\xe9\n")
+    empty.write_bytes(b"")
+    one.write_text("x")
+    with pytest.raises(DataError, match=r"/bad:3: found bytes that are not UTF-8"):
+        read_text([good, bad], tokenizer, 8)
+    with pytest.raises(DataError, match=r"/empty: the file is empty\n.*/none: no such file"):
+        read_text([good, empty, tmp_path / "none"], tokenizer, 8)
+    with pytest.raises(DataError, match=r"/one: found 1 tokens, expected at least 2"):
+        read_text([one], tokenizer, 8)
+    with pytest.raises(DataError, match="block length of 0"):
+        read_text([good], tokenizer, 0)
+    tokenizer.eos_token = None
+    assert read_text([good], tokenizer, 8)
+    with pytest.raises(DataError, match="no EOS token to join 2 files"):
+        read_text([good, good], tokenizer, 8)
