@@ -1,0 +1,36 @@
+"""Quantisation numerics and modules; knows tensors, not clusters."""
+
+from quant.calibrate import (
+    combine,
+    needs_search,
+    partial_clipped,
+    partial_errors,
+    partial_stats,
+    scales_from_errors,
+    scales_from_stats,
+)
+from quant.linear import SCALE_PARAMETERS, QuantLinear
+from quant.observe import Observer
+from quant.prepare import DEFAULT_EXEMPT, Quantization, ScaleGroup, prepare
+from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
+
+__all__ = [
+    "DEFAULT_EXEMPT",
+    "SCALE_PARAMETERS",
+    "SCHEMES",
+    "Observer",
+    "QuantLinear",
+    "Quantization",
+    "ScaleGroup",
+    "Scheme",
+    "TensorSpec",
+    "combine",
+    "get_scheme",
+    "needs_search",
+    "partial_clipped",
+    "partial_errors",
+    "partial_stats",
+    "prepare",
+    "scales_from_errors",
+    "scales_from_stats",
+]

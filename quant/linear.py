@@ -1,0 +1,138 @@
+"""The module that stands where a quantised nn.Linear stood.
+
+It holds the very Parameters of the Linear that it replaces (under ZeRO-3 these are partitioned, and what hangs on them
+is kept) and the scales, which layers that serving fuses share. What is quantised at this moment is a switch, not a
+structure: a schedule turns fake quantisation on in the middle of a run.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quant.function import Plan, QuantLinearFunction
+from quant.observe import Observer
+from quant.reference import effective_scale
+from quant.spec import Scheme
+
+# The Parameters of a QuantLinear that an nn.Linear does not have.
+SCALE_PARAMETERS = ("weight_s0", "weight_theta", "input_s0", "input_theta")
+
+
+class QuantLinear(nn.Module):
+    """``F.linear`` whose operands are fake-quantised where that is switched on; exactly ``F.linear`` where neither is.
+
+    Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``in_features`` and
+    ``out_features``.
+
+    Attributes:
+        weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype.
+        weight_s0, input_s0: frozen fp32 scales; ``input_s0`` is None where inputs are not quantised. NaN until filled.
+        weight_theta, input_theta: learned logarithmic corrections in the model's dtype, or None.
+        weight_fake_quant, input_fake_quant: what is quantised now.
+        input_observer: watches the input in every forward while set.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        *,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        weight_s0: nn.Parameter,
+        weight_theta: nn.Parameter | None,
+        input_s0: nn.Parameter | None,
+        input_theta: nn.Parameter | None,
+        weight_numel: int,
+    ) -> None:
+        """``weight_numel`` is the number of weights that share one scale, over all layers that share ``weight_s0``."""
+        super().__init__()
+        if (input_s0 is None) != (scheme.activations is None):
+            raise ValueError(f"scheme {scheme.name!r} and input_s0 disagree on whether the input is quantised")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = scheme
+        self.weight_numel = weight_numel
+        self.weight = weight
+        self.bias = bias
+        self.weight_s0 = weight_s0
+        self.weight_theta = weight_theta
+        self.input_s0 = input_s0
+        self.input_theta = input_theta
+        self.weight_fake_quant = True
+        self.input_fake_quant = scheme.activations is not None
+        self.input_observer: Observer | None = None
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        scheme: Scheme,
+        *,
+        weight_s0: nn.Parameter,
+        weight_theta: nn.Parameter | None,
+        input_s0: nn.Parameter | None,
+        input_theta: nn.Parameter | None,
+        weight_numel: int,
+    ) -> "QuantLinear":
+        """The same Linear with scales: its Parameter objects are taken over, not copied."""
+        assert isinstance(linear.weight, nn.Parameter)
+        module = cls(
+            linear.in_features,
+            linear.out_features,
+            scheme,
+            weight=linear.weight,
+            bias=linear.bias,
+            weight_s0=weight_s0,
+            weight_theta=weight_theta,
+            input_s0=input_s0,
+            input_theta=input_theta,
+            weight_numel=weight_numel,
+        )
+        return module.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` is ``[..., in_features]`` in the model's dtype, zero tokens allowed. Returns ``[..., out]``."""
+        if self.input_observer is not None:
+            self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
+        if not (self.weight_fake_quant or self.input_fake_quant):
+            return F.linear(x, self.weight, self.bias)
+        self._check_scale_dtypes()
+        plan = Plan(
+            weight=self.scheme.weights if self.weight_fake_quant else None,
+            input=self.scheme.activations if self.input_fake_quant else None,
+            weight_numel=self.weight_numel,
+            input_numel=self.in_features,
+        )
+        return QuantLinearFunction.apply(
+            x, self.weight, self.bias, self.weight_s0, self.weight_theta, self.input_s0, self.input_theta, plan
+        )
+
+    @torch.no_grad()
+    def weight_scale(self) -> Tensor:
+        """The effective scale of the weight, as the forward uses it: fp32, shape by the scheme. Parameters gathered."""
+        return effective_scale(self.weight_s0, self.weight_theta, self.scheme.weights, self.weight.dtype)
+
+    @torch.no_grad()
+    def input_scale(self) -> Tensor | None:
+        """The effective scale of the input, fp32 ``(1,)``, or None where it is not quantised. Parameters gathered."""
+        if self.input_s0 is None or self.scheme.activations is None:
+            return None
+        return effective_scale(self.input_s0, self.input_theta, self.scheme.activations, self.weight.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"scheme={self.scheme.name}, fake_quant(weight={self.weight_fake_quant}, input={self.input_fake_quant})"
+        )
+
+    def _check_scale_dtypes(self) -> None:
+        """A module-wide cast (DeepSpeed's to bf16, on stages 0 to 2) rounds the frozen scales in silence."""
+        for name in ("weight_s0", "input_s0"):
+            scale = getattr(self, name)
+            if scale is not None and scale.dtype != torch.float32:
+                raise TypeError(
+                    f"{name} is {scale.dtype}, expected torch.float32: something cast the whole module; "
+                    f"restore the frozen scales after it"
+                )

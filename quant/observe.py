@@ -1,0 +1,58 @@
+"""What a layer's input looks like over many batches: its largest magnitude, and how much of it a static scale clips.
+
+The statistics stay on the device and are never read here, so that watching costs no host synchronisation. The reader
+decides when to look, and reduces over ranks.
+"""
+
+import torch
+from torch import Tensor
+
+from quant.reference import inside_range
+from quant.spec import TensorSpec
+
+
+class Observer:
+    """Statistics of one input; a plain object, shared by the layers that share its scale.
+
+    Such layers read the same tensor (q, k and v) or different tokens (the experts of a layer). A tensor that is counted
+    by three layers changes neither a maximum nor a ratio.
+
+    Attributes:
+        spec: how the input is quantised.
+        absmax: largest magnitude seen, fp32 scalar; 0 before the first token, NaN once a NaN was seen.
+        clipped: elements outside the range so far, int64 scalar.
+        total: elements that ``clipped`` was counted over.
+    """
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.spec = spec
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self.absmax = torch.zeros((), dtype=torch.float32)
+        self.clipped = torch.zeros((), dtype=torch.int64)
+        self.total = 0
+
+    @torch.no_grad()
+    def update(self, x: Tensor, scale: Tensor | None) -> None:
+        """Add the elements of ``x``, any shape; with a scale, count those outside its range too."""
+        if x.numel() == 0:  # an expert that no token chose
+            return
+        smallest, largest = torch.aminmax(x)
+        self.absmax = torch.maximum(self.absmax.to(x.device), torch.maximum(-smallest, largest).float())
+        if scale is not None:
+            self.clipped = self.clipped.to(x.device) + (~inside_range(x, scale, self.spec)).sum()
+            self.total += x.numel()
+
+    def clipped_fraction(self) -> float:
+        """Share of elements outside the range, 0 where nothing was counted. Reads the device."""
+        return self.clipped.item() / self.total if self.total else 0.0
+
+    def state(self) -> dict[str, Tensor]:
+        """What was seen so far, for a checkpoint; :meth:`load` takes it back."""
+        return {"absmax": self.absmax.cpu(), "clipped": self.clipped.cpu(), "total": torch.tensor(self.total)}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on from what :meth:`state` gave."""
+        self.absmax, self.clipped, self.total = state["absmax"], state["clipped"], int(state["total"])

@@ -1,0 +1,144 @@
+"""The quantisers in plain PyTorch. This file is the definition: every kernel and every export is tested against it.
+
+Formulas, with ``s`` the scale and ``v = x * (1/s)`` computed in fp32 (the reciprocal too: dividing by ``s`` instead, or
+working in bf16, changes 0.07% or 3% of the codes of a bf16 tensor)::
+
+    fp8     Q(v) = cast(clamp(v, -448, 448))            round to nearest, ties to even
+    int     Q(v) = clamp(round(v), qmin, qmax)          round to nearest, ties to even
+    fq(x)   = Q(v) * s                                  product in fp32, result in x's dtype
+
+``v`` is *inside the range* where rounding alone lands on the grid: ``qmin <= round(v) <= qmax``, for e4m3 ``|v| <=
+464``. Asking ``qmin <= v <= qmax`` instead would zero the gradient of elements that are not clipped at all (at int2,
+6.8% of Gaussian weights instead of 1.6%).
+
+The gradients are those of the surrogate ``s * clamp(v + stopgrad(Q(v) - v), qmin, qmax)``: with respect to ``x`` one
+inside and zero outside; with respect to ``s`` (LSQ, Esser et al. 2020) ``Q(v) - v`` inside and the bound that ``v`` is
+clipped to outside. Scaling by ``1/sqrt(numel * qmax)`` is left to the caller, who knows how many elements share the
+scale.
+
+Non-finite values: NaN stays NaN in ``fq`` and contributes no gradient; an infinity clips to the bound and has no
+gradient of its own, like every clipped value.
+
+Shapes: ``x`` is any shape for a scale per tensor (shape ``(1,)``); for a scale per channel or group ``x`` is ``[out,
+in]`` and the scale ``[out, groups]`` (``groups = 1`` per channel). Scales are fp32 throughout.
+"""
+
+import torch
+from torch import Tensor
+
+from quant.spec import FP8_ROUNDS_TO_MAX, TensorSpec
+
+
+def effective_scale(s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype) -> Tensor:
+    """``s0 * exp(theta)`` in fp32; an integer scale is rounded to the model's dtype, because that is what is stored.
+
+    The rounding is straight-through, so that autograd through this function gives ``ds/dtheta = s0 * exp(theta)``.
+
+    Args:
+        s0: the frozen scale, fp32.
+        theta: its learned logarithmic correction, any float dtype, or None.
+        spec: how the tensor is quantised.
+        model_dtype: dtype of the model's weights.
+    """
+    scale = s0.float() if theta is None else s0.float() * torch.exp(theta.float())
+    if spec.dtype == "int":
+        # The difference of two floats this close is exact, hence so is the sum: the value is the rounded scale, bit for
+        # bit.
+        scale = scale + (scale.to(model_dtype).float() - scale).detach()
+    return scale
+
+
+def absmax_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
+    """The fp32 scale that maps the largest magnitude to the edge of the grid.
+
+    ``absmax / 448`` for fp8 and ``absmax / ((qmax - qmin) / 2)`` for int, as compressed-tensors and torchao compute it.
+    Where ``absmax`` is 0, or so small that ``1/scale`` would overflow, the scale is 1: zeros are exact under any scale.
+    """
+    half_range = spec.qmax if spec.dtype == "fp8_e4m3" else (spec.qmax - spec.qmin) / 2
+    scale = absmax.float() / half_range
+    return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+
+
+def quantize(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
+    """Codes of ``x``, in its shape: ``torch.float8_e4m3fn`` or ``torch.int8``. The integer code of a NaN is 0."""
+    codes = _round_to_grid(_in_codes(x, scale, spec), spec)
+    if spec.dtype == "fp8_e4m3":
+        return codes.reshape(x.shape)
+    return codes.nan_to_num_(nan=0.0).to(torch.int8).reshape(x.shape)
+
+
+def dequantize(codes: Tensor, scale: Tensor, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
+    """``codes * scale``, multiplied in fp32, in ``dtype``."""
+    return (_blocks(codes, spec).float() * _per_block(scale, spec)).to(dtype).reshape(codes.shape)
+
+
+def fake_quant(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
+    """``dequantize(quantize(x))`` in ``x``'s dtype, except that a NaN stays a NaN for integers too."""
+    rounded = _round_to_grid(_in_codes(x, scale, spec), spec).float()
+    return rounded.mul_(_per_block(scale, spec)).to(x.dtype).reshape(x.shape)
+
+
+def inside_range(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
+    """Bool mask in ``x``'s shape: where rounding alone lands on the grid. NaN is outside."""
+    return _inside(_in_codes(x, scale, spec), spec).reshape(x.shape)
+
+
+def fake_quant_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, spec: TensorSpec, *, scale_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of :func:`fake_quant` (of the surrogate above).
+
+    Args:
+        grad: gradient of the fake-quantised tensor, same shape as ``x``.
+        x: the tensor before quantisation.
+        scale: its effective scale.
+        spec: how it is quantised.
+        scale_gradient: whether the gradient of the scale is wanted.
+
+    Returns:
+        The gradient of ``x`` in ``grad``'s dtype, and that of the scale in fp32 and in the scale's shape, summed over
+        the elements that share it (None where it is not wanted).
+    """
+    v = _in_codes(x, scale, spec)
+    inside = _inside(v, spec)
+    grad_blocks = _blocks(grad, spec)
+    grad_x = grad_blocks.masked_fill(~inside, 0).reshape(x.shape)
+    if not scale_gradient:
+        return grad_x, None
+    error = _round_to_grid(v, spec).float()  # outside, this is already the bound that v is clipped to
+    error.sub_(v.masked_fill_(~inside, 0)).nan_to_num_(nan=0.0)  # only a NaN x makes a NaN here
+    error.mul_(grad_blocks)
+    if spec.granularity == "tensor":
+        return grad_x, error.sum().reshape(scale.shape)
+    return grad_x, error.sum(dim=-1).reshape(scale.shape)
+
+
+def _in_codes(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
+    """``v = x * (1/s)`` in fp32, in the shape of :func:`_blocks`."""
+    return _blocks(x, spec).float() * (1.0 / _per_block(scale, spec))
+
+
+def _round_to_grid(v: Tensor, spec: TensorSpec) -> Tensor:
+    """``Q(v)``: as e4m3, or as integers in fp32."""
+    if spec.dtype == "fp8_e4m3":
+        return v.clamp(spec.qmin, spec.qmax).to(torch.float8_e4m3fn)
+    return v.round().clamp_(spec.qmin, spec.qmax)
+
+
+def _inside(v: Tensor, spec: TensorSpec) -> Tensor:
+    if spec.dtype == "fp8_e4m3":
+        return v.abs() <= FP8_ROUNDS_TO_MAX
+    rounded = v.round()
+    return (rounded >= spec.qmin) & (rounded <= spec.qmax)
+
+
+def _blocks(x: Tensor, spec: TensorSpec) -> Tensor:
+    """``x`` with the elements that share a scale along the last dimension; per tensor ``x`` as it is."""
+    if spec.granularity == "group":
+        return x.unflatten(-1, (-1, spec.group_size))
+    return x
+
+
+def _per_block(scale: Tensor, spec: TensorSpec) -> Tensor:
+    """The scale in a shape that broadcasts over :func:`_blocks`."""
+    return scale.unsqueeze(-1) if spec.granularity == "group" else scale

@@ -1,0 +1,273 @@
+"""The definition of the quantisers against an independent oracle, and its gradients against finite differences."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from quant.reference import (
+    absmax_scale,
+    dequantize,
+    effective_scale,
+    fake_quant,
+    fake_quant_backward,
+    inside_range,
+    quantize,
+)
+from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
+
+FP8 = TensorSpec("fp8_e4m3", 8, "tensor")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SPECS = [
+    FP8,
+    TensorSpec("fp8_e4m3", 8, "channel"),
+    TensorSpec("fp8_e4m3", 8, "group", 16),
+    *(TensorSpec("int", bits, "group", 16) for bits in (2, 3, 4, 8)),
+    TensorSpec("int", 4, "channel"),
+    TensorSpec("int", 8, "tensor"),
+]
+# Every non-negative finite e4m3 value in order: its code is its position.
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+
+
+def round_oracle(v: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """Nearest value of the *unbounded* grid, ties to even, by arithmetic in float64 that shares nothing with torch's
+    cast.
+
+    e4m3 continued beyond 448 as if its exponent had no end; integers beyond qmin and qmax.
+    """
+    v = v.astype(np.float64)
+    if spec.dtype == "int":
+        return np.rint(v)
+    with np.errstate(divide="ignore"):
+        exponent = np.maximum(np.floor(np.log2(np.abs(v))), -6)  # subnormals below 2^-6
+    spacing = np.exp2(exponent - 3)
+    return np.rint(v / spacing) * spacing
+
+
+def random_case(spec: TensorSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor in a random shape and stride with a scale that clips some of it."""
+    rows, columns = random.randint(1, 40), 16 * random.randint(1, 12)
+    x = torch.randn(rows, columns) * torch.exp(torch.randn(rows, 1))
+    layout = random.choice(("plain", "transposed", "sliced"))
+    if layout == "transposed":
+        x = x.t().contiguous().t()
+    elif layout == "sliced":
+        x = torch.cat([x, x], dim=1)[:, :columns]
+    x = x.to(dtype)
+    size = spec.elements_per_scale((rows, columns))
+    absmax = x.float().reshape(-1, size).abs().amax(1).reshape(spec.scale_shape((rows, columns)))
+    clip = torch.empty_like(absmax).uniform_(0.3, 1.2)
+    clip.view(-1)[0] = 0.3
+    return x, absmax_scale(absmax, spec) * clip
+
+
+def expand(scale: torch.Tensor, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The scale of every element."""
+    if spec.granularity == "tensor":
+        return scale.expand(x.shape)
+    return scale.repeat_interleave(x.shape[1] // scale.shape[1], dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_codes_and_values_against_the_oracle(spec, dtype, seed):
+    """Exact: codes, their product with the scale, and which elements are inside, for any shape and stride."""
+    for _ in range(10):
+        x, scale = random_case(spec, dtype)
+        scales = expand(scale, x, spec)
+        v = (x.float() * (1 / scales)).numpy()  # the definition's fp32 arithmetic; the oracle takes over from here
+        rounded = round_oracle(v, spec)
+        codes = quantize(x, scale, spec)
+        assert codes.shape == x.shape
+        assert codes.dtype == (torch.int8 if spec.dtype == "int" else torch.float8_e4m3fn)
+        np.testing.assert_array_equal(codes.double().numpy(), rounded.clip(spec.qmin, spec.qmax))
+        expected = (codes.float() * scales).to(dtype)
+        for values in (dequantize(codes, scale, spec, dtype), fake_quant(x, scale, spec)):
+            assert values.dtype == dtype and values.shape == x.shape
+            assert torch.equal(values, expected)
+        inside = (rounded >= spec.qmin) & (rounded <= spec.qmax)
+        assert not inside.all(), "the case must clip something"
+        np.testing.assert_array_equal(inside_range(x, scale, spec).numpy(), inside)
+
+
+def test_the_cast_to_e4m3_rounds_to_nearest_even():
+    """Every midpoint between neighbours goes to the even code, and its fp32 neighbours to the nearer one."""
+    values = torch.from_numpy(E4M3).float()
+    middle = (values[1:] + values[:-1]) / 2  # exact in fp32
+    one = torch.ones(1)
+    codes = quantize(middle, one, FP8).view(torch.uint8)
+    assert (codes % 2 == 0).all()
+    above = torch.nextafter(middle, torch.tensor(torch.inf))
+    below = torch.nextafter(middle, torch.tensor(0.0))
+    assert torch.equal(quantize(above, one, FP8).view(torch.uint8), torch.arange(1, 127, dtype=torch.uint8))
+    assert torch.equal(quantize(below, one, FP8).view(torch.uint8), torch.arange(0, 126, dtype=torch.uint8))
+    assert torch.equal(quantize(-middle, one, FP8).float(), -quantize(middle, one, FP8).float())
+
+
+@pytest.mark.parametrize(
+    ("spec", "last_inside", "lowest_inside"),
+    [
+        (FP8, 464.0, -464.0),  # the tie between 448 and what would be 480 goes to 448
+        # Ties go to even: qmax is odd, so qmax + 0.5 leaves the grid; qmin is even, so qmin - 0.5 stays.
+        *(
+            (TensorSpec("int", bits, "tensor"), 2 ** (bits - 1) - 0.5, -(2 ** (bits - 1)) - 0.5)
+            for bits in (2, 3, 4, 8)
+        ),
+    ],
+    ids=str,
+)
+def test_the_edges_of_the_range(spec, last_inside, lowest_inside):
+    """Exactly at, just inside and just outside both ends; the gradient is masked alike."""
+    up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+    high, low = torch.tensor(last_inside), torch.tensor(lowest_inside)
+    v = torch.stack([high, torch.nextafter(high, down), torch.nextafter(high, up)])
+    v = torch.cat([v, torch.stack([low, torch.nextafter(low, up), torch.nextafter(low, down)])])
+    high_tie = spec.dtype == "fp8_e4m3"
+    expected = torch.tensor([high_tie, True, False, True, True, False])
+    for scale in (torch.ones(1), torch.full((1,), 0.25)):  # powers of two, so that x * (1/s) is v exactly
+        x = v * scale
+        assert torch.equal(inside_range(x, scale, spec), expected)
+        assert torch.equal(quantize(x, scale, spec).float(), torch.tensor([spec.qmax] * 3 + [spec.qmin] * 3))
+        grad, _ = fake_quant_backward(torch.ones(6), x, scale, spec, scale_gradient=True)
+        assert torch.equal(grad, expected.float())
+
+
+@pytest.mark.parametrize("spec", [FP8, TensorSpec("int", 4, "group", 4)], ids=str)
+def test_values_that_are_not_finite(spec):
+    """NaN stays NaN, infinities clip; none has a gradient, and the scale's gradient stays finite."""
+    x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.3]])
+    scale = torch.full(spec.scale_shape((1, 4)), 0.25)
+    values = fake_quant(x, scale, spec)
+    assert values[0, 0].isnan()
+    assert values[0, 1:3].tolist() == [spec.qmax * 0.25, spec.qmin * 0.25]
+    assert inside_range(x, scale, spec).tolist() == [[False, False, False, True]]
+    if spec.dtype == "int":
+        assert quantize(x, scale, spec)[0].tolist() == [0, 7, -8, 1]
+    else:
+        assert quantize(x, scale, spec)[0, 0].isnan()
+    grad = torch.tensor([[2.0, 3.0, 5.0, 7.0]])
+    grad_x, grad_scale = fake_quant_backward(grad, x, scale, spec, scale_gradient=True)
+    assert grad_x.tolist() == [[0, 0, 0, 7]]
+    v = x[0, 3].item() * 4
+    rounding = quantize(x, scale, spec).float()[0, 3].item() - v
+    expected = 3 * spec.qmax + 5 * spec.qmin + 7 * rounding
+    assert grad_scale.item() == pytest.approx(expected, rel=1e-6)  # fp32 sum of three terms
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_gradients_against_finite_differences(spec, seed):
+    """Of the fp64 surrogate ``s * clamp(v + stopgrad(R(v) - v), qmin, qmax)``, for every element and every scale.
+
+    R rounds to the unbounded grid, so that clamp alone decides what is outside. The surrogate is piecewise linear in x
+    and s, with its kinks where R(v) is qmin or qmax; an element there is inside, so the difference is taken towards 0
+    in x, and upwards in s, which is inwards for both ends. Differences of linear functions are exact: what is left is
+    the rounding of v in fp32 (6e-8, times v up to about 500) in the scale's gradient, summed over the elements of one
+    scale.
+    """
+    for _ in range(5):
+        x, scale = random_case(spec, torch.float32)
+        grad = torch.randn_like(x)
+        v = x.float() * (1 / expand(scale, x, spec))
+        x64, scale64 = x.double(), scale.double()
+        rounded = torch.from_numpy(round_oracle(v.numpy(), spec))
+        offset = rounded - x64 / expand(scale64, x, spec)
+
+        def surrogate(x, scale):
+            s = expand(scale, x, spec)
+            return s * (x / s + offset).clamp(spec.qmin, spec.qmax)  # noqa: B023 (called within this iteration)
+
+        # Steps of 1e-7 and 1e-9 codes: no element outside is carried back in.
+        step = 1e-7 * expand(scale64, x, spec) * torch.where(x64 > 0, -1.0, 1.0)
+        by_x = (surrogate(x64 + step, scale64) - surrogate(x64, scale64)) / step * grad
+        scale_step = 1e-9 * scale64
+        change = (surrogate(x64, scale64 + scale_step) - surrogate(x64, scale64)) * grad
+        by_scale = _sum_per_scale(change, scale) / scale_step
+        size = _sum_per_scale((grad.double() * (1 + v.double().abs())).abs(), scale)
+
+        grad_x, grad_scale = fake_quant_backward(grad, x, scale, spec, scale_gradient=True)
+        # fp64 rounding of x (1e-16 times up to 1e3 codes) over a step of 1e-7 codes is 1e-6.
+        torch.testing.assert_close(grad_x.double(), by_x, rtol=1e-5, atol=1e-5)
+        assert grad_scale.dtype == torch.float32 and grad_scale.shape == scale.shape
+        # fp32 rounding of v and of the sum, and fp64 rounding over a step of 1e-9, both about 1e-7 of the magnitudes.
+        assert ((grad_scale.double() - by_scale).abs() <= 2e-6 * size).all()
+        without, none = fake_quant_backward(grad, x, scale, spec, scale_gradient=False)
+        assert none is None and torch.equal(without, grad_x)
+
+
+def _sum_per_scale(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return values.reshape(scale.numel(), -1).sum(1).reshape(scale.shape)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_gradients_in_low_precision(dtype, seed):
+    """The gradient of x is the masked gradient itself, in its dtype; that of the scale is computed in fp32."""
+    x, scale = random_case(FP8, dtype)
+    grad = torch.randn_like(x)
+    grad_x, grad_scale = fake_quant_backward(grad, x, scale, FP8, scale_gradient=True)
+    assert grad_x.dtype == dtype
+    assert torch.equal(grad_x, grad * inside_range(x, scale, FP8))
+    _, exact = fake_quant_backward(grad.float(), x.float(), scale, FP8, scale_gradient=True)
+    # Same fp32 terms; only the order of a sum of up to 8,000 of them may differ.
+    torch.testing.assert_close(grad_scale, exact, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("model_dtype", DTYPES)
+def test_the_effective_scale(model_dtype, seed):
+    """With theta 0 (or none) it is s0, for integers rounded to the model's dtype; the derivative ignores the rounding."""
+    s0 = torch.rand(5, 3) + 0.1
+    theta = torch.zeros(5, 3, dtype=model_dtype)
+    integer = TensorSpec("int", 4, "group", 16)
+    for scale in (effective_scale(s0, None, FP8, model_dtype), effective_scale(s0, theta, FP8, model_dtype)):
+        assert scale.dtype == torch.float32 and torch.equal(scale, s0)
+    theta = (0.3 * torch.randn(5, 3)).to(model_dtype).requires_grad_()
+    exact = s0 * theta.detach().float().exp()
+    scale = effective_scale(s0, theta, integer, model_dtype)
+    assert scale.dtype == torch.float32 and torch.equal(scale, exact.to(model_dtype).float())
+    (derivative,) = torch.autograd.grad(scale.sum(), theta)
+    assert torch.equal(derivative, exact.to(model_dtype))
+
+
+def test_the_absmax_scale(seed):
+    """The largest magnitude lands on the edge of the grid, and nothing divides by zero."""
+    absmax = torch.rand(7, 3) + 1e-3
+    assert torch.equal(absmax_scale(absmax, FP8), absmax / 448)
+    assert torch.equal(absmax_scale(absmax, TensorSpec("int", 4, "group", 16)), absmax / 7.5)
+    assert torch.equal(absmax_scale(absmax, TensorSpec("int", 2, "group", 16)), absmax / 1.5)
+    # 1e-38 is a normal fp32 number, but the reciprocal of 1e-38 / 448 overflows.
+    for spec in (FP8, TensorSpec("int", 4, "tensor")):
+        for absmax in (0.0, 1e-45, 1e-38):
+            assert torch.isfinite(1 / absmax_scale(torch.tensor([absmax]), spec)).all()
+        assert absmax_scale(torch.zeros(1), spec).item() == 1.0
+        assert absmax_scale(torch.tensor([torch.nan]), spec).isnan().all(), (
+            "a NaN weight must not get a scale in silence"
+        )
+
+
+def test_an_empty_tensor():
+    """An expert that no token chose."""
+    x = torch.empty(0, 16)
+    codes = quantize(x, torch.ones(1), FP8)
+    assert codes.shape == (0, 16)
+    assert dequantize(codes, torch.ones(1), FP8, torch.bfloat16).shape == (0, 16)
+    grad_x, grad_scale = fake_quant_backward(x, x, torch.ones(1), FP8, scale_gradient=True)
+    assert grad_x.shape == (0, 16) and grad_scale.tolist() == [0.0]
+
+
+def test_specs_and_schemes_refuse_what_they_cannot_be():
+    """Errors say what was expected."""
+    with pytest.raises(ValueError, match="8 bits, got bits=4"):
+        TensorSpec("fp8_e4m3", 4, "tensor")
+    with pytest.raises(ValueError, match="2 to 8 bits, got bits=9"):
+        TensorSpec("int", 9, "tensor")
+    for granularity, group_size in (("group", None), ("tensor", 32)):
+        with pytest.raises(ValueError, match="group_size"):
+            TensorSpec("int", 4, granularity, group_size)
+    with pytest.raises(ValueError, match="in_features 48 is not divisible by group_size 32"):
+        get_scheme("w4a16_g32").weights.scale_shape((8, 48))
+    with pytest.raises(ValueError, match="w4a16_g32") as error:
+        get_scheme("w4a16")
+    assert all(name in str(error.value) for name in SCHEMES)
+    with pytest.raises(ValueError, match="activations"):
+        Scheme("bad", FP8, TensorSpec("int", 8, "tensor"))
