@@ -1,0 +1,182 @@
+"""The empty model: every module in place, every parameter with memory for what this rank holds of it, no weight read.
+
+The model's ``__init__`` runs with its parameters on the meta device and its buffers real, on every stage alike: a hook
+of torch's own on parameter registration swaps each Parameter for a meta one. Then MoE layers are decomposed, which
+costs nothing as there is nothing to copy, embeddings are tied, and :func:`model.zero.materialise` makes the parameters
+one by one, under ``zero.Init`` for stage 3. Against running ``__init__`` inside ``zero.Init`` this means that
+
+- no modelling code runs or is imported while torch's tensor constructors are patched. There a float ``torch.arange``
+  becomes
+  bf16, and so does the ``torch.tensor`` of a longrope configuration, and with them ``inv_freq``; and torch._dynamo's
+  import fails;
+- a fused MoE layer never exists, on no rank: the peak is the partitions and one parameter, not one layer of all
+  experts;
+- an error in the configuration or in the modelling code is raised before the first collective.
+
+Against building all of it on the meta device, buffers need not be computed again by code that knows each kind of them.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from model import zero
+from model.experts import decompose_experts
+from model.ranks import errors_on_all_ranks, raise_everywhere
+
+
+def build_model(
+    path: str | Path,
+    ds_config: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+    quantized: bool = False,
+) -> PreTrainedModel:
+    """Build the causal language model that ``path/config.json`` describes, with uninitialised parameters.
+
+    A collective under ZeRO-3.
+
+    Args:
+        path: directory of a Hugging Face checkpoint; only its ``config.json`` (and code, if asked for) is read.
+        ds_config: resolved DeepSpeed configuration; its stage and dtype count.
+        dtype: of all parameters.
+        device: of the buffers, and on stages 0-2 of the parameters.
+        trust_remote_code: whether Python code in ``path`` may be run.
+        attn_implementation: as transformers names them ("sdpa", "eager", "flash_attention_2", ...).
+        quantized: the checkpoint is a compressed one, to be read by ``model.compressed``: build what it was before.
+
+    Raises:
+        RankError: on every rank: no config.json, one that is quantised or needs code that was not allowed, a MoE layout
+        that
+            is not supported, ``dtype`` against ``ds_config``.
+    """
+    path = Path(path)
+    with errors_on_all_ranks(Exception):
+        _check_dtype(ds_config, dtype)
+        config = _read_config(path, trust_remote_code, quantized)
+        with _parameters_on_meta(dtype), no_init_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+            decompose_experts(model)
+        # no_init_weights switches off the method that ties them.
+        model.tie_weights()
+        _place_buffers(model, dtype, device)
+    zero.materialise(model, ds_config, device)
+    raise_everywhere(_untied(model))
+    check_rotary_buffers(model)
+    return model
+
+
+def check_rotary_buffers(model: nn.Module) -> None:
+    """Raise RankError on every rank if a rotary ``inv_freq`` is not fp32.
+
+    A bf16 frequency is off by up to 0.2%, which at position 1,000 turns the fastest pair by more than a radian.
+    Call it again after ``deepspeed.initialize``, which may cast buffers (``data_types.buffer_dtype``).
+    """
+    wrong = [
+        f"{name} ({buffer.dtype})"
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq") and buffer.dtype != torch.float32
+    ]
+    raise_everywhere(f"rotary frequencies must be float32: {', '.join(wrong)}" if wrong else None)
+
+
+def _check_dtype(ds_config: dict[str, Any], dtype: torch.dtype) -> None:
+    """The engine casts to its own dtype, so the two must be the same."""
+    enabled = {
+        torch.bfloat16: bool(ds_config.get("bf16", {}).get("enabled", False)),
+        torch.float16: bool(ds_config.get("fp16", {}).get("enabled", False)),
+    }
+    engine = next((kind for kind, on in enabled.items() if on), torch.float32)
+    if engine != dtype:
+        raise ValueError(
+            f"model.dtype is {dtype}, but the DeepSpeed configuration trains in {engine}: set bf16.enabled to match"
+        )
+
+
+def _read_config(path: Path, trust_remote_code: bool, quantized: bool) -> PretrainedConfig:
+    """The model's configuration, with the errors that a user can do something about."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist: model.path must be the directory of a Hugging Face checkpoint")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if raw.get("quantization_config") and not quantized:
+        raise ValueError(
+            f"{file} has a quantization_config: model.path must be the unquantised checkpoint; give the quantised one "
+            "as quant.scales to take its scales"
+        )
+    if not trust_remote_code and _needs_remote_code(raw):
+        raise ValueError(
+            f"{file} needs Python code from the checkpoint (auto_map: {json.dumps(raw['auto_map'])}): read that code, "
+            "and if you trust it set model.trust_remote_code to true"
+        )
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    if quantized:
+        del config.quantization_config
+    return config
+
+
+def _needs_remote_code(raw: dict[str, Any]) -> bool:
+    """Whether transformers itself has no class for this configuration, but the checkpoint names one."""
+    return bool(raw.get("auto_map")) and raw.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+@contextmanager
+def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """Every parameter that a module gets inside the block becomes a meta one of ``dtype``; buffers stay as made."""
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None  # registered as it is
+        # One dtype for all: under ZeRO-3 trainable parameters of two dtypes would share one flat buffer of one dtype.
+        target = dtype if parameter.is_floating_point() else parameter.dtype
+        meta = nn.Parameter(
+            torch.empty_like(parameter, dtype=target, device="meta"), requires_grad=parameter.requires_grad
+        )
+        meta.__dict__.update(parameter.__dict__)
+        return meta
+
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # its stub forgets the result
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Buffers to ``device``, in their own dtype."""
+    zero.upcast_named_buffers(model, dtype)
+    for module_name, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise ValueError(
+                    f"{module_name}.{name} is computed from a parameter while the model is built: not supported"
+                )
+            setattr(module, name, buffer.to(device))
+
+
+def _untied(model: PreTrainedModel) -> str | None:
+    """What is wrong if two names that the configuration ties are not one Parameter."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    pairs = [
+        f"{target} and {source}"
+        for target, source in model.all_tied_weights_keys.items()
+        if parameters.get(target) is not parameters.get(source)
+    ]
+    return f"{type(model).__name__} ties {', '.join(pairs)}, but they are separate parameters" if pairs else None

@@ -1,0 +1,188 @@
+"""A compressed checkpoint as a plain model in one process: for evaluating and verifying what was exported.
+
+The file holds codes and scales, the forward of training wants weights and scales. The weights that are put in are the
+dequantised codes: quantising these again with the same scale gives the same codes (``code * s * (1/s)`` is off by a few
+roundings, the next boundary between codes is at least 1/30 of the code away), so that the model computes with exactly
+what is on disk, by the same code as in training.
+
+Reads what this project exports and what llm-compressor writes with the same numerics: compressed-tensors, one scheme
+for all Linears that ``ignore`` does not name.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from model.build import build_model
+from model.names import Names, module_name_on_disk, own_tensors
+from model.ranks import errors_on_all_ranks
+from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
+from quant.export import dequantized_weight, packed_shapes, scheme_from_config, unpack_weight
+from quant.linear import QuantLinear
+from quant.prepare import Quantization, ScaleGroup, prepare
+
+LISTED = 20  # names in an error before the list is cut
+
+
+def load_compressed(
+    directory: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+) -> tuple[PreTrainedModel, Quantization]:
+    """Build the model of a compressed checkpoint and fill it; in eval mode, all fake quantisation on, scales frozen.
+
+    Where layers share a scale and the file has several values (another writer's checkpoint), the largest is taken, and
+    the weights are quantised anew with it: what serving engines do when they fuse these layers.
+
+    Args:
+        directory: with config.json (and its ``quantization_config``) and the safetensors files.
+        dtype: of the weights and of the computation. In bf16 dequantised weights are rounded as in training.
+        device: where the model goes, CPU by default.
+        trust_remote_code: whether Python code in ``directory`` may be run.
+        attn_implementation: as transformers names them.
+
+    Raises:
+        RankError: no quantization_config or one with other numerics; a damaged file; keys that are missing, unexpected
+            or of another
+            shape: all of them named.
+    """
+    directory, device = Path(directory), device or torch.device("cpu")
+    with errors_on_all_ranks(OSError, ValueError):
+        config = read_quantization_config(directory)
+        scheme = scheme_from_config(config)
+    engine = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
+    model = build_model(
+        directory,
+        engine,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        quantized=True,
+    )
+    with errors_on_all_ranks(OSError, ValueError):
+        exempt = [re.escape(name) for name in ignored_linears(model, config.get("ignore") or [])]
+        quantization = prepare(model, scheme, exempt=exempt, learn_weight_scale=False, learn_input_scale=False)
+        _fill(model, quantization, read_headers(directory))
+    return model.eval(), quantization
+
+
+def read_quantization_config(directory: Path) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint directory.
+
+    Raises:
+        ValueError: no config.json, or the checkpoint is not quantised.
+    """
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist: expected the directory of a compressed checkpoint")
+    config = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+    if not config:
+        raise ValueError(f"{file} has no quantization_config: this checkpoint is not a compressed one")
+    return config
+
+
+def is_ignored(names: list[str], ignore: list[str]) -> bool:
+    """Whether compressed-tensors leaves out a module of these names: equal, or matched from its start by ``re:``."""
+    return any(
+        re.match(entry.removeprefix("re:"), name) if entry.startswith("re:") else entry == name
+        for entry in ignore
+        for name in names
+    )
+
+
+def ignored_linears(model: PreTrainedModel, ignore: list[str]) -> list[str]:
+    """The nn.Linears of ``model`` that ``ignore`` leaves out, judged by their names here and on disk."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and is_ignored([name, module_name_on_disk(model, name)], ignore)
+    ]
+
+
+def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLinear) -> dict[str, str]:
+    """Keys on disk of one quantised Linear's weight and scales, by suffix."""
+    suffixes = packed_shapes(layer.in_features, layer.out_features, layer.scheme, torch.float32)
+    prefix = module_name_on_disk(model, name)
+    return {suffix: f"{prefix}.{suffix}" for suffix in suffixes}
+
+
+def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint) -> None:
+    """Everything on disk into the model, each key once."""
+    keys = {name: quantized_keys(model, name, layer) for name, layer in quantization.layers.items()}
+    plain = _plain_tensors(model, quantization)
+    _check_keys(checkpoint, {*plain, *(key for own in keys.values() for key in own.values())})
+    scales: dict[str, dict[str, torch.Tensor]] = {"weight_scale": {}, "input_scale": {}}
+    with Reader() as reader, torch.no_grad():
+        for key, target in plain.items():
+            _expect_shape(checkpoint.tensors[key], tuple(target.shape))
+            target.copy_(read_tensor(reader, checkpoint.tensors[key]))
+        for name, layer in quantization.layers.items():
+            tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys[name].items()}
+            _fill_layer(name, layer, tensors, scales)
+        _fill_scales(quantization.weight_groups, scales["weight_scale"])
+        _fill_scales(quantization.input_groups, scales["input_scale"])
+
+
+def _plain_tensors(model: PreTrainedModel, quantization: Quantization) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that are stored as they are, by key on disk; of tied ones the first name only."""
+    names = Names(model)
+    quantized = {f"{name}.weight" for name in quantization.layers}
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in own_tensors(model).items():
+        if name not in quantized:
+            first.setdefault(id(tensor), (names.key(name), tensor))
+    return dict(first.values())
+
+
+def _fill_layer(name: str, layer: QuantLinear, tensors: dict[str, torch.Tensor], scales: dict[str, dict]) -> None:
+    """The dequantised weight into ``layer``; its scales, fp32 in the scheme's shape, into ``scales``."""
+    spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
+    shapes = {"weight_scale": spec.scale_shape(shape), "input_scale": (1,)}
+    for suffix in scales.keys() & tensors.keys():
+        value = tensors[suffix].float()
+        if value.numel() != torch.Size(shapes[suffix]).numel():
+            raise CheckpointError(f"{name}.{suffix} has shape {tuple(value.shape)}, expected {shapes[suffix]}")
+        scales[suffix][name] = value.reshape(shapes[suffix])
+    codes = unpack_weight(tensors, layer.scheme)
+    if tuple(codes.shape) != shape:
+        raise CheckpointError(f"{name} has a weight of shape {tuple(codes.shape)} on disk, expected {shape}")
+    layer.weight.copy_(dequantized_weight(codes, scales["weight_scale"][name], spec, layer.weight.dtype))
+
+
+def _fill_scales(groups: list[ScaleGroup], values: dict[str, torch.Tensor]) -> None:
+    for group in groups:
+        group.s0.copy_(torch.stack([values[name] for name in group.members]).amax(0))
+
+
+def read_tensor(reader: Reader, tensor: DiskTensor) -> torch.Tensor:
+    """The whole tensor, in its dtype on disk."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    reader.read(tensor, 0, whole.view(-1))
+    return whole
+
+
+def _check_keys(checkpoint: Checkpoint, expected: set[str]) -> None:
+    problems = list(checkpoint.problems)
+    for kind, keys in (
+        ("missing", expected - checkpoint.tensors.keys() - checkpoint.lost),
+        ("unexpected", checkpoint.tensors.keys() - expected),
+    ):
+        if keys:
+            more = f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
+            problems.append(f"{kind}: {', '.join(sorted(keys)[:LISTED])}{more}")
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+def _expect_shape(tensor: DiskTensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise CheckpointError(f"{tensor.file}: {tensor.key} has shape {tensor.shape}, expected {shape}")

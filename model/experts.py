@@ -1,0 +1,180 @@
+"""Mixture-of-experts layers as per-expert Linears.
+
+transformers keeps all experts of a layer in two 3-D parameters, ``gate_up_proj [E, 2I, H]`` (gate first) and
+``down_proj [E, H, I]``. Quantisation wants one module with one scale per expert and projection, as checkpoints on disk
+and serving have them. So the fused module is replaced while the model is still empty (on the meta device): nothing is
+copied.
+
+**Every expert runs, in a fixed order, on every rank**, with an empty input if no token chose it. If each rank ran only
+the experts that its own tokens chose, ranks would disagree on which parameters have gradients and in which order they
+come, and the reductions of ZeRO stages 1-3 would add unlike things up, in silence. An empty matrix product gives every
+parameter its zero gradient.
+
+Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate size.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from model import zero
+
+ATTRIBUTES = ("num_experts", "hidden_dim", "intermediate_dim", "act_fn")
+
+
+class ExpertMLP(nn.Module):
+    """Weights of one expert; :class:`PerExpertMLPs` shares the activation among them."""
+
+    def __init__(self, hidden_dim: int, intermediate_dim: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_dim, intermediate_dim, bias=False)
+        self.up_proj = nn.Linear(hidden_dim, intermediate_dim, bias=False)
+        self.down_proj = nn.Linear(intermediate_dim, hidden_dim, bias=False)
+
+
+class PerExpertMLPs(nn.Module):
+    """The experts of one MoE layer; children ``"0"`` to ``"E-1"`` are the experts' weights.
+
+    Same signature and same results, bit for bit where the matrix products are, as transformers' eager fused module.
+    """
+
+    def __init__(self, num_experts: int, hidden_dim: int, intermediate_dim: int, act_fn: nn.Module):
+        super().__init__()
+        self.num_experts = num_experts
+        self.hidden_dim = hidden_dim
+        self.intermediate_dim = intermediate_dim
+        self.act_fn = act_fn
+        for expert in range(num_experts):
+            self.add_module(str(expert), ExpertMLP(hidden_dim, intermediate_dim))
+
+    def experts(self) -> Iterator[ExpertMLP]:
+        """The experts' weights in order."""
+        for expert in range(self.num_experts):
+            yield self.get_submodule(str(expert))  # type: ignore[misc]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts' outputs.
+
+        Args:
+            hidden_states: [T, H].
+            top_k_index: [T, K] integers in [0, E]; E means none.
+            top_k_weights: [T, K].
+
+        Returns:
+            [T, H] in the dtype of ``hidden_states``, experts added up in their order.
+        """
+        tokens = hidden_states.shape[0]
+        # [K, T], as transformers orders them, then grouped by expert. The counts are the only thing the host waits for.
+        choices = top_k_index.t().reshape(-1)
+        order = torch.argsort(choices, stable=True)
+        counts = torch.bincount(choices, minlength=self.num_experts + 1)[: self.num_experts].tolist()
+        order = order[: sum(counts)]
+        token_groups = (order % tokens).split(counts)
+        weight_groups = top_k_weights.t().reshape(-1)[order].split(counts)
+        inputs = hidden_states[order % tokens].split(counts)
+
+        output = torch.zeros_like(hidden_states)
+        for expert, rows, token, weight in zip(self.experts(), inputs, token_groups, weight_groups, strict=True):
+            rows = expert.down_proj(self.act_fn(expert.gate_proj(rows)) * expert.up_proj(rows))
+            # A token chooses an expert at most once: no two of these additions meet, on any device.
+            output.index_add_(0, token, (rows * weight[:, None]).to(output.dtype))
+        return output
+
+
+def decompose_experts(model: nn.Module) -> int:
+    """Replace every fused experts module of an empty model by :class:`PerExpertMLPs`, a leaf for ZeRO-3.
+
+    Run it where new parameters land on the meta device: nothing is copied. Returns how many there were.
+
+    Raises:
+        ValueError: experts in a layout, or with a function, that this does not know, by class name.
+    """
+    found = [(name, module) for name, module in model.named_modules() if _looks_like_experts(name, module)]
+    checked: set[type] = set()
+    for name, fused in found:
+        _check_layout(name, fused)
+        if type(fused) not in checked:
+            _check_function(name, fused)
+            checked.add(type(fused))
+        experts = PerExpertMLPs(fused.num_experts, fused.hidden_dim, fused.intermediate_dim, fused.act_fn)
+        experts.train(fused.training)
+        zero.mark_leaf(experts)
+        model.set_submodule(name, experts)
+    return len(found)
+
+
+def _looks_like_experts(name: str, module: nn.Module) -> bool:
+    """Whether ``module`` holds several experts in some form: then it must be one that we know."""
+    if isinstance(module, nn.ModuleList):
+        # Their caller runs the experts that were hit only.
+        return name.rpartition(".")[2] == "experts" and len(module) > 1
+    stacked = {key for key, parameter in module.named_parameters(recurse=False) if zero.full_shape(parameter)[2:]}
+    return bool(stacked) and (hasattr(module, "num_experts") or not stacked.isdisjoint({"gate_up_proj", "down_proj"}))
+
+
+def _check_layout(name: str, module: nn.Module) -> None:
+    """Attributes and shapes of the layout in the module docstring, and no other parameter or child with parameters."""
+    problem = None
+    missing = [attribute for attribute in ATTRIBUTES if not hasattr(module, attribute)]
+    shapes = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters()}
+    if missing:
+        problem = f"it has no attribute {', '.join(missing)}"
+    else:
+        e, h, i = (int(getattr(module, attribute)) for attribute in ATTRIBUTES[:3])
+        expected = {"gate_up_proj": (e, 2 * i, h), "down_proj": (e, h, i)}
+        if shapes != expected:
+            problem = f"its parameters are {shapes}, not {expected}"
+    if problem:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) is a mixture of experts in a layout that is not supported: {problem}"
+        )
+
+
+@torch.no_grad()
+def _check_function(name: str, module: nn.Module) -> None:
+    """Compute a tiny case both ways: some classes with these attributes clamp the gate or add up in another dtype."""
+    e, h, i, tokens = 3, 4, 5, 16
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    # Gates of up to some hundreds, so that a clamp would show. In fp64, so that a cast to fp32 inside would show.
+    gate_up, down, inputs = random(e, 2 * i, h), random(e, h, i), 30 * random(tokens, h)
+    chosen = torch.stack([torch.randperm(e, generator=generator)[:2] for _ in range(tokens)])
+    weights = random(tokens, 2).abs()
+
+    theirs = copy.copy(module)
+    theirs._parameters = {}
+    config = copy.deepcopy(getattr(module, "config", None))
+    if config is not None:
+        config._experts_implementation = "eager"
+    values = {"num_experts": e, "hidden_dim": h, "intermediate_dim": i, "config": config}
+    theirs.__dict__.update(values, gate_up_proj=gate_up, down_proj=down)
+    ours = PerExpertMLPs(e, h, i, module.get_submodule("act_fn"))
+    for expert, mlp in enumerate(ours.experts()):
+        mlp.gate_proj, mlp.up_proj, mlp.down_proj = (
+            _Fixed(weight) for weight in (gate_up[expert, :i], gate_up[expert, i:], down[expert])
+        )
+    try:
+        expected = theirs(inputs, chosen, weights)
+    except Exception as error:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: {error}"
+        ) from error
+    # fp64 products in another order differ by about 1e-15; an intermediate fp32 by 1e-8, a clamp by more than 1e-2.
+    if not torch.allclose(ours(inputs, chosen, weights), expected, rtol=1e-11, atol=1e-9):
+        raise ValueError(
+            f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: it has the usual "
+            "parameters, but computes something else than down(act(gate(x)) * up(x))"
+        )
+
+
+class _Fixed(nn.Linear):
+    """A Linear with a given weight, which is no Parameter."""
+
+    def __init__(self, weight: Tensor):
+        nn.Module.__init__(self)
+        self.weight, self.bias = weight, None  # type: ignore[assignment]

@@ -1,0 +1,250 @@
+"""Weights from safetensors files into the parameters, wherever they lie.
+
+``direct``: each rank reads exactly the bytes of its own partitions and writes them in place. The checkpoint is read
+once in all, nothing is sent between ranks, and no rank holds more than its partitions and one chunk. It must run before
+``deepspeed.initialize`` (see :mod:`model.zero`).
+
+``rank0``: rank 0 reads whole tensors in file order into gathered parameters, and DeepSpeed shares them out. For storage
+that only one reader should load, and as the independent check of the first method.
+
+Either way everything is checked on the headers first: each tensor of the model is filled exactly once, or there is one
+error, on every rank, that names all that is wrong.
+"""
+
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.core_model_loading import dot_natural_key
+
+from model.names import Layout, Names, Piece, UnsupportedConversionError, own_tensors
+from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
+from model.shards import CheckpointError, DiskTensor, Reader, read_headers
+from model.zero import forget_secondary_copies, full_numel, gathered, local_data, local_range
+
+LISTED = 20  # names in an error before the list is cut
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What this rank did: our tensors that were filled, bytes that it read, seconds that it took."""
+
+    tensors: int
+    bytes: int
+    seconds: float
+
+    def summary(self) -> str:
+        """One line for people."""
+        return f"{self.tensors} tensors, {self.bytes / 2**20:.1f} MiB read by rank 0 in {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One of our tensors and where it lies on disk. ``check``: filled from another key, it must equal this one."""
+
+    source: DiskTensor
+    piece: Piece
+    target: Tensor
+    check: bool
+
+
+def load_weights(
+    model: PreTrainedModel, path: str | Path, *, method: Literal["direct", "rank0"] = "direct", progress: bool = True
+) -> LoadReport:
+    """Fill every parameter and persistent buffer of ``model`` from ``path/model*.safetensors``; scales are left alone.
+
+    A collective. Values are cast to the dtype of the parameter.
+
+    Args:
+        model: from ``build_model``; before ``deepspeed.initialize``.
+        path: directory of the checkpoint.
+        method: see the module docstring.
+        progress: whether rank 0 shows a bar of the bytes that it reads.
+
+    Raises:
+        RankError: on every rank, with all that is missing, unexpected, of another shape, of a dtype that is not bf16,
+        fp16
+            or fp32, in a damaged or absent file; or tied tensors that differ on disk.
+    """
+    begin = time.perf_counter()
+    with errors_on_all_ranks(CheckpointError, OSError):
+        reads = _plan(model, Path(path))
+    fill = {"direct": _fill_direct, "rank0": _fill_from_rank0}[method]
+    with (
+        tqdm(
+            total=_bytes_to_read(reads, method),
+            desc="weights",
+            unit="B",
+            unit_scale=True,
+            disable=not (progress and is_main()),
+        ) as bar,
+        Reader(bar.update) as reader,
+    ):
+        fill(reads, reader)
+        forget_secondary_copies(model)
+        return LoadReport(sum(not read.check for read in reads), reader.bytes, time.perf_counter() - begin)
+
+
+def _fill_direct(reads: list[_Read], reader: Reader) -> None:
+    """Every rank its own ranges. No collective inside, so that a rank may fail alone and all raise together."""
+    with errors_on_all_ranks(CheckpointError, OSError):
+        differing = [
+            read for read in reads if not _transfer(read, reader, local_range(read.target)[0], local_data(read.target))
+        ]
+        _refuse(differing)
+
+
+def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
+    """Rank 0 everything. Whatever it finds, it takes part in every collective, and errors are raised after the last."""
+    error: str | None = None
+    differing = []
+    for read in reads:
+        with gathered([read.target], modifier_rank=0):
+            if is_main() and error is None:
+                try:
+                    if not _transfer(read, reader, 0, read.target.detach().view(-1)):
+                        differing.append(read)
+                except (CheckpointError, OSError) as caught:
+                    error = str(caught)
+    raise_everywhere(error)
+    with errors_on_all_ranks(CheckpointError):
+        _refuse(differing)
+
+
+@torch.no_grad()
+def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
+    """Read ``values``, which begin at element ``start`` of our tensor, or compare them; False if they differ."""
+    start += read.piece.offset
+    if not read.check:
+        reader.read(read.source, start, values)
+        return True
+    equal = True
+    for offset, chunk in reader.chunks(read.source, start, values.numel()):
+        mine = values[offset : offset + chunk.numel()].cpu()
+        equal = equal and torch.equal(chunk.to(mine.dtype).view(torch.uint8), mine.view(torch.uint8))
+    return equal
+
+
+def _refuse(differing: list[_Read]) -> None:
+    """Raise if tied tensors differ on disk: one Parameter cannot hold both, and picking one would be silent damage."""
+    if differing:
+        raise CheckpointError(
+            f"{_listed([read.source.key for read in differing])}: the configuration ties it to another tensor, but on "
+            "disk the two differ. Set tie_word_embeddings to false in config.json if they are meant to"
+        )
+
+
+def _bytes_to_read(reads: list[_Read], method: str) -> int:
+    """Bytes that this rank reads; rank 0's are shown."""
+    total = 0
+    for read in reads:
+        start, stop = local_range(read.target) if method == "direct" else (0, full_numel(read.target))
+        total += (stop - start) * read.source.dtype.itemsize
+    return total
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plan: from headers alone, the same on every rank
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Problems:
+    """Everything that is wrong with a checkpoint, by kind."""
+
+    files: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    conversions: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """One line for each kind; empty if there is none."""
+        lines = [f"file: {problem}" for problem in self.files[:LISTED]]
+        kinds = {
+            "not bf16, fp16 or fp32 (model.path must be the unquantised checkpoint)": self.dtypes,
+            "needs a conversion that is not supported": self.conversions,
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "of another shape": self.shapes,
+            "there twice": self.twice,
+        }
+        return "\n".join(lines + [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names])
+
+
+def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
+    """What to read, in file order.
+
+    Raises:
+        CheckpointError: the files do not hold each tensor of the model exactly once; names everything.
+    """
+    checkpoint = read_headers(path)
+    names = Names(model)
+    tensors = own_tensors(model)
+    problems = _Problems(files=checkpoint.problems)
+    layouts = _layouts(names, {*checkpoint.tensors, *checkpoint.lost}, problems)
+    ignored = _ignored(model)
+    reads: list[_Read] = []
+    filled: dict[int, _Read] = {}  # by identity, as a tied parameter has several names
+    for key, source in checkpoint.tensors.items():
+        layout = layouts.get(key)
+        if layout is not None and _fits(source, layout, tensors, problems):
+            for piece in layout.pieces:
+                target = tensors[piece.name]
+                earlier = filled.setdefault(id(target), read := _Read(source, piece, target, id(target) in filled))
+                if earlier is not read and earlier.piece.name == piece.name:
+                    problems.twice.append(f"{piece.name} (in {earlier.source.key} and in {key})")
+                reads.append(read)
+        elif layout is None and key not in problems.conversions and not ignored.search(key):
+            problems.unexpected.append(key)
+    present = {id(tensors[piece.name]) for layout in layouts.values() if layout for piece in layout.pieces}
+    unique = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    problems.missing = [names.key(name) for identity, name in reversed(unique.items()) if identity not in present]
+    if text := problems.text():
+        raise CheckpointError(f"the weights in {path} do not fill {type(model).__name__}:\n{text}")
+    return reads
+
+
+def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Layout | None]:
+    """What each key holds. In the order in which transformers asks its renaming rules: some of them remember."""
+    layouts: dict[str, Layout | None] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        try:
+            layouts[key] = names.layout(key)
+        except UnsupportedConversionError as error:
+            problems.conversions.append(str(error))
+    return layouts
+
+
+def _fits(source: DiskTensor, layout: Layout, tensors: dict[str, Tensor], problems: _Problems) -> bool:
+    """Whether shape and dtype on disk are what the model can take."""
+    dtypes = {tensors[piece.name].dtype for piece in layout.pieces}
+    if source.shape != layout.shape:
+        problems.shapes.append(f"{source.key} is {list(source.shape)}, the model has {list(layout.shape)}")
+    elif source.dtype in FLOATS if all(dtype.is_floating_point for dtype in dtypes) else dtypes == {source.dtype}:
+        return True
+    else:
+        problems.dtypes.append(f"{source.key} ({str(source.dtype).removeprefix('torch.')})")
+    return False
+
+
+def _ignored(model: PreTrainedModel) -> re.Pattern[str]:
+    """Keys that a checkpoint may hold for nothing: what the model's class lists, and buffers that are computed."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    patterns += [f"^{re.escape(name)}$" for name, _ in model.named_non_persistent_buffers()]
+    return re.compile("|".join(f"({pattern})" for pattern in patterns))
+
+
+def _listed(names: list[str]) -> str:
+    """Names for an error, cut where the list gets long."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

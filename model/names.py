@@ -1,0 +1,213 @@
+"""Names on disk and names in the model, in both directions.
+
+Three things lie between them. transformers renames keys as it loads (mixtral's ``block_sparse_moe`` is ``mlp`` in its
+model); it merges per-expert tensors into its fused 3-D parameters; and :mod:`model.experts` takes these apart again.
+All three only move whole runs of memory: every tensor of ours is a contiguous run of one tensor on disk, row-major. So
+a mapping is a key, the shape that its tensor must have, and the :class:`Piece` of ours that each run of it is.
+
+The renaming rules are transformers' own (``get_model_conversion_mapping``). They are found by model class and type, not
+by looking at the experts, so that it does not matter that these have been replaced. Rules that compute something
+(transposing, splitting a fused projection, permuting for RoPE) are refused by name, if a key of the checkpoint meets
+one.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    rename_source_key,
+)
+
+from model.experts import PerExpertMLPs
+from model.zero import full_shape
+from quant import SCALE_PARAMETERS
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One of our tensors inside a tensor on disk: ``prod(shape)`` contiguous elements from element ``offset``."""
+
+    name: str
+    offset: int
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a tensor on disk holds: the shape it must have, and our tensors in it."""
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+class UnsupportedConversionError(ValueError):
+    """A key whose tensor transformers would compute something from."""
+
+
+class Names:
+    """Both directions for one model; cheap to make, no tensor is touched.
+
+    Args:
+        model: as ``build_model`` returns it, also after ``quant.prepare``.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+        self._prefix = model.base_model_prefix
+        self.own = {name: tuple(full_shape(tensor)) for name, tensor in own_tensors(model).items()}
+        self._fused = _fused_layouts(model)
+        self._fused_of = {piece.name: (key, piece) for key, layout in self._fused.items() for piece in layout.pieces}
+        # The names that transformers' own model has, and that its rules lead to.
+        self._theirs = dict.fromkeys([*(name for name in self.own if name not in self._fused_of), *self._fused], True)
+        # For writing, legacy spellings are not brought back, and a prefix that may have been there is not made up.
+        rules = get_model_conversion_mapping(model, add_legacy=False)
+        reverse = [rule.reverse_transform() for rule in reversed(rules) if not isinstance(rule, PrefixChange)]
+        self._reverse_renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
+
+    def layout(self, key: str) -> Layout | None:
+        """What the tensor ``key`` of a checkpoint holds; None if nothing in the model.
+
+        Raises:
+            UnsupportedConversionError: transformers would compute something from this tensor for this model.
+        """
+        name, pattern = self._rename(key, self._renamings, self._converters)
+        if name not in self._theirs and key in self._theirs:
+            # The spelling of the model itself, which a rule for another one met.
+            name, pattern = self._rename(key, [], [])
+        if name in self._theirs:
+            if pattern is not None:
+                return self._converted(key, name, pattern)
+            return self._fused.get(name) or self._whole(name)
+        # Per-expert names as they are here, for an architecture that has only fused tensors on disk.
+        return self._whole(key) if key in self._fused_of else None
+
+    def key(self, name: str) -> str:
+        """The key under which ``save_pretrained`` writes our parameter ``name``; per expert for experts.
+
+        Where transformers knows fused tensors on disk only, the per-expert key is the name itself, with renaming
+        applied.
+        """
+        key = name
+        if name in self._fused_of:
+            fused, piece = self._fused_of[name]
+            key = self._expert_key(fused, piece) or name
+        return apply_renamings(key, self._reverse_renamings)
+
+    def _rename(
+        self, key: str, renamings: list[WeightRenaming], converters: list[WeightConverter]
+    ) -> tuple[str, str | None]:
+        """Name in transformers' model, and the source pattern of the converter that matched, if one did."""
+        return rename_source_key(key, renamings, converters, self._prefix, self._theirs)
+
+    def _whole(self, name: str) -> Layout:
+        shape = self.own[name]
+        return Layout(shape, (Piece(name, 0, shape),))
+
+    def _converted(self, key: str, name: str, pattern: str) -> Layout:
+        """The slice of the fused parameter ``name`` that ``key`` is, where the matching converter would put it."""
+        converter = self._by_pattern[pattern]
+        expert = re.search(_expert_pattern(pattern), apply_renamings(key, self._renamings))
+        if name not in self._fused or not _is_stacking(converter) or expert is None:
+            operations = ", ".join(type(operation).__name__ for operation in converter.operations)
+            raise UnsupportedConversionError(f"{key} (transformers makes {name} from it by {operations})")
+        part, parts = converter.source_patterns.index(pattern), len(converter.source_patterns)
+        fused = self._fused[name]
+        shape = (fused.shape[1] // parts, *fused.shape[2:])
+        start = (int(expert.group(1)) * parts + part) * math.prod(shape)
+        stop = start + math.prod(shape)
+        inside = [piece for piece in fused.pieces if start <= piece.offset and piece.offset + piece.numel <= stop]
+        return Layout(shape, tuple(Piece(piece.name, piece.offset - start, piece.shape) for piece in inside))
+
+    def _expert_key(self, fused: str, piece: Piece) -> str | None:
+        """The key that a stacking converter has for a piece of a fused parameter; None without such a converter."""
+        rows = self._fused[fused].shape[1]
+        expert, row = divmod(piece.offset // math.prod(piece.shape[1:]), rows)
+        for converter in filter(_is_stacking, self._converters):
+            sources = converter._original_source_patterns
+            if len(sources) * piece.shape[0] == rows:
+                reverse = converter.reverse_transform()
+                first, matched = reverse.rename_source_key(fused)
+                if matched is not None:
+                    source = sources[row // piece.shape[0]]
+                    return first.replace(sources[0], source).replace("*", str(expert), 1)
+        return None
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of ``model`` holds: parameters under all their names (tied ones have several), persistent
+    buffers.
+
+    Scales are not among them: the layers of :mod:`quant` may be in place already, and scales have their own reader.
+    """
+    tensors: dict[str, Tensor] = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name.rpartition(".")[2] not in SCALE_PARAMETERS
+    }
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return tensors
+
+
+def module_name_on_disk(model: PreTrainedModel, module: str) -> str:
+    """Name on disk of a module, such as ``model.layers.0.mlp.experts.3.gate_proj``: its tensors' keys start with it."""
+    if model not in _NAMES:
+        _NAMES[model] = Names(model)
+    return _NAMES[model].key(f"{module}.weight").removesuffix(".weight")
+
+
+# A writer asks for thousands of modules in turn, and the rules of a model do not change.
+_NAMES: WeakKeyDictionary[PreTrainedModel, Names] = WeakKeyDictionary()
+
+
+def _fused_layouts(model: nn.Module) -> dict[str, Layout]:
+    """The fused parameters that were taken apart, by the names that they had: their shapes, and our tensors in them."""
+    layouts = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, PerExpertMLPs):
+            e, h, i = module.num_experts, module.hidden_dim, module.intermediate_dim
+            gate_up, down = [], []
+            for expert in range(e):
+                path = f"{prefix}.{expert}"
+                gate_up.append(Piece(f"{path}.gate_proj.weight", expert * 2 * i * h, (i, h)))
+                gate_up.append(Piece(f"{path}.up_proj.weight", (expert * 2 + 1) * i * h, (i, h)))
+                down.append(Piece(f"{path}.down_proj.weight", expert * h * i, (h, i)))
+            layouts[f"{prefix}.gate_up_proj"] = Layout((e, 2 * i, h), tuple(gate_up))
+            layouts[f"{prefix}.down_proj"] = Layout((e, h, i), tuple(down))
+    return layouts
+
+
+def _is_stacking(converter: WeightConverter) -> bool:
+    """Whether it only stacks experts, and at most lays gate and up of each behind one another."""
+    kinds = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
+    several = len(converter.source_patterns) > 1
+    expected = [(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]
+    return len(kinds) == len(converter.operations) and kinds == expected and len(converter.target_patterns) == 1
+
+
+def _expert_pattern(pattern: str) -> str:
+    """The source pattern of a converter, with the star that stands for the expert as a group of digits."""
+    return pattern.replace("*.", r"(\d+)\.")

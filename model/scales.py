@@ -1,0 +1,263 @@
+"""Scales into their Parameters: read from a PTQ checkpoint, or measured from the weights where they lie.
+
+A scale ``s = s0 * exp(theta)`` is loaded or measured into ``s0``, a frozen fp32 Parameter, while theta stays 0: step 0 computes
+the PTQ model. Under ZeRO-3 ``s0`` is partitioned like any Parameter and written through ``GatheredParameters``; being frozen it
+has no fp32 master copy, so that this also holds after ``deepspeed.initialize``.
+
+Weights are measured from the partitions: each rank takes the absolute maxima of its own range, and one all-reduce of the maxima
+(a few bytes per scale) gives the scale. No weight is gathered.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model.ranks import errors_on_all_ranks, raise_everywhere, world_size
+from model.zero import full_numel, full_shape, gathered, is_partitioned, local_data, local_range
+from quant import (
+    QuantLinear,
+    Quantization,
+    ScaleGroup,
+    TensorSpec,
+    combine,
+    partial_clipped,
+    partial_stats,
+    scales_from_stats,
+)
+
+# Scales held at full size at a time while measuring or writing. Group scales are 1/32 of the weights' number or fewer.
+BUCKET_ELEMENTS = 16 * 2**20
+LISTED = 20  # names in an error before it is cut
+
+
+@dataclass
+class ScaleReport:
+    """Where the scales came from: names of scale groups' owners."""
+
+    loaded: list[str] = field(default_factory=list)
+    measured: list[str] = field(default_factory=list)
+    initial: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """One line for people."""
+        text = f"scales: {len(self.loaded)} loaded, {len(self.measured)} measured from the weights"
+        if self.measured and self.loaded:
+            text += f" ({_listed(self.measured)})"
+        return text + (f", {len(self.initial)} set to the recipe's initial value" if self.initial else "")
+
+
+def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
+    """Make each group's scale ``values[group.owner]`` by writing its s0; a collective under ZeRO-3.
+
+    Theta is left as it is and s0 takes the rest, ``s0 = value / exp(theta)``: theta has an fp32 master copy and moments in the
+    optimizer, which a write here would not reach. Before training theta is 0 and s0 is the value itself.
+
+    Args:
+        groups: scale groups; those whose owner has no value are left as they are.
+        values: fp32 tensors of the group's scale shape, on any device. Only rank 0's are used, but every rank must pass the
+            same owners.
+
+    Raises:
+        ValueError: a scale that is not finite and positive, or of another shape; before anything is written.
+    """
+    chosen = [group for group in groups if group.owner in values]
+    for group in chosen:
+        _checked(f"the scale of {group.owner}", values[group.owner], group)
+    for bucket in _buckets(chosen):
+        parameters = [p for group in bucket for p in (group.s0, group.theta) if p is not None]
+        with gathered(parameters, modifier_rank=0), torch.no_grad():
+            for group in bucket:
+                value = values[group.owner].to(group.s0.device)
+                group.s0.copy_(value if group.theta is None else value / group.theta.float().exp())
+
+
+def measure_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
+    """Absmax scales of the weights as they are now, by owner of the scale group; a collective.
+
+    Args:
+        quantization: what ``quant.prepare`` returned.
+        owners: measure these groups only; all of them by default.
+
+    Returns:
+        fp32 tensors of the groups' scale shapes, equal on every rank. Write them with :func:`write_scales`.
+
+    Raises:
+        RankError: a weight holds NaN or Inf (on every rank, naming the layers).
+    """
+    spec = quantization.scheme.weights
+    groups = [group for group in quantization.weight_groups if owners is None or group.owner in owners]
+    values: dict[str, Tensor] = {}
+    bad: list[str] = []
+    for bucket in _buckets(groups):
+        stats = [_local_stats(quantization, group, spec) for group in bucket]
+        flat = torch.cat([stat.flatten() for stat in stats])
+        if world_size() > 1:
+            dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        for group, stat, reduced in zip(bucket, stats, flat.split([stat.numel() for stat in stats]), strict=True):
+            if not bool(torch.isfinite(reduced).all()):
+                bad.append(group.owner)
+            else:
+                values[group.owner] = scales_from_stats(reduced.view_as(stat), spec)
+    raise_everywhere(f"weights with NaN or Inf cannot be quantised: {_listed(bad)}" if bad else None)
+    return values
+
+
+def clipped_weight_fractions(quantization: Quantization) -> dict[str, float]:
+    """Fraction of the weights outside the range of their scale, by owner of the scale group; a collective.
+
+    Every rank counts in its own partition, with the scales as the forward uses them; scales are gathered, weights are not.
+    """
+    spec = quantization.scheme.weights
+    groups = quantization.weight_groups
+    counts: list[int] = []
+    for bucket in _buckets(groups):
+        parameters = [p for group in bucket for p in (group.s0, group.theta) if p is not None]
+        with gathered(parameters), torch.no_grad():
+            for group in bucket:
+                layers = [quantization.layers[name] for name in group.members]
+                counts.append(sum(_local_clipped(layer, spec) for layer in layers))
+    clipped = torch.tensor(counts, dtype=torch.float64, device=groups[0].s0.device)
+    # Where weights are not partitioned, every rank has counted all of them.
+    if world_size() > 1 and is_partitioned(groups[0].s0):
+        dist.all_reduce(clipped)
+    fractions = {}
+    for group, count in zip(groups, clipped.tolist(), strict=True):
+        layers = [quantization.layers[name] for name in group.members]
+        fractions[group.owner] = count / sum(layer.in_features * layer.out_features for layer in layers)
+    return fractions
+
+
+def _local_clipped(layer: QuantLinear, spec: TensorSpec) -> int:
+    """How many of the weights in this rank's range lie outside the range of their scales; the scales are gathered."""
+    start, _ = local_range(layer.weight)
+    shape = (layer.out_features, layer.in_features)
+    return int(partial_clipped(local_data(layer.weight), start, shape, layer.weight_scale(), spec))
+
+
+def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec) -> Tensor:
+    """Statistics of this rank's share of the group's weights; NaN counts as Inf so that a MAX reduction keeps it."""
+    total: Tensor | None = None
+    for name in group.members:
+        layer = quantization.layers[name]
+        start, _ = local_range(layer.weight)
+        shape = (layer.out_features, layer.in_features)
+        stat = partial_stats(local_data(layer.weight), start, shape, spec)
+        stat = torch.where(torch.isnan(stat), torch.inf, stat)
+        total = stat if total is None else combine(total, stat)
+    assert total is not None, f"the scale group of {group.owner} has no members"
+    return total
+
+
+def _buckets(groups: Sequence[ScaleGroup]) -> Iterator[list[ScaleGroup]]:
+    """Consecutive groups of at most ``BUCKET_ELEMENTS`` scales: one collective each, and bounded memory."""
+    bucket: list[ScaleGroup] = []
+    elements = 0
+    for group in groups:
+        if bucket and elements + full_numel(group.s0) > BUCKET_ELEMENTS:
+            yield bucket
+            bucket, elements = [], 0
+        bucket.append(group)
+        elements += full_numel(group.s0)
+    if bucket:
+        yield bucket
+
+
+def load_scales(
+    quantization: Quantization,
+    directory: str | Path,
+    *,
+    initial_input_scale: float | None = None,
+    inputs_calibrated_later: bool = False,
+) -> ScaleReport:
+    """Read the scales of a PTQ checkpoint into the model; a collective.
+
+    Keys are ``<layer>.weight_scale`` and ``<layer>.input_scale``, in any file of the directory, of shape ``()``, ``[1]`` or the
+    scale's own. Layers that share a scale take the largest of theirs, as serving engines do when they fuse them. Where the weight
+    scale of any member is missing, the whole group is measured from the weights, and listed in the report.
+
+    Args:
+        quantization: what ``quant.prepare`` returned; the weights are loaded.
+        directory: a directory with ``*.safetensors``.
+        initial_input_scale: for activation scales that no file holds.
+        inputs_calibrated_later: leave activation scales that no file holds to a calibration in place.
+
+    Raises:
+        RankError: on every rank: no such directory, a damaged file, a scale of another shape, zero, negative or not finite, a
+            zero point that is not 0, or an activation scale that is missing without a way to get it.
+    """
+    with errors_on_all_ranks(OSError, ValueError, SafetensorError):
+        found = _read_scales(Path(directory))
+        weights, missing_weights = _group_values(quantization.weight_groups, found, "weight_scale")
+        inputs, missing_inputs = _group_values(quantization.input_groups, found, "input_scale")
+        if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
+            raise ValueError(
+                f"{directory} has no input_scale for {_listed(missing_inputs)}. Set quant.initial_input_scale, or "
+                "quant.calibration_batches to measure them in place, or name a PTQ checkpoint with static activation scales"
+            )
+    report = ScaleReport(loaded=[*weights, *inputs], measured=missing_weights)
+    weights |= measure_weight_scales(quantization, set(missing_weights))
+    if initial_input_scale is not None:
+        inputs |= {owner: torch.tensor([initial_input_scale]) for owner in missing_inputs}
+        report.initial = missing_inputs
+    write_scales(quantization.weight_groups, weights)
+    write_scales(quantization.input_groups, inputs)
+    return report
+
+
+def _read_scales(directory: Path) -> dict[str, Tensor]:
+    """Every ``weight_scale`` and ``input_scale`` of the directory's safetensors files, fp32, by key."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{directory} has no *.safetensors file: expected a PTQ checkpoint")
+    found: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as reader:
+                for key in reader.keys():  # noqa: SIM118 (a safe_open handle is not iterable)
+                    kind = key.rpartition(".")[2]
+                    if kind in ("weight_scale", "input_scale"):
+                        found[key] = reader.get_tensor(key).float()
+                    elif kind in ("weight_zero_point", "input_zero_point") and bool(reader.get_tensor(key).any()):
+                        raise ValueError(f"{path}: {key} is not 0; only symmetric quantisation is read")
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+    return found
+
+
+def _group_values(
+    groups: Sequence[ScaleGroup], found: Mapping[str, Tensor], kind: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The value of each group (the largest of its members'), and the owners of groups without any."""
+    values: dict[str, Tensor] = {}
+    missing: list[str] = []
+    for group in groups:
+        members = [_checked(f"{name}.{kind}", found[f"{name}.{kind}"], group) for name in group.members if f"{name}.{kind}" in found]
+        # The members of an input group see one tensor, so one scale speaks for all; each weight needs its own.
+        if members and (kind == "input_scale" or len(members) == len(group.members)):
+            values[group.owner] = torch.stack(members).amax(0)
+        else:
+            missing.append(group.owner)
+    return values, missing
+
+
+def _checked(key: str, value: Tensor, group: ScaleGroup) -> Tensor:
+    """``value`` in the group's shape."""
+    if value.numel() != full_numel(group.s0):
+        raise ValueError(
+            f"{key} has shape {tuple(value.shape)}, but this scheme has {full_numel(group.s0)} scale(s) there, of shape {tuple(full_shape(group.s0))}"
+        )
+    if not bool((torch.isfinite(value) & (value > 0)).all()):
+        raise ValueError(f"{key} must be finite and positive, got {value.flatten()[:4].tolist()}")
+    return value.reshape(full_shape(group.s0))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names for a message, cut after a few."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+

@@ -1,0 +1,255 @@
+"""Safetensors files, read by byte ranges.
+
+The format is a length, a JSON header with the place of every tensor, and the tensors' bytes, row-major. As a partition
+is a contiguous run of a row-major tensor, it is a contiguous run of bytes in a file: it is read straight into the
+memory where it belongs, with no mapping of the file (mapped pages count as this process's memory) and no tensor of its
+own. Only where the dtype differs, or the memory is a GPU's, the bytes pass through a buffer of one chunk.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 64 * 2**20
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read; the text names the file."""
+
+
+@dataclass(frozen=True)
+class DiskTensor:
+    """Where a tensor lies: ``begin`` is the byte of ``file`` at which its first element starts."""
+
+    key: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass
+class Checkpoint:
+    """The headers of all files of a checkpoint.
+
+    Attributes:
+        tensors: by key, in the order of the files and of the tensors in them.
+        problems: what is wrong with the files, one sentence each, naming them.
+        lost: keys that the index places in a file that could not be read: they are not missing from the checkpoint.
+    """
+
+    tensors: dict[str, DiskTensor]
+    problems: list[str]
+    lost: set[str]
+
+
+def read_headers(directory: Path) -> Checkpoint:
+    """Read the header of every safetensors file of a checkpoint. Reads no tensor.
+
+    Raises:
+        CheckpointError: there is no safetensors checkpoint in ``directory``, or its index is no index.
+    """
+    if (directory / SINGLE).is_file():
+        placed: dict[str, str] | None = None
+        files = [SINGLE]
+    elif (directory / INDEX).is_file():
+        placed = _read_index(directory / INDEX)
+        files = sorted(set(placed.values()))
+    else:
+        raise CheckpointError(_nothing_to_read(directory))
+    checkpoint = Checkpoint({}, [], set())
+    for file in files:
+        try:
+            tensors = list(read_header(directory / file))
+        except (CheckpointError, OSError) as error:
+            checkpoint.problems.append(str(error))
+            checkpoint.lost.update(key for key, where in (placed or {}).items() if where == file)
+            continue
+        for tensor in tensors:
+            other = checkpoint.tensors.setdefault(tensor.key, tensor)
+            if other is not tensor:
+                checkpoint.problems.append(f"{tensor.key} is in {other.file} and in {tensor.file} too")
+    for key, file in (placed or {}).items():
+        found = checkpoint.tensors.get(key)
+        if key not in checkpoint.lost and (found is None or found.file.name != file):
+            checkpoint.problems.append(f"{directory / INDEX} places {key} in {file}, which does not hold it")
+            checkpoint.lost.add(key)
+    return checkpoint
+
+
+def read_header(file: Path) -> Iterator[DiskTensor]:
+    """The tensors of one safetensors file, in the order in which they lie in it.
+
+    Raises:
+        CheckpointError: the file is not one, or is shorter or longer than its header says.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = struct.unpack("<Q", stream.read(8))[0] if size >= 8 else 0
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(f"{file} is truncated or not a safetensors file: {size} bytes, a header of {length}")
+        try:
+            entries: dict[str, Any] = json.loads(stream.read(length))
+            entries.pop("__metadata__", None)
+            ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+            tensors = [_entry(file, 8 + length, key, entry) for key, entry in ordered]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{file} has a damaged header: {error}") from error
+    end = 8 + length
+    for tensor in tensors:
+        if tensor.begin != end:
+            raise CheckpointError(
+                f"{file} has a damaged header: {tensor.key} does not start where the tensor before it ends"
+            )
+        end += tensor.numel * tensor.dtype.itemsize
+    if size != end:
+        kind = "truncated" if size < end else "longer than it should be"
+        raise CheckpointError(f"{file} is {kind}: {size} bytes, while its header says {end}")
+    yield from tensors
+
+
+def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor:
+    """One entry of a header; ``data`` is the byte at which the tensors begin."""
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{key} has the dtype {entry['dtype']}, which is none of {', '.join(DTYPES)}")
+    shape = tuple(int(size) for size in entry["shape"])
+    begin, end = entry["data_offsets"]
+    tensor = DiskTensor(key, file, DTYPES[entry["dtype"]], shape, data + begin)
+    if min(shape, default=0) < 0 or end - begin != tensor.numel * tensor.dtype.itemsize:
+        raise ValueError(
+            f"{key} of shape {list(shape)} and dtype {entry['dtype']} does not fill bytes {begin} to {end}"
+        )
+    return tensor
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """The file of every key. File names must stay inside the directory."""
+    try:
+        placed = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        outside = [name for name in placed.values() if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} is no index of a checkpoint (a JSON object with a weight_map): {error}"
+        ) from error
+    if outside:
+        raise CheckpointError(f"{file} names files outside its directory: {', '.join(sorted(set(outside)))}")
+    return placed
+
+
+def _nothing_to_read(directory: Path) -> str:
+    text = f"{directory} holds neither {SINGLE} nor {INDEX}"
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    if pickles:
+        text += (
+            f", only {', '.join(pickles)}: pickled weights can run code and are not read. "
+            "Save them as safetensors first (save_pretrained does)"
+        )
+    return text
+
+
+class Reader:
+    """Copies ranges of tensors from files into memory; one file open at a time. Use it as a context.
+
+    Args:
+        progress: called with the number of bytes of each chunk read.
+
+    Attributes:
+        bytes: read so far.
+    """
+
+    def __init__(self, progress: Callable[[int], object] | None = None):
+        self.bytes = 0
+        self._progress = progress
+        self._file: Path | None = None
+        self._stream: BinaryIO | None = None
+        self._buffer: Tensor | None = None
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def read(self, tensor: DiskTensor, start: int, into: Tensor) -> None:
+        """Fill ``into``, flat, with the elements of ``tensor`` from element ``start`` on, cast to its dtype.
+
+        Raises:
+            OSError, CheckpointError: the file cannot be read, or ends early.
+        """
+        for offset, values in self.chunks(tensor, start, into.numel(), into):
+            if values.data_ptr() != into[offset:].data_ptr():
+                into[offset : offset + values.numel()].copy_(values)
+
+    def chunks(
+        self, tensor: DiskTensor, start: int, count: int, into: Tensor | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """``(offset, values)`` for elements [start, start + count), at most ``CHUNK_BYTES`` each, in the dtype on disk.
+
+        The values lie in a buffer that the next chunk overwrites, or, where that is possible, in ``into`` itself.
+        """
+        direct = into is not None and into.dtype == tensor.dtype and into.device.type == "cpu"
+        step = CHUNK_BYTES // tensor.dtype.itemsize
+        for offset in range(0, count, step):
+            size = min(step, count - offset)
+            if direct:
+                values = into[offset : offset + size]  # type: ignore[index]
+            else:
+                values = self._buffer_for(into, size * tensor.dtype.itemsize).view(tensor.dtype)
+            self._fill(tensor, tensor.begin + (start + offset) * tensor.dtype.itemsize, values)
+            yield offset, values
+
+    def _buffer_for(self, into: Tensor | None, size: int) -> Tensor:
+        """``size`` bytes; pinned where they go to a GPU, which copies from there without the driver's own staging."""
+        if self._buffer is None or self._buffer.numel() < size:
+            pinned = into is not None and into.device.type == "cuda"
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffer[:size]
+
+    def _fill(self, tensor: DiskTensor, position: int, values: Tensor) -> None:
+        """Read the bytes of ``values`` from ``position`` of the file."""
+        if tensor.file != self._file or self._stream is None:
+            self.__exit__()
+            self._file, self._stream = tensor.file, tensor.file.open("rb", buffering=0)
+        target = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an ndarray is a buffer
+        self._stream.seek(position)
+        while target:
+            got = self._stream.readinto(target)  # type: ignore[attr-defined]
+            if not got:
+                raise CheckpointError(f"{tensor.file} ended while {tensor.key} was read")
+            target = target[got:]
+        self.bytes += values.nbytes
+        if self._progress is not None:
+            self._progress(values.nbytes)

@@ -1,0 +1,217 @@
+"""The one place that knows how DeepSpeed keeps parameters.
+
+Under ZeRO stage 3 a Parameter is a stub: its data is an empty tensor, its shape lies in ``ds_shape``, and each of the
+``world`` ranks holds one contiguous chunk of ``ceil(numel / world)`` elements of the row-major flattened parameter in
+``ds_tensor``. The chunk of the last ranks ends in padding when the elements do not share out evenly. Everything else in
+this project asks the functions below, which answer for plain parameters too (stages 0-2), so that no other file has a
+branch on the stage.
+
+Filling a partition directly (:func:`local_data`) is allowed only before ``deepspeed.initialize``: the optimizer copies
+the parameters into its fp32 master there, and the next step overwrites whatever was written to them afterwards.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_buffers_in_fp32, keep_in_fp32_pattern
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.utils import set_z3_leaf_module
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+DsConfig = dict[str, Any]
+
+
+def init_process_group() -> None:
+    """Start the process group of this run: NCCL with CUDA, gloo without. Nothing if there is one already.
+
+    The launcher, or whoever starts a single process, sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """
+    if get_accelerator().device_name() == "cpu":
+        # On CPU DeepSpeed compiles a shared-memory op here (25 s when cold) that only inference_all_reduce uses.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+
+
+def stage(ds_config: DsConfig) -> int:
+    """ZeRO stage that a resolved DeepSpeed configuration asks for (0 where it says nothing)."""
+    return int(ds_config.get("zero_optimization", {}).get("stage", 0))
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether ``parameter`` is a ZeRO-3 stub (also while it is gathered)."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """Shape of the whole parameter; ``parameter.shape`` is ``[0]`` while it is partitioned."""
+    if is_partitioned(parameter):
+        return torch.Size(parameter.ds_shape)  # type: ignore[attr-defined]
+    return parameter.shape
+
+
+def full_numel(parameter: Tensor) -> int:
+    """Number of elements of the whole parameter, without padding."""
+    return full_shape(parameter).numel()
+
+
+def local_range(parameter: Tensor) -> tuple[int, int]:
+    """``(start, stop)`` in the row-major flattened parameter of the elements that this rank holds.
+
+    The whole of it for a plain parameter; empty (start == stop) for a rank whose chunk is all padding.
+    """
+    numel = full_numel(parameter)
+    if not is_partitioned(parameter):
+        return 0, numel
+    size = _partition(parameter).ds_numel  # type: ignore[attr-defined]
+    start = size * dist.get_rank(group=parameter.ds_process_group)  # type: ignore[attr-defined]
+    return min(start, numel), min(start + size, numel)
+
+
+def local_data(parameter: Tensor) -> Tensor:
+    """Flat view of the elements of :func:`local_range`; what is written to it is written to the parameter.
+
+    The padding behind them is zeroed: DeepSpeed leaves it uninitialised, and a NaN there would reach norms over the
+    partition. Not inside a :func:`gathered` block on the same parameter. Who writes calls
+    :func:`forget_secondary_copies` after.
+    """
+    if not is_partitioned(parameter):
+        return parameter.detach().view(-1)
+    start, stop = local_range(parameter)
+    partition = _partition(parameter)
+    partition[stop - start :].zero_()
+    return partition[: stop - start]
+
+
+def _partition(parameter: Tensor) -> Tensor:
+    """This rank's chunk, refused where it is not plain memory holding the parameter's own values."""
+    partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+    if partition.final_location is OffloadDeviceEnum.nvme:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "parameters offloaded to NVMe cannot be read or filled in place: set "
+            "zero_optimization.offload_param.device to 'cpu' or 'none'"
+        )
+    if hasattr(partition, "ds_quant_scale"):
+        raise RuntimeError(
+            "zero_quantized_nontrainable_weights keeps frozen parameters as integer codes, which cannot be filled in "
+            "place: set it to false"
+        )
+    return partition
+
+
+def forget_secondary_copies(model: nn.Module) -> None:
+    """Drop the copies that hpZ keeps within a node; the next gather makes them anew from the partitions.
+
+    With ``zero_hpz_partition_size`` > 1 the forward gathers from the secondary copy, which a direct fill does not
+    reach. It has to go for *every* parameter: DeepSpeed looks at the first one of a bucket only to decide which copy to
+    gather.
+    """
+    for parameter in model.parameters():
+        if is_partitioned(parameter):
+            parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
+
+
+@contextmanager
+def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> Iterator[None]:
+    """Whole parameters inside the block, on every rank; plain parameters are whole anyway.
+
+    Args:
+        parameters: any mixture of partitioned and plain ones. One collective per parameter: pass a list rather than
+        entering
+            the context for each. Blocks must not nest on the same parameter.
+        modifier_rank: the rank whose changes reach all ranks, partitioned or plain. None: changes are refused or lost.
+    """
+    parameters = list(parameters)
+    partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank, enabled=bool(partitioned)):
+        yield
+    if modifier_rank is not None and dist.is_initialized():
+        for parameter in parameters:
+            if not is_partitioned(parameter):
+                dist.broadcast(parameter.detach(), modifier_rank)
+
+
+class _One(nn.Module):
+    """A module with one uninitialised parameter, which ``zero.Init`` partitions as soon as ``__init__`` returns."""
+
+    def __init__(self, like: Parameter, device: torch.device):
+        super().__init__()
+        empty = torch.empty(like.shape, dtype=like.dtype, device=device)
+        self.weight = Parameter(empty, requires_grad=like.requires_grad)
+
+
+def materialise(model: nn.Module, ds_config: DsConfig, device: torch.device) -> None:
+    """Give every parameter that lies on the meta device memory, uninitialised; under stage 3 its partition only.
+
+    One parameter at a time: a rank never holds more than its partitions and the one parameter that is being shared out.
+    A Parameter object that several modules share stays one object. A collective under stage 3.
+    """
+    made: dict[int, Parameter] = {}
+    with _zero_init(ds_config):
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = _One(parameter, device).weight
+                    setattr(module, name, made[id(parameter)])
+
+
+def _zero_init(ds_config: DsConfig) -> AbstractContextManager[object]:
+    """``zero.Init`` under stage 3, else nothing. Import nothing inside: it patches torch's tensor constructors."""
+    if stage(ds_config) < 3:
+        return nullcontext()
+    # The configuration is passed, never `dtype`: with dtype=torch.float32 zero.Init makes bf16 parameters on a CPU.
+    return deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(ds_config))
+
+
+def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
+    """Partition the parameters of ``module`` that are not yet, with rank 0's values; nothing on stages 0-2.
+
+    For parameters made after the model was built (scales). They keep their dtype, unlike those made inside
+    ``zero.Init``, which get the training dtype: so frozen fp32 parameters are possible. A collective.
+    """
+    if stage(ds_config) == 3:
+        deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(ds_config))
+
+
+def mark_leaf(module: nn.Module) -> None:
+    """Make stage 3 gather the parameters of ``module`` together and count it as one step of its trace.
+
+    Without it the order in which submodules run must be the same on all ranks, and each costs its own collectives.
+    """
+    set_z3_leaf_module(module, True)
+
+
+def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make the buffers fp32 that the model's own transformers class lists for it (such as MoE routing biases).
+
+    DeepSpeed does the same in ``initialize``, but that is after the weights were loaded and rounded.
+    """
+    pattern = keep_in_fp32_pattern(model, KEEP_IN_FP32_AUTO, dtype)
+    if pattern is not None:
+        keep_buffers_in_fp32(model, pattern)
+
+
+@contextmanager
+def keep_frozen_fp32(model: nn.Module) -> Iterator[None]:
+    """Around ``deepspeed.initialize``: frozen fp32 parameters come out of it as fp32, with their exact values.
+
+    On stages 0-2 the engine casts every parameter to the training dtype. Frozen ones are in no optimizer's flat buffer,
+    so their data can be put back. Under stage 3 the partitions keep the dtype that they were made with, and nothing is
+    done.
+    """
+    kept = [
+        (parameter, parameter.data)
+        for parameter in model.parameters()
+        if parameter.dtype == torch.float32 and not parameter.requires_grad and not is_partitioned(parameter)
+    ]
+    yield
+    for parameter, data in kept:
+        parameter.data = data.to(parameter.device)
