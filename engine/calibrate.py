@@ -1,0 +1,71 @@
+"""Activation scales measured in place: forward passes of the unquantised model, under whatever ZeRO stage it lives."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from model.ranks import raise_everywhere, world_size
+from model.scales import write_scales
+from quant import Quantization, scales_from_stats
+
+
+def observed_input_scales(quantization: Quantization) -> dict[str, Tensor]:
+    """Static activation scales from what the observers saw, the maximum over all ranks; by owner of the scale group.
+
+    A collective. fp32 tensors of shape (1,), equal on every rank.
+
+    Raises:
+        RankError: on every rank, naming layers whose inputs were never seen or held NaN or Inf.
+    """
+    groups = quantization.input_groups
+    spec = quantization.scheme.activations
+    if not groups or spec is None:
+        return {}
+    device = groups[0].s0.device
+    absmax = torch.stack([group.observer.absmax.to(device) for group in groups if group.observer is not None])
+    # A MAX reduction may drop NaN; Inf survives it.
+    absmax = torch.where(torch.isnan(absmax), torch.inf, absmax)
+    if world_size() > 1:
+        dist.all_reduce(absmax, op=dist.ReduceOp.MAX)
+    values = dict(zip((group.owner for group in groups), absmax.tolist(), strict=True))
+    bad = [owner for owner, value in values.items() if not math.isfinite(value)]
+    unseen = [owner for owner, value in values.items() if value == 0]
+    problems = []
+    if bad:
+        problems.append(f"inputs with NaN or Inf: {', '.join(bad[:20])}")
+    if unseen:
+        problems.append(f"inputs that no batch reached, or that are all zero: {', '.join(unseen[:20])}")
+    raise_everywhere("; ".join(problems) or None)
+    return {owner: scales_from_stats(torch.tensor([value]), spec) for owner, value in values.items()}
+
+
+@torch.no_grad()
+def calibrate_inputs(
+    forward: nn.Module, quantization: Quantization, batches: Iterable[Mapping[str, Tensor]], device: torch.device
+) -> None:
+    """Run ``batches`` through the unquantised model and write the activation scales that they ask for; a collective.
+
+    Args:
+        forward: the engine (or the plain model); called with input_ids and attention_mask.
+        quantization: its quantisation; fake quant is off during the passes and as it was before after them.
+        batches: as many on every rank.
+        device: where the batches go.
+    """
+    before = quantization.fake_quant_state()
+    was_training = forward.training
+    forward.eval()
+    quantization.set_fake_quant(weights=False, activations=False)
+    quantization.observe(True)
+    for batch in batches:
+        forward(
+            input_ids=batch["input_ids"].to(device),
+            attention_mask=batch["attention_mask"].to(device),
+            use_cache=False,
+        )
+    quantization.observe(False)
+    write_scales(quantization.input_groups, observed_input_scales(quantization))
+    quantization.restore_fake_quant(before)
+    forward.train(was_training)

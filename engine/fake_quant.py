@@ -1,0 +1,41 @@
+"""Fake quant on and off while training: what ``state.quant`` offers to a schedule."""
+
+from engine.calibrate import observed_input_scales
+from model.scales import measure_weight_scales, write_scales
+from quant import Quantization
+
+
+class FakeQuant:
+    """Switches fake quant; every method is to be called on all ranks at the same step.
+
+    While fake quant is off, the model trains as it is, theta gets no gradient, and observers watch the activations. Switching on
+    after such steps measures again: weight scales from the weights as they are now, activation scales from the observers. The
+    scales that were loaded or measured before would fit a model that no longer exists.
+    """
+
+    def __init__(self, quantization: Quantization) -> None:
+        self.quantization = quantization
+        self.stale = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any layer is fake-quantised."""
+        return any(weights or inputs for weights, inputs in self.quantization.fake_quant_state().values())
+
+    def enable(self, *, weights: bool = True, activations: bool = True) -> None:
+        """Fake quant on, in all layers; scales are measured again if the model trained without it. A collective then."""
+        if self.stale:
+            self.measure()
+        self.quantization.observe(False)
+        self.quantization.set_fake_quant(weights=weights, activations=activations)
+
+    def disable(self) -> None:
+        """Fake quant off, in all layers; observers on."""
+        self.quantization.set_fake_quant(weights=False, activations=False)
+        self.quantization.observe(True)
+
+    def measure(self) -> None:
+        """Weight scales from the weights as they are now, activation scales from the observers; a collective."""
+        write_scales(self.quantization.weight_groups, measure_weight_scales(self.quantization))
+        write_scales(self.quantization.input_groups, observed_input_scales(self.quantization))
+        self.stale = False

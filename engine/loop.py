@@ -1,0 +1,273 @@
+"""The training loop. ``Loop.run`` and ``_train_step`` are the algorithm; everything else hangs on schedule events.
+
+A user's own schedule is a few lines of Python, run by the same launcher (``deepspeed --num_gpus 8 my_schedule.py``)::
+
+    loop = Loop.from_recipe("launch/recipes/qwen3_4b_fp8.yaml")
+
+    @loop.at(step=0)
+    def off(state): state.quant.disable()
+
+    @loop.at(step=1000)
+    def on(state): state.quant.enable()
+
+    @loop.every(50)
+    def probe(state): state.log({"my/value": ...})
+
+    loop.run()
+
+Actions run on every rank, so they may use collectives; they must take the same branches on every rank.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.loader import Loader, valid_tokens
+from engine.calibrate import calibrate_inputs
+from engine.checkpoint import load_checkpoint, save_checkpoint
+from engine.export import export
+from engine.fake_quant import FakeQuant
+from engine.losses import loss_sums
+from engine.metrics import Metrics, Progress, clipped_fractions, peak_memory_bytes, sum_over_ranks
+from engine.recipe import Recipe, load_recipe, save_recipe
+from engine.schedule import Schedule, lr_factor
+from engine.setup import Session, build_loader, say, set_up
+from model.ranks import errors_on_all_ranks, is_main, world_size
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass
+class StepResult:
+    """Means over the valid tokens of one optimizer step, of all ranks."""
+
+    losses: dict[str, float]
+    valid_tokens: int
+    tokens: int
+    grad_norm: float | None
+    """Before clipping; None on stage 0 in fp32, where DeepSpeed clips without keeping it."""
+
+
+@dataclass
+class LoopState:
+    """What an action gets: the run as it stands, and its levers."""
+
+    session: Session
+    quant: FakeQuant
+    loader: Loader
+    metrics: Metrics
+    step: int = 0
+    """Optimizer steps done."""
+    last: StepResult | None = None
+    """Result of the last step."""
+    stopped: bool = False
+
+    @property
+    def recipe(self) -> Recipe:
+        """The run's recipe."""
+        return self.session.recipe
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The student; under stage 3 its Parameters are partitioned."""
+        return self.session.model
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Write values to TensorBoard at the current step."""
+        self.metrics.log(values, self.step)
+
+    def stop(self) -> None:
+        """End the run after this step; what follows the last step (export) still happens."""
+        self.stopped = True
+
+
+class Loop:
+    """One training run: a recipe and a schedule of actions."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.schedule: Schedule[LoopState] = Schedule()
+        start = recipe.quant.fake_quant_start
+        if start != 0:
+            self.schedule.at(0, lambda state: state.quant.disable())
+        if start > 0:
+            self.schedule.at(start, lambda state: state.quant.enable())
+
+    @classmethod
+    def from_recipe(cls, path: str | Path) -> "Loop":
+        """A loop from a YAML recipe. Raises RecipeError if it is not a good one."""
+        return cls(load_recipe(path))
+
+    def at(self, step: int) -> Callable[[Callable[[LoopState], object]], Callable[[LoopState], object]]:
+        """Decorator: run the action when ``step`` optimizer steps are done, before the next begins."""
+
+        def register(action: Callable[[LoopState], object]) -> Callable[[LoopState], object]:
+            self.schedule.at(step, action)
+            return action
+
+        return register
+
+    def every(self, steps: int) -> Callable[[Callable[[LoopState], object]], Callable[[LoopState], object]]:
+        """Decorator: run the action after every ``steps``-th optimizer step."""
+
+        def register(action: Callable[[LoopState], object]) -> Callable[[LoopState], object]:
+            self.schedule.every(steps, action)
+            return action
+
+        return register
+
+    def run(self) -> LoopState:
+        """Set up, train, export. Returns the state after the last step."""
+        state = self._start()
+        recipe, total = self.recipe, self.recipe.train.steps
+        progress = Progress.start(total, state.step)
+        while state.step < total and not state.stopped:
+            self.schedule.run_before(state.step, state)
+            started = time.perf_counter()
+            state.last = self._train_step(state)
+            state.step += 1
+            self._report(state, progress, time.perf_counter() - started)
+            self.schedule.run_after(state.step, state)
+            if recipe.train.checkpoint_every and state.step % recipe.train.checkpoint_every == 0:
+                self._save(state)
+        progress.close()
+        if recipe.train.checkpoint_every and state.step % recipe.train.checkpoint_every:
+            self._save(state)
+        if recipe.export.enabled:
+            export(state.session, recipe.export_dir())
+        state.metrics.close()
+        return state
+
+    def _train_step(self, state: LoopState) -> StepResult:
+        """One optimizer step: every micro-batch forward and backward, then the update."""
+        session, recipe = state.session, self.recipe
+        engine, device = session.engine, session.device
+        batches = state.loader.step(state.step)
+        counts = torch.tensor(
+            [valid_tokens(batches), sum(int(b["attention_mask"].sum()) for b in batches)], device=device
+        )
+        valid, tokens = sum_over_ranks(counts).tolist()
+        if valid == 0:
+            raise ValueError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
+        _set_learning_rates(state)
+        clip_stats = recipe.train.clip_stats_every and (state.step + 1) % recipe.train.clip_stats_every == 0
+        if clip_stats and state.quant.enabled:
+            state.quant.quantization.observe(True)
+        if not state.quant.enabled:
+            state.quant.stale = True
+
+        sums = torch.zeros(3, device=device)
+        for batch in batches:
+            total, parts = self._loss(session, {name: tensor.to(device) for name, tensor in batch.items()})
+            sums += parts
+            # DeepSpeed divides by the accumulation steps and averages over the ranks; N already counts both.
+            engine.backward(total * (world_size() * recipe.train.gradient_accumulation_steps / valid))
+            engine.step()
+        norm = engine.get_global_grad_norm()
+
+        if clip_stats and state.quant.enabled:
+            state.log(clipped_fractions(state.quant.quantization))
+            state.quant.quantization.observe(False)
+        lm, kd, aux = (sum_over_ranks(sums) / valid).tolist()
+        return StepResult(self._named_losses(lm, kd, aux), valid, tokens, None if norm is None else float(norm))
+
+    def _loss(self, session: Session, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of one micro-batch as a sum over its tokens, and its parts [lm, kd, router aux], detached."""
+        loss = self.recipe.loss
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+        teacher_logits = None
+        if session.teacher is not None:
+            with torch.no_grad():
+                teacher_logits = session.teacher(**inputs).logits
+        output = session.engine(**inputs)
+        sums = loss_sums(
+            output.logits,
+            batch["labels"],
+            teacher_logits,
+            kd_kind=loss.kd,
+            temperature=loss.temperature,
+            chunk_tokens=loss.chunk_tokens,
+        )
+        total = loss.lm_weight * sums.lm + loss.kd_weight * sums.kd
+        aux = torch.zeros_like(sums.lm)
+        if self.recipe.learnable.router and getattr(output, "aux_loss", None) is not None:
+            # A mean over the micro-batch, as transformers defines it; weighted by its tokens like the rest.
+            aux = output.aux_loss * session.model.router_aux_loss_coef * valid_tokens([dict(batch)])
+            total = total + aux
+        return total, torch.stack([sums.lm.detach(), sums.kd.detach(), aux.detach().float()])
+
+    def _named_losses(self, lm: float, kd: float, aux: float) -> dict[str, float]:
+        loss = self.recipe.loss
+        named = {"loss/total": loss.lm_weight * lm + loss.kd_weight * kd + aux, "loss/lm": lm}
+        if loss.kd_weight:
+            named[f"loss/kd/{loss.kd}"] = kd
+        if self.recipe.learnable.router:
+            named["loss/router_aux"] = aux
+        return named
+
+    def _start(self) -> LoopState:
+        """Everything before the first step."""
+        recipe = self.recipe
+        session, calibrate = set_up(recipe)
+        loader = build_loader(recipe, session.tokenizer)
+        output = Path(recipe.output_dir)
+        with errors_on_all_ranks(OSError):
+            if is_main():
+                output.mkdir(parents=True, exist_ok=True)
+                save_recipe(recipe, output / "recipe.yaml")
+        quant = FakeQuant(session.quantization)
+        if calibrate and recipe.quant.fake_quant_start == 0:
+            say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
+            batches = loader.first(recipe.quant.calibration_batches)
+            calibrate_inputs(session.engine, session.quantization, batches, session.device)
+        metrics = Metrics(output / "tensorboard", output / "recipe.yaml")
+        session.engine.train()
+        state = LoopState(session, quant, loader, metrics)
+        if recipe.train.resume:
+            state.step = load_checkpoint(session, output / "checkpoints")
+            quant.stale = not quant.enabled
+        return state
+
+    def _save(self, state: LoopState) -> None:
+        directory = Path(self.recipe.output_dir) / "checkpoints"
+        save_checkpoint(state.session, directory, state.step, keep=self.recipe.train.keep_checkpoints)
+
+    def _report(self, state: LoopState, progress: Progress, seconds: float) -> None:
+        """The step's figures to the progress bar and TensorBoard."""
+        last = state.last
+        assert last is not None
+        speed = last.tokens / world_size() / seconds
+        progress.step({"loss": last.losses["loss/total"], "tok/s/dev": speed})
+        if state.step % self.recipe.train.log_every:
+            return
+        engine = state.session.engine
+        rates = {f"lr/{group['name']}": group["lr"] for group in engine.optimizer.param_groups}
+        state.log(
+            {
+                **last.losses,
+                **rates,
+                **({} if last.grad_norm is None else {"train/grad_norm": last.grad_norm}),
+                "train/tokens_per_second_per_device": speed,
+                "train/peak_memory_gib": peak_memory_bytes(state.session.device) / 2**30,
+                "train/skipped_steps": engine.skipped_steps,
+                "train/epoch": state.loader.epoch_of(state.step),
+            }
+        )
+
+
+def _set_learning_rates(state: LoopState) -> None:
+    """The schedule's learning rate of this step, into every parameter group."""
+    optim = state.recipe.optim
+    factor = lr_factor(
+        state.step,
+        total=state.recipe.train.steps,
+        warmup=optim.warmup_steps,
+        kind=optim.schedule,
+        min_ratio=optim.min_lr_ratio,
+    )
+    for group in state.session.engine.optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor

@@ -1,0 +1,124 @@
+"""What trains, and how: ``learnable`` switches, parameter groups, the optimizer.
+
+Parameters are sorted by the module that owns them, not by pieces of their names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine.recipe import LearnableRecipe, OptimRecipe
+from model.experts import PerExpertMLPs
+from model.zero import full_shape
+from quant import QuantLinear
+
+KINDS = ("weight", "bias", "norm", "router", "weight_scale", "act_scale", "frozen")
+
+
+@dataclass(frozen=True)
+class OwnedParameter:
+    """A Parameter, the first name that it has in the model, and what it is: one of ``KINDS``."""
+
+    name: str
+    parameter: nn.Parameter
+    kind: str
+
+
+def classify(model: nn.Module) -> Iterator[OwnedParameter]:
+    """Every Parameter of the model once, in module order, with its kind.
+
+    ``frozen`` are the initial scales s0, which never train. A 1-dimensional ``weight`` is a norm: transformers has dozens of
+    norm classes and no common base, and no other layer of its language models has a 1-dimensional weight.
+    """
+    routers = {id(parameter) for parameter in _router_parameters(model)}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            kind = "router" if id(parameter) in routers else _kind(module, name, parameter)
+            yield OwnedParameter(f"{prefix}.{name}" if prefix else name, parameter, kind)
+
+
+def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
+    if isinstance(module, QuantLinear):
+        scales = {
+            "weight_theta": "weight_scale",
+            "input_theta": "act_scale",
+            "weight_s0": "frozen",
+            "input_s0": "frozen",
+        }
+        if name in scales:
+            return scales[name]
+    if name == "bias":
+        return "bias"
+    return "norm" if len(full_shape(parameter)) == 1 else "weight"
+
+
+def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of the MoE blocks outside their experts: the router, and a shared expert's gate."""
+    for block in model.modules():
+        if not any(isinstance(child, PerExpertMLPs) for child in block.children()):
+            continue
+        for name, child in block.named_children():
+            if name in ("gate", "router", "shared_expert_gate"):
+                yield from child.parameters()
+
+
+def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
+    """Set ``requires_grad`` of every Parameter as the recipe's ``learnable`` section says. Call it before deepspeed.initialize.
+
+    Biases go with the weights. Scales that do not train have no theta at all, so they are not touched here.
+    """
+    trains = {
+        "weight": learnable.weight,
+        "bias": learnable.weight,
+        "norm": learnable.norm,
+        "router": learnable.router,
+        "weight_scale": learnable.weight_scale,
+        "act_scale": learnable.act_scale,
+        "frozen": False,
+    }
+    for owned in classify(model):
+        owned.parameter.requires_grad_(trains[owned.kind])
+
+
+def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
+    """Parameter groups for the optimizer: ``weights``, ``no_decay`` (norms and biases), ``scales`` (theta).
+
+    Each trainable Parameter is listed once, also where modules share it. Theta is the logarithm of a factor on the scale, so its
+    learning rate is a relative step; it has no weight decay, which would pull the scale back to its initial value.
+    ``peak_lr`` is what the schedule multiplies; ``lr`` is 0 until the loop sets it, before every step.
+    """
+    members: dict[str, list[nn.Parameter]] = {"weights": [], "no_decay": [], "scales": []}
+    group_of = {"weight_scale": "scales", "act_scale": "scales", "norm": "no_decay", "bias": "no_decay"}
+    for owned in classify(model):
+        if owned.parameter.requires_grad:
+            members[group_of.get(owned.kind, "weights")].append(owned.parameter)
+    learning_rate = {"weights": optim.lr, "no_decay": optim.lr, "scales": optim.scale_lr}
+    groups: list[dict] = [
+        {
+            "name": name,
+            "params": parameters,
+            "lr": 0.0,
+            "peak_lr": learning_rate[name],
+            "weight_decay": optim.weight_decay if name == "weights" else 0.0,
+        }
+        for name, parameters in members.items()
+        if parameters
+    ]
+    if not groups:
+        raise ValueError("nothing trains: every switch under learnable is off, or the model has nothing of what is on")
+    return groups
+
+
+def build_optimizer(model: nn.Module, optim: OptimRecipe) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) over :func:`parameter_groups`.
+
+    torch's own, because DeepSpeed's compiled versions take 45 s to build at first use; on CUDA its fused form.
+    """
+    fused = torch.cuda.is_available()
+    return torch.optim.AdamW(parameter_groups(model, optim), betas=tuple(optim.betas), eps=optim.eps, fused=fused)

@@ -1,0 +1,550 @@
+"""The recipe: every knob of a run, typed, documented and checked before any process group starts.
+
+One dataclass field is one knob. A run reads a YAML file (``--config R.yaml``) and then overrides from the command line
+(``--optim.lr 2e-5``); ``--help`` shows every knob with its default and ``--print_config`` the result of both. A typo in
+a 64-GPU job should cost a second, not the time that the queue, the process group and the model take to come up: so an
+unknown key, a wrong type, a value out of bounds and knobs that contradict each other all fail here, with the key's
+path, the value and what was expected.
+
+Two kinds of checks are separate on purpose. :meth:`Recipe.validate` looks at values only, so that a recipe can be
+read anywhere; :meth:`Recipe.validate_files` looks at the files that the recipe names. Paths in a YAML file are
+relative to the current directory, not to that file.
+"""
+
+import argparse
+import difflib
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Literal, cast
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from quant import DEFAULT_EXEMPT, SCHEMES
+
+# The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class RecipeError(ValueError):
+    """What is wrong with a recipe: one line per problem, each opening with the key's path."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size like ``5GB`` (10^9), ``500MB`` or ``2GiB`` (2^30); without a unit the number is bytes.
+
+    Raises:
+        ValueError: it is something else, or less than a byte.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    size = float(match[1]) * SIZE_UNITS.get(match[2].upper(), 0) if match else 0
+    if size < 1:
+        raise ValueError(f"{text!r} is not a size: expected a positive number and a unit, like 5GB, 500MB or 2GiB")
+    return int(size)
+
+
+def _need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
+    """The one problem line if a value is not good."""
+    if not good:
+        yield f"{key}: {value!r}, expected {expected}"
+
+
+def _at_least(key: str, value: float, lowest: float) -> Iterator[str]:
+    yield from _need(math.isfinite(value) and value >= lowest, key, value, f"at least {lowest}")
+
+
+def _positive(key: str, value: float) -> Iterator[str]:
+    yield from _need(math.isfinite(value) and value > 0, key, value, "a number above 0")
+
+
+@dataclass
+class ModelRecipe:
+    """The Hugging Face checkpoint to train."""
+
+    path: str
+    """Directory of the checkpoint: config.json, safetensors files, tokenizer. Relative to the current directory."""
+    trust_remote_code: bool = False
+    """Run the Python files that the checkpoint directory brings along. They can do anything: read them first."""
+    attn_implementation: str = "sdpa"
+    """Attention of transformers: sdpa, eager, flash_attention_2, ... (flash_attention_2 needs its own package)."""
+    load: Literal["direct", "rank0"] = "direct"
+    """direct: each rank reads only its own slices of the files; rank0: rank 0 reads all and sends, which is slow."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the parameters and of the GEMMs. float32 takes twice the memory and is for tests."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _need(self.path != "", "model.path", self.path, "a directory")
+        yield from _need(
+            self.attn_implementation != "", "model.attn_implementation", self.attn_implementation, "a name like sdpa"
+        )
+
+
+@dataclass
+class QuantRecipe:
+    """What is quantised, where the first scales come from, and when fake quant starts."""
+
+    scheme: str = "fp8_static"
+    """Number format and granularity of weights and activations: a name of quant.spec.SCHEMES."""
+    exempt: list[str] = field(default_factory=lambda: list(DEFAULT_EXEMPT))
+    """Regexes; a linear layer whose whole module name matches one stays unquantised. Replaces the default list."""
+    scales: str | None = None
+    """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
+    calibration_batches: int = 16
+    """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none."""
+    initial_input_scale: float | None = None
+    """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
+    fake_quant_start: int = 0
+    """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _need(self.scheme in SCHEMES, "quant.scheme", self.scheme, f"one of {', '.join(SCHEMES)}")
+        for index, pattern in enumerate(self.exempt):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"quant.exempt[{index}]: {pattern!r}, expected a regular expression ({error})"
+        yield from _at_least("quant.calibration_batches", self.calibration_batches, 0)
+        if self.initial_input_scale is not None:
+            yield from _positive("quant.initial_input_scale", self.initial_input_scale)
+        yield from _at_least("quant.fake_quant_start", self.fake_quant_start, -1)
+
+    def quantises_activations(self) -> bool:
+        """Whether the scheme has activation scales; False for a scheme that is not known."""
+        return self.scheme in SCHEMES and SCHEMES[self.scheme].activations is not None
+
+
+@dataclass
+class LearnableRecipe:
+    """What the optimizer trains; everything else is frozen."""
+
+    weight: bool = True
+    """Linear weights, embeddings and lm_head, biases. Costs gradients and optimizer state of the whole model."""
+    weight_scale: bool = True
+    """Scales of the quantised weights (theta of s0 * exp(theta))."""
+    act_scale: bool = False
+    """Static scales of the quantised activations. Keeps each shared input in full for backward, not 1-byte codes."""
+    norm: bool = False
+    """Weights of the norms."""
+    router: bool = False
+    """MoE routers; their auxiliary loss is then added to the loss."""
+
+    def problems(self) -> Iterator[str]:
+        if not any(asdict(self).values()):
+            yield f"learnable: nothing is learnable, expected at least one of {', '.join(asdict(self))} to be true"
+
+
+@dataclass
+class DataRecipe:
+    """Training samples and how they become batches."""
+
+    train: list[str]
+    """Files to train on, JSONL for chat, plain text for text. Relative to the current directory."""
+    kind: Literal["chat", "text"] = "chat"
+    """chat: JSONL conversations, loss on the last assistant turn only; text: plain text, loss on every token."""
+    fields: dict[str, str] | None = None
+    """For JSONL with keys of its own: {input: question, output: answer}. null: keys are recognised. Only for chat."""
+    max_length: int = 2048
+    """Tokens per sample at most (chat) or exactly (text). Activation memory grows with it."""
+    too_long: Literal["drop", "truncate"] = "drop"
+    """A chat sample above max_length is dropped (and counted) or cut at the end."""
+    micro_batch_size: int = 1
+    """Samples per forward and rank. Activation memory grows with it."""
+    seed: int = 0
+    """Seed of the order of the samples."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _need(len(self.train) > 0 and "" not in self.train, "data.train", self.train, "at least one file")
+        if self.kind != "chat":
+            yield from _need(self.fields is None, "data.fields", self.fields, f"null with data.kind {self.kind}")
+        yield from _at_least("data.max_length", self.max_length, 2)
+        yield from _at_least("data.micro_batch_size", self.micro_batch_size, 1)
+        yield from _at_least("data.seed", self.seed, 0)
+
+
+@dataclass
+class OptimRecipe:
+    """AdamW and the learning rate's way over the steps."""
+
+    lr: float = 1e-5
+    """Peak learning rate of weights, norms and routers."""
+    scale_lr: float = 1e-3
+    """Peak learning rate of the scales; relative, since theta is a logarithm."""
+    min_lr_ratio: float = 0.1
+    """The learning rates end at this share of their peaks (linear, cosine)."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rates after the warm-up."""
+    weight_decay: float = 0.0
+    """Decay of weights. Scales, norms and biases never decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """AdamW's eps."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 disables clipping."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _at_least("optim.lr", self.lr, 0)
+        yield from _at_least("optim.scale_lr", self.scale_lr, 0)
+        yield from _need(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "between 0 and 1")
+        yield from _at_least("optim.warmup_steps", self.warmup_steps, 0)
+        yield from _at_least("optim.weight_decay", self.weight_decay, 0)
+        yield from _need(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "two numbers in [0, 1)")
+        yield from _positive("optim.eps", self.eps)
+        yield from _at_least("optim.grad_clip", self.grad_clip, 0)
+
+
+@dataclass
+class LossRecipe:
+    """total = lm_weight * lm + kd_weight * kd, means over the valid tokens of the optimizer step."""
+
+    lm_weight: float = 1.0
+    """Weight of the language modelling loss."""
+    kd_weight: float = 0.0
+    """Weight of the distillation loss; 0 loads no teacher."""
+    kd: Literal["kl", "rkl", "mse", "cakld", "kd"] = "cakld"
+    """kl: KL(teacher||student); rkl: KL(student||teacher); cakld: both, mixed by the teacher's confidence in the label;
+    kd: kl at loss.temperature; mse: squared difference of the logits."""
+    temperature: float = 1.0
+    """Temperature of kd: kd; the other kinds have none."""
+    teacher: str | None = None
+    """Directory of the teacher's checkpoint, often model.path. It is frozen, and sharded too under stage 3."""
+    chunk_tokens: int = 1024
+    """Tokens whose logits exist at once: memory is chunk_tokens * vocabulary * 4 bytes, a few times."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _at_least("loss.lm_weight", self.lm_weight, 0)
+        yield from _at_least("loss.kd_weight", self.kd_weight, 0)
+        if self.lm_weight == 0 and self.kd_weight == 0:
+            yield "loss.lm_weight, loss.kd_weight: both 0, expected at least one above 0: there is no loss"
+        if self.kd_weight > 0 and not self.teacher:
+            yield f"loss.teacher: {self.teacher!r}, expected a directory since loss.kd_weight is {self.kd_weight}"
+        yield from _positive("loss.temperature", self.temperature)
+        if self.kd != "kd":
+            expected = f"1.0: loss.kd {self.kd} has no temperature (loss.kd kd has)"
+            yield from _need(self.temperature == 1, "loss.temperature", self.temperature, expected)
+        yield from _at_least("loss.chunk_tokens", self.chunk_tokens, 1)
+
+
+@dataclass
+class TrainRecipe:
+    """The loop: how long, how much per step, what is written and when."""
+
+    steps: int
+    """Optimizer steps."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches per rank and optimizer step."""
+    seed: int = 0
+    """Seed of everything random but the order of the samples."""
+    activation_checkpointing: bool = False
+    """Recompute each block in backward: memory of one block's activations instead of all, a third more compute."""
+    log_every: int = 1
+    """Steps between two log lines and TensorBoard points."""
+    clip_stats_every: int = 50
+    """Steps between two measurements of each layer's clipped fraction; 0: never."""
+    checkpoint_every: int = 0
+    """Steps between two training checkpoints (weights, optimizer state, data cursor); 0: none."""
+    resume: bool = False
+    """Continue from the latest training checkpoint of output_dir; with the same number of ranks."""
+    keep_checkpoints: int = 2
+    """Latest training checkpoints to keep; each holds 12 to 14 bytes per trained parameter."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _at_least("train.steps", self.steps, 1)
+        yield from _at_least("train.gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
+        yield from _at_least("train.seed", self.seed, 0)
+        yield from _at_least("train.log_every", self.log_every, 1)
+        yield from _at_least("train.clip_stats_every", self.clip_stats_every, 0)
+        yield from _at_least("train.checkpoint_every", self.checkpoint_every, 0)
+        yield from _at_least("train.keep_checkpoints", self.keep_checkpoints, 1)
+
+
+@dataclass
+class ExportRecipe:
+    """The compressed checkpoint at the end."""
+
+    enabled: bool = True
+    """Write the compressed checkpoint when training ends."""
+    dir: str | None = None
+    """Where to write it. null: export in output_dir."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file, like 5GB, 500MB or 2GiB; rank 0 holds one such file in memory while writing."""
+
+    def problems(self) -> Iterator[str]:
+        try:
+            parse_size(self.max_shard_size)
+        except ValueError as error:
+            yield f"export.max_shard_size: {error}"
+
+
+@dataclass
+class Recipe:
+    """Where results go, and how parameters are sharded.
+
+    The whole recipe: built from YAML and the command line by :func:`parse_recipe`, or in Python.
+
+    Raises:
+        RecipeError: a value is out of bounds or contradicts another one.
+    """
+
+    model: ModelRecipe
+    """The checkpoint to train."""
+    data: DataRecipe
+    """Training samples."""
+    train: TrainRecipe
+    """The loop."""
+    output_dir: str
+    """Directory for everything that the run writes: recipe, TensorBoard files, checkpoints, export."""
+    quant: QuantRecipe = field(default_factory=QuantRecipe)
+    """Quantisation."""
+    learnable: LearnableRecipe = field(default_factory=LearnableRecipe)
+    """What trains."""
+    optim: OptimRecipe = field(default_factory=OptimRecipe)
+    """Optimizer and schedule."""
+    loss: LossRecipe = field(default_factory=LossRecipe)
+    """Losses and teacher."""
+    export: ExportRecipe = field(default_factory=ExportRecipe)
+    """Compressed checkpoint."""
+    deepspeed: str = "zero3"
+    """ZeRO strategy: the name of a file in ds_configs/ (zero0 ... zero3_offload) or the path of such a JSON file."""
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def export_dir(self) -> Path:
+        """Where the compressed checkpoint goes."""
+        return Path(self.export.dir) if self.export.dir else Path(self.output_dir) / "export"
+
+    def validate(self) -> None:
+        """Check every value, and values against each other; no file is touched. Call it again after an assignment.
+
+        Raises:
+            RecipeError: names every problem, one line each.
+        """
+        sections = (
+            self.model,
+            self.quant,
+            self.learnable,
+            self.data,
+            self.optim,
+            self.loss,
+            self.train,
+            self.export,
+        )
+        problems = [problem for section in sections for problem in section.problems()]
+        problems += self._contradictions()
+        if problems:
+            raise RecipeError("\n".join(problems))
+
+    def _contradictions(self) -> Iterator[str]:
+        """Problems that only several sections together show."""
+        quant, learn, steps = self.quant, self.learnable, self.train.steps
+        yield from _need(self.output_dir != "", "output_dir", self.output_dir, "a directory")
+        yield from _need(self.deepspeed != "", "deepspeed", self.deepspeed, "a name in ds_configs/ or a JSON file")
+        if quant.scheme in SCHEMES and not quant.quantises_activations():
+            expected = f"false: quant.scheme {quant.scheme} quantises no activations"
+            yield from _need(not learn.act_scale, "learnable.act_scale", learn.act_scale, expected)
+            expected = f"null: quant.scheme {quant.scheme} quantises no activations"
+            value = quant.initial_input_scale
+            yield from _need(value is None, "quant.initial_input_scale", value, expected)
+        if quant.fake_quant_start >= steps > 0:
+            expected = f"below train.steps ({steps}), or -1 to train without fake quant"
+            yield f"quant.fake_quant_start: {quant.fake_quant_start}, expected {expected}"
+        others = learn.weight or learn.norm or learn.router
+        if quant.fake_quant_start == -1 and (learn.weight_scale or learn.act_scale) and not others:
+            yield "quant.fake_quant_start: -1 (never), expected 0 or more: only scales learn, and get no gradient"
+        both = quant.initial_input_scale is not None and quant.calibration_batches > 0
+        if both and quant.quantises_activations():
+            yield (
+                f"quant.initial_input_scale: {quant.initial_input_scale}, expected null or quant.calibration_batches 0 "
+                f"(it is {quant.calibration_batches}): either is the source of scales that no PTQ checkpoint gives"
+            )
+        no_source = quant.scales is None and quant.calibration_batches == 0 and quant.initial_input_scale is None
+        if quant.quantises_activations() and no_source and quant.fake_quant_start == 0:
+            yield (
+                f"quant.calibration_batches: 0, expected 1 or more (or quant.scales, or quant.initial_input_scale): "
+                f"nothing gives the activation scales of {quant.scheme}"
+            )
+        # A schedule that never reaches its peak is a mistake; a train.steps below 1 has been reported already.
+        yield from _need(
+            steps < 1 or self.optim.warmup_steps <= steps,
+            "optim.warmup_steps",
+            self.optim.warmup_steps,
+            f"at most {steps} (train.steps)",
+        )
+
+    def validate_files(self) -> None:
+        """Check that the files and directories which the recipe reads exist, relative to the current directory.
+
+        Raises:
+            RecipeError: names every one that is missing, one line each.
+        """
+        problems = list(_checkpoint_problems("model.path", self.model.path))
+        if self.loss.kd_weight > 0 and self.loss.teacher:
+            problems += _checkpoint_problems("loss.teacher", self.loss.teacher)
+        if self.quant.scales is not None and not os.path.isdir(self.quant.scales):
+            problems.append(
+                f"quant.scales: {_not_there(self.quant.scales)}, expected the directory of a PTQ checkpoint"
+            )
+        for index, file in enumerate(self.data.train):
+            if not os.path.isfile(file):
+                problems.append(f"data.train[{index}]: {_not_there(file)}, expected a file")
+        if problems:
+            raise RecipeError("\n".join(problems))
+
+
+def _not_there(path: str) -> str:
+    """A path as an error names it: relative ones with the directory that they are relative to."""
+    return repr(path) if os.path.isabs(path) else f"{path!r} (in {os.getcwd()})"
+
+
+def _checkpoint_problems(key: str, path: str) -> Iterator[str]:
+    if not os.path.isdir(path):
+        yield f"{key}: {_not_there(path)}, expected a directory with config.json (a local Hugging Face checkpoint)"
+    elif not os.path.isfile(os.path.join(path, "config.json")):
+        yield f"{key}: {_not_there(path)}, expected config.json in that directory (a Hugging Face checkpoint)"
+
+
+def _parser() -> ArgumentParser:
+    """The command line: one option per field of :class:`Recipe`, and --config for a YAML file."""
+    parser = ArgumentParser(
+        description="Options override the file's values. Paths are relative to the current directory.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="Recipe in YAML, like those in launch/recipes/.")
+    parser.add_class_arguments(Recipe)
+    return parser
+
+
+def _check_keys(path: str) -> None:
+    """Refuse what jsonargparse lets pass in a YAML file: a key twice, an unknown key without a value, an empty section.
+
+    Raises:
+        RecipeError: names file, line and key; one line per problem.
+    """
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise RecipeError(f"{path}{line}: not YAML ({error.problem})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not a YAML text ({error})") from error
+    except OSError as error:
+        raise RecipeError(f"--config: {_not_there(path)}: {error.strerror}") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise RecipeError(f"{path}: expected sections like model, data and train")
+    problems = [f"{path}, line {line}: {problem}" for line, problem in _key_problems(root, Recipe, prefix="")]
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of every problem with the keys of one mapping, and of the sections in it."""
+    known = {item.name: item.type for item in dataclass_fields(section)}
+    seen: set[str] = set()
+    for key_node, value in node.value:
+        line, key = key_node.start_mark.line + 1, str(key_node.value)
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"expected one of {', '.join(known)}"
+            yield line, f"{prefix}{key}: unknown key; {hint}"
+        elif key in seen:
+            yield line, f"{prefix}{key}: this key is there twice"
+        elif is_dataclass(section_type := known[key]):
+            if isinstance(value, yaml.MappingNode):
+                yield from _key_problems(value, cast(type, section_type), prefix=f"{prefix}{key}.")
+            else:
+                yield line, f"{prefix}{key}: expected keys and values below it (leave the section out for its defaults)"
+        seen.add(key)
+
+
+def _option_keys() -> list[str]:
+    """The path of every key, like optim.lr."""
+    keys = []
+    for section in dataclass_fields(Recipe):
+        nested = dataclass_fields(cast(type, section.type)) if is_dataclass(section.type) else ()
+        keys += [f"{section.name}.{item.name}" for item in nested] or [section.name]
+    return keys
+
+
+def _one_line(error: ArgumentError) -> str:
+    """jsonargparse's message on one line that opens with the key's path."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("a typing.Literal", "one of ")
+    if unknown := re.match(r"unrecognized arguments: --([\w.]+)", text):
+        close = difflib.get_close_matches(unknown[1], _option_keys(), n=1)
+        text += f"; did you mean --{close[0]}?" if close else "; --help lists what there is"
+    return re.sub(r'^Parser key "([\w.]+)":', r"\1:", text)
+
+
+def _parse(argv: Sequence[str]) -> Recipe:
+    """The recipe of a command line.
+
+    Raises:
+        RecipeError: see there.
+    """
+    config_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_option.add_argument("--config", action="append", default=[], nargs="?", const="")
+    for path in config_option.parse_known_args(argv)[0].config:
+        _check_keys(path)
+    parser = _parser()
+    try:
+        values = parser.instantiate(parser.parse_args(list(argv)))
+    except ArgumentError as error:
+        raise RecipeError(_one_line(error)) from error
+    return Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})
+
+
+@contextmanager
+def exit_on_recipe_error() -> Iterator[None]:
+    """Turn a :class:`RecipeError` into printed lines and exit code 2, without a traceback.
+
+    Only local rank 0 prints, so that a machine with 8 ranks says it once. For use before there is a process group.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
+    """The recipe of a command line such as ``--config R.yaml --optim.lr 2e-5``; argv defaults to sys.argv[1:].
+
+    ``--local_rank=N``, which the deepspeed launcher appends, is ignored: ranks come from the environment. A bad recipe,
+    or (with ``check_files``) one that names a missing file, ends the process: see :func:`exit_on_recipe_error`.
+    """
+    given = sys.argv[1:] if argv is None else argv
+    with exit_on_recipe_error():
+        recipe = _parse([argument for argument in given if not argument.startswith("--local_rank=")])
+        if check_files:
+            recipe.validate_files()
+    return recipe
+
+
+def load_recipe(path: str | os.PathLike[str]) -> Recipe:
+    """The recipe in a YAML file. Files that it names are not checked: call :meth:`Recipe.validate_files` for that.
+
+    Raises:
+        RecipeError: names every problem, one line each.
+    """
+    return _parse(["--config", os.fspath(path)])
+
+
+def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
+    """Write a recipe, every field with its value, as YAML that :func:`load_recipe` reads back equal."""
+    values = asdict(recipe)
+    values["optim"]["betas"] = list(recipe.optim.betas)
+    Path(path).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")

@@ -1,0 +1,63 @@
+"""What changes over the steps: learning rates, and events at chosen steps.
+
+Steps are optimizer steps, counted from 0: an event ``at`` step N runs when N steps are done and before step N begins; an event
+``every`` N steps runs after each N-th step.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+State = TypeVar("State")
+Action = Callable[[State], object]
+
+
+def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float) -> float:
+    """The share of the peak learning rate at ``step``.
+
+    Linear warm-up over the first ``warmup`` steps (step 0 already moves: 1/warmup), then ``constant``, ``linear`` or ``cosine``
+    decay from 1 to ``min_ratio``, which the last of ``total`` steps reaches.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+    if kind == "linear":
+        return 1.0 - (1.0 - min_ratio) * progress
+    if kind == "cosine":
+        return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    raise ValueError(f"unknown learning-rate schedule {kind!r}, expected constant, linear or cosine")
+
+
+@dataclass
+class Schedule(Generic[State]):
+    """Events: actions that run before a given step, or after every so many steps, in the order they were added."""
+
+    before: list[tuple[int, Action]] = field(default_factory=list)
+    after: list[tuple[int, Action]] = field(default_factory=list)
+
+    def at(self, step: int, action: Action) -> None:
+        """Run ``action(state)`` once, when ``step`` optimizer steps are done and before the next begins."""
+        if step < 0:
+            raise ValueError(f"an event at step {step}: steps count from 0")
+        self.before.append((step, action))
+
+    def every(self, steps: int, action: Action) -> None:
+        """Run ``action(state)`` after every ``steps``-th optimizer step."""
+        if steps < 1:
+            raise ValueError(f"an event every {steps} steps: expected 1 or more")
+        self.after.append((steps, action))
+
+    def run_before(self, step: int, state: State) -> None:
+        """Run what is due before ``step``."""
+        for due, action in self.before:
+            if due == step:
+                action(state)
+
+    def run_after(self, done: int, state: State) -> None:
+        """Run what is due after ``done`` steps in all."""
+        for interval, action in self.after:
+            if done % interval == 0:
+                action(state)

@@ -1,0 +1,254 @@
+"""From a recipe to everything that the loop needs, in the order that ZeRO asks for.
+
+The order is not free: parameters must exist in partitions before weights stream into them, layers must be quantised before their
+scales can be loaded, all of it before ``deepspeed.initialize`` copies the parameters into fp32 masters; and activations can
+only be calibrated after it, because the forward needs the engine's hooks.
+"""
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from data.chat import read_chat
+from data.loader import Loader
+from data.samples import Sample
+from data.text import read_text
+from engine.ds_config import resolve, teacher_config
+from engine.optim import build_optimizer, set_learnable
+from engine.recipe import Recipe
+from model.build import build_model
+from model.load import load_weights
+from model.ranks import errors_on_all_ranks, is_main, rank, raise_everywhere, world_size
+from model.scales import load_scales, measure_weight_scales, write_scales
+from model.zero import init_process_group, keep_frozen_fp32, partition_new_parameters, stage
+from quant import Quantization, get_scheme, prepare
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class Session:
+    """A run that is ready to train: the student in its engine, its quantisation, the teacher, the data."""
+
+    recipe: Recipe
+    ds_config: dict[str, Any]
+    engine: deepspeed.DeepSpeedEngine
+    model: PreTrainedModel
+    quantization: Quantization
+    teacher: nn.Module | None
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+
+
+def init_ranks() -> torch.device:
+    """Start the process group (NCCL on CUDA, gloo on CPU) and return this rank's device.
+
+    Without a launcher the process is rank 0 of 1.
+    """
+    # DeepSpeed logs every setting of its engine at INFO; what is worth a user's eyes is said by this project.
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls two torch collectives by names that torch 2.13 wants changed; a user can do nothing about it.
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", message=f".*{name}", category=FutureWarning)
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
+        os.environ.setdefault(name, value)
+    init_process_group()
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def say(text: str) -> None:
+    """Print on rank 0, without tearing a progress bar apart."""
+    if is_main():
+        tqdm.write(text)
+
+
+def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer of the student's checkpoint; an error on every rank if there is none."""
+    with errors_on_all_ranks(OSError, ValueError):
+        return AutoTokenizer.from_pretrained(
+            recipe.model.path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
+        )
+
+
+def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Tokenised training samples, every rank its own copy; an error on every rank if a line is bad."""
+    settings = recipe.data
+    with errors_on_all_ranks(OSError, ValueError):
+        if settings.kind == "text":
+            samples = read_text(settings.train, tokenizer, settings.max_length, progress=is_main())
+            say(f"data: {len(samples):,} blocks of {settings.max_length:,} tokens")
+            return samples
+        samples, counts = read_chat(
+            settings.train,
+            tokenizer,
+            fields=settings.fields,
+            max_length=settings.max_length,
+            too_long=settings.too_long,
+            progress=is_main(),
+        )
+        say(f"data: {counts.summary()}")
+        return samples
+
+
+def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Loader:
+    """Samples, sharded by rank and grouped into optimizer steps."""
+    samples = read_samples(recipe, tokenizer)
+    with errors_on_all_ranks(ValueError):
+        return Loader(
+            samples,
+            micro_batch_size=recipe.data.micro_batch_size,
+            gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
+            rank=rank(),
+            world=world_size(),
+            seed=recipe.data.seed,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+        )
+
+
+def build_student(
+    recipe: Recipe, ds_config: dict[str, Any], device: torch.device
+) -> tuple[PreTrainedModel, Quantization]:
+    """The student with weights loaded, Linears quantised and what trains switched on; scales hold no values yet."""
+    model = build_model(
+        recipe.model.path,
+        ds_config,
+        dtype=DTYPES[recipe.model.dtype],
+        device=device,
+        trust_remote_code=recipe.model.trust_remote_code,
+        attn_implementation=recipe.model.attn_implementation,
+    )
+    report = load_weights(model, recipe.model.path, method=recipe.model.load)
+    say(f"weights: {report.summary()}")
+    with errors_on_all_ranks(ValueError):
+        quantization = prepare(
+            model,
+            get_scheme(recipe.quant.scheme),
+            exempt=recipe.quant.exempt,
+            learn_weight_scale=recipe.learnable.weight_scale,
+            learn_input_scale=recipe.learnable.act_scale,
+        )
+    partition_new_parameters(model, ds_config)
+    set_learnable(model, recipe.learnable)
+    # transformers computes the router's auxiliary loss in its forward; without a trainable router nobody would use it.
+    model.config.output_router_logits = recipe.learnable.router
+    model.config.use_cache = False
+    if recipe.train.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    say(f"quantised: {len(quantization.layers)} linear layers, {recipe.quant.scheme}")
+    return model, quantization
+
+
+def initial_scales(recipe: Recipe, quantization: Quantization) -> bool:
+    """Fill every weight scale, and the activation scales that the recipe names a source for.
+
+    Returns whether activation scales remain to be calibrated in place. A collective.
+    """
+    if recipe.quant.scales is not None:
+        calibrate = recipe.quant.calibration_batches > 0
+        report = load_scales(
+            quantization,
+            recipe.quant.scales,
+            initial_input_scale=recipe.quant.initial_input_scale,
+            inputs_calibrated_later=calibrate,
+        )
+        say(report.summary())
+        loaded = set(report.loaded) | set(report.initial)
+        return calibrate and any(group.owner not in loaded for group in quantization.input_groups)
+    write_scales(quantization.weight_groups, measure_weight_scales(quantization))
+    if recipe.quant.initial_input_scale is not None:
+        value = torch.tensor([recipe.quant.initial_input_scale])
+        write_scales(quantization.input_groups, {group.owner: value for group in quantization.input_groups})
+    return bool(quantization.input_groups) and recipe.quant.calibration_batches > 0
+
+
+def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
+    """The student's engine with its optimizer."""
+    with errors_on_all_ranks(ValueError):
+        optimizer = build_optimizer(model, recipe.optim)
+    with keep_frozen_fp32(model):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    if stage(ds_config) == 0:
+        # On stage 0 under bf16 DeepSpeed makes a step with zero gradients to allocate the optimizer's state. It moves nothing,
+        # as the learning rate is still 0, but it counts for Adam's bias correction: the first real step would be 0.73 of its size.
+        optimizer.state.clear()
+    return engine
+
+
+def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.Module:
+    """A model that only runs forward: an engine without an optimizer under stage 3, elsewhere the plain module."""
+    model.requires_grad_(False)
+    model.eval()
+    model.config.use_cache = False
+    model.config.output_router_logits = False
+    if stage(ds_config) < 3:
+        return model
+    engine, *_ = deepspeed.initialize(model=model, config=teacher_config(ds_config))
+    return engine
+
+
+def build_teacher(recipe: Recipe, ds_config: dict[str, Any], device: torch.device, vocab_size: int) -> nn.Module | None:
+    """The frozen teacher, None without distillation: an engine without an optimizer under stage 3, else the plain module."""
+    if recipe.loss.kd_weight == 0 or recipe.loss.teacher is None:
+        return None
+    teacher = build_model(
+        recipe.loss.teacher,
+        teacher_config(ds_config),
+        dtype=DTYPES[recipe.model.dtype],
+        device=device,
+        trust_remote_code=recipe.model.trust_remote_code,
+        attn_implementation=recipe.model.attn_implementation,
+    )
+    difference = None
+    if teacher.config.vocab_size != vocab_size:
+        difference = (
+            f"loss.teacher: {recipe.loss.teacher} has a vocabulary of {teacher.config.vocab_size}, "
+            f"the student {vocab_size}: distillation compares token by token and needs the same"
+        )
+    raise_everywhere(difference)
+    report = load_weights(teacher, recipe.loss.teacher, method=recipe.model.load)
+    say(f"teacher: {report.summary()}")
+    return initialize_frozen(teacher, ds_config)
+
+
+def set_up(recipe: Recipe, *, training: bool = True) -> tuple[Session, bool]:
+    """Everything from the recipe to engines, with weights and scales in place; a collective.
+
+    Args:
+        recipe: the run.
+        training: with an optimizer and a teacher; else the engine only runs forward.
+
+    Returns:
+        The session, and whether activation scales are still to be calibrated (see engine.calibrate).
+    """
+    device = init_ranks()
+    with errors_on_all_ranks(OSError, ValueError):
+        ds_config = resolve(recipe, world_size())
+    torch.manual_seed(recipe.train.seed)
+    tokenizer = read_tokenizer(recipe)
+    model, quantization = build_student(recipe, ds_config, device)
+    calibrate = initial_scales(recipe, quantization)
+    if training:
+        teacher = build_teacher(recipe, ds_config, device, model.config.vocab_size)
+        engine = initialize_student(recipe, ds_config, model)
+    else:
+        teacher, engine = None, initialize_frozen(model, ds_config)
+    session = Session(recipe, ds_config, engine, model, quantization, teacher, tokenizer, device)
+    return session, calibrate

@@ -1,0 +1,62 @@
+"""Does an exported checkpoint load in transformers, and compute there what training saw?
+
+    python launch/verify.py --export served/qwen3_4b [--text heldout.txt] [--tokens 2048]
+
+Loads the directory with transformers and with our own forward, one process, fp32, on CPU, and compares the logits;
+checks the layout of the files too. Exits with 1 if anything is wrong. ``engine/verify.py`` says what is compared, and
+why.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+SAMPLE = """\
+The observatory stood at the top of the hill, where the road ended. Every evening, when the last visitors had gone, the
+keeper climbed the iron stairs, opened the roof and wrote down what she saw: the hour, the height of the clouds, how far
+the light of the harbour reached. If a train leaves at 9 and travels 60 miles an hour, how far has it come at noon? It
+has travelled for 3 hours, so 3 * 60 = 180 miles. def mean(values): return sum(values) / len(values)
+"""
+
+
+def main() -> int:
+    """Print the comparison; 0 if nothing is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--export", type=Path, required=True, help="directory that training or launch/export.py wrote")
+    parser.add_argument("--text", type=Path, help="UTF-8 text file to compare on; a paragraph of prose by default")
+    parser.add_argument("--tokens", type=int, default=2048, help="use at most so many tokens of the text")
+    parser.add_argument("--window", type=int, default=512, help="tokens per forward")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code in the directory")
+    arguments = parser.parse_args()
+    if not arguments.export.is_dir():
+        parser.error(f"--export {arguments.export} is not a directory")
+    if arguments.text is not None and not arguments.text.is_file():
+        parser.error(f"--text {arguments.text} is not a file")
+    if arguments.tokens < 2 or arguments.window < 2:
+        parser.error("--tokens and --window must be at least 2: each token is predicted from those before it")
+
+    from transformers import AutoTokenizer
+
+    from engine.verify import compare_with_transformers, windows
+    from model.ranks import RankError
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        arguments.export, local_files_only=True, trust_remote_code=arguments.trust_remote_code
+    )
+    text = SAMPLE if arguments.text is None else arguments.text.read_text(encoding="utf-8")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.tokens]
+    if len(ids) < 2:
+        parser.error(f"--text {arguments.text} has {len(ids)} tokens, at least 2 are needed")
+    try:
+        report = compare_with_transformers(
+            arguments.export, windows(ids, arguments.window), trust_remote_code=arguments.trust_remote_code
+        )
+    except RankError as error:
+        print(f"NOT ok: {error}")
+        return 1
+    print(report.table())
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

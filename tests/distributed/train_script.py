@@ -1,0 +1,59 @@
+"""Launched on every rank: run the loop on each recipe named, and keep what came of it for the test to compare.
+
+For each recipe, rank 0 writes ``<output_dir>/result.pt``: losses and grad norms of every step, the trained Parameters, whole, by
+name, the scales that the last forward used, and which Parameters the optimizer held.
+"""
+
+import gc
+import sys
+from pathlib import Path
+
+import torch
+
+from engine.loop import Loop, LoopState
+from engine.recipe import load_recipe
+from model.ranks import is_main
+from model.zero import gathered
+
+
+def main() -> None:
+    """Recipes in the order given, one process group for all of them."""
+    for path in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
+        loop = Loop(load_recipe(path))
+        losses, norms, skipped = [], [], []
+
+        @loop.every(1)
+        def keep(state: LoopState, losses=losses, norms=norms, skipped=skipped) -> None:
+            losses.append(state.last.losses)
+            norms.append(state.last.grad_norm)
+            skipped.append(state.session.engine.skipped_steps)
+
+        state = loop.run()
+        model, engine = state.session.model, state.session.engine
+        names = {name: parameter for name, parameter in model.named_parameters()}
+        with gathered(names.values()):
+            weights = {name: parameter.detach().cpu().clone() for name, parameter in names.items()}
+            scales = {name: layer.weight_scale().cpu() for name, layer in state.session.quantization.layers.items()}
+        inv_freq = {name: b.dtype for name, b in model.named_buffers() if name.endswith("inv_freq")}
+        requires_grad = [name for name, parameter in names.items() if parameter.requires_grad]
+        if is_main():
+            torch.save(
+                {
+                    "losses": losses,
+                    "norms": norms,
+                    "skipped": skipped,
+                    "weights": weights,
+                    "scales": scales,
+                    "inv_freq": inv_freq,
+                    "requires_grad": requires_grad,
+                    "groups": [group["name"] for group in engine.optimizer.param_groups],
+                },
+                Path(state.recipe.output_dir) / "result.pt",
+            )
+        engine.destroy()
+        del state, model, engine, names, loop
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""The recipe: what is read, what is refused, and what the refusal says. Every error names the key's path."""
+
+import dataclasses
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.recipe import (
+    DataRecipe,
+    ModelRecipe,
+    Recipe,
+    RecipeError,
+    TrainRecipe,
+    load_recipe,
+    parse_recipe,
+    parse_size,
+    save_recipe,
+)
+from quant import DEFAULT_EXEMPT
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
+
+MINIMAL = """\
+model: {path: model}
+data: {train: [train.jsonl]}
+train: {steps: 10}
+output_dir: out
+"""
+
+
+def minimal(**sections: Any) -> Recipe:
+    """The smallest valid recipe, with whole sections replaced."""
+    values: dict[str, Any] = {
+        "model": ModelRecipe(path="model"),
+        "data": DataRecipe(train=["train.jsonl"]),
+        "train": TrainRecipe(steps=10),
+        "output_dir": "out",
+    }
+    return Recipe(**(values | sections))
+
+
+def write(directory: Path, extra: str = "") -> Path:
+    path = directory / "recipe.yaml"
+    path.write_text(MINIMAL + extra, encoding="utf-8")
+    return path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    """The lines that a bad command line prints; it must exit with code 2."""
+    with pytest.raises(SystemExit) as exit_info:
+        parse_recipe(argv, check_files=False)
+    assert exit_info.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith("error: ") for line in lines), lines
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def test_file_then_overrides_then_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "optim: {lr: 3e-4, warmup_steps: 2}\n")
+    recipe = parse_recipe(
+        ["--config", str(path), "--optim.lr", "2e-5", "--optim.betas=[0.8, 0.9]", "--local_rank=3"], check_files=False
+    )
+    assert recipe.optim.lr == 2e-5
+    assert recipe.optim.warmup_steps == 2
+    assert recipe.optim.betas == (0.8, 0.9)
+    assert recipe.optim.scale_lr == 1e-3
+    assert recipe.quant.exempt == list(DEFAULT_EXEMPT)
+
+
+def test_python_and_yaml_give_the_same(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path)) == minimal()
+
+
+def test_field_map_and_lists_from_the_command_line(tmp_path: Path) -> None:
+    argv = ["--config", str(write(tmp_path)), "--data.fields", "{input: question, output: answer}"]
+    recipe = parse_recipe([*argv, "--data.train", "[a.jsonl, b.jsonl]"], check_files=False)
+    assert recipe.data.fields == {"input": "question", "output": "answer"}
+    assert recipe.data.train == ["a.jsonl", "b.jsonl"]
+
+
+def random_value(rng: random.Random, value: Any) -> Any:
+    """Another value of the same type, within the bounds of every number."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + rng.randint(1, 5)
+    if isinstance(value, float):
+        return value * rng.uniform(0.5, 0.99)
+    return value
+
+
+def test_save_then_load_gives_the_same(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    rng = random.Random(seed)
+    recipe = minimal(train=TrainRecipe(steps=1000), deepspeed="zero1")
+    for name in ("optim", "train", "data", "learnable"):
+        section = getattr(recipe, name)
+        for item in dataclasses.fields(section):
+            setattr(section, item.name, random_value(rng, getattr(section, item.name)))
+    recipe.optim.betas = (rng.random(), rng.random())
+    recipe.learnable.weight = True
+    recipe.data.fields = {"input": "größe: {odd}", "output": "a'b"}
+    recipe.validate()
+    path = tmp_path / "saved.yaml"
+    save_recipe(recipe, path)
+    assert load_recipe(path) == recipe, f"seed {seed}"
+    assert set(yaml.safe_load(path.read_text())) == {item.name for item in dataclasses.fields(Recipe)}
+
+
+def run_script(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script that only parses, in a process of its own, as train.py does."""
+    program = "from engine.recipe import parse_recipe; parse_recipe()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *argv],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_documents_every_field(tmp_path: Path) -> None:
+    shown = run_script("--help", cwd=tmp_path, COLUMNS="400")
+    assert shown.returncode == 0, shown.stderr
+    options = "\n" + shown.stdout.split("\noptions:\n")[1]
+    for section in dataclasses.fields(Recipe):
+        nested = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else ()
+        for key in [f"--{section.name}.{item.name}" for item in nested] or [f"--{section.name}"]:
+            entry = re.search(rf"\n  {re.escape(key)}[ ,](.*?)(?=\n  --|\n\n|$)", options, re.DOTALL)
+            assert entry, key
+            # A sentence before type and default; a field without a docstring has the value's placeholder there.
+            described = re.split(r"\((?:required|type)", " ".join(entry[1].split()))[0]
+            assert re.search(r"\w[).\"]*\. *$", described), f"{key}: {entry[0]}"
+
+
+def test_print_config_is_a_recipe(tmp_path: Path) -> None:
+    path = write(tmp_path, "optim: {lr: 3e-4}\n")
+    shown = run_script("--config", str(path), "--quant.scheme", "w4a16_g32", "--print_config", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    (tmp_path / "printed.yaml").write_text(shown.stdout)
+    recipe = load_recipe(tmp_path / "printed.yaml")
+    assert (recipe.optim.lr, recipe.quant.scheme) == (3e-4, "w4a16_g32")
+
+
+# --------------------------------------------------------------------------------------------------------- refusing
+
+
+def test_a_bad_recipe_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
+    path = write(tmp_path, "optim: {lrr: 1}\n")
+    run = run_script("--config", str(path), "--local_rank=0", cwd=tmp_path, LOCAL_RANK="0")
+    assert run.returncode == 2
+    assert run.stderr == f"error: {path}, line 5: optim.lrr: unknown key; did you mean optim.lr?\n"
+    silent = run_script("--config", str(path), "--local_rank=1", cwd=tmp_path, LOCAL_RANK="1")
+    assert (silent.returncode, silent.stderr) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("extra", "line", "said"),
+    [
+        ("optimm: {lr: 1}", 5, "optimm: unknown key; did you mean optim?"),
+        ("output: {}", 5, "output: unknown key; did you mean output_dir?"),
+        ("xyz: 1", 5, "xyz: unknown key; expected one of model, data,"),
+        ("optim:\n  eps: 1e-8\n  warmup: 3", 7, "optim.warmup: unknown key; did you mean optim.warmup_steps?"),
+        ("output_dir: other", 5, "output_dir: this key is there twice"),
+        ("optim: {lr: 1, eps: 1, lr: 2}", 5, "optim.lr: this key is there twice"),
+        ("optim:", 5, "optim: expected keys and values below it"),
+        ("optim: 3", 5, "optim: expected keys and values below it"),
+        ("data.kind: text", 5, "data.kind: unknown key"),
+        ("optim: {lr: ", 6, "not YAML"),
+    ],
+)
+def test_bad_keys_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: str, line: int, said: str
+) -> None:
+    path = write(tmp_path, extra + "\n")
+    assert refusal(capsys, "--config", str(path))[0].startswith(f"error: {path}, line {line}: {said}")
+
+
+@pytest.mark.parametrize("content", [b"", b"- 1\n", b"text\n", b"\xff\xfe\x00"])
+def test_a_file_that_is_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    assert str(path) in refusal(capsys, "--config", str(path))[0]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "none.yaml"
+    assert refusal(capsys, "--config", str(path)) == [f"error: --config: '{path}': No such file or directory"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--optim.lrr 3", "unrecognized arguments: --optim.lrr 3; did you mean --optim.lr?"),
+        ("--optim.l 3", "unrecognized arguments: --optim.l 3"),
+        ("--optim.lr x", "optim.lr: Expected a float. Got value: x"),
+        ("--train.steps 1.5", "train.steps: Expected a int. Got value: 1.5"),
+        ("--train.steps true", "train.steps: Expected a int. Got value: True"),
+        ("--learnable.norm 1", "learnable.norm: Expected a bool. Got value: 1"),
+        ("--loss.kd foo", "loss.kd: Expected one of ['kl', 'rkl', 'mse', 'cakld', 'kd']. Got value: foo"),
+        ("--optim.betas [0.9]", "optim.betas: Expected a tuple with 2 elements. Got value: [0.9]"),
+        ("--data.train a.jsonl", "data.train: Expected a list. Got value: a.jsonl"),
+        ("left over", "unrecognized arguments: left over"),
+    ],
+)
+def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, said: str) -> None:
+    assert refusal(capsys, "--config", str(write(tmp_path)), *options.split())[0].startswith(f"error: {said}")
+
+
+def test_required_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refusal(capsys, "--model.path", "m")
+    for key in ("data.train", "train.steps", "output_dir"):
+        assert key in line
+    assert "model.path" not in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--model.path=", "model.path: ''"),
+        ("--quant.scheme fp9", "quant.scheme: 'fp9', expected one of fp8_static,"),
+        ("--quant.exempt [a,(]", "quant.exempt[1]: '(', expected a regular expression"),
+        ("--quant.calibration_batches -1", "quant.calibration_batches: -1, expected at least 0"),
+        ("--quant.initial_input_scale 0 --quant.calibration_batches 0", "quant.initial_input_scale: 0.0, expected a"),
+        (
+            "--quant.initial_input_scale .5",
+            "quant.initial_input_scale: 0.5, expected null or quant.calibration_batches 0",
+        ),
+        ("--quant.calibration_batches 0", "quant.calibration_batches: 0, expected 1 or more"),
+        ("--quant.fake_quant_start -2", "quant.fake_quant_start: -2, expected at least -1"),
+        ("--quant.fake_quant_start 10", "quant.fake_quant_start: 10, expected below train.steps (10)"),
+        ("--learnable.weight false --learnable.weight_scale false", "learnable: nothing is learnable"),
+        ("--learnable.weight false --quant.fake_quant_start -1", "quant.fake_quant_start: -1 (never)"),
+        ("--learnable.act_scale true --quant.scheme w4a16_g32", "learnable.act_scale: True, expected false"),
+        ("--quant.initial_input_scale 1 --quant.scheme w4a16_g32", "quant.initial_input_scale: 1.0, expected null"),
+        ("--data.train []", "data.train: [], expected at least one file"),
+        ("--data.kind text --data.fields {input:a}", "data.fields"),
+        ("--data.max_length 1", "data.max_length: 1, expected at least 2"),
+        ("--data.micro_batch_size 0", "data.micro_batch_size: 0, expected at least 1"),
+        ("--data.seed -1", "data.seed: -1, expected at least 0"),
+        ("--optim.lr=-1e-5", "optim.lr: -1e-05, expected at least 0"),
+        ("--optim.scale_lr -1", "optim.scale_lr: -1.0, expected at least 0"),
+        ("--optim.min_lr_ratio 1.1", "optim.min_lr_ratio: 1.1, expected between 0 and 1"),
+        ("--optim.warmup_steps 11", "optim.warmup_steps: 11, expected at most 10 (train.steps)"),
+        ("--optim.weight_decay -1", "optim.weight_decay: -1.0, expected at least 0"),
+        ("--optim.betas [0.9,1]", "optim.betas: (0.9, 1.0), expected two numbers in [0, 1)"),
+        ("--optim.eps 0", "optim.eps: 0.0, expected a number above 0"),
+        ("--optim.grad_clip -1", "optim.grad_clip: -1.0, expected at least 0"),
+        ("--optim.grad_clip .inf", "optim.grad_clip"),
+        ("--loss.lm_weight 0", "loss.lm_weight, loss.kd_weight: both 0"),
+        ("--loss.lm_weight -1", "loss.lm_weight: -1.0, expected at least 0"),
+        ("--loss.kd_weight 1", "loss.teacher: None, expected a directory since loss.kd_weight is 1.0"),
+        ("--loss.kd kd --loss.temperature 0", "loss.temperature: 0.0, expected a number above 0"),
+        ("--loss.kd kl --loss.temperature 2", "loss.temperature: 2.0, expected 1.0: loss.kd kl has no temperature"),
+        ("--loss.chunk_tokens 0", "loss.chunk_tokens: 0, expected at least 1"),
+        ("--train.steps 0", "train.steps: 0, expected at least 1"),
+        ("--train.gradient_accumulation_steps 0", "train.gradient_accumulation_steps: 0, expected at least 1"),
+        ("--train.log_every 0", "train.log_every: 0, expected at least 1"),
+        ("--train.clip_stats_every -1", "train.clip_stats_every: -1, expected at least 0"),
+        ("--train.checkpoint_every -1", "train.checkpoint_every: -1, expected at least 0"),
+        ("--train.keep_checkpoints 0", "train.keep_checkpoints: 0, expected at least 1"),
+        ("--export.max_shard_size 5XB", "export.max_shard_size: '5XB' is not a size"),
+        ("--deepspeed=", "deepspeed: ''"),
+        ("--output_dir=", "output_dir: ''"),
+    ],
+)
+def test_bad_values(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, said: str) -> None:
+    """One problem, one line: a check that fires beside the right one would send the reader the wrong way."""
+    lines = refusal(capsys, "--config", str(write(tmp_path)), *options.split())
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--quant.fake_quant_start 9",
+        "--quant.fake_quant_start -1",
+        "--quant.calibration_batches 0 --quant.fake_quant_start 3",
+        "--quant.calibration_batches 0 --quant.initial_input_scale 0.1",
+        "--quant.calibration_batches 0 --quant.scales ptq",
+        "--quant.calibration_batches 0 --quant.scheme w2a16_g32",
+        "--learnable.weight false --learnable.weight_scale false --learnable.norm true",
+        "--learnable.weight false --learnable.act_scale true",
+        "--loss.lm_weight 0 --loss.kd_weight 1 --loss.teacher t",
+        "--loss.kd_weight 1 --loss.teacher t --loss.kd kd --loss.temperature 2",
+        "--optim.grad_clip 0",
+        "--optim.warmup_steps 10",
+    ],
+)
+def test_values_at_the_edge_pass(tmp_path: Path, options: str) -> None:
+    parse_recipe(["--config", str(write(tmp_path)), *options.split()], check_files=False)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(RecipeError) as error:
+        minimal(train=TrainRecipe(steps=10, log_every=0, keep_checkpoints=0), data=DataRecipe(train=[]))
+    assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
+        "data.train",
+        "train.log_every",
+        "train.keep_checkpoints",
+    ]
+
+
+def test_an_assignment_is_checked_by_validate() -> None:
+    recipe = minimal()
+    recipe.optim.eps = -1.0
+    with pytest.raises(RecipeError, match=r"^optim\.eps: -1\.0, expected a number above 0$"):
+        recipe.validate()
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def test_files_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("model", "teacher"):
+        (tmp_path / name).mkdir()
+    recipe = minimal()
+    recipe.loss.kd_weight, recipe.loss.teacher, recipe.quant.scales = 1.0, "teacher", "ptq"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as error:
+        recipe.validate_files()
+    here = f"(in {os.getcwd()})"
+    assert str(error.value).splitlines() == [
+        f"model.path: 'model' {here}, expected config.json in that directory (a Hugging Face checkpoint)",
+        f"loss.teacher: 'teacher' {here}, expected config.json in that directory (a Hugging Face checkpoint)",
+        f"quant.scales: 'ptq' {here}, expected the directory of a PTQ checkpoint",
+        f"data.train[0]: 'train.jsonl' {here}, expected a file",
+    ]
+    for name in ("model", "teacher"):
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "ptq").mkdir()
+    (tmp_path / "train.jsonl").write_text("")
+    recipe.validate_files()
+    recipe.model.path = str(tmp_path / "no")
+    with pytest.raises(RecipeError, match=r"no', expected a directory with config\.json"):
+        recipe.validate_files()
+
+
+def test_a_teacher_that_is_not_used_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("")
+    recipe = minimal()
+    recipe.loss.teacher = "nowhere"
+    recipe.validate_files()
+
+
+def test_parse_recipe_checks_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        parse_recipe(["--config", str(write(tmp_path))])
+    assert exit_info.value.code == 2
+    assert "error: data.train[0]: 'train.jsonl'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- sizes, shipped
+
+
+def test_parse_size() -> None:
+    assert parse_size("5GB") == 5_000_000_000
+    assert parse_size("500MB") == 500_000_000
+    assert parse_size("1.5 kb") == 1500
+    assert parse_size("2GiB") == 2 * 2**30
+    assert parse_size("3MiB") == 3 * 2**20
+    assert parse_size("17") == 17
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 GBB", "-1GB", "0GB", "0.5", "1e9", "5G", "1.2.3MB"])
+def test_parse_size_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size: expected a positive number and a unit"):
+        parse_size(text)
+
+
+def test_export_dir() -> None:
+    recipe = minimal()
+    assert recipe.export_dir() == Path("out/export")
+    recipe.export.dir = "served"
+    assert recipe.export_dir() == Path("served")
+
+
+def test_the_recipes_that_the_design_names_are_shipped() -> None:
+    names = {path.stem for path in SHIPPED}
+    assert names >= {
+        "qwen3_4b_fp8",
+        "qwen3_4b_fp8_scales_only",
+        "qwen3_30b_a3b_fp8",
+        "llama3_8b_fp8",
+        "qwen3_0_6b_w2a16",
+    }
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipe(path: Path) -> None:
+    recipe = load_recipe(path)
+    relative = path.relative_to(ROOT)
+    assert f"launch/train.py --config {relative}" in path.read_text().split("\n\n")[0], "it opens with its command"
+    assert recipe.output_dir == f"runs/{path.stem}"
+    assert (ROOT / "ds_configs" / f"{recipe.deepspeed}.json").is_file()
+    if "scales_only" in path.stem:
+        learn = recipe.learnable
+        assert dataclasses.astuple(learn) == (False, True, True, False, False)
