@@ -1,0 +1,47 @@
+# Every target does its own set-up: it installs requirements.txt into the active virtual environment, or into .venv
+# (made from PYTHON) when none is active, once per change of that file.
+#
+#   make quickstart    train, quantise, export and verify a small model
+#   make test          all tests but the large counts
+#   make test-full     all tests
+#   make lint          ruff: format and lint
+#   make typecheck     mypy
+
+PYTHON ?= python3
+VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
+# Names the checkout: an environment shared by two of them holds the editable install of the last one only.
+STAMP := $(VENV)/.installed$(subst /,_,$(CURDIR))
+
+# The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
+export PATH := $(VENV)/bin:$(PATH)
+# Two ranks on a few cores: torch would start a thread per core in each.
+test test-full: export OMP_NUM_THREADS = 1
+
+.PHONY: quickstart test test-full lint typecheck
+.DELETE_ON_ERROR:
+
+quickstart: $(STAMP)
+	$(VENV)/bin/python launch/quickstart.py
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest -m "not full"
+
+test-full: $(STAMP)
+	$(VENV)/bin/python -m pytest
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+
+typecheck: $(STAMP)
+	$(VENV)/bin/mypy
+
+$(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "error: DeepQAT needs Python 3.11 or 3.12, $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+	           "say which one to use: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing requirements.txt into $(VENV): a minute, more where torch comes with CUDA"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@rm -f $(VENV)/.installed*
+	@touch $@
