@@ -10,19 +10,25 @@ EOS), so that every token is predicted exactly once. This is the rolling log-lik
 where words are what white space separates and bytes are those of the UTF-8 text.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from engine.losses import IGNORE_INDEX, loss_sums
 from engine.metrics import sum_over_ranks
-from model.ranks import rank, world_size
+from engine.setup import initialize_frozen
+from model.build import build_model
+from model.compressed import load_compressed
+from model.load import load_weights
+from model.ranks import errors_on_all_ranks, is_main, rank, world_size
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """input_ids [B, T], attention_mask [B, T] -> logits [B, T, V]"""
@@ -77,7 +83,8 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
         ValueError: the file is empty or not UTF-8, or the tokenizer has neither BOS nor EOS.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        # Without newline translation: bytes are those of the file.
+        text = Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a UTF-8 text file ({error})") from error
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -143,3 +150,37 @@ def _collate(windows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Te
         labels[row, : len(ids)] = torch.tensor(targets)
         mask[row, : len(ids)] = 1
     return inputs, labels, mask
+
+
+def load_for_evaluation(
+    directory: str | Path, dtype: torch.dtype, device: torch.device, *, sharded: bool = False
+) -> nn.Module:
+    """A checkpoint, plain or compressed, as something to call; a collective.
+
+    Args:
+        directory: the checkpoint. A compressed one computes with codes and scales as in training.
+        dtype: of weights and computation.
+        device: where the model or its partitions go.
+        sharded: partition the weights over the ranks (ZeRO-3); plain checkpoints only.
+
+    Raises:
+        RankError: on every rank: a damaged checkpoint, or a compressed one that is to be sharded.
+    """
+    with errors_on_all_ranks(OSError, ValueError):
+        config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        compressed = "quantization_config" in config
+        if compressed and sharded:
+            raise ValueError(
+                f"{directory} is compressed: evaluate it without sharding, every rank holds the whole of it"
+            )
+    if compressed:
+        model, _ = load_compressed(directory, dtype=dtype, device=device)
+        return model
+    ds_config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {"stage": 3 if sharded else 0},
+    }
+    model = build_model(directory, ds_config, dtype=dtype, device=device)
+    load_weights(model, directory, progress=is_main())
+    return initialize_frozen(model, ds_config)

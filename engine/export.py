@@ -1,4 +1,4 @@
-"""The session's model as a compressed checkpoint."""
+"""The session's model as a checkpoint that others load."""
 
 from pathlib import Path
 
@@ -8,13 +8,19 @@ from model.save import export_model
 
 
 def export(session: Session, directory: Path) -> None:
-    """Write the compressed checkpoint into ``directory``; a collective. Errors as of :func:`model.save.export_model`."""
+    """Write the compressed checkpoint into ``directory``; a collective. Errors as of :func:`model.save.export_model`.
+
+    A run that never quantises (``quant.fake_quant_start: -1``) writes a plain one.
+    """
     recipe = session.recipe
-    export_model(
+    report = export_model(
         session.model,
-        session.quantization,
+        None if recipe.quant.fake_quant_start == -1 else session.quantization,
         recipe.model.path,
         directory,
         max_shard_size=parse_size(recipe.export.max_shard_size),
     )
-    say(f"exported: {directory}")
+    size = report.bytes / 1e6
+    say(
+        f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {len(report.files)} file(s), {report.seconds:.1f} s"
+    )

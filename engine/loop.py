@@ -28,12 +28,12 @@ from torch import Tensor
 
 from data.loader import Loader, valid_tokens
 from engine.calibrate import calibrate_inputs
-from engine.checkpoint import load_checkpoint, save_checkpoint
+from engine.checkpoint import LATEST, load_checkpoint, save_checkpoint
 from engine.export import export
 from engine.fake_quant import FakeQuant
 from engine.losses import loss_sums
 from engine.metrics import Metrics, Progress, clipped_fractions, peak_memory_bytes, sum_over_ranks
-from engine.recipe import Recipe, load_recipe, save_recipe
+from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.schedule import Schedule, lr_factor
 from engine.setup import Session, build_loader, say, set_up
 from model.ranks import errors_on_all_ranks, is_main, world_size
@@ -212,9 +212,11 @@ class Loop:
     def _start(self) -> LoopState:
         """Everything before the first step."""
         recipe = self.recipe
+        output = Path(recipe.output_dir)
+        checkpoints = output / "checkpoints"
+        _check_destinations(recipe, checkpoints)
         session, calibrate = set_up(recipe)
         loader = build_loader(recipe, session.tokenizer)
-        output = Path(recipe.output_dir)
         with errors_on_all_ranks(OSError):
             if is_main():
                 output.mkdir(parents=True, exist_ok=True)
@@ -228,7 +230,7 @@ class Loop:
         session.engine.train()
         state = LoopState(session, quant, loader, metrics)
         if recipe.train.resume:
-            state.step = load_checkpoint(session, output / "checkpoints")
+            state.step = load_checkpoint(session, checkpoints)
             quant.stale = not quant.enabled
         return state
 
@@ -256,6 +258,18 @@ class Loop:
                 "train/skipped_steps": engine.skipped_steps,
                 "train/epoch": state.loader.epoch_of(state.step),
             }
+        )
+
+
+def _check_destinations(recipe: Recipe, checkpoints: Path) -> None:
+    """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError, on every rank alike."""
+    exported = recipe.export_dir()
+    if recipe.export.enabled and exported.is_dir() and any(exported.iterdir()):
+        raise RecipeError(f"export.dir: {str(exported)!r} is not empty; name another one, or remove it")
+    if not recipe.train.resume and (checkpoints / LATEST).exists():
+        raise RecipeError(
+            f"output_dir: {recipe.output_dir!r} has checkpoints of an earlier run; "
+            "set train.resume to continue it, or name another one"
         )
 
 

@@ -82,6 +82,7 @@ class ModelRecipe:
     """Type of the parameters and of the GEMMs. float32 takes twice the memory and is for tests."""
 
     def problems(self) -> Iterator[str]:
+        """One line per bad value of this section."""
         yield from _need(self.path != "", "model.path", self.path, "a directory")
         yield from _need(
             self.attn_implementation != "", "model.attn_implementation", self.attn_implementation, "a name like sdpa"
@@ -106,6 +107,7 @@ class QuantRecipe:
     """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never."""
 
     def problems(self) -> Iterator[str]:
+        """One line per bad value of this section."""
         yield from _need(self.scheme in SCHEMES, "quant.scheme", self.scheme, f"one of {', '.join(SCHEMES)}")
         for index, pattern in enumerate(self.exempt):
             try:
@@ -138,6 +140,7 @@ class LearnableRecipe:
     """MoE routers; their auxiliary loss is then added to the loss."""
 
     def problems(self) -> Iterator[str]:
+        """One line per bad value of this section."""
         if not any(asdict(self).values()):
             yield f"learnable: nothing is learnable, expected at least one of {', '.join(asdict(self))} to be true"
 
@@ -162,6 +165,7 @@ class DataRecipe:
     """Seed of the order of the samples."""
 
     def problems(self) -> Iterator[str]:
+        """One line per bad value of this section."""
         yield from _need(len(self.train) > 0 and "" not in self.train, "data.train", self.train, "at least one file")
         if self.kind != "chat":
             yield from _need(self.fields is None, "data.fields", self.fields, f"null with data.kind {self.kind}")
@@ -194,6 +198,7 @@ class OptimRecipe:
     """Largest global gradient norm; 0 disables clipping."""
 
     def problems(self) -> Iterator[str]:
+        """One line per bad value of this section."""
         yield from _at_least("optim.lr", self.lr, 0)
         yield from _at_least("optim.scale_lr", self.scale_lr, 0)
         yield from _need(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "between 0 and 1")
@@ -223,6 +228,7 @@ class LossRecipe:
     """Tokens whose logits exist at once: memory is chunk_tokens * vocabulary * 4 bytes, a few times."""
 
     def problems(self) -> Iterator[str]:
+        """One line per bad value of this section."""
         yield from _at_least("loss.lm_weight", self.lm_weight, 0)
         yield from _at_least("loss.kd_weight", self.kd_weight, 0)
         if self.lm_weight == 0 and self.kd_weight == 0:
@@ -260,6 +266,7 @@ class TrainRecipe:
     """Latest training checkpoints to keep; each holds 12 to 14 bytes per trained parameter."""
 
     def problems(self) -> Iterator[str]:
+        """One line per bad value of this section."""
         yield from _at_least("train.steps", self.steps, 1)
         yield from _at_least("train.gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         yield from _at_least("train.seed", self.seed, 0)
@@ -281,6 +288,7 @@ class ExportRecipe:
     """Largest safetensors file, like 5GB, 500MB or 2GiB; rank 0 holds one such file in memory while writing."""
 
     def problems(self) -> Iterator[str]:
+        """One line per bad value of this section."""
         try:
             parse_size(self.max_shard_size)
         except ValueError as error:

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,12 +44,12 @@ from model.shards import Checkpoint, Reader, read_headers
 from quant import Quantization, QuantLinear
 from quant.export import packed_shapes, unpack_weight, weight_codes
 
-# Largest logit difference under the same arithmetic, as a share of the logits' standard deviation. Measured: 0 (the
-# same kernels see the same numbers). Another order of summation gives 1e-6, a wrong scale or a layer left out 1e-1 and
-# more.
-SAME_ARITHMETIC = 1e-4
-# Mean KL divergence, nats per token, of our forward. Measured: 1.4e-5 with fp8 inputs, 0 without, against 1e-3 of fp8
-# quantisation itself.
+# Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels see
+# the same numbers. Of a MoE transformers multiplies gate and up at once and we one after the other: 1e-6 of a logit,
+# and where an input lies that close to a boundary its fp8 code flips, 2.5e-8. A scale or a layer read wrongly gives
+# 1e-3 and more.
+SAME_ARITHMETIC_KL = 1e-5
+# The same of our forward. Measured: 1.4e-5 with fp8 inputs, 0 without; what fp8 quantisation itself costs is 1e-3.
 OUR_FORWARD_KL = 1e-3
 
 LISTED = 20
@@ -183,7 +184,7 @@ def compare_with_transformers(
 
     quantization.set_fake_quant(weights=True, activations=True)
     same, ours, full = Comparison("same arithmetic"), Comparison("our forward"), None
-    if moe and quantization.input_groups:
+    if any(_is_expert(name) and layer.input_fake_quant for name, layer in quantization.layers.items()):
         full = Comparison("full forward")
     for ids in batches:
         expected = theirs(input_ids=ids, use_cache=False).logits
@@ -194,15 +195,12 @@ def compare_with_transformers(
         if full is not None:
             full.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
 
-    if not same.relative_max <= SAME_ARITHMETIC:
-        problems.append(
-            f"under the same arithmetic the largest logit difference is {same.max_abs:.3g}, {same.relative_max:.2g} of "
-            f"the logits' standard deviation; at most {SAME_ARITHMETIC:.0e} is rounding"
-        )
-    if not ours.kl <= OUR_FORWARD_KL:
-        problems.append(
-            f"KL(transformers || our forward) is {ours.kl:.3g} nats per token, at most {OUR_FORWARD_KL:.0e} expected"
-        )
+    for comparison, bound in ((same, SAME_ARITHMETIC_KL), (ours, OUR_FORWARD_KL)):
+        if not comparison.kl <= bound:  # a NaN is not
+            problems.append(
+                f"{comparison.name}: KL from transformers is {comparison.kl:.3g} nats per token, at most {bound:.0e} "
+                f"expected; the largest logit difference is {comparison.max_abs:.3g}"
+            )
     return Report(quantization.scheme.name, len(quantization.layers), same, ours, full, problems)
 
 
@@ -210,7 +208,7 @@ def _load_theirs(directory: Path, moe: bool, trust_remote_code: bool) -> tuple[P
     """transformers' model in fp32, and what it complained about while loading."""
     # The eager experts multiply expert by expert, as we do; the default sums in another order.
     options = {"experts_implementation": "eager"} if moe else {}
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.float32,
         output_loading_info=True,
@@ -218,6 +216,7 @@ def _load_theirs(directory: Path, moe: bool, trust_remote_code: bool) -> tuple[P
         trust_remote_code=trust_remote_code,
         **options,
     )
+    model, info = loaded
     problems = []
     for kind, keys in info.items():
         # It has no use for the input scales of experts that it dequantises.
@@ -344,7 +343,9 @@ def _dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
     """The dtype of the embeddings, which are never quantised."""
     embeddings = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embeddings)
-    return read_headers(directory).tensors[f"{module_name_on_disk(model, name)}.weight"].dtype
+    dtype = read_headers(directory).tensors[f"{module_name_on_disk(model, name)}.weight"].dtype
+    assert dtype is not None, "load_compressed has read it"
+    return dtype
 
 
 def _routers_not_ignored(directory: Path, model: PreTrainedModel) -> list[str]:

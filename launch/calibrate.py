@@ -6,16 +6,15 @@ Weight scales come from the partitions, activation scales from ``quant.calibrati
 place under the recipe's ZeRO stage. The result is served as it is, and is what ``quant.scales`` reads.
 """
 
+from engine.calibrate import calibrate_inputs
+from engine.export import export
 from engine.recipe import parse_recipe
+from engine.setup import build_loader, say, set_up
 
 
 def main() -> None:
-    """Check the recipe first, so that a bad one fails before torch and DeepSpeed are even imported."""
+    """Check the recipe, measure, write."""
     recipe = parse_recipe()
-    from engine.calibrate import calibrate_inputs
-    from engine.export import export
-    from engine.setup import build_loader, say, set_up
-
     session, inputs_missing = set_up(recipe, training=False)
     if inputs_missing:
         loader = build_loader(recipe, session.tokenizer)

@@ -8,7 +8,10 @@ The run's recipe lies in the checkpoint. Use as many ranks as trained it.
 import argparse
 from pathlib import Path
 
+from engine.checkpoint import load_checkpoint
+from engine.export import export
 from engine.recipe import load_recipe
+from engine.setup import set_up
 
 
 def main() -> None:
@@ -21,10 +24,6 @@ def main() -> None:
     if not (arguments.checkpoint / "recipe.yaml").is_file():
         parser.error(f"{arguments.checkpoint} is not a training checkpoint: it has no recipe.yaml")
     recipe = load_recipe(arguments.checkpoint / "recipe.yaml")
-
-    from engine.checkpoint import load_checkpoint
-    from engine.export import export
-    from engine.setup import set_up
 
     session, _ = set_up(recipe)
     load_checkpoint(session, arguments.checkpoint)

@@ -5,15 +5,13 @@
 ``--help`` shows every knob, ``--print_config`` the recipe that results.
 """
 
+from engine.loop import Loop
 from engine.recipe import parse_recipe
 
 
 def main() -> None:
-    """Check the recipe first, so that a bad one fails before torch and DeepSpeed are even imported."""
-    recipe = parse_recipe()
-    from engine.loop import Loop
-
-    Loop(recipe).run()
+    """Check the recipe, then train: a bad recipe ends every process before a process group starts."""
+    Loop(parse_recipe()).run()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ has travelled for 3 hours, so 3 * 60 = 180 miles. def mean(values): return sum(v
 """
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print the comparison; 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--export", type=Path, required=True, help="directory that training or launch/export.py wrote")
@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048, help="use at most so many tokens of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens per forward")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code in the directory")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if not arguments.export.is_dir():
         parser.error(f"--export {arguments.export} is not a directory")
     if arguments.text is not None and not arguments.text.is_file():
@@ -36,10 +36,13 @@ def main() -> int:
         parser.error("--tokens and --window must be at least 2: each token is predicted from those before it")
 
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
     from engine.verify import compare_with_transformers, windows
     from model.ranks import RankError
 
+    logging.set_verbosity_error()  # what transformers says about the keys is in the report
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(
         arguments.export, local_files_only=True, trust_remote_code=arguments.trust_remote_code
     )

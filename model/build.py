@@ -144,7 +144,8 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None  # registered as it is
-        # One dtype for all: under ZeRO-3 trainable parameters of two dtypes would share one flat buffer of one dtype.
+        # One dtype for all, also where a class asks for fp32 (some routers do): under ZeRO-3 trainable parameters of
+        # two dtypes would share one flat buffer of one dtype, and on other stages the engine casts them anyway.
         target = dtype if parameter.is_floating_point() else parameter.dtype
         meta = nn.Parameter(
             torch.empty_like(parameter, dtype=target, device="meta"), requires_grad=parameter.requires_grad
@@ -152,7 +153,7 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
         meta.__dict__.update(parameter.__dict__)
         return meta
 
-    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # its stub forgets the result
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:

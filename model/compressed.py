@@ -164,7 +164,13 @@ def _fill_scales(groups: list[ScaleGroup], values: dict[str, torch.Tensor]) -> N
 
 
 def read_tensor(reader: Reader, tensor: DiskTensor) -> torch.Tensor:
-    """The whole tensor, in its dtype on disk."""
+    """The whole tensor, in its dtype on disk.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
+    if tensor.dtype is None:
+        raise CheckpointError(f"{tensor.file}: {tensor.key} is {tensor.kind}, a dtype that is not read")
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     reader.read(tensor, 0, whole.view(-1))
     return whole

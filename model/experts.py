@@ -108,7 +108,6 @@ def decompose_experts(model: nn.Module) -> int:
 def _looks_like_experts(name: str, module: nn.Module) -> bool:
     """Whether ``module`` holds several experts in some form: then it must be one that we know."""
     if isinstance(module, nn.ModuleList):
-        # Their caller runs the experts that were hit only.
         return name.rpartition(".")[2] == "experts" and len(module) > 1
     stacked = {key for key, parameter in module.named_parameters(recurse=False) if zero.full_shape(parameter)[2:]}
     return bool(stacked) and (hasattr(module, "num_experts") or not stacked.isdisjoint({"gate_up_proj", "down_proj"}))
@@ -119,7 +118,9 @@ def _check_layout(name: str, module: nn.Module) -> None:
     problem = None
     missing = [attribute for attribute in ATTRIBUTES if not hasattr(module, attribute)]
     shapes = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters()}
-    if missing:
+    if isinstance(module, nn.ModuleList):
+        problem = "the model runs only those of the list that are hit"
+    elif missing:
         problem = f"it has no attribute {', '.join(missing)}"
     else:
         e, h, i = (int(getattr(module, attribute)) for attribute in ATTRIBUTES[:3])
@@ -159,13 +160,13 @@ def _check_function(name: str, module: nn.Module) -> None:
             _Fixed(weight) for weight in (gate_up[expert, :i], gate_up[expert, i:], down[expert])
         )
     try:
-        expected = theirs(inputs, chosen, weights)
+        result, expected = ours(inputs, chosen, weights), theirs(inputs, chosen, weights)
     except Exception as error:
         raise ValueError(
             f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: {error}"
         ) from error
     # fp64 products in another order differ by about 1e-15; an intermediate fp32 by 1e-8, a clamp by more than 1e-2.
-    if not torch.allclose(ours(inputs, chosen, weights), expected, rtol=1e-11, atol=1e-9):
+    if not torch.allclose(result, expected, rtol=1e-11, atol=1e-9):
         raise ValueError(
             f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: it has the usual "
             "parameters, but computes something else than down(act(gate(x)) * up(x))"

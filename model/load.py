@@ -47,12 +47,12 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _Read:
-    """One of our tensors and where it lies on disk. ``check``: filled from another key, it must equal this one."""
+    """One of our tensors and where it lies on disk. ``filled_from``: another key, which this one must equal then."""
 
     source: DiskTensor
     piece: Piece
     target: Tensor
-    check: bool
+    filled_from: str | None
 
 
 def load_weights(
@@ -70,8 +70,7 @@ def load_weights(
 
     Raises:
         RankError: on every rank, with all that is missing, unexpected, of another shape, of a dtype that is not bf16,
-        fp16
-            or fp32, in a damaged or absent file; or tied tensors that differ on disk.
+            fp16 or fp32, in a damaged or absent file; or tied tensors that differ on disk.
     """
     begin = time.perf_counter()
     with errors_on_all_ranks(CheckpointError, OSError):
@@ -89,7 +88,7 @@ def load_weights(
     ):
         fill(reads, reader)
         forget_secondary_copies(model)
-        return LoadReport(sum(not read.check for read in reads), reader.bytes, time.perf_counter() - begin)
+        return LoadReport(sum(read.filled_from is None for read in reads), reader.bytes, time.perf_counter() - begin)
 
 
 def _fill_direct(reads: list[_Read], reader: Reader) -> None:
@@ -122,7 +121,7 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
 def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
     """Read ``values``, which begin at element ``start`` of our tensor, or compare them; False if they differ."""
     start += read.piece.offset
-    if not read.check:
+    if read.filled_from is None:
         reader.read(read.source, start, values)
         return True
     equal = True
@@ -135,9 +134,10 @@ def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
 def _refuse(differing: list[_Read]) -> None:
     """Raise if tied tensors differ on disk: one Parameter cannot hold both, and picking one would be silent damage."""
     if differing:
+        pairs = [f"{read.source.key} and {read.filled_from}" for read in differing]
         raise CheckpointError(
-            f"{_listed([read.source.key for read in differing])}: the configuration ties it to another tensor, but on "
-            "disk the two differ. Set tie_word_embeddings to false in config.json if they are meant to"
+            f"{_listed(pairs)} are tied by the configuration, but differ on disk. If they are meant to, set "
+            "tie_word_embeddings to false in config.json"
         )
 
 
@@ -146,7 +146,7 @@ def _bytes_to_read(reads: list[_Read], method: str) -> int:
     total = 0
     for read in reads:
         start, stop = local_range(read.target) if method == "direct" else (0, full_numel(read.target))
-        total += (stop - start) * read.source.dtype.itemsize
+        total += (stop - start) * (read.source.dtype or read.target.dtype).itemsize
     return total
 
 
@@ -194,17 +194,17 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
     layouts = _layouts(names, {*checkpoint.tensors, *checkpoint.lost}, problems)
     ignored = _ignored(model)
     reads: list[_Read] = []
-    filled: dict[int, _Read] = {}  # by identity, as a tied parameter has several names
+    filled: dict[int, tuple[str, str]] = {}  # by identity, as a tied parameter has several names: the name and its key
     for key, source in checkpoint.tensors.items():
         layout = layouts.get(key)
         if layout is not None and _fits(source, layout, tensors, problems):
             for piece in layout.pieces:
                 target = tensors[piece.name]
-                earlier = filled.setdefault(id(target), read := _Read(source, piece, target, id(target) in filled))
-                if earlier is not read and earlier.piece.name == piece.name:
-                    problems.twice.append(f"{piece.name} (in {earlier.source.key} and in {key})")
-                reads.append(read)
-        elif layout is None and key not in problems.conversions and not ignored.search(key):
+                name, by = filled.setdefault(id(target), (piece.name, key))
+                if by != key and name == piece.name:
+                    problems.twice.append(f"{name} (in {by} and in {key})")
+                reads.append(_Read(source, piece, target, by if by != key else None))
+        elif key in layouts and layout is None and not ignored.search(key):
             problems.unexpected.append(key)
     present = {id(tensors[piece.name]) for layout in layouts.values() if layout for piece in layout.pieces}
     unique = {id(tensor): name for name, tensor in reversed(tensors.items())}
@@ -215,7 +215,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
 
 
 def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Layout | None]:
-    """What each key holds. In the order in which transformers asks its renaming rules: some of them remember."""
+    """What each key holds, without those that are refused. In transformers' order, as some of its rules remember."""
     layouts: dict[str, Layout | None] = {}
     for key in sorted(keys, key=dot_natural_key):
         try:
@@ -233,7 +233,7 @@ def _fits(source: DiskTensor, layout: Layout, tensors: dict[str, Tensor], proble
     elif source.dtype in FLOATS if all(dtype.is_floating_point for dtype in dtypes) else dtypes == {source.dtype}:
         return True
     else:
-        problems.dtypes.append(f"{source.key} ({str(source.dtype).removeprefix('torch.')})")
+        problems.dtypes.append(f"{source.key} ({source.kind})")
     return False
 
 

@@ -124,8 +124,11 @@ class Names:
         shape = self.own[name]
         return Layout(shape, (Piece(name, 0, shape),))
 
-    def _converted(self, key: str, name: str, pattern: str) -> Layout:
-        """The slice of the fused parameter ``name`` that ``key`` is, where the matching converter would put it."""
+    def _converted(self, key: str, name: str, pattern: str) -> Layout | None:
+        """The slice of the fused parameter ``name`` that ``key`` is, where the matching converter would put it.
+
+        None for an expert that the model does not have.
+        """
         converter = self._by_pattern[pattern]
         expert = re.search(_expert_pattern(pattern), apply_renamings(key, self._renamings))
         if name not in self._fused or not _is_stacking(converter) or expert is None:
@@ -137,7 +140,8 @@ class Names:
         start = (int(expert.group(1)) * parts + part) * math.prod(shape)
         stop = start + math.prod(shape)
         inside = [piece for piece in fused.pieces if start <= piece.offset and piece.offset + piece.numel <= stop]
-        return Layout(shape, tuple(Piece(piece.name, piece.offset - start, piece.shape) for piece in inside))
+        pieces = tuple(Piece(piece.name, piece.offset - start, piece.shape) for piece in inside)
+        return Layout(shape, pieces) if pieces else None
 
     def _expert_key(self, fused: str, piece: Piece) -> str | None:
         """The key that a stacking converter has for a piece of a fused parameter; None without such a converter."""

@@ -236,7 +236,11 @@ def _group_values(
     values: dict[str, Tensor] = {}
     missing: list[str] = []
     for group in groups:
-        members = [_checked(f"{name}.{kind}", found[f"{name}.{kind}"], group) for name in group.members if f"{name}.{kind}" in found]
+        members = [
+            _checked(f"{name}.{kind}", found[f"{name}.{kind}"], group)
+            for name in group.members
+            if f"{name}.{kind}" in found
+        ]
         # The members of an input group see one tensor, so one scale speaks for all; each weight needs its own.
         if members and (kind == "input_scale" or len(members) == len(group.members)):
             values[group.owner] = torch.stack(members).amax(0)
@@ -260,4 +264,3 @@ def _listed(names: Sequence[str]) -> str:
     """Names for a message, cut after a few."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
-

@@ -44,18 +44,19 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class DiskTensor:
-    """Where a tensor lies: ``begin`` is the byte of ``file`` at which its first element starts."""
+    """Where a tensor lies: in bytes ``begin`` to ``end`` of ``file``; ``kind`` is the format's name of its dtype."""
 
     key: str
     file: Path
-    dtype: torch.dtype
+    kind: str
     shape: tuple[int, ...]
     begin: int
+    end: int
 
     @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+    def dtype(self) -> torch.dtype | None:
+        """None for the dtypes of the format that are not in ``DTYPES``: floats below 8 bits, and scales for them."""
+        return DTYPES.get(self.kind)
 
 
 @dataclass
@@ -130,10 +131,8 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
     end = 8 + length
     for tensor in tensors:
         if tensor.begin != end:
-            raise CheckpointError(
-                f"{file} has a damaged header: {tensor.key} does not start where the tensor before it ends"
-            )
-        end += tensor.numel * tensor.dtype.itemsize
+            raise CheckpointError(f"{file} has a damaged header: a gap or an overlap before {tensor.key}")
+        end = tensor.end
     if size != end:
         kind = "truncated" if size < end else "longer than it should be"
         raise CheckpointError(f"{file} is {kind}: {size} bytes, while its header says {end}")
@@ -142,15 +141,10 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
 
 def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor:
     """One entry of a header; ``data`` is the byte at which the tensors begin."""
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{key} has the dtype {entry['dtype']}, which is none of {', '.join(DTYPES)}")
-    shape = tuple(int(size) for size in entry["shape"])
     begin, end = entry["data_offsets"]
-    tensor = DiskTensor(key, file, DTYPES[entry["dtype"]], shape, data + begin)
-    if min(shape, default=0) < 0 or end - begin != tensor.numel * tensor.dtype.itemsize:
-        raise ValueError(
-            f"{key} of shape {list(shape)} and dtype {entry['dtype']} does not fill bytes {begin} to {end}"
-        )
+    tensor = DiskTensor(key, file, str(entry["dtype"]), tuple(map(int, entry["shape"])), data + begin, data + end)
+    if tensor.dtype is not None and end - begin != math.prod(tensor.shape) * tensor.dtype.itemsize:
+        raise ValueError(f"{key} of shape {list(tensor.shape)} and dtype {tensor.kind} in bytes {begin} to {end}")
     return tensor
 
 
@@ -184,13 +178,15 @@ class Reader:
 
     Args:
         progress: called with the number of bytes of each chunk read.
+        chunk_bytes: the most that is read at a time.
 
     Attributes:
         bytes: read so far.
     """
 
-    def __init__(self, progress: Callable[[int], object] | None = None):
+    def __init__(self, progress: Callable[[int], object] | None = None, chunk_bytes: int = CHUNK_BYTES):
         self.bytes = 0
+        self._chunk_bytes = chunk_bytes
         self._progress = progress
         self._file: Path | None = None
         self._stream: BinaryIO | None = None
@@ -209,42 +205,42 @@ class Reader:
         Raises:
             OSError, CheckpointError: the file cannot be read, or ends early.
         """
-        for offset, values in self.chunks(tensor, start, into.numel(), into):
-            if values.data_ptr() != into[offset:].data_ptr():
+        if into.device.type == "cpu" and into.dtype == tensor.dtype:
+            for offset, size in self._spans(into.numel(), into.dtype):
+                self._fill(tensor, start + offset, into[offset : offset + size])
+        else:
+            for offset, values in self.chunks(tensor, start, into.numel()):
                 into[offset : offset + values.numel()].copy_(values)
 
-    def chunks(
-        self, tensor: DiskTensor, start: int, count: int, into: Tensor | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """``(offset, values)`` for elements [start, start + count), at most ``CHUNK_BYTES`` each, in the dtype on disk.
+    def chunks(self, tensor: DiskTensor, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
+        """``(offset, values)`` for elements [start, start + count), in the dtype on disk.
 
-        The values lie in a buffer that the next chunk overwrites, or, where that is possible, in ``into`` itself.
+        The values lie in a buffer of at most ``chunk_bytes``, which the next chunk overwrites.
         """
-        direct = into is not None and into.dtype == tensor.dtype and into.device.type == "cpu"
-        step = CHUNK_BYTES // tensor.dtype.itemsize
-        for offset in range(0, count, step):
-            size = min(step, count - offset)
-            if direct:
-                values = into[offset : offset + size]  # type: ignore[index]
-            else:
-                values = self._buffer_for(into, size * tensor.dtype.itemsize).view(tensor.dtype)
-            self._fill(tensor, tensor.begin + (start + offset) * tensor.dtype.itemsize, values)
+        dtype = tensor.dtype
+        if dtype is None:
+            raise CheckpointError(f"{tensor.file}: {tensor.key} has the dtype {tensor.kind}, which is not read")
+        for offset, size in self._spans(count, dtype):
+            length = size * dtype.itemsize
+            if self._buffer is None or self._buffer.numel() < length:
+                # Pinned, so that the copy to a GPU needs no staging by the driver.
+                self._buffer = torch.empty(length, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            values = self._buffer[:length].view(dtype)
+            self._fill(tensor, start + offset, values)
             yield offset, values
 
-    def _buffer_for(self, into: Tensor | None, size: int) -> Tensor:
-        """``size`` bytes; pinned where they go to a GPU, which copies from there without the driver's own staging."""
-        if self._buffer is None or self._buffer.numel() < size:
-            pinned = into is not None and into.device.type == "cuda"
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        return self._buffer[:size]
+    def _spans(self, count: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        """``(offset, size)`` in elements of chunks that make up ``count`` elements."""
+        step = max(1, self._chunk_bytes // dtype.itemsize)
+        return ((offset, min(step, count - offset)) for offset in range(0, count, step))
 
-    def _fill(self, tensor: DiskTensor, position: int, values: Tensor) -> None:
-        """Read the bytes of ``values`` from ``position`` of the file."""
+    def _fill(self, tensor: DiskTensor, start: int, values: Tensor) -> None:
+        """Read ``values``, in memory and of the dtype on disk, from element ``start`` of ``tensor`` on."""
         if tensor.file != self._file or self._stream is None:
             self.__exit__()
             self._file, self._stream = tensor.file, tensor.file.open("rb", buffering=0)
         target = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an ndarray is a buffer
-        self._stream.seek(position)
+        self._stream.seek(tensor.begin + start * values.itemsize)
         while target:
             got = self._stream.readinto(target)  # type: ignore[attr-defined]
             if not got:

@@ -32,7 +32,7 @@ from quant.spec import FP8_ROUNDS_TO_MAX, TensorSpec
 def effective_scale(s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype) -> Tensor:
     """``s0 * exp(theta)`` in fp32; an integer scale is rounded to the model's dtype, because that is what is stored.
 
-    The rounding is straight-through, so that autograd through this function gives ``ds/dtheta = s0 * exp(theta)``.
+    The rounding is straight-through: the derivative with respect to theta is ``s0 * exp(theta)``, not rounded.
 
     Args:
         s0: the frozen scale, fp32.
@@ -42,9 +42,7 @@ def effective_scale(s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dt
     """
     scale = s0.float() if theta is None else s0.float() * torch.exp(theta.float())
     if spec.dtype == "int":
-        # The difference of two floats this close is exact, hence so is the sum: the value is the rounded scale, bit for
-        # bit.
-        scale = scale + (scale.to(model_dtype).float() - scale).detach()
+        scale = scale.to(model_dtype).float()  # autograd differentiates a cast as the identity
     return scale
 
 

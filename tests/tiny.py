@@ -64,12 +64,19 @@ def tiny_config(kind: str, *, tied: bool = False, layers: int = 2):
         return LlamaConfig(intermediate_size=83, **common)
     if kind == "qwen3_moe":
         return Qwen3MoeConfig(
-            intermediate_size=83, moe_intermediate_size=29, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True, **common
+            intermediate_size=83,
+            moe_intermediate_size=29,
+            num_experts=5,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            **common,
         )
     raise ValueError(f"no tiny checkpoint of kind {kind!r}: qwen3, llama or qwen3_moe")
 
 
-def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, layers: int = 2, dtype=torch.bfloat16) -> PreTrainedModel:
+def tiny_model(
+    kind: str, *, tied: bool = False, seed: int = 0, layers: int = 2, dtype=torch.bfloat16
+) -> PreTrainedModel:
     """A randomly initialised tiny model, the same one for the same seed; norms differ from 1."""
     classes = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
     config = tiny_config(kind, tied=tied, layers=layers)

@@ -32,7 +32,10 @@ SCRIPT = Path(__file__).parent / "train_script.py"
 def write_chats(path: Path) -> Path:
     """Conversations of very different lengths, so that ranks and micro-batches differ in valid tokens and in routing."""
     lines = [
-        {"input": f"What is {a} plus {b}? " + "Think. " * (a % 7), "output": f"{a} plus {b} is {a + b}." + " Yes!" * (b % 9)}
+        {
+            "input": f"What is {a} plus {b}? " + "Think. " * (a % 7),
+            "output": f"{a} plus {b} is {a + b}." + " Yes!" * (b % 9),
+        }
         for a in range(8)
         for b in range(6)
     ]
@@ -104,7 +107,9 @@ def plain_loop(path: Path):
         for group in quantization.input_groups:
             group.s0.copy_(scales_from_stats(group.observer.absmax.reshape(1), spec))
         quantization.set_fake_quant(True, True)
-    optimizer = torch.optim.AdamW(parameter_groups(model, settings.optim), betas=settings.optim.betas, eps=settings.optim.eps)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, settings.optim), betas=settings.optim.betas, eps=settings.optim.eps
+    )
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     losses, norms = [], []
     for step in range(STEPS):
@@ -124,7 +129,9 @@ def plain_loop(path: Path):
             group["lr"] = group["peak_lr"] * factor
         optimizer.step()
         optimizer.zero_grad()
-        losses.append({"loss/total": float(sums[0] + 0.5 * sums[1]), "loss/lm": float(sums[0]), "loss/kd/cakld": float(sums[1])})
+        losses.append(
+            {"loss/total": float(sums[0] + 0.5 * sums[1]), "loss/lm": float(sums[0]), "loss/kd/cakld": float(sums[1])}
+        )
     return {"losses": losses, "norms": norms, "weights": {name: p.detach() for name, p in model.named_parameters()}}
 
 
@@ -142,7 +149,11 @@ def assert_same(found, expected, *, rtol: float, weight_atol: float):
     for name, weight in found["weights"].items():
         difference = (weight.float() - expected["weights"][name].float()).abs()
         # The mean shows a systematic error; the maximum bounds single weights that noise decides.
-        assert difference.mean() < weight_atol / 10 and difference.max() < weight_atol, (name, difference.mean(), difference.max())
+        assert difference.mean() < weight_atol / 10 and difference.max() < weight_atol, (
+            name,
+            difference.mean(),
+            difference.max(),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +195,9 @@ def distance(a, b, what: str) -> float:
     """Largest difference of the total loss over the steps, or mean difference of the trained weights."""
     if what == "losses":
         return max(abs(x["loss/total"] - y["loss/total"]) for x, y in zip(a["losses"], b["losses"], strict=True))
-    differences = [(a["weights"][name].float() - b["weights"][name].float()).abs().flatten() for name in a["requires_grad"]]
+    differences = [
+        (a["weights"][name].float() - b["weights"][name].float()).abs().flatten() for name in a["requires_grad"]
+    ]
     return float(torch.cat(differences).mean())
 
 

@@ -15,17 +15,6 @@ from quant.reference import absmax_scale, dequantize, effective_scale, fake_quan
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
 BITS = (2, 3, 4, 8)
-INT_SCHEMES = [scheme for scheme in SCHEMES.values() if scheme.weights.dtype == "int"]
-
-
-@pytest.fixture
-def seed():
-    """A fresh seed for every run; shown when a test fails."""
-    value = random.SystemRandom().randrange(2**31)
-    torch.manual_seed(value)
-    random.seed(value)
-    print(f"seed {value}")
-    return value
 
 
 def weight_and_scale(scheme: Scheme, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

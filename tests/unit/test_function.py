@@ -339,7 +339,7 @@ def test_no_tokens_give_zero_gradients(schemes, tokens, seed):
 
 
 def test_gradients_of_a_batch_are_the_sum_over_its_parts(seed):
-    """So that training does not depend on how a batch is split into micro-batches. fp32: only the order of sums differs."""
+    """Training must not depend on how a batch is split into micro-batches. fp32: only the order of sums differs."""
     case = Case(FP8, FP8, tokens=(11,))
     ours, grad = gradients(case)
     whole = case.x
@@ -371,7 +371,7 @@ def test_gradients_that_are_not_contiguous(seed):
 
 
 def test_values_that_are_not_finite(seed):
-    """A NaN input poisons its token and the weight's gradient, as it must, but has no gradient itself; Inf only clips."""
+    """A NaN input poisons its token and the weight's gradient, but has no gradient itself; Inf only clips."""
     for learn in (True, False):
         case = Case(FP8, FP8, tokens=(3,), bias=False)
         case.input_theta.requires_grad_(learn)

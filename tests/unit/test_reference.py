@@ -215,7 +215,7 @@ def test_gradients_in_low_precision(dtype, seed):
 
 @pytest.mark.parametrize("model_dtype", DTYPES)
 def test_the_effective_scale(model_dtype, seed):
-    """With theta 0 (or none) it is s0, for integers rounded to the model's dtype; the derivative ignores the rounding."""
+    """s0 where theta is 0 or none; rounded to the model's dtype for integers, which the derivative ignores."""
     s0 = torch.rand(5, 3) + 0.1
     theta = torch.zeros(5, 3, dtype=model_dtype)
     integer = TensorSpec("int", 4, "group", 16)

@@ -1,0 +1,339 @@
+"""Checks of model/build.py, load.py and zero.py on real ranks; run by test_build_load.py through the launcher.
+
+Arguments: the directory that the test made (checkpoints, and manifest.json of the damaged ones), a seed, ZeRO stages.
+transformers' own ``from_pretrained`` is the reference throughout.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, logging
+
+from model.build import build_model, check_rotary_buffers
+from model.load import load_weights
+from model.ranks import RankError, gather_objects, is_main, rank, world_size
+from model.shards import INDEX, read_headers
+from model.zero import (
+    full_numel,
+    gathered,
+    init_process_group,
+    is_partitioned,
+    keep_frozen_fp32,
+    local_data,
+    local_range,
+    partition_new_parameters,
+)
+from tests.tiny import tiny_config
+
+CPU = torch.device("cpu")
+
+
+def ds_config(stage: int, dtype: torch.dtype = torch.bfloat16, **zero: Any) -> dict[str, Any]:
+    # Threshold 0: with the default of 1e5 elements no parameter of a tiny model would stay partitioned.
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+
+
+def built(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    return build_model(path, config, dtype=dtype, device=CPU)
+
+
+def loaded(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, method: str = "direct"):
+    model = built(path, config, dtype)
+    load_weights(model, path, method=method, progress=False)
+    return model
+
+
+def transformers_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def expected(state: dict[str, Tensor], name: str) -> Tensor:
+    """The value of our parameter ``name`` in the state dict of transformers' model, whose experts are fused."""
+    found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if found is None:
+        return state[name]
+    prefix, expert, projection = found[1], int(found[2]), found[3]
+    if projection == "down":
+        return state[f"{prefix}.down_proj"][expert]
+    gate, up = state[f"{prefix}.gate_up_proj"][expert].chunk(2)
+    return gate if projection == "gate" else up
+
+
+def check_values(path: Path, stage: int) -> None:
+    """Every parameter, by both ways of loading, equals the file bit for bit; buffers and tying are transformers'."""
+    config = ds_config(stage)
+    reference = transformers_model(path, torch.bfloat16)
+    state = reference.state_dict()
+    direct, rank0 = (loaded(path, config, method=method) for method in ("direct", "rank0"))
+    for model in direct, rank0:
+        parameters = dict(model.named_parameters())
+        assert all(is_partitioned(parameter) == (stage == 3) for parameter in parameters.values())
+        assert sum(map(full_numel, parameters.values())) == sum(p.numel() for p in reference.parameters())
+        tied = model.config.tie_word_embeddings
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        with gathered(parameters.values()):
+            for name, parameter in parameters.items():
+                value = expected(state, name)
+                assert parameter.dtype == torch.bfloat16 and parameter.shape == value.shape, name
+                assert torch.equal(parameter, value), f"stage {stage}, {path.name}: {name} is not what the file holds"
+        compare_buffers(model, reference)
+    for (name, one), other in zip(direct.named_parameters(), rank0.parameters(), strict=True):
+        assert torch.equal(local_data(one), local_data(other)), name
+        if stage == 3:
+            start, stop = local_range(one)
+            assert not one.ds_tensor[stop - start :].any(), f"{name}: the padding is not zero"
+
+
+def compare_buffers(model: nn.Module, reference: nn.Module) -> None:
+    ours, theirs = dict(model.named_buffers()), dict(reference.named_buffers())
+    assert ours.keys() == theirs.keys() and any(name.endswith("inv_freq") for name in ours)
+    for name, buffer in ours.items():
+        assert buffer.dtype == theirs[name].dtype and torch.equal(buffer, theirs[name]), name
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 3.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "longrope": {
+        "long_factor": [1.0 + 0.37 * i for i in range(8)],
+        "short_factor": [1.0 + 0.13 * i for i in range(8)],
+        "original_max_position_embeddings": 64,
+        "factor": 8.0,
+    },
+}
+
+
+def check_rope_kinds(directory: Path, stage: int) -> None:
+    """inv_freq in fp32 and bit-equal to a plain transformers build, for every way of scaling it."""
+    for kind, parameters in ROPES.items():
+        values = tiny_config("llama", layers=1).to_dict()
+        values["rope_parameters"] = {"rope_type": kind, "rope_theta": 10000.0, **parameters}
+        config = LlamaConfig(**values)
+        path = directory / f"rope-{kind}-{rank()}"
+        config.save_pretrained(path)
+        model = built(path, ds_config(stage))
+        compare_buffers(model, AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+        check_rotary_buffers(model)
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.bfloat16()
+    with raises(r"model\.rotary_emb\.inv_freq \(torch\.bfloat16\)"):
+        check_rotary_buffers(model)
+
+
+def check_forward(path: Path, stage: int, seed: int, **zero: Any) -> None:
+    """fp32 logits of transformers' model, each rank with its own tokens, so that ranks route differently."""
+    config = ds_config(stage, torch.float32, **zero)
+    model = loaded(path, config, torch.float32).eval()
+    if stage == 3:
+        model, *_ = deepspeed.initialize(model=model, config=config)
+    ids = torch.randint(3, 300, (2, 23), generator=torch.Generator().manual_seed(seed + rank()))
+    with torch.no_grad():
+        theirs = transformers_model(path, torch.float32)(ids).logits
+        # fp32 products of the same numbers; gate and up are one product there and two here.
+        torch.testing.assert_close(model(ids).logits, theirs, rtol=1e-4, atol=1e-4)
+
+
+def check_frozen_fp32(path: Path, stage: int, seed: int) -> None:
+    """A frozen fp32 parameter made after the model keeps dtype and value through initialize and a step."""
+    config = ds_config(stage)
+    del config["zero_optimization"]["stage3_param_persistence_threshold"]
+    value = torch.rand(7, generator=torch.Generator().manual_seed(seed))
+    assert not torch.equal(value, value.bfloat16().float()), "the value would not show a cast"
+    for keep in (keep_frozen_fp32, _keep_nothing) if stage == 1 else (keep_frozen_fp32,):
+        model = loaded(path, config)
+        model.frozen = nn.Parameter(value.clone(), requires_grad=False)
+        partition_new_parameters(model, config)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with keep(model):
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=torch.optim.AdamW(trainable, lr=1e-3), config=config
+            )
+        check_rotary_buffers(engine.module)
+        if keep is _keep_nothing:
+            assert model.frozen.dtype == torch.bfloat16, "the engine no longer casts: keep_frozen_fp32 can go"
+            continue
+        before = local_data(model.lm_head.weight).clone()
+        ids = torch.randint(3, 300, (1, 11), generator=torch.Generator().manual_seed(seed + rank()))
+        engine.backward(engine(ids, labels=ids).loss)
+        engine.step()
+        assert not torch.equal(before, local_data(model.lm_head.weight)), "the step did nothing"
+        with gathered([model.frozen]):
+            assert model.frozen.dtype == torch.float32 and torch.equal(model.frozen, value), f"stage {stage}"
+        assert {parameter.dtype for parameter in trainable} == {torch.bfloat16}
+        if stage == 3:
+            check_partitions_are_current(model)
+
+
+def check_partitions_are_current(model: nn.Module) -> None:
+    """After a step, and with small parameters kept gathered, local_data still gives the values of the parameters."""
+    mine = [(parameter, local_data(parameter).clone()) for parameter in model.parameters()]
+    with gathered(model.parameters()):
+        for parameter, values in mine:
+            start, stop = local_range(parameter)
+            assert torch.equal(parameter.detach().flatten()[start:stop], values)
+
+
+@contextmanager
+def _keep_nothing(_: nn.Module) -> Iterator[None]:
+    yield
+
+
+class PeakTensorBytes(TorchDispatchMode):
+    """The most bytes of CPU tensors made inside the block that were alive at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device == CPU:
+                storage = tensor.untyped_storage()
+                self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def check_peak_bytes(path: Path) -> None:
+    """Building and loading need the partitions and one parameter; the model is many times that, a MoE layer several."""
+    with PeakTensorBytes() as memory:
+        model = loaded(path, ds_config(3))
+    parameters = list(model.parameters())
+    partitions = sum(parameter.ds_tensor.nbytes for parameter in parameters)
+    largest = max(2 * full_numel(parameter) for parameter in parameters)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    layer = sum(2 * full_numel(parameter) for parameter in model.model.layers[0].mlp.experts.parameters())
+    # Besides: the frequencies while they are computed, and flags of DeepSpeed's, in all less than a page.
+    bound = partitions + largest + buffers + 4096
+    print(
+        f"peak {memory.peak}, bound {bound}: partitions {partitions}, parameter {largest}; experts of a layer {layer}"
+    )
+    assert layer > 2 * largest, "the bound would not show that a whole MoE layer was made"
+    assert partitions + largest <= memory.peak <= bound
+
+
+def check_bytes_read(path: Path) -> None:
+    """By the kernel's count each rank reads its share of the file, and rank 0 all of it when it reads for all."""
+    headers = read_headers(path)
+    files = {tensor.file for tensor in headers.tensors.values()}
+    total = sum(tensor.end - tensor.begin for tensor in headers.tensors.values())
+    header_bytes = sum(file.stat().st_size for file in files) - total
+    config = ds_config(3)
+    read = {}
+    for method in ("direct", "rank0", "direct"):  # the first time Python reads modules too
+        model = built(path, config)
+        before = _kernel_count()
+        report = load_weights(model, path, method=method, progress=False)
+        read[method] = _kernel_count() - before
+        share = sum(2 * (stop - start) for start, stop in map(local_range, model.parameters()))
+        assert report.bytes == {"direct": share, "rank0": total * is_main()}[method]
+    # Headers and index are read by every rank; messages between the ranks count too.
+    allowance = header_bytes + (path / INDEX).stat().st_size + 30_000
+    print(f"rank {rank()} of {world_size()}: file {total}, share {share}, read {read}, allowance {allowance}")
+    assert share <= total / world_size() + 2 * len(headers.tensors) and allowance < total / 4
+    assert share <= read["direct"] <= share + allowance
+    if is_main():
+        assert read["rank0"] >= total
+
+
+def _kernel_count() -> int:
+    """Bytes that this process has read from files by system calls, as Linux counts them."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+@contextmanager
+def raises(pattern: str) -> Iterator[None]:
+    """Every rank must raise RankError with the same text, which matches ``pattern``."""
+    text = None
+    try:
+        yield
+    except RankError as error:
+        text = str(error)
+    texts = gather_objects(text)
+    assert texts == [text] * world_size() and text is not None, f"ranks differ, expected {pattern}: {texts}"
+    assert re.search(pattern, text, re.DOTALL), f"{pattern!r} is not in: {text}"
+
+
+def check_damaged(directory: Path, stage: int) -> None:
+    """Each damaged checkpoint gives one error on every rank, and where headers tell it nothing has been written."""
+    for case in json.loads((directory / "manifest.json").read_text()):
+        path = directory / case["path"] if rank() == 1 or not case["only_rank_1"] else directory / case["base"]
+        model = built(directory / case["base"], ds_config(stage))
+        for method in ("direct", "rank0"):
+            for parameter in model.parameters():
+                local_data(parameter).fill_(7)
+            if case["error"] is None:
+                load_weights(model, path, method=method, progress=False)
+                continue
+            with raises(case["error"]):
+                load_weights(model, path, method=method, progress=False)
+            if case["in_headers"]:
+                assert all((local_data(parameter) == 7).all() for parameter in model.parameters()), case["path"]
+
+
+def check_build_errors(directory: Path) -> None:
+    with raises(r"nowhere/config\.json does not exist"):
+        built(directory / "nowhere", ds_config(3))
+    with raises(r"model\.dtype is torch\.float32, but .* trains in torch\.bfloat16"):
+        built(directory / "qwen3", ds_config(3), torch.float32)
+
+
+def main() -> None:
+    # The launcher puts its own --local_rank among the arguments.
+    directory, seed, *stages = (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank"))
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    init_process_group()
+    deepspeed.utils.logger.setLevel("WARNING")
+    run(Path(directory), int(seed), list(map(int, stages)))
+    print(f"rank {rank()}: all checks passed")
+
+
+def run(directory: Path, seed: int, stages: list[int]) -> None:
+    for stage in stages:
+        for path in ("qwen3", "qwen3-tied", "llama-fp32", "llama-fp16", "moe", "moe-fused"):
+            check_values(directory / path, stage)
+        for path in ("llama-fp32", "moe"):
+            check_forward(directory / path, stage, seed)
+        check_frozen_fp32(directory / "qwen3", stage, seed)
+    check_rope_kinds(directory, stages[-1])
+    check_damaged(directory, stages[-1])
+    check_build_errors(directory)
+    if 3 in stages:
+        check_forward(directory / "moe", 3, seed, zero_hpz_partition_size=2)
+        check_bytes_read(directory / "moe-large")
+        check_peak_bytes(directory / "moe-large")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Exports of a model in training on two ranks: what is on disk, what memory it took, what a failure leaves behind."""
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from engine.verify import compare_with_transformers
+from model.shards import INDEX
+from quant import SCHEMES
+from quant.export import unpack_int32
+from tests.distributed.launcher import launch
+from tests.distributed.save_script import CHANNEL, SHARD
+from tests.tiny import tiny_checkpoint
+
+SCRIPT = Path(__file__).parent / "save_script.py"
+# name: stage, architecture, scheme. Stage 3 with every layout, and stage 2, where nothing is gathered.
+RUNS = {
+    "zero3-dense": (3, "qwen3", "fp8_static"),
+    "zero3-moe": (3, "qwen3_moe", "fp8_static"),
+    "zero3-int3": (3, "llama", "w3a16_channel"),
+    "zero2-dense": (2, "qwen3", "fp8_static"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One launch; the last thing it does is to be killed while writing."""
+    base = tmp_path_factory.mktemp("save")
+    entries = []
+    for name, (stage, kind, scheme) in RUNS.items():
+        source = tiny_checkpoint(base / f"source-{name}", kind, tied=kind == "qwen3")
+        entries.append(f"{name}:{stage}:{scheme}:{source}")
+    result = launch(SCRIPT, str(base / "out"), *entries)
+    end = f"exits with return code = {-signal.SIGXFSZ}\n"
+    assert result.stdout.endswith(end), f"expected to be killed at the very end:\n{result.stdout[-8000:]}"
+    return base
+
+
+class Exported:
+    """What one case left: directories, results of both ranks, and what the last forward used."""
+
+    def __init__(self, base: Path, name: str):
+        self.kind, scheme = RUNS[name][1:]
+        self.directory = base / "out" / name
+        self.source = base / f"source-{name}"
+        self.ranks = [json.loads((self.directory / f"rank{rank}.json").read_text()) for rank in range(2)]
+        expected = torch.load(self.directory / "expected.pt")
+        self.used, self.whole = expected["used"], expected["whole"]
+        self.scheme = {**SCHEMES, CHANNEL.name: CHANNEL}[scheme]
+
+    def tensors(self, export: str) -> dict[str, torch.Tensor]:
+        """Everything in the weight files of one export."""
+        found: dict[str, torch.Tensor] = {}
+        for path in sorted((self.directory / export).glob("*.safetensors")):
+            tensors = load_file(path)
+            assert not found.keys() & tensors.keys()
+            found |= tensors
+        return found
+
+
+@pytest.fixture(params=RUNS)
+def case(run, request):
+    return Exported(run, request.param)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Equal keys, dtypes and bits."""
+    return one.keys() == other.keys() and all(
+        one[key].dtype == other[key].dtype and torch.equal(one[key].view(torch.uint8), other[key].view(torch.uint8))
+        for key in one
+    )
+
+
+def test_codes_and_scales_are_those_of_the_last_forward(case):
+    """Bit for bit, and everything else is the whole parameter as it was trained."""
+    tensors = case.tensors("one")
+    for name, used in case.used.items():
+        assert torch.equal(tensors.pop(f"{name}.weight_scale").float(), used["weight_scale"]), name
+        if case.scheme.weights.dtype == "int":
+            shape = tensors.pop(f"{name}.weight_shape").tolist()
+            assert shape == list(used["codes"].shape)
+            codes = unpack_int32(tensors.pop(f"{name}.weight_packed"), case.scheme.weights.bits, shape[1])
+        else:
+            assert torch.equal(tensors.pop(f"{name}.input_scale"), used["input_scale"]), name
+            codes = tensors.pop(f"{name}.weight")
+        assert codes.dtype == used["codes"].dtype
+        assert torch.equal(codes.view(torch.int8), used["codes"].view(torch.int8)), name
+    scales = ("weight_s0", "weight_theta", "input_s0", "input_theta")
+    quantised = {f"{name}.{suffix}" for name in case.used for suffix in ("weight", *scales)}
+    plain = {key: tensor for key, tensor in case.whole.items() if key not in quantised}
+    assert same(tensors, plain)
+
+
+def test_training_moved_what_is_exported(case):
+    """Else the comparison above would hold for a model that exports what it loaded."""
+    trained = [tensor for key, tensor in case.whole.items() if key.endswith("_theta")]
+    assert trained
+    assert all(tensor.any() for tensor in trained if tensor.numel() > 8)
+    assert not same(load_file(case.source / "model.safetensors"), case.tensors("plain"))
+
+
+def test_many_shards_hold_the_same_as_one(case):
+    assert case.ranks[0]["one"]["files"] == ["model.safetensors"]
+    assert not (case.directory / "one" / INDEX).exists()
+    assert same(case.tensors("one"), case.tensors("many"))
+    files = case.ranks[0]["many"]["files"]
+    assert len(files) > 2
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    index = json.loads((case.directory / "many" / INDEX).read_text())
+    for file in files:
+        assert {key for key, where in index["weight_map"].items() if where == file} == load_file(
+            case.directory / "many" / file
+        ).keys()
+
+
+def test_sizes_are_those_of_the_arithmetic(case):
+    """In all, from numbers of weights alone; and no shard beyond its limit unless it is one module that is larger."""
+    layers = {name: case.used[name]["codes"].shape for name in case.used}
+    weights = sum(shape.numel() for shape in layers.values())
+    plain = sum(t.numel() for key, t in case.whole.items() if "_s0" not in key and "_theta" not in key) - weights
+    if case.scheme.weights.dtype == "int":
+        packed = sum(4 * shape[0] * math.ceil(3 * shape[1] / 32) + 2 * shape[0] + 16 for shape in layers.values())
+        expected = packed + 2 * plain
+    else:
+        expected = weights + 8 * len(layers) + 2 * plain
+    assert case.ranks[0]["one"]["bytes"] == expected == sum(t.nbytes for t in case.tensors("one").values())
+    for file in case.ranks[0]["many"]["files"]:
+        tensors = load_file(case.directory / "many" / file)
+        modules = {key.rpartition(".")[0] for key in tensors}
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= SHARD or len(modules) == 1
+
+
+def test_rank_0_holds_one_shard_and_one_module(case):
+    """Counted, at most: the largest shard on disk and the largest module gathered; the other rank only the latter."""
+    modules: dict[str, int] = {}
+    for key, tensor in case.whole.items():
+        modules[key.rpartition(".")[0]] = modules.get(key.rpartition(".")[0], 0) + tensor.nbytes
+    largest_module = max(modules.values()) + 16  # scales that the module shares are listed under another one's name
+    for export in ("one", "many"):
+        shards = [
+            sum(t.nbytes for t in load_file(case.directory / export / f).values())
+            for f in case.ranks[0][export]["files"]
+        ]
+        assert 0 < case.ranks[0][export]["peak"] <= max(shards) + largest_module
+        assert 0 < case.ranks[1][export]["peak"] <= largest_module
+    assert case.ranks[0]["many"]["peak"] < case.ranks[0]["one"]["peak"]
+
+
+def test_the_rest_of_the_directory(case):
+    for export in ("one", "many", "plain"):
+        directory = case.directory / export
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            assert (directory / file).read_bytes() == (case.source / file).read_bytes()
+        config, source = (json.loads((path / "config.json").read_text()) for path in (directory, case.source))
+        quantised = config.pop("quantization_config", None)
+        assert config == source
+        assert (quantised is None) == (export == "plain")
+        # Readable for whoever serves it: the library that writes the files makes them private.
+        assert len({path.stat().st_mode & 0o777 for path in directory.iterdir()}) == 1
+    router = [r"re:.*mlp\.gate$"] if case.kind == "qwen3_moe" else []
+    assert json.loads((case.directory / "one" / "config.json").read_text())["quantization_config"]["ignore"] == [
+        *router,
+        "lm_head",
+    ]
+
+
+def test_transformers_loads_it_and_computes_the_same(case):
+    batches = [torch.randint(0, 301, (2, 33))]
+    for export in ("one", "many"):
+        report = compare_with_transformers(case.directory / export, batches)
+        assert report.ok, report.table()
+
+
+def test_a_plain_export_is_the_trained_model(case):
+    """Loaded by transformers in bf16: every parameter, under its own name or stacked, as whole as rank 0 saw it."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        case.directory / "plain", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    for key, parameter in model.named_parameters():
+        if key in case.whole:
+            assert torch.equal(parameter, case.whole[key]), key
+        else:
+            prefix, kind = key.rsplit(".", 1)
+            for expert in range(5):
+                parts = [
+                    f"{prefix}.{expert}.{part}.weight"
+                    for part in kind.removesuffix("_proj").split("_")
+                    for part in [f"{part}_proj"]
+                ]
+                assert torch.equal(parameter[expert], torch.cat([case.whole[part] for part in parts])), key
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        ("refused", "is not empty"),
+        ("no source", "has no config.json"),
+        ("disk full", "export failed in model-0000"),
+        ("disk full, replacing", "export failed in model-0000"),
+        ("lost scale", "weight_scale has a value that is not finite"),
+    ],
+)
+def test_a_failure_on_rank_0_is_raised_on_both(case, attempt, message):
+    errors = [results[attempt]["raised"] for results in case.ranks]
+    assert errors[0] == errors[1]
+    assert message in errors[0]
+    if attempt == "lost scale":
+        assert case.ranks[0][attempt]["owner"] in errors[0]
+
+
+def test_failures_leave_nothing_behind(case):
+    """No directory of a failed export, and nothing beside; what one failed to replace is as it was (compared above)."""
+    left = {path.name for path in case.directory.iterdir() if path.is_dir()}
+    killed = {name for name in left if name.startswith("killed.tmp-")}
+    assert left - killed == {"one", "many", "plain", "plain_then_one"}
+    assert same(case.tensors("plain_then_one"), case.tensors("one"))
+
+
+def test_a_killed_export_never_looks_complete(run):
+    """Killed in the middle of a file: nothing under its name, and what lies beside nobody takes for a checkpoint."""
+    directory = run / "out" / list(RUNS)[-1]
+    assert not (directory / "killed").exists()
+    (left,) = directory.glob("killed.tmp-*")
+    assert any(left.iterdir())
+    assert not (left / "config.json").exists()

@@ -1,0 +1,145 @@
+"""Decomposed experts against transformers' own, and what must be refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from model.build import build_model
+from model.experts import PerExpertMLPs, decompose_experts
+from model.ranks import RankError
+
+
+class Case:
+    """Fused experts of random sizes with random routing, some experts unhit, and the same ones decomposed."""
+
+    def __init__(self, dtype: torch.dtype):
+        seed = int(torch.randint(2**31, ()))
+        print(f"seed {seed}")
+        self.generator = torch.Generator().manual_seed(seed)
+        e, h, i, t = self.integer(2, 9), self.integer(1, 70), self.integer(1, 90), self.integer(1, 60)
+        used = self.integer(1, e)
+        k = self.integer(1, used)
+        print(f"{e} experts of which {used} can be hit, hidden {h}, intermediate {i}, {t} tokens, top {k}, {dtype}")
+        config = Qwen3MoeConfig(hidden_size=h, moe_intermediate_size=i, num_experts=e)
+        config._experts_implementation = "eager"
+        self.fused = Qwen3MoeExperts(config).to(dtype)
+        self.ours = PerExpertMLPs(e, h, i, self.fused.act_fn).to(dtype)
+        with torch.no_grad():
+            for parameter in self.fused.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=self.generator))
+            for expert, mlp in enumerate(self.ours.experts()):
+                mlp.gate_proj.weight.copy_(self.fused.gate_up_proj[expert, :i])
+                mlp.up_proj.weight.copy_(self.fused.gate_up_proj[expert, i:])
+                mlp.down_proj.weight.copy_(self.fused.down_proj[expert])
+        hit = torch.randperm(e, generator=self.generator)[:used]
+        choose = [hit[torch.randperm(used, generator=self.generator)[:k]] for _ in range(t)]
+        self.inputs = torch.randn(t, h, generator=self.generator).to(dtype)
+        self.index, self.weights = torch.stack(choose), torch.rand(t, k, generator=self.generator).to(dtype)
+
+    def integer(self, low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=self.generator))
+
+
+def eager_loop(ours: PerExpertMLPs, inputs: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """transformers' eager loop, hit experts only, with gate and up as separate products."""
+    output = torch.zeros_like(inputs)
+    for number, expert in enumerate(ours.experts()):
+        position, token = torch.where(index.t() == number)
+        if len(token):
+            rows = F.silu(expert.gate_proj(inputs[token])) * expert.up_proj(inputs[token])
+            output.index_add_(0, token, (expert.down_proj(rows) * weights[token, position, None]).to(output.dtype))
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("_", range(10))
+def test_bit_equal_to_the_eager_loop(dtype: torch.dtype, _: int):
+    case = Case(dtype)
+    arguments = case.inputs, case.index, case.weights
+    assert torch.equal(case.ours(*arguments), eager_loop(case.ours, *arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("_", range(10))
+def test_equal_to_transformers_fused_experts(dtype: torch.dtype, _: int):
+    """Gate and up are one product there, which may add up in another order: fp32 sums of up to 90 terms differ a little.
+
+    In bf16 such a sum is rounded to the next of two bf16 values once in a while, 2^-8 apart, and a token adds up several.
+    """
+    case = Case(dtype)
+    with torch.no_grad():
+        ours, theirs = (module(case.inputs, case.index, case.weights) for module in (case.ours, case.fused))
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    assert (ours - theirs).abs().max() <= tolerance * max(1.0, float(theirs.abs().max()))
+
+
+def test_every_expert_gets_a_gradient_and_it_is_the_fused_one():
+    case = Case(torch.float64)
+    target = torch.randn(case.inputs.shape, generator=case.generator, dtype=torch.float64)
+    inputs = [case.inputs.clone().requires_grad_() for _ in range(2)]
+    for module, value in zip((case.ours, case.fused), inputs, strict=True):
+        (module(value, case.index, case.weights) * target).sum().backward()
+    i = case.fused.intermediate_dim
+    for expert, mlp in enumerate(case.ours.experts()):
+        for ours, theirs in (
+            (mlp.gate_proj, case.fused.gate_up_proj.grad[expert, :i]),
+            (mlp.up_proj, case.fused.gate_up_proj.grad[expert, i:]),
+            (mlp.down_proj, case.fused.down_proj.grad[expert]),
+        ):
+            assert ours.weight.grad is not None, f"expert {expert} has no gradient: ranks would disagree"
+            torch.testing.assert_close(ours.weight.grad, theirs, rtol=1e-10, atol=1e-12)
+            if not (case.index == expert).any():
+                assert not ours.weight.grad.any()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-12)
+
+
+def test_no_tokens_at_all():
+    case = Case(torch.float32)
+    assert case.ours(case.inputs[:0], case.index[:0], case.weights[:0]).shape == case.inputs[:0].shape
+
+
+def test_choices_of_no_expert_are_left_out():
+    """transformers uses the number of experts as "none"."""
+    case = Case(torch.bfloat16)
+    index = torch.where(torch.rand(case.index.shape, generator=case.generator) < 0.5, case.ours.num_experts, case.index)
+    arguments = case.inputs, index, case.weights
+    assert torch.equal(case.ours(*arguments), eager_loop(case.ours, *arguments))
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+REFUSED = {
+    "gpt_oss": ("GptOssExperts", {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
+    "aria_text": ("AriaExperts", {"moe_num_experts": 4}),
+    "llama4_text": ("Llama4TextExperts", {"num_local_experts": 4}),
+    "nemotron_h": ("NemotronHExperts", {"n_routed_experts": 4, "layers_block_type": ["attention", "moe"]}),
+    # The usual attributes and shapes, but the gate is clamped.
+    "deepseek_v4": ("DeepseekV4Experts", {"n_routed_experts": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_layouts_are_refused_by_class_name(kind: str, tmp_path: Path):
+    name, sizes = REFUSED[kind]
+    config = AutoConfig.for_model(kind, vocab_size=64, intermediate_size=48, **{**SMALL, **sizes})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RankError, match=rf"experts \({name}\) is a mixture of experts .*not supported"):
+        build_model(tmp_path, {}, dtype=torch.float32, device=torch.device("cpu"), attn_implementation="eager")
+
+
+def test_experts_in_a_module_list_are_refused():
+    """Their own caller runs the hit ones only, which is silently wrong when ranks route differently."""
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])})
+    with pytest.raises(ValueError, match=r"experts \(ModuleList\) is a mixture of experts"):
+        decompose_experts(model)
+
+
+def test_other_modules_are_left_alone():
+    model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Linear(4, 4), nn.ModuleList([nn.Linear(2, 2)]))
+    before = list(model)
+    assert decompose_experts(model) == 0
+    assert list(model) == before

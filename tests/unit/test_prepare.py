@@ -1,0 +1,310 @@
+"""Which Linears become QuantLinears, which of them share a scale, and the switches."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from quant import DEFAULT_EXEMPT, SCALE_PARAMETERS, QuantLinear, get_scheme, prepare
+from tests.tiny import tiny_config
+
+FP8, INT4 = get_scheme("fp8_static"), get_scheme("w4a16_g32")
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+HIDDEN, INNER, EXPERTS = 32, 64, 3
+
+
+class Tree(nn.Module):
+    """A module with the given children: only names and Linears matter here."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name.removeprefix("_"), child)
+
+
+def mlp() -> Tree:
+    return Tree(
+        gate_proj=nn.Linear(HIDDEN, INNER, bias=False),
+        up_proj=nn.Linear(HIDDEN, INNER, bias=False),
+        down_proj=nn.Linear(INNER, HIDDEN, bias=False),
+    )
+
+
+def moe_layer() -> Tree:
+    """Names as in a decomposed Qwen MoE: a router, experts, a shared expert with its own gate."""
+    attention = Tree(**{name: nn.Linear(HIDDEN, HIDDEN) for name in (*ATTENTION, "o_proj")})
+    block = Tree(
+        gate=nn.Linear(HIDDEN, EXPERTS, bias=False),
+        experts=Tree(**{f"_{index}": mlp() for index in range(EXPERTS)}),
+        shared_expert=mlp(),
+        shared_expert_gate=nn.Linear(HIDDEN, 1, bias=False),
+    )
+    return Tree(self_attn=attention, mlp=block)
+
+
+def moe_model() -> Tree:
+    layers = Tree(_0=moe_layer(), _1=moe_layer())
+    model = Tree(embed_tokens=nn.Embedding(50, HIDDEN), layers=layers)
+    return Tree(model=model, lm_head=nn.Linear(HIDDEN, 50, bias=False))
+
+
+def causal_lm(kind: str) -> nn.Module:
+    return AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.bfloat16)
+
+
+def members(groups) -> list[list[str]]:
+    return [group.members for group in groups]
+
+
+def fp8(model: nn.Module, **options):
+    return prepare(model, FP8, **{"learn_weight_scale": True, "learn_input_scale": True, **options})
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3"))
+def test_a_dense_model_of_transformers(kind):
+    """q/k/v and gate/up share both scales, o and down have their own, in module order; the rest is left alone."""
+    model = causal_lm(kind)
+    before = dict(model.named_parameters())
+    quantization = fp8(model)
+    layer = [
+        [f"self_attn.{name}" for name in ATTENTION],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+        ["mlp.down_proj"],
+    ]
+    expected = [[f"model.layers.{index}.{name}" for name in group] for index in (0, 1) for group in layer]
+    assert members(quantization.weight_groups) == members(quantization.input_groups) == expected
+    assert quantization.exempt == ["model.embed_tokens", "lm_head"]
+    assert list(quantization.layers) == [name for name, m in model.named_modules() if isinstance(m, QuantLinear)]
+    assert sorted(quantization.layers) == sorted(itertools.chain(*expected))
+    assert [name for name, module in model.named_modules() if type(module) is nn.Linear] == ["lm_head"]
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items()), "weights are the same objects"
+    for group in (*quantization.weight_groups, *quantization.input_groups):
+        kind = "weight" if group.observer is None else "input"
+        assert group.owner == group.members[0]
+        for name in group.members:
+            layer = quantization.layers[name]
+            assert getattr(layer, f"{kind}_s0") is group.s0 and getattr(layer, f"{kind}_theta") is group.theta
+        assert group.s0.dtype == torch.float32 and group.s0.shape == (1,)
+        assert not group.s0.requires_grad and group.s0.isnan().all()
+        assert group.theta.dtype == torch.bfloat16 and group.theta.requires_grad and not group.theta.any()
+        # Owned by the first member: that is the name under which the Parameter is listed, once.
+        assert after[f"{group.owner}.{kind}_s0"] is group.s0 and after[f"{group.owner}.{kind}_theta"] is group.theta
+    scales = [parameter for name, parameter in after.items() if name.rpartition(".")[2] in SCALE_PARAMETERS]
+    assert len(scales) == 4 * len(expected) and len({id(p) for p in model.parameters()}) == len(after)
+
+
+def test_experts_share_input_scales_over_the_layer_and_weight_scales_within_each():
+    """One input scale for all gate/up of an MoE layer and one for all down; shared experts are dense."""
+    quantization = fp8(moe_model())
+    block = "model.layers.1.mlp"
+    experts = [f"{block}.experts.{index}" for index in range(EXPERTS)]
+    weight_groups, input_groups = members(quantization.weight_groups), members(quantization.input_groups)
+    for expert in (*experts, f"{block}.shared_expert"):
+        assert [f"{expert}.gate_proj", f"{expert}.up_proj"] in weight_groups
+        assert [f"{expert}.down_proj"] in weight_groups
+    assert [f"{expert}.{name}" for expert in experts for name in ("gate_proj", "up_proj")] in input_groups
+    assert [f"{expert}.down_proj" for expert in experts] in input_groups
+    assert [f"{block}.shared_expert.gate_proj", f"{block}.shared_expert.up_proj"] in input_groups
+    # Per layer: q/k/v, o, and (gate/up, down) of each expert, of the shared one; for inputs the experts count once.
+    assert len(weight_groups) == 2 * (2 + 2 * (EXPERTS + 1)) and len(input_groups) == 2 * (2 + 2 * 2)
+    for groups in (weight_groups, input_groups):
+        assert sorted(itertools.chain(*groups)) == sorted(quantization.layers), "each layer in exactly one group"
+    assert f"{block}.gate" in quantization.exempt and f"{block}.shared_expert_gate" in quantization.exempt
+
+
+def test_the_routers_of_transformers_are_exempt_and_listed():
+    """Its router is a class of its own, no nn.Linear, but serving takes it for one."""
+    model = causal_lm("qwen3_moe")
+    quantization = prepare(model, FP8, learn_weight_scale=True, learn_input_scale=False)
+    assert "model.layers.0.mlp.gate" in quantization.exempt
+    assert not isinstance(model.get_submodule("model.layers.0.mlp.gate"), QuantLinear | nn.Linear)
+
+
+def test_finer_weight_scales_are_not_shared():
+    """A row belongs to one layer; without input quantisation there are no input groups."""
+    quantization = prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=False)
+    assert members(quantization.weight_groups) == [[name] for name in quantization.layers]
+    assert quantization.input_groups == []
+    for group in quantization.weight_groups:
+        layer = quantization.layers[group.owner]
+        assert group.s0.shape == group.theta.shape == (layer.out_features, layer.in_features // 32)
+        assert layer.weight_numel == 32 and layer.input_s0 is None and not layer.input_fake_quant
+
+
+def test_elements_that_share_a_scale_are_counted_over_the_group():
+    """numel of the LSQ factor."""
+    quantization = fp8(moe_model())
+    attention = "model.layers.0.self_attn"
+    assert all(quantization.layers[f"{attention}.{name}"].weight_numel == 3 * HIDDEN * HIDDEN for name in ATTENTION)
+    assert quantization.layers[f"{attention}.o_proj"].weight_numel == HIDDEN * HIDDEN
+    assert quantization.layers["model.layers.0.mlp.experts.2.up_proj"].weight_numel == 2 * HIDDEN * INNER
+
+
+def test_static_scales_have_no_theta():
+    """Nothing is created that would not train."""
+    for weight, input_ in itertools.product((True, False), repeat=2):
+        model = moe_model()
+        quantization = fp8(model, learn_weight_scale=weight, learn_input_scale=input_)
+        assert all((group.theta is not None) == weight for group in quantization.weight_groups)
+        assert all((group.theta is not None) == input_ for group in quantization.input_groups)
+        names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+        assert ("weight_theta" in names, "input_theta" in names) == (weight, input_)
+    with pytest.raises(ValueError, match="no input scale to learn"):
+        prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=True)
+
+
+def test_shared_gradients_add_up(seed):
+    """theta of q/k/v receives what each of the three would give it, with the factor of the whole group."""
+    model = moe_model()
+    quantization = fp8(model)
+    for group in (*quantization.weight_groups, *quantization.input_groups):
+        group.s0.data.fill_(0.01)
+    attention = model.model.layers.get_submodule("0.self_attn")
+    x = torch.randn(5, HIDDEN)
+    thetas = [attention.q_proj.weight_theta, attention.q_proj.input_theta]
+    losses = [getattr(attention, name)(x).square().sum() for name in ATTENTION]
+    single = [torch.autograd.grad(loss, thetas, retain_graph=True) for loss in losses]
+    together = torch.autograd.grad(sum(losses), thetas)
+    for index, total in enumerate(together):
+        assert total.abs() > 0
+        # fp32; the order of three additions.
+        torch.testing.assert_close(total, sum(gradients[index] for gradients in single))
+
+
+def test_meta_and_partitioned_weights_will_do():
+    """Shapes come from in_features and out_features; device and dtype from the weight."""
+    with torch.device("meta"):
+        model = moe_model()
+    group = fp8(model).weight_groups[0]
+    assert group.s0.device.type == group.theta.device.type == "meta"
+    model = moe_model()
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0, dtype=torch.bfloat16)  # as ZeRO-3 leaves it
+    quantization = prepare(model, INT4, learn_weight_scale=True, learn_input_scale=False)
+    group = quantization.weight_groups[0]
+    assert group.s0.shape == (HIDDEN, HIDDEN // 32) and group.theta.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        (r".*\.0\.self_attn\.v_proj", ["layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj is exempt"]),
+        (r".*\.1\.mlp\.experts\.2\.up_proj", ["layers.1.mlp.experts.2.gate_proj", "experts.2.up_proj is exempt"]),
+        (r".*experts\.1\.(gate_proj|up_proj)", ["experts.0.gate_proj", "experts.1.gate_proj", "are exempt"]),
+        (r".*\.0\.mlp\.experts\.0\.down_proj", ["experts.2.down_proj", "experts.0.down_proj is exempt"]),
+        (r".*shared_expert\.gate_proj", ["shared_expert.up_proj", "shared_expert.gate_proj is exempt"]),
+    ],
+)
+def test_an_incomplete_group_is_an_error(pattern, named):
+    """Named in full, with what is missing; nothing was replaced."""
+    model = moe_model()
+    with pytest.raises(ValueError, match="served with one scale") as error:
+        fp8(model, exempt=[*DEFAULT_EXEMPT, pattern])
+    assert all(text in str(error.value) for text in named), str(error.value)
+    assert not any(isinstance(module, QuantLinear) for module in model.modules())
+
+
+def test_a_whole_group_may_be_exempt():
+    """And where only weights are quantised, each finer than a tensor, any single layer may."""
+    quantization = fp8(
+        moe_model(), exempt=[*DEFAULT_EXEMPT, r".*\.0\.self_attn\.[qkv]_proj", r".*\.1\.mlp\.experts\..*"]
+    )
+    assert "model.layers.0.self_attn.o_proj" in quantization.layers
+    assert not any(".0.self_attn.q_proj" in name or ".1.mlp.experts." in name for name in quantization.layers)
+    int4 = prepare(
+        moe_model(), INT4, exempt=[*DEFAULT_EXEMPT, r".*v_proj"], learn_weight_scale=True, learn_input_scale=False
+    )
+    assert "model.layers.0.self_attn.q_proj" in int4.layers
+
+
+def test_layers_without_their_fused_partners_stand_alone():
+    """An ungated MLP has no gate to share with; attention that has a q and a k but no v is nothing that is known."""
+    model = Tree(mlp=Tree(up_proj=nn.Linear(32, 64), down_proj=nn.Linear(64, 32)))
+    assert members(fp8(model).weight_groups) == [["mlp.up_proj"], ["mlp.down_proj"]]
+    model = Tree(q_proj=nn.Linear(32, 32), k_proj=nn.Linear(32, 32))
+    with pytest.raises(ValueError, match="v_proj"):
+        fp8(model)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    """A typo would quantise what was meant to be spared. The defaults may match nothing."""
+    with pytest.raises(ValueError, match=r"'layers\.0' matches no module.*model\.layers\.0\.self_attn\.q_proj"):
+        fp8(moe_model(), exempt=[*DEFAULT_EXEMPT, "layers.0"])
+    with pytest.raises(ValueError, match="matches no module"):
+        fp8(moe_model(), exempt=["self_attn"])  # must match the full name
+    assert len(fp8(Tree(only=nn.Linear(4, 4))).layers) == 1
+    with pytest.raises(ValueError, match="nothing to quantise"):
+        fp8(Tree(only=nn.Linear(4, 4)), exempt=["only"])
+
+
+def test_layers_that_cannot_be_quantised_are_named():
+    """Tied weights, subclasses of nn.Linear, and widths that a group size or a shared input does not fit."""
+    model = causal_lm("llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(ValueError, match=r"model\.embed_tokens and lm_head share one weight; exempt lm_head"):
+        fp8(model, exempt=[])
+
+    class Router(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match=r"mlp\.choose is a Router.*exempt it"):
+        fp8(Tree(mlp=Tree(choose=Router(4, 4))))
+    with pytest.raises(ValueError, match=r"mlp\.odd: in_features 33 is not divisible by group_size 32"):
+        prepare(Tree(mlp=Tree(odd=nn.Linear(33, 4))), INT4, learn_weight_scale=True, learn_input_scale=False)
+    crossed = Tree(**{name: nn.Linear(32 if name == "q_proj" else 64, 32) for name in ATTENTION})
+    with pytest.raises(ValueError, match=r"different widths: .*'q_proj': 32.*'k_proj': 64"):
+        fp8(crossed)
+
+
+def test_switches_and_observers(seed):
+    """By pattern or all; observers are shared by the members of a group, and watch only while switched on."""
+    model = moe_model()
+    quantization = fp8(model)
+    states = quantization.fake_quant_state()
+    assert set(states.values()) == {(True, True)}
+    quantization.set_fake_quant(weights=True, activations=False)
+    quantization.set_fake_quant(weights=False, activations=True, pattern=r".*\.0\..*o_proj")
+    for name, layer in quantization.layers.items():
+        expected = (False, True) if name == "model.layers.0.self_attn.o_proj" else (True, False)
+        assert (layer.weight_fake_quant, layer.input_fake_quant) == expected
+    with pytest.raises(ValueError, match=r"'o_proj' matches no quantised layer.*self_attn\.q_proj"):
+        quantization.set_fake_quant(True, True, pattern="o_proj")
+    quantization.restore_fake_quant(states)
+    assert quantization.fake_quant_state() == states
+
+    quantization.set_fake_quant(weights=False, activations=False)
+    quantization.observe(True)
+    assert quantization.observing
+    x = torch.randn(5, HIDDEN)
+    layer = model.model.layers.get_submodule("0")
+    for name in ATTENTION:
+        layer.self_attn.get_submodule(name)(x)
+    layer.mlp.experts.get_submodule("0").gate_proj(x)
+    layer.mlp.experts.get_submodule("2").up_proj(3 * x)
+    seen = {group.owner: group.observer.absmax.item() for group in quantization.input_groups}
+    assert seen.pop("model.layers.0.self_attn.q_proj") == x.abs().max().item()
+    assert seen.pop("model.layers.0.mlp.experts.0.gate_proj") == (3 * x).abs().max().item()
+    assert set(seen.values()) == {0.0}
+    quantization.observe(False)
+    layer.self_attn.q_proj(9 * x)
+    assert not quantization.observing
+    assert quantization.input_groups[0].observer.absmax.item() == x.abs().max().item()
+    quantization.observe(True)
+    assert quantization.input_groups[0].observer.absmax.item() == 0, "starting again forgets"
+
+    weight_only = prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=False)
+    weight_only.set_fake_quant(weights=True, activations=True)
+    assert set(weight_only.fake_quant_state().values()) == {(True, False)}
+
+
+@pytest.mark.parametrize("scheme", (FP8, INT4), ids=lambda scheme: scheme.name)
+def test_a_scale_that_nothing_filled_shows_in_the_output(scheme):
+    """NaN, not a model that quietly computes with a scale of 1."""
+    linear = nn.Linear(32, 32)
+    model = Tree(only=linear)
+    prepare(model, scheme, learn_weight_scale=True, learn_input_scale=False)
+    assert model.only(torch.randn(2, 32)).isnan().all()
