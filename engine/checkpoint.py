@@ -1,12 +1,13 @@
 """Training checkpoints: DeepSpeed's state of every rank, and what DeepSpeed does not keep.
 
-``<directory>/step_00000100/`` holds DeepSpeed's files (weights and fp32 masters, optimizer state), ``state.json`` and one
-``rank_<r>.pt`` per rank (random state, observers: DeepSpeed stores a client's state of rank 0 only on stages 1 and 2).
-Everything is written into ``step_00000100.partial`` and renamed when every rank is done; then ``latest``, a file with the
-step's name, is replaced by a rename. So a directory without ``.partial`` is whole, whatever interrupted the run.
+``<directory>/step_00000100/`` holds DeepSpeed's files (weights and fp32 masters, optimizer state), ``state.json`` and
+one ``rank_<r>.pt`` per rank (random state, observers: DeepSpeed stores a client's state of rank 0 only on stages 1 and
+2). Everything is written into ``step_00000100.partial`` and renamed when every rank is done; then ``latest``, a file
+with the step's name, is replaced by a rename. So a directory without ``.partial`` is whole, whatever interrupted the
+run.
 
-ZeRO's state holds no half-accumulated gradients, so checkpoints are taken at optimizer steps. The data cursor is the step
-itself: the loader's batches are a function of the step.
+ZeRO's state holds no half-accumulated gradients, so checkpoints are taken at optimizer steps. The data cursor is the
+step itself: the loader's batches are a function of the step.
 """
 
 import json
@@ -36,7 +37,8 @@ def save_checkpoint(session: Session, directory: Path, step: int, *, keep: int) 
         if is_main():
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-    # DeepSpeed opens its own `latest` for writing in place, which an interruption leaves empty: ours is renamed instead.
+    # DeepSpeed opens its own `latest` for writing in place, which an interruption leaves empty: ours is renamed
+    # instead.
     session.engine.save_checkpoint(str(directory), tag=partial.name, save_latest=False)
     with errors_on_all_ranks(OSError):
         torch.save(_rank_state(session), partial / f"rank_{rank()}.pt")
@@ -74,7 +76,7 @@ def latest_checkpoint(directory: Path) -> Path:
 
 
 def load_checkpoint(session: Session, path: Path) -> int:
-    """Load the latest checkpoint of a directory, or the step directory itself, into the session; returns the steps done.
+    """Load a directory's latest checkpoint, or the step directory itself, into the session; returns the steps done.
 
     A collective.
 

@@ -1,9 +1,10 @@
 """Perplexity of a text: per token, word and byte, and bits per byte.
 
-The text is cut into windows of ``length`` tokens that do not overlap; each token is predicted from those before it in its
-window, and the first from one token of context (the last of the window before; at the start of the text the tokenizer's BOS or
-EOS), so that every token is predicted exactly once. This is the rolling log-likelihood of lm-evaluation-harness
-(get_rolling_token_windows with context_len=1), and so are the definitions: with L the sum of the log-likelihoods in nats,
+The text is cut into windows of ``length`` tokens that do not overlap; each token is predicted from those before it in
+its window, and the first from one token of context (the last of the window before; at the start of the text the
+tokenizer's BOS or EOS), so that every token is predicted exactly once. This is the rolling log-likelihood of
+lm-evaluation-harness (get_rolling_token_windows with context_len=1), and so are the definitions: with L the sum of the
+log-likelihoods in nats,
 
     per token exp(-L / tokens), per word exp(-L / words), per byte exp(-L / bytes), bits per byte -L / bytes / ln 2
 
@@ -90,7 +91,7 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if max_tokens is not None and len(ids) > max_tokens:
         ids = ids[:max_tokens]
-        text = tokenizer.decode(ids)
+        text = str(tokenizer.decode(ids))
     if not ids or not text.strip():
         raise ValueError(f"{path}: no text to evaluate on")
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -105,8 +106,8 @@ def evaluate_text(
 ) -> Perplexity:
     """Perplexity of a text, its windows shared out over the ranks; a collective.
 
-    Every rank makes the same number of forward calls, as a ZeRO-3 forward is a collective itself: a rank that has run out of
-    windows repeats one whose tokens do not count.
+    Every rank makes the same number of forward calls, as a ZeRO-3 forward is a collective itself: a rank that has run
+    out of windows repeats one whose tokens do not count.
 
     Args:
         forward: input_ids, attention_mask -> logits; in eval mode.

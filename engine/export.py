@@ -21,6 +21,5 @@ def export(session: Session, directory: Path) -> None:
         max_shard_size=parse_size(recipe.export.max_shard_size),
     )
     size = report.bytes / 1e6
-    say(
-        f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {len(report.files)} file(s), {report.seconds:.1f} s"
-    )
+    files = f"{len(report.files)} file{'s' * (len(report.files) != 1)}"
+    say(f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {files}, {report.seconds:.1f} s")

@@ -8,9 +8,9 @@ from quant import Quantization
 class FakeQuant:
     """Switches fake quant; every method is to be called on all ranks at the same step.
 
-    While fake quant is off, the model trains as it is, theta gets no gradient, and observers watch the activations. Switching on
-    after such steps measures again: weight scales from the weights as they are now, activation scales from the observers. The
-    scales that were loaded or measured before would fit a model that no longer exists.
+    While fake quant is off, the model trains as it is, theta gets no gradient, and observers watch the activations.
+    Switching on after such steps measures again: weight scales from the weights as they are now, activation scales from
+    the observers. The scales that were loaded or measured before would fit a model that no longer exists.
     """
 
     def __init__(self, quantization: Quantization) -> None:
@@ -23,7 +23,7 @@ class FakeQuant:
         return any(weights or inputs for weights, inputs in self.quantization.fake_quant_state().values())
 
     def enable(self, *, weights: bool = True, activations: bool = True) -> None:
-        """Fake quant on, in all layers; scales are measured again if the model trained without it. A collective then."""
+        """Fake quant on, in all layers; if the model trained without it, scales are measured again, in a collective."""
         if self.stale:
             self.measure()
         self.quantization.observe(False)

@@ -262,7 +262,7 @@ class Loop:
 
 
 def _check_destinations(recipe: Recipe, checkpoints: Path) -> None:
-    """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError, on every rank alike."""
+    """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError on every rank."""
     exported = recipe.export_dir()
     if recipe.export.enabled and exported.is_dir() and any(exported.iterdir()):
         raise RecipeError(f"export.dir: {str(exported)!r} is not empty; name another one, or remove it")

@@ -1,8 +1,8 @@
 """Language-model and distillation losses, as sums over the valid tokens.
 
-Every function returns a **sum**; the loop divides by the number of valid tokens of the whole optimizer step, over all ranks and
-micro-batches, so that no split into micro-batches changes the loss (a mean of means would weight tokens by how empty their
-micro-batch is).
+Every function returns a **sum**; the loop divides by the number of valid tokens of the whole optimizer step, over all
+ranks and micro-batches, so that no split into micro-batches changes the loss (a mean of means would weight tokens by
+how empty their micro-batch is).
 
 With ``p`` the teacher's and ``q`` the student's distribution over the vocabulary, per valid token:
 
@@ -11,14 +11,14 @@ kind      loss
 ======== ==========================================================================================
 ``kl``    KL(p || q) = sum_v p (log p - log q), forward KL (Hinton et al. 2015, arXiv:1503.02531)
 ``rkl``   KL(q || p), reverse KL (Gu et al. 2023, MiniLLM, arXiv:2306.08543)
-``cakld`` c KL(q || p) + (1 - c) KL(p || q), c = p(label), detached (Du et al. 2024, BitDistiller, arXiv:2402.10631; there c is
-          a mean over a data set, here it is taken per token)
+``cakld`` c KL(q || p) + (1 - c) KL(p || q), c = p(label), detached (Du et al. 2024, BitDistiller,
+          arXiv:2402.10631; there c is a mean over a data set, here it is taken per token)
 ``kd``    T^2 KL(p_T || q_T) with both softmaxes at temperature T (Hinton et al. 2015)
 ``mse``   mean over the vocabulary of the squared difference of the logits
 ======== ==========================================================================================
 
-All arithmetic is fp32. The logits come in the model's dtype and are worked through in chunks of tokens whose fp32 copies are
-recomputed in backward, so that no fp32 tensor of the size of the logits exists.
+All arithmetic is fp32. The logits come in the model's dtype and are worked through in chunks of tokens whose fp32
+copies are recomputed in backward, so that no fp32 tensor of the size of the logits exists.
 """
 
 from typing import NamedTuple

@@ -66,7 +66,7 @@ class Progress:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that this process held so far: of the allocator on CUDA, resident (ru_maxrss, KiB on Linux) on CPU."""
+    """Most memory that this process held so far: the allocator's on CUDA, resident (ru_maxrss, in KiB) on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -80,10 +80,10 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def clipped_fractions(quantization: Quantization) -> dict[str, float]:
-    """Fraction of elements outside the range, per scale group: of the weights, and of the inputs that the observers saw.
+    """Fraction of elements outside the range, per scale group: of the weights, and of the inputs that were observed.
 
-    A collective: weights are counted where they lie, in the partitions. Input fractions cover the passes since the observers
-    were switched on; groups that saw nothing are left out.
+    A collective: weights are counted where they lie, in the partitions. Input fractions cover the passes since the
+    observers were switched on; groups that saw nothing are left out.
     """
     fractions = {
         f"clipped/weights/{owner}": fraction for owner, fraction in clipped_weight_fractions(quantization).items()

@@ -14,6 +14,11 @@ from model.experts import PerExpertMLPs
 from model.zero import full_shape
 from quant import QuantLinear
 
+# LSQ divides the gradient of a scale by sqrt(numel * qmax), some 1e5 for a 4096 x 4096 weight in fp8: gradients of
+# theta are 1e-9 and less, and Adam's usual eps of 1e-8 would be added to a root of their square that is smaller than
+# itself.
+SCALE_EPS = 1e-15
+
 KINDS = ("weight", "bias", "norm", "router", "weight_scale", "act_scale", "frozen")
 
 
@@ -29,8 +34,8 @@ class OwnedParameter:
 def classify(model: nn.Module) -> Iterator[OwnedParameter]:
     """Every Parameter of the model once, in module order, with its kind.
 
-    ``frozen`` are the initial scales s0, which never train. A 1-dimensional ``weight`` is a norm: transformers has dozens of
-    norm classes and no common base, and no other layer of its language models has a 1-dimensional weight.
+    ``frozen`` are the initial scales s0, which never train. A 1-dimensional ``weight`` is a norm: transformers has
+    dozens of norm classes and no common base, and no other layer of its language models has a 1-dimensional weight.
     """
     routers = {id(parameter) for parameter in _router_parameters(model)}
     seen: set[int] = set()
@@ -69,7 +74,7 @@ def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
-    """Set ``requires_grad`` of every Parameter as the recipe's ``learnable`` section says. Call it before deepspeed.initialize.
+    """Set ``requires_grad`` of every Parameter as the recipe's ``learnable`` section says, before the engine is made.
 
     Biases go with the weights. Scales that do not train have no theta at all, so they are not touched here.
     """
@@ -89,8 +94,9 @@ def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
 def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
     """Parameter groups for the optimizer: ``weights``, ``no_decay`` (norms and biases), ``scales`` (theta).
 
-    Each trainable Parameter is listed once, also where modules share it. Theta is the logarithm of a factor on the scale, so its
-    learning rate is a relative step; it has no weight decay, which would pull the scale back to its initial value.
+    Each trainable Parameter is listed once, also where modules share it. Theta is the logarithm of a factor on the
+    scale, so its learning rate is a relative step; it has no weight decay, which would pull the scale back to its
+    initial value, and an eps of its own.
     ``peak_lr`` is what the schedule multiplies; ``lr`` is 0 until the loop sets it, before every step.
     """
     members: dict[str, list[nn.Parameter]] = {"weights": [], "no_decay": [], "scales": []}
@@ -106,6 +112,7 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
             "lr": 0.0,
             "peak_lr": learning_rate[name],
             "weight_decay": optim.weight_decay if name == "weights" else 0.0,
+            "eps": SCALE_EPS if name == "scales" else optim.eps,
         }
         for name, parameters in members.items()
         if parameters
@@ -121,4 +128,4 @@ def build_optimizer(model: nn.Module, optim: OptimRecipe) -> torch.optim.Optimiz
     torch's own, because DeepSpeed's compiled versions take 45 s to build at first use; on CUDA its fused form.
     """
     fused = torch.cuda.is_available()
-    return torch.optim.AdamW(parameter_groups(model, optim), betas=tuple(optim.betas), eps=optim.eps, fused=fused)
+    return torch.optim.AdamW(parameter_groups(model, optim), betas=optim.betas, fused=fused)

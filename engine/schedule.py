@@ -1,7 +1,7 @@
 """What changes over the steps: learning rates, and events at chosen steps.
 
-Steps are optimizer steps, counted from 0: an event ``at`` step N runs when N steps are done and before step N begins; an event
-``every`` N steps runs after each N-th step.
+Steps are optimizer steps, counted from 0: an event ``at`` step N runs when N steps are done and before step N begins;
+an event ``every`` N steps runs after each N-th step.
 """
 
 import math
@@ -16,8 +16,8 @@ Action = Callable[[State], object]
 def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float) -> float:
     """The share of the peak learning rate at ``step``.
 
-    Linear warm-up over the first ``warmup`` steps (step 0 already moves: 1/warmup), then ``constant``, ``linear`` or ``cosine``
-    decay from 1 to ``min_ratio``, which the last of ``total`` steps reaches.
+    Linear warm-up over the first ``warmup`` steps (step 0 already moves: 1/warmup), then ``constant``, ``linear`` or
+    ``cosine`` decay from 1 to ``min_ratio``, which the last of ``total`` steps reaches.
     """
     if step < warmup:
         return (step + 1) / warmup

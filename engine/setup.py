@@ -1,8 +1,8 @@
 """From a recipe to everything that the loop needs, in the order that ZeRO asks for.
 
-The order is not free: parameters must exist in partitions before weights stream into them, layers must be quantised before their
-scales can be loaded, all of it before ``deepspeed.initialize`` copies the parameters into fp32 masters; and activations can
-only be calibrated after it, because the forward needs the engine's hooks.
+The order is not free: parameters must exist in partitions before weights stream into them, layers must be quantised
+before their scales can be loaded, all of it before ``deepspeed.initialize`` copies the parameters into fp32 masters;
+and activations can only be calibrated after it, because the forward needs the engine's hooks.
 """
 
 import logging
@@ -26,7 +26,7 @@ from engine.optim import build_optimizer, set_learnable
 from engine.recipe import Recipe
 from model.build import build_model
 from model.load import load_weights
-from model.ranks import errors_on_all_ranks, is_main, rank, raise_everywhere, world_size
+from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, rank, world_size
 from model.scales import load_scales, measure_weight_scales, write_scales
 from model.zero import init_process_group, keep_frozen_fp32, partition_new_parameters, stage
 from quant import Quantization, get_scheme, prepare
@@ -186,8 +186,9 @@ def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrai
     with keep_frozen_fp32(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     if stage(ds_config) == 0:
-        # On stage 0 under bf16 DeepSpeed makes a step with zero gradients to allocate the optimizer's state. It moves nothing,
-        # as the learning rate is still 0, but it counts for Adam's bias correction: the first real step would be 0.73 of its size.
+        # On stage 0 under bf16 DeepSpeed makes a step with zero gradients to allocate the optimizer's state. It moves
+        # nothing, as the learning rate is still 0, but it counts for Adam's bias correction: the first real step would
+        # be 0.73 of its size.
         optimizer.state.clear()
     return engine
 
@@ -205,7 +206,7 @@ def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.M
 
 
 def build_teacher(recipe: Recipe, ds_config: dict[str, Any], device: torch.device, vocab_size: int) -> nn.Module | None:
-    """The frozen teacher, None without distillation: an engine without an optimizer under stage 3, else the plain module."""
+    """The frozen teacher, None without distillation: an engine without an optimizer under stage 3, else the module."""
     if recipe.loss.kd_weight == 0 or recipe.loss.teacher is None:
         return None
     teacher = build_model(

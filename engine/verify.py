@@ -5,9 +5,8 @@ own forward (``model.compressed``), whose fake quantisation gives the codes on d
 differs by definition, the difference is not waved through by a loose tolerance but taken out and put back:
 
 1. *same arithmetic*: our model with each known difference replaced by what transformers does. Both then perform the
-same operations on
-   the same numbers, so logits agree to the rounding of matrix products, and on one machine usually bit for bit.
-   Whatever is wrong with a checkpoint (a code, a scale, a key, an ignored layer) shows here.
+   same operations on the same numbers, so logits agree to the rounding of matrix products, and on one machine usually
+   bit for bit. Whatever is wrong with a checkpoint (a code, a scale, a key, an ignored layer) shows here.
 2. *our forward*: with the differences back in. How large they are is measured and bounded.
 
 The known differences:

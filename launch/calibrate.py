@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 8 launch/calibrate.py --config launch/recipes/qwen3_4b_fp8.yaml --export.dir ptq/qwen3_4b
 
-Weight scales come from the partitions, activation scales from ``quant.calibration_batches`` micro-batches per rank, all in
-place under the recipe's ZeRO stage. The result is served as it is, and is what ``quant.scales`` reads.
+Weight scales come from the partitions, activation scales from ``quant.calibration_batches`` micro-batches per rank, all
+in place under the recipe's ZeRO stage. The result is served as it is, and is what ``quant.scales`` reads.
 """
 
 from engine.calibrate import calibrate_inputs

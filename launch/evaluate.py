@@ -3,8 +3,9 @@
     python launch/evaluate.py --model DIR [--model DIR2 ...] --text FILE
     deepspeed --num_gpus 8 launch/evaluate.py --model DIR --text FILE --sharded
 
-A directory is a plain Hugging Face checkpoint or a compressed one (a PTQ or QAT export), which is computed with the arithmetic
-of training. With several ranks the text is shared out; with ``--sharded`` the weights of a plain checkpoint too (ZeRO-3).
+A directory is a plain Hugging Face checkpoint or a compressed one (a PTQ or QAT export), which is computed with the
+arithmetic of training. With several ranks the text is shared out; with ``--sharded`` the weights of a plain checkpoint
+too (ZeRO-3).
 """
 
 import argparse

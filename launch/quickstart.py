@@ -5,12 +5,13 @@
 1. a corpus from the text that Python itself ships (the language reference behind ``help()``), a tokenizer trained on it
 2. a small Qwen3, trained by this project's loop with fake quant off
 3. FT: the same model trained a little longer, still unquantised
-4. per scheme, PTQ: FT quantised without training; QAT: step 2's model trained with fake quant for as long as FT, from its own
-   scales, then exported
+4. per scheme, PTQ: FT quantised without training; QAT: step 2's model trained with fake quant for as long as FT, from
+   its own scales, then exported
 5. perplexity of them all on held-out text, by the served arithmetic; the exports loaded and compared in transformers
 
-Steps 2 to 4 are the commands that a user would run, through the deepspeed launcher on two ranks (or all GPUs) under ZeRO-3.
-FT sees the same data for the same steps as QAT, so the recovered share (PTQ - QAT) / (PTQ - FT) credits nothing to longer training.
+Steps 2 to 4 are the commands that a user would run, through the deepspeed launcher on two ranks (or all GPUs) under
+ZeRO-3. FT sees the same data for the same steps as QAT, so the recovered share (PTQ - QAT) / (PTQ - FT) credits nothing
+to longer training.
 """
 
 import argparse

@@ -51,8 +51,7 @@ def load_compressed(
 
     Raises:
         RankError: no quantization_config or one with other numerics; a damaged file; keys that are missing, unexpected
-            or of another
-            shape: all of them named.
+            or of another shape: all of them named.
     """
     directory, device = Path(directory), device or torch.device("cpu")
     with errors_on_all_ranks(OSError, ValueError):

@@ -1,7 +1,7 @@
 """Ranks, and errors that every rank sees.
 
-A rank that raises alone leaves its peers waiting in the next collective until the time-out. So whatever one rank may find
-wrong by itself (a file, a tensor, a sample) is collected and raised by all of them together, with the same text.
+A rank that raises alone leaves its peers waiting in the next collective until the time-out. So whatever one rank may
+find wrong by itself (a file, a tensor, a sample) is collected and raised by all of them together, with the same text.
 
 Every function works without a process group too: one process is then rank 0 of 1.
 """

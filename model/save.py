@@ -19,7 +19,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from model.names import Names, module_name_on_disk
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.shards import INDEX, SINGLE
-from model.zero import full_numel, full_shape, gathered
+from model.zero import full_numel, full_shape, gathered, is_partitioned
 from quant.export import ignore_patterns, pack_linear, packed_shapes, quantization_config, stored
 from quant.linear import SCALE_PARAMETERS, QuantLinear
 from quant.prepare import Quantization
@@ -66,8 +66,8 @@ class ExportReport:
         tensors: number of tensors in them.
         bytes: their sizes together, headers excluded.
         seconds: wall time.
-        peak_bytes: the most bytes of tensors that this rank held at a time, gathered and collected (a count, not a
-        measurement).
+        peak_bytes: the most bytes of tensors that this rank held at a time, gathered and collected; counted, not
+        measured.
     """
 
     path: Path
@@ -96,8 +96,8 @@ class _Item:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the full parameters."""
-        return sum(full_numel(p) * p.element_size() for p in self.parameters)
+        """Bytes that gathering the parameters takes; nothing for those that are whole on every rank anyway."""
+        return sum(full_numel(p) * p.element_size() for p in self.parameters if is_partitioned(p))
 
 
 def export_model(
@@ -109,8 +109,7 @@ def export_model(
     max_shard_size: int = 5 * 10**9,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Write ``model`` as a checkpoint directory that transformers loads (and, quantised, vLLM and SGLang). A
-    collective.
+    """Write ``model`` as a checkpoint directory for transformers and, quantised, for vLLM and SGLang. A collective.
 
     Args:
         model: the model in training, partitioned or not; its parameters are read only.
@@ -118,7 +117,7 @@ def export_model(
             layout. None writes every weight as it is, without scales: a plain checkpoint.
         source_dir: the checkpoint directory that the model was built from: its config.json is carried over, its
             tokenizer, chat template and generation config are copied.
-        out_dir: the directory to make. Its parent must be on the same file system (it is).
+        out_dir: the directory to make.
         max_shard_size: bytes of tensors in one file. A module's tensors stay together; a module larger than this gets a
             file of its own.
         overwrite: replace an ``out_dir`` that is not empty, as a whole, when the new one is complete.
@@ -132,7 +131,8 @@ def export_model(
     shards = list(_shards(_plan(model, quantization), max_shard_size))
     total = sum(item.bytes for shard in shards for item in shard)
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
-    with errors_on_all_ranks(OSError, ValueError):
+    # Whatever goes wrong on rank 0 alone must reach the others, which are in the next collective already.
+    with errors_on_all_ranks(Exception):
         if max_shard_size <= 0:
             raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
         if is_main():
@@ -140,7 +140,7 @@ def export_model(
             aside.mkdir()
     try:
         files, peak = _write_shards(shards, aside)
-        with errors_on_all_ranks(OSError, ValueError):
+        with errors_on_all_ranks(Exception):
             if is_main():
                 _write_index(shards, files, aside)
                 _write_config(model, quantization, source, aside)
@@ -242,7 +242,7 @@ class _Held:
     """Counts the bytes of tensors that this rank holds, and the most it ever held."""
 
     now: int = 0
-    peak: int = field(default=0)
+    peak: int = 0
 
     def add(self, size: int) -> None:
         self.now += size
@@ -380,7 +380,7 @@ def _write_config(model: PreTrainedModel, quantization: Quantization | None, sou
 
 def _ignored(model: PreTrainedModel, quantization: Quantization) -> list[str]:
     """The ``ignore`` list: under the names on disk, which vLLM sees, and under transformers' own where they differ."""
-    skipped = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    skipped = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     routers = [name for name, module in model.named_modules() if is_router(module)]
 
     def spellings(modules: Iterable[str]) -> list[str]:
@@ -418,7 +418,12 @@ def _publish(aside: Path, out: Path) -> None:
     if out.is_dir() and any(out.iterdir()):
         old = out.with_name(f"{out.name}.old-{secrets.token_hex(4)}")
         os.rename(out, old)
-    os.rename(aside, out)  # an empty directory is replaced
+    try:
+        os.rename(aside, out)  # an empty directory is replaced
+    except OSError:
+        if old is not None:
+            os.rename(old, out)
+        raise
     _sync(out.parent)
     if old is not None:
         shutil.rmtree(old)

@@ -1,11 +1,11 @@
 """Scales into their Parameters: read from a PTQ checkpoint, or measured from the weights where they lie.
 
-A scale ``s = s0 * exp(theta)`` is loaded or measured into ``s0``, a frozen fp32 Parameter, while theta stays 0: step 0 computes
-the PTQ model. Under ZeRO-3 ``s0`` is partitioned like any Parameter and written through ``GatheredParameters``; being frozen it
-has no fp32 master copy, so that this also holds after ``deepspeed.initialize``.
+A scale ``s = s0 * exp(theta)`` is loaded or measured into ``s0``, a frozen fp32 Parameter, while theta stays 0: step 0
+computes the PTQ model. Under ZeRO-3 ``s0`` is partitioned like any Parameter and written through
+``GatheredParameters``; being frozen it has no fp32 master copy, so that this also holds after ``deepspeed.initialize``.
 
-Weights are measured from the partitions: each rank takes the absolute maxima of its own range, and one all-reduce of the maxima
-(a few bytes per scale) gives the scale. No weight is gathered.
+Weights are measured from the partitions: each rank takes the absolute maxima of its own range, and one all-reduce of
+the maxima (a few bytes per scale) gives the scale. No weight is gathered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +20,16 @@ from torch import Tensor
 from model.ranks import errors_on_all_ranks, raise_everywhere, world_size
 from model.zero import full_numel, full_shape, gathered, is_partitioned, local_data, local_range
 from quant import (
-    QuantLinear,
     Quantization,
+    QuantLinear,
     ScaleGroup,
     TensorSpec,
     combine,
+    needs_search,
     partial_clipped,
+    partial_errors,
     partial_stats,
+    scales_from_errors,
     scales_from_stats,
 )
 
@@ -54,13 +57,13 @@ class ScaleReport:
 def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
     """Make each group's scale ``values[group.owner]`` by writing its s0; a collective under ZeRO-3.
 
-    Theta is left as it is and s0 takes the rest, ``s0 = value / exp(theta)``: theta has an fp32 master copy and moments in the
-    optimizer, which a write here would not reach. Before training theta is 0 and s0 is the value itself.
+    Theta is left as it is and s0 takes the rest, ``s0 = value / exp(theta)``: theta has an fp32 master copy and moments
+    in the optimizer, which a write here would not reach. Before training theta is 0 and s0 is the value itself.
 
     Args:
         groups: scale groups; those whose owner has no value are left as they are.
-        values: fp32 tensors of the group's scale shape, on any device. Only rank 0's are used, but every rank must pass the
-            same owners.
+        values: fp32 tensors of the group's scale shape, on any device. Only rank 0's are used, but every rank must pass
+            the same owners.
 
     Raises:
         ValueError: a scale that is not finite and positive, or of another shape; before anything is written.
@@ -77,7 +80,9 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
 
 
 def measure_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
-    """Absmax scales of the weights as they are now, by owner of the scale group; a collective.
+    """Initial scales of the weights as they are now, by owner of the scale group; a collective.
+
+    Absmax; for integers of 3 bits and fewer the fraction of it with the smallest squared error.
 
     Args:
         quantization: what ``quant.prepare`` returned.
@@ -101,6 +106,8 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
         for group, stat, reduced in zip(bucket, stats, flat.split([stat.numel() for stat in stats]), strict=True):
             if not bool(torch.isfinite(reduced).all()):
                 bad.append(group.owner)
+            elif needs_search(spec):
+                values[group.owner] = _searched(quantization, group, reduced.view_as(stat), spec)
             else:
                 values[group.owner] = scales_from_stats(reduced.view_as(stat), spec)
     raise_everywhere(f"weights with NaN or Inf cannot be quantised: {_listed(bad)}" if bad else None)
@@ -110,7 +117,7 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
 def clipped_weight_fractions(quantization: Quantization) -> dict[str, float]:
     """Fraction of the weights outside the range of their scale, by owner of the scale group; a collective.
 
-    Every rank counts in its own partition, with the scales as the forward uses them; scales are gathered, weights are not.
+    Every rank counts in its own partition, with the scales as the forward uses them. Scales are gathered, weights not.
     """
     spec = quantization.scheme.weights
     groups = quantization.weight_groups
@@ -137,6 +144,19 @@ def _local_clipped(layer: QuantLinear, spec: TensorSpec) -> int:
     start, _ = local_range(layer.weight)
     shape = (layer.out_features, layer.in_features)
     return int(partial_clipped(local_data(layer.weight), start, shape, layer.weight_scale(), spec))
+
+
+def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, spec: TensorSpec) -> Tensor:
+    """Scales of the smallest squared error over all ranks' ranges; ``stats`` are of the whole weights. A collective."""
+    errors = torch.zeros((), device=stats.device)
+    for name in group.members:
+        layer = quantization.layers[name]
+        shape = (layer.out_features, layer.in_features)
+        errors = errors + partial_errors(local_data(layer.weight), local_range(layer.weight)[0], shape, stats, spec)
+    if world_size() > 1:
+        # Where weights are not partitioned every rank adds the same errors: the smallest stays the smallest.
+        dist.all_reduce(errors)
+    return scales_from_errors(stats, errors, spec)
 
 
 def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec) -> Tensor:
@@ -176,9 +196,10 @@ def load_scales(
 ) -> ScaleReport:
     """Read the scales of a PTQ checkpoint into the model; a collective.
 
-    Keys are ``<layer>.weight_scale`` and ``<layer>.input_scale``, in any file of the directory, of shape ``()``, ``[1]`` or the
-    scale's own. Layers that share a scale take the largest of theirs, as serving engines do when they fuse them. Where the weight
-    scale of any member is missing, the whole group is measured from the weights, and listed in the report.
+    Keys are ``<layer>.weight_scale`` and ``<layer>.input_scale``, in any file of the directory, of shape ``()``,
+    ``[1]`` or the scale's own. Layers that share a scale take the largest of theirs, as serving engines do when they
+    fuse them. Where the weight scale of any member is missing, the whole group is measured from the weights, and listed
+    in the report.
 
     Args:
         quantization: what ``quant.prepare`` returned; the weights are loaded.
@@ -187,8 +208,8 @@ def load_scales(
         inputs_calibrated_later: leave activation scales that no file holds to a calibration in place.
 
     Raises:
-        RankError: on every rank: no such directory, a damaged file, a scale of another shape, zero, negative or not finite, a
-            zero point that is not 0, or an activation scale that is missing without a way to get it.
+        RankError: on every rank: no such directory, a damaged file, a scale of another shape, zero, negative or not
+            finite, a zero point that is not 0, or an activation scale that is missing without a way to get it.
     """
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
         found = _read_scales(Path(directory))
@@ -196,8 +217,8 @@ def load_scales(
         inputs, missing_inputs = _group_values(quantization.input_groups, found, "input_scale")
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
-                f"{directory} has no input_scale for {_listed(missing_inputs)}. Set quant.initial_input_scale, or "
-                "quant.calibration_batches to measure them in place, or name a PTQ checkpoint with static activation scales"
+                f"{directory} has no input_scale for {_listed(missing_inputs)}. Set quant.calibration_batches to "
+                "measure them in place, or quant.initial_input_scale, or name a PTQ checkpoint with static activation scales"
             )
     report = ScaleReport(loaded=[*weights, *inputs], measured=missing_weights)
     weights |= measure_weight_scales(quantization, set(missing_weights))
@@ -253,7 +274,8 @@ def _checked(key: str, value: Tensor, group: ScaleGroup) -> Tensor:
     """``value`` in the group's shape."""
     if value.numel() != full_numel(group.s0):
         raise ValueError(
-            f"{key} has shape {tuple(value.shape)}, but this scheme has {full_numel(group.s0)} scale(s) there, of shape {tuple(full_shape(group.s0))}"
+            f"{key} has shape {tuple(value.shape)}, but this scheme has {full_numel(group.s0)} scale(s) there, of "
+            f"shape {tuple(full_shape(group.s0))}"
         )
     if not bool((torch.isfinite(value) & (value > 0)).all()):
         raise ValueError(f"{key} must be finite and positive, got {value.flatten()[:4].tolist()}")

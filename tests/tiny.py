@@ -1,6 +1,6 @@
-"""Tiny real checkpoints and tokenizers for the tests: made in milliseconds, of the architectures that the project names.
+"""Tiny real checkpoints and tokenizers for the tests, made in milliseconds, of the architectures named by the project.
 
-The sizes are odd on purpose (vocabulary, hidden and intermediate sizes that two ranks do not share evenly), so that partitions
+The sizes are odd on purpose (vocabulary and intermediate sizes that two ranks do not share evenly), so that partitions
 cut through rows.
 """
 
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{'<|im_start|>'+m['role']+'\n'+m['content']+'<|im_end|>\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{'<|im_start|>assistant\n'}}{% endif %}"
 )
-TEXT = "The quick brown fox jumps over the lazy dog. What is 12 plus 30? 12 plus 30 is 42, said the user to the assistant.\n"
+TEXT = "The quick brown fox jumps over the lazy dog. What is 12 plus 30? 12 plus 30 is 42, said the assistant.\n"
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -99,7 +99,7 @@ def tiny_checkpoint(
     max_shard_size: str = "5GB",
     dtype=torch.bfloat16,
 ) -> Path:
-    """Write a tiny checkpoint as ``save_pretrained`` writes it, with its tokenizer. ``max_shard_size="100KB"`` gives shards."""
+    """Write a tiny checkpoint and its tokenizer as save_pretrained does; ``max_shard_size="100KB"`` gives shards."""
     directory = Path(directory)
     model = tiny_model(kind, tied=tied, seed=seed, layers=layers, dtype=dtype)
     model.save_pretrained(directory, max_shard_size=max_shard_size)

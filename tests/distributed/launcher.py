@@ -18,7 +18,7 @@ def free_port() -> int:
 
 
 def launch(script: Path | str, *args: str, ranks: int = 2, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` under the launcher and return what came of it (stdout and stderr together), whatever its exit code."""
+    """Run ``script`` under the launcher and return what came of it: output of both streams together, exit code."""
     deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if deepspeed is None:
         raise RuntimeError(f"no deepspeed launcher beside {sys.executable}: install requirements.txt")
@@ -31,7 +31,14 @@ def launch(script: Path | str, *args: str, ranks: int = 2, timeout: float = 300)
     }
     command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(script), *map(str, args)]
     return subprocess.run(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout,
     )
 
 

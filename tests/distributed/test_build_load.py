@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from tests.distributed.launcher import run_ranks
-from tests.tiny import tiny_checkpoint, tiny_config, tiny_model
+from tests.tiny import tiny_checkpoint, tiny_config
 
 SCRIPT = Path(__file__).with_name("build_load_script.py")
 INDEX = "model.safetensors.index.json"
@@ -37,17 +37,29 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
     tiny_checkpoint(directory / "qwen3-tied", "qwen3", seed=seed, tied=True, max_shard_size="20KB")
     tiny_checkpoint(directory / "llama-fp32", "llama", seed=seed, dtype=torch.float32)
     tiny_checkpoint(directory / "llama-fp16", "llama", seed=seed, dtype=torch.float16, max_shard_size="30KB")
-    tiny_checkpoint(directory / "moe", "qwen3_moe", seed=seed, max_shard_size="25KB")
-    fused = tiny_model("qwen3_moe", seed=seed)
-    fused.config.save_pretrained(directory / "moe-fused")
-    save_file(fused.state_dict(), directory / "moe-fused" / "model.safetensors")
-    config = tiny_config("qwen3_moe", layers=12)
-    config.num_experts = 16
-    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(directory / "moe-large", max_shard_size="700KB")
+    odd = moe(seed, hidden_size=45)
+    assert odd.lm_head.weight.numel() % 2 and odd.model.layers[0].mlp.experts.down_proj[0].numel() % 2
+    odd.save_pretrained(directory / "moe", max_shard_size="25KB")
+    odd.config.save_pretrained(directory / "moe-fused")
+    save_file(odd.state_dict(), directory / "moe-fused" / "model.safetensors")
+    moe(seed, layers=12, num_experts=16).save_pretrained(directory / "moe-large", max_shard_size="700KB")
     assert len(list((directory / "moe-large").glob("*.safetensors"))) > 2
     manifest = [damage(directory) for damage in DAMAGES]
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return directory
+
+
+def moe(seed: int, layers: int = 2, **sizes: int) -> Qwen3MoeForCausalLM:
+    """A Qwen3-MoE of other sizes than tiny_model's: with odd ones two ranks' partitions end in padding."""
+    config = tiny_config("qwen3_moe", layers=layers)
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    model = Qwen3MoeForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator) + ("norm" in name))
+    return model.bfloat16()
 
 
 def test_stages_0_to_2(checkpoints: Path, seed: int):

@@ -1,7 +1,7 @@
 """Launched on every rank: run the loop on each recipe named, and keep what came of it for the test to compare.
 
-For each recipe, rank 0 writes ``<output_dir>/result.pt``: losses and grad norms of every step, the trained Parameters, whole, by
-name, the scales that the last forward used, and which Parameters the optimizer held.
+For each recipe, rank 0 writes ``<output_dir>/result.pt``: losses and grad norms of every step, the trained Parameters,
+whole, by name, the scales that the last forward used, and which Parameters the optimizer held.
 """
 
 import gc
@@ -30,7 +30,7 @@ def main() -> None:
 
         state = loop.run()
         model, engine = state.session.model, state.session.engine
-        names = {name: parameter for name, parameter in model.named_parameters()}
+        names = dict(model.named_parameters())
         with gathered(names.values()):
             weights = {name: parameter.detach().cpu().clone() for name, parameter in names.items()}
             scales = {name: layer.weight_scale().cpu() for name, layer in state.session.quantization.layers.items()}

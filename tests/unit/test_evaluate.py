@@ -64,7 +64,7 @@ def test_bad_files(tmp_path):
     empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
     empty.write_text(" \n")
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="empty.txt: no text"):
+    with pytest.raises(ValueError, match=r"empty\.txt: no text"):
         read_eval_text(empty, tiny_tokenizer())
-    with pytest.raises(ValueError, match="binary.txt: not a UTF-8"):
+    with pytest.raises(ValueError, match=r"binary\.txt: not a UTF-8"):
         read_eval_text(binary, tiny_tokenizer())

@@ -67,9 +67,9 @@ def test_bit_equal_to_the_eager_loop(dtype: torch.dtype, _: int):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("_", range(10))
 def test_equal_to_transformers_fused_experts(dtype: torch.dtype, _: int):
-    """Gate and up are one product there, which may add up in another order: fp32 sums of up to 90 terms differ a little.
+    """Gate and up are one product there, which may add up in another order: fp32 sums of 90 terms differ a little.
 
-    In bf16 such a sum is rounded to the next of two bf16 values once in a while, 2^-8 apart, and a token adds up several.
+    In bf16 such a sum is rounded to the next of two values once in a while, 2^-8 apart, and a token adds up several.
     """
     case = Case(dtype)
     with torch.no_grad():

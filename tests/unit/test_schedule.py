@@ -1,5 +1,7 @@
 """Learning-rate curves at their corners, and the order of events."""
 
+import itertools
+
 import pytest
 
 from engine.schedule import Schedule, lr_factor
@@ -13,7 +15,7 @@ def curve(kind, total=10, warmup=0, min_ratio=0.1):
 def test_decay_starts_at_the_peak_and_ends_at_the_minimum(kind):
     values = curve(kind)
     assert values[0] == 1.0 and values[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(values, values[1:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(values))
 
 
 def test_linear_and_cosine_meet_half_way():
