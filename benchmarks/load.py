@@ -2,15 +2,15 @@
 
     python benchmarks/load.py [--ranks 2] [--repeats 5] [--write benchmarks/results/load.md]
 
-Makes a Qwen3 checkpoint (bf16, geometry of the 0.6B one, fewer layers and tokens) in a temporary directory and starts ranks
-on it with the deepspeed launcher, ZeRO-3:
+Makes a Qwen3 checkpoint (bf16, the 0.6B one's geometry with fewer layers and tokens) in a temporary directory and
+starts ranks on it with the deepspeed launcher, ZeRO-3:
 
-- time: build and load, both methods in turn, several times; the slowest rank counts, medians are reported. The file is in
-  the page cache, as it has just been written: storage is out of the comparison, which favours the method that reads less.
+- time: build and load, both methods in turn, several times; the slowest rank counts, medians are reported. The files
+  have just been written and are in the page cache, so that storage is left out of the comparison.
 - memory: each method in fresh processes; the growth of the peak RSS over that before the build (VmHWM, reset through
-  /proc/self/clear_refs), beside the arithmetic: the partitions, one parameter, one chunk of a read. glibc is told to give
-  every freed block of 1 MiB or more back at once (MALLOC_MMAP_THRESHOLD_); by default it keeps blocks of up to 32 MiB for
-  later, up to some 200 MiB here, which a peak of the RSS would count as used.
+  /proc/self/clear_refs), beside the arithmetic: the partitions, one parameter, one chunk of a read. glibc is told to
+  give every freed block of 1 MiB or more back at once (MALLOC_MMAP_THRESHOLD_). By default it keeps blocks of up to
+  32 MiB, up to some 200 MiB of them here, which the RSS would count as used.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -129,6 +130,13 @@ def work(path: Path, what: str, repeats: int) -> None:
         (path / f"{what}.json").write_text(json.dumps(result))
 
 
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def launch(path: Path, what: str, ranks: int, repeats: int) -> Any:
     """Run :func:`work` on ``ranks`` ranks and return what rank 0 wrote."""
     launcher = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -138,7 +146,7 @@ def launch(path: Path, what: str, ranks: int, repeats: int) -> Any:
     if what in METHODS:
         environment["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     arguments = ["--worker", str(path), "--what", what, "--repeats", str(repeats)]
-    command = [launcher, "--num_gpus", str(ranks), "--master_port", "29641", __file__, *arguments]
+    command = [launcher, "--num_gpus", str(ranks), "--master_port", str(free_port()), __file__, *arguments]
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     return json.loads((path / f"{what}.json").read_text())
 

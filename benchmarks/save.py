@@ -102,6 +102,8 @@ def measure(checkpoint: str, out: Path, results: Path, repeats: int) -> None:
             )
     if is_main():
         results.write_text(json.dumps(measured))
+    # Left to the interpreter's exit, gloo's threads abort the process now and then.
+    torch.distributed.destroy_process_group()
 
 
 def table(settings: dict[str, list[dict]]) -> str:

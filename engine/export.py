@@ -2,9 +2,16 @@
 
 from pathlib import Path
 
-from engine.recipe import parse_size
+from engine.recipe import Recipe, RecipeError, parse_size
 from engine.setup import Session, say
 from model.save import export_model
+
+
+def check_export_dir(recipe: Recipe) -> None:
+    """Refuse before any work a destination that is taken. Raises RecipeError."""
+    directory = recipe.export_dir()
+    if directory.is_dir() and any(directory.iterdir()):
+        raise RecipeError(f"export.dir: {str(directory)!r} is not empty; name another one, or remove it")
 
 
 def export(session: Session, directory: Path) -> None:

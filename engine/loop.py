@@ -29,13 +29,14 @@ from torch import Tensor
 from data.loader import Loader, valid_tokens
 from engine.calibrate import calibrate_inputs
 from engine.checkpoint import LATEST, load_checkpoint, save_checkpoint
-from engine.export import export
+from engine.export import check_export_dir, export
 from engine.fake_quant import FakeQuant
 from engine.losses import loss_sums
 from engine.metrics import Metrics, Progress, clipped_fractions, peak_memory_bytes, sum_over_ranks
+from engine.optim import peak_learning_rates
 from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.schedule import Schedule, lr_factor
-from engine.setup import Session, build_loader, say, set_up
+from engine.setup import Session, build_loader, say, set_up, start
 from model.ranks import errors_on_all_ranks, is_main, world_size
 
 Batch = Mapping[str, Tensor]
@@ -50,6 +51,8 @@ class StepResult:
     tokens: int
     grad_norm: float | None
     """Before clipping; None on stage 0 in fp32, where DeepSpeed clips without keeping it."""
+    clipped: dict[str, float]
+    """Clipped fractions by layer, in the steps that measure them."""
 
 
 @dataclass
@@ -138,6 +141,9 @@ class Loop:
         if recipe.train.checkpoint_every and state.step % recipe.train.checkpoint_every:
             self._save(state)
         if recipe.export.enabled:
+            if state.quant.stale and recipe.quant.fake_quant_start != -1:
+                say("the last steps trained without fake quant: measuring the scales for the export again")
+                state.quant.measure()
             export(state.session, recipe.export_dir())
         state.metrics.close()
         return state
@@ -154,11 +160,12 @@ class Loop:
         if valid == 0:
             raise ValueError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
         _set_learning_rates(state)
-        clip_stats = recipe.train.clip_stats_every and (state.step + 1) % recipe.train.clip_stats_every == 0
-        if clip_stats and state.quant.enabled:
+        quantized = state.quant.enabled
+        state.quant.stale |= not quantized
+        every = recipe.train.clip_stats_every
+        clip_stats = quantized and every > 0 and (state.step + 1) % every == 0
+        if clip_stats:
             state.quant.quantization.observe(True)
-        if not state.quant.enabled:
-            state.quant.stale = True
 
         sums = torch.zeros(3, device=device)
         for batch in batches:
@@ -169,11 +176,13 @@ class Loop:
             engine.step()
         norm = engine.get_global_grad_norm()
 
-        if clip_stats and state.quant.enabled:
-            state.log(clipped_fractions(state.quant.quantization))
+        clipped = {}
+        if clip_stats:
+            clipped = clipped_fractions(state.quant.quantization)
             state.quant.quantization.observe(False)
         lm, kd, aux = (sum_over_ranks(sums) / valid).tolist()
-        return StepResult(self._named_losses(lm, kd, aux), valid, tokens, None if norm is None else float(norm))
+        losses = self._named_losses(lm, kd, aux)
+        return StepResult(losses, valid, tokens, None if norm is None else float(norm), clipped)
 
     def _loss(self, session: Session, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of one micro-batch as a sum over its tokens, and its parts [lm, kd, router aux], detached."""
@@ -215,8 +224,10 @@ class Loop:
         output = Path(recipe.output_dir)
         checkpoints = output / "checkpoints"
         _check_destinations(recipe, checkpoints)
-        session, calibrate = set_up(recipe)
-        loader = build_loader(recipe, session.tokenizer)
+        ground = start(recipe)
+        # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
+        loader = build_loader(recipe, ground.tokenizer)
+        session, calibrate = set_up(recipe, ground)
         with errors_on_all_ranks(OSError):
             if is_main():
                 output.mkdir(parents=True, exist_ok=True)
@@ -244,6 +255,7 @@ class Loop:
         assert last is not None
         speed = last.tokens / world_size() / seconds
         progress.step({"loss": last.losses["loss/total"], "tok/s/dev": speed})
+        state.log(last.clipped)
         if state.step % self.recipe.train.log_every:
             return
         engine = state.session.engine
@@ -263,9 +275,8 @@ class Loop:
 
 def _check_destinations(recipe: Recipe, checkpoints: Path) -> None:
     """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError on every rank."""
-    exported = recipe.export_dir()
-    if recipe.export.enabled and exported.is_dir() and any(exported.iterdir()):
-        raise RecipeError(f"export.dir: {str(exported)!r} is not empty; name another one, or remove it")
+    if recipe.export.enabled:
+        check_export_dir(recipe)
     if not recipe.train.resume and (checkpoints / LATEST).exists():
         raise RecipeError(
             f"output_dir: {recipe.output_dir!r} has checkpoints of an earlier run; "
@@ -283,5 +294,7 @@ def _set_learning_rates(state: LoopState) -> None:
         kind=optim.schedule,
         min_ratio=optim.min_lr_ratio,
     )
+    # From the recipe, not from the optimizer's state: a resumed run follows the recipe that it is given.
+    peaks = peak_learning_rates(optim)
     for group in state.session.engine.optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * factor
+        group["lr"] = peaks[group["name"]] * factor

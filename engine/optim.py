@@ -97,20 +97,18 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
     Each trainable Parameter is listed once, also where modules share it. Theta is the logarithm of a factor on the
     scale, so its learning rate is a relative step; it has no weight decay, which would pull the scale back to its
     initial value, and an eps of its own.
-    ``peak_lr`` is what the schedule multiplies; ``lr`` is 0 until the loop sets it, before every step.
+    ``lr`` is 0 until the loop sets it, before every step.
     """
     members: dict[str, list[nn.Parameter]] = {"weights": [], "no_decay": [], "scales": []}
     group_of = {"weight_scale": "scales", "act_scale": "scales", "norm": "no_decay", "bias": "no_decay"}
     for owned in classify(model):
         if owned.parameter.requires_grad:
             members[group_of.get(owned.kind, "weights")].append(owned.parameter)
-    learning_rate = {"weights": optim.lr, "no_decay": optim.lr, "scales": optim.scale_lr}
     groups: list[dict] = [
         {
             "name": name,
             "params": parameters,
             "lr": 0.0,
-            "peak_lr": learning_rate[name],
             "weight_decay": optim.weight_decay if name == "weights" else 0.0,
             "eps": SCALE_EPS if name == "scales" else optim.eps,
         }
@@ -120,6 +118,11 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
     if not groups:
         raise ValueError("nothing trains: every switch under learnable is off, or the model has nothing of what is on")
     return groups
+
+
+def peak_learning_rates(optim: OptimRecipe) -> dict[str, float]:
+    """What the schedule multiplies, by name of the parameter group."""
+    return {"weights": optim.lr, "no_decay": optim.lr, "scales": optim.scale_lr}
 
 
 def build_optimizer(model: nn.Module, optim: OptimRecipe) -> torch.optim.Optimizer:

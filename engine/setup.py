@@ -35,6 +35,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass
+class Ground:
+    """What a run stands on before a model exists."""
+
+    device: torch.device
+    ds_config: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase
+
+
+@dataclass
 class Session:
     """A run that is ready to train: the student in its engine, its quantisation, the teacher, the data."""
 
@@ -229,21 +238,31 @@ def build_teacher(recipe: Recipe, ds_config: dict[str, Any], device: torch.devic
     return initialize_frozen(teacher, ds_config)
 
 
-def set_up(recipe: Recipe, *, training: bool = True) -> tuple[Session, bool]:
+def start(recipe: Recipe) -> Ground:
+    """Process group, DeepSpeed configuration and tokenizer.
+
+    Raises:
+        RecipeError: the DeepSpeed configuration is wrong; on every rank, before there is a process group.
+        RankError: there is no tokenizer.
+    """
+    ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    device = init_ranks()
+    torch.manual_seed(recipe.train.seed)
+    return Ground(device, ds_config, read_tokenizer(recipe))
+
+
+def set_up(recipe: Recipe, ground: Ground, *, training: bool = True) -> tuple[Session, bool]:
     """Everything from the recipe to engines, with weights and scales in place; a collective.
 
     Args:
         recipe: the run.
+        ground: what :func:`start` gave.
         training: with an optimizer and a teacher; else the engine only runs forward.
 
     Returns:
         The session, and whether activation scales are still to be calibrated (see engine.calibrate).
     """
-    device = init_ranks()
-    with errors_on_all_ranks(OSError, ValueError):
-        ds_config = resolve(recipe, world_size())
-    torch.manual_seed(recipe.train.seed)
-    tokenizer = read_tokenizer(recipe)
+    device, ds_config = ground.device, ground.ds_config
     model, quantization = build_student(recipe, ds_config, device)
     calibrate = initial_scales(recipe, quantization)
     if training:
@@ -251,5 +270,5 @@ def set_up(recipe: Recipe, *, training: bool = True) -> tuple[Session, bool]:
         engine = initialize_student(recipe, ds_config, model)
     else:
         teacher, engine = None, initialize_frozen(model, ds_config)
-    session = Session(recipe, ds_config, engine, model, quantization, teacher, tokenizer, device)
+    session = Session(recipe, ds_config, engine, model, quantization, teacher, ground.tokenizer, device)
     return session, calibrate

@@ -7,17 +7,20 @@ in place under the recipe's ZeRO stage. The result is served as it is, and is wh
 """
 
 from engine.calibrate import calibrate_inputs
-from engine.export import export
-from engine.recipe import parse_recipe
-from engine.setup import build_loader, say, set_up
+from engine.export import check_export_dir, export
+from engine.recipe import exit_on_recipe_error, parse_recipe
+from engine.setup import build_loader, say, set_up, start
 
 
 def main() -> None:
     """Check the recipe, measure, write."""
     recipe = parse_recipe()
-    session, inputs_missing = set_up(recipe, training=False)
+    with exit_on_recipe_error():
+        check_export_dir(recipe)
+        ground = start(recipe)
+    loader = build_loader(recipe, ground.tokenizer)
+    session, inputs_missing = set_up(recipe, ground, training=False)
     if inputs_missing:
-        loader = build_loader(recipe, session.tokenizer)
         say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
         calibrate_inputs(
             session.engine, session.quantization, loader.first(recipe.quant.calibration_batches), session.device

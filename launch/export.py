@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.checkpoint import load_checkpoint
 from engine.export import export
 from engine.recipe import load_recipe
-from engine.setup import set_up
+from engine.setup import set_up, start
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
         parser.error(f"{arguments.checkpoint} is not a training checkpoint: it has no recipe.yaml")
     recipe = load_recipe(arguments.checkpoint / "recipe.yaml")
 
-    session, _ = set_up(recipe)
+    session, _ = set_up(recipe, start(recipe))
     load_checkpoint(session, arguments.checkpoint)
     export(session, arguments.out)
 

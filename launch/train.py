@@ -6,12 +6,14 @@
 """
 
 from engine.loop import Loop
-from engine.recipe import parse_recipe
+from engine.recipe import exit_on_recipe_error, parse_recipe
 
 
 def main() -> None:
     """Check the recipe, then train: a bad recipe ends every process before a process group starts."""
-    Loop(parse_recipe()).run()
+    recipe = parse_recipe()
+    with exit_on_recipe_error():
+        Loop(recipe).run()
 
 
 if __name__ == "__main__":

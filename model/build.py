@@ -6,11 +6,9 @@ costs nothing as there is nothing to copy, embeddings are tied, and :func:`model
 one by one, under ``zero.Init`` for stage 3. Against running ``__init__`` inside ``zero.Init`` this means that
 
 - no modelling code runs or is imported while torch's tensor constructors are patched. There a float ``torch.arange``
-  becomes
-  bf16, and so does the ``torch.tensor`` of a longrope configuration, and with them ``inv_freq``; and torch._dynamo's
-  import fails;
-- a fused MoE layer never exists, on no rank: the peak is the partitions and one parameter, not one layer of all
-  experts;
+  becomes bf16, and so does the ``torch.tensor`` of a longrope configuration, and with them ``inv_freq``; and
+  torch._dynamo cannot be imported;
+- a fused MoE layer exists on no rank: the peak is the partitions and one parameter, not all experts of a layer;
 - an error in the configuration or in the modelling code is raised before the first collective.
 
 Against building all of it on the meta device, buffers need not be computed again by code that knows each kind of them.
@@ -58,9 +56,8 @@ def build_model(
         quantized: the checkpoint is a compressed one, to be read by ``model.compressed``: build what it was before.
 
     Raises:
-        RankError: on every rank: no config.json, one that is quantised or needs code that was not allowed, a MoE layout
-        that
-            is not supported, ``dtype`` against ``ds_config``.
+        RankError: on every rank: no config.json, one that is quantised or needs code that was not allowed, a MoE
+            layout that is not supported, ``dtype`` against ``ds_config``.
     """
     path = Path(path)
     with errors_on_all_ranks(Exception):
@@ -83,7 +80,7 @@ def build_model(
 def check_rotary_buffers(model: nn.Module) -> None:
     """Raise RankError on every rank if a rotary ``inv_freq`` is not fp32.
 
-    A bf16 frequency is off by up to 0.2%, which at position 1,000 turns the fastest pair by more than a radian.
+    A bf16 frequency is off by up to 0.2%, which at position 1,000 turns the faster pairs by about a radian.
     Call it again after ``deepspeed.initialize``, which may cast buffers (``data_types.buffer_dtype``).
     """
     wrong = [
@@ -116,6 +113,8 @@ def _read_config(path: Path, trust_remote_code: bool, quantized: bool) -> Pretra
         raw = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file} is a JSON {type(raw).__name__}, expected an object")
     if raw.get("quantization_config") and not quantized:
         raise ValueError(
             f"{file} has a quantization_config: model.path must be the unquantised checkpoint; give the quantised one "

@@ -7,8 +7,7 @@ a mapping is a key, the shape that its tensor must have, and the :class:`Piece` 
 
 The renaming rules are transformers' own (``get_model_conversion_mapping``). They are found by model class and type, not
 by looking at the experts, so that it does not matter that these have been replaced. Rules that compute something
-(transposing, splitting a fused projection, permuting for RoPE) are refused by name, if a key of the checkpoint meets
-one.
+(transposing, splitting a projection, permuting for RoPE) are refused by name, if a key of the checkpoint meets one.
 """
 
 import math
@@ -25,7 +24,6 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
-    apply_renamings,
     rename_source_key,
 )
 
@@ -84,6 +82,7 @@ class Names:
         rules = get_model_conversion_mapping(model, add_legacy=False)
         reverse = [rule.reverse_transform() for rule in reversed(rules) if not isinstance(rule, PrefixChange)]
         self._reverse_renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
+        self._stackings = [(rule, rule.reverse_transform()) for rule in self._converters if _is_stacking(rule)]
 
     def layout(self, key: str) -> Layout | None:
         """What the tensor ``key`` of a checkpoint holds; None if nothing in the model.
@@ -105,14 +104,13 @@ class Names:
     def key(self, name: str) -> str:
         """The key under which ``save_pretrained`` writes our parameter ``name``; per expert for experts.
 
-        Where transformers knows fused tensors on disk only, the per-expert key is the name itself, with renaming
-        applied.
+        Where transformers knows fused tensors on disk only, the per-expert key is the name itself, renamed.
         """
         key = name
         if name in self._fused_of:
             fused, piece = self._fused_of[name]
             key = self._expert_key(fused, piece) or name
-        return apply_renamings(key, self._reverse_renamings)
+        return _renamed(key, self._reverse_renamings)
 
     def _rename(
         self, key: str, renamings: list[WeightRenaming], converters: list[WeightConverter]
@@ -130,7 +128,7 @@ class Names:
         None for an expert that the model does not have.
         """
         converter = self._by_pattern[pattern]
-        expert = re.search(_expert_pattern(pattern), apply_renamings(key, self._renamings))
+        expert = re.search(_expert_pattern(pattern), _renamed(key, self._renamings))
         if name not in self._fused or not _is_stacking(converter) or expert is None:
             operations = ", ".join(type(operation).__name__ for operation in converter.operations)
             raise UnsupportedConversionError(f"{key} (transformers makes {name} from it by {operations})")
@@ -138,8 +136,9 @@ class Names:
         fused = self._fused[name]
         shape = (fused.shape[1] // parts, *fused.shape[2:])
         start = (int(expert.group(1)) * parts + part) * math.prod(shape)
-        stop = start + math.prod(shape)
-        inside = [piece for piece in fused.pieces if start <= piece.offset and piece.offset + piece.numel <= stop]
+        # All pieces of a fused parameter are of one size.
+        size = fused.pieces[0].numel
+        inside = fused.pieces[start // size : (start + math.prod(shape)) // size]
         pieces = tuple(Piece(piece.name, piece.offset - start, piece.shape) for piece in inside)
         return Layout(shape, pieces) if pieces else None
 
@@ -147,20 +146,16 @@ class Names:
         """The key that a stacking converter has for a piece of a fused parameter; None without such a converter."""
         rows = self._fused[fused].shape[1]
         expert, row = divmod(piece.offset // math.prod(piece.shape[1:]), rows)
-        for converter in filter(_is_stacking, self._converters):
+        for converter, reverse in self._stackings:
             sources = converter._original_source_patterns
-            if len(sources) * piece.shape[0] == rows:
-                reverse = converter.reverse_transform()
-                first, matched = reverse.rename_source_key(fused)
-                if matched is not None:
-                    source = sources[row // piece.shape[0]]
-                    return first.replace(sources[0], source).replace("*", str(expert), 1)
+            first, matched = reverse.rename_source_key(fused)
+            if matched is not None and len(sources) * piece.shape[0] == rows:
+                return first.replace(sources[0], sources[row // piece.shape[0]]).replace("*", str(expert), 1)
         return None
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of ``model`` holds: parameters under all their names (tied ones have several), persistent
-    buffers.
+    """What a checkpoint of ``model`` holds: parameters, tied ones under each of their names, and persistent buffers.
 
     Scales are not among them: the layers of :mod:`quant` may be in place already, and scales have their own reader.
     """
@@ -210,6 +205,13 @@ def _is_stacking(converter: WeightConverter) -> bool:
     several = len(converter.source_patterns) > 1
     expected = [(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]
     return len(kinds) == len(converter.operations) and kinds == expected and len(converter.target_patterns) == 1
+
+
+def _renamed(key: str, renamings: list[WeightRenaming]) -> str:
+    """``key`` after every renaming in turn."""
+    for renaming in renamings:
+        key, _ = renaming.rename_source_key(key)
+    return key
 
 
 def _expert_pattern(pattern: str) -> str:

@@ -218,7 +218,7 @@ def load_scales(
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
                 f"{directory} has no input_scale for {_listed(missing_inputs)}. Set quant.calibration_batches to "
-                "measure them in place, or quant.initial_input_scale, or name a PTQ checkpoint with static activation scales"
+                "measure them in place, or quant.initial_input_scale, or name a PTQ checkpoint that has them"
             )
     report = ScaleReport(loaded=[*weights, *inputs], measured=missing_weights)
     weights |= measure_weight_scales(quantization, set(missing_weights))

@@ -196,6 +196,9 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._stream is not None:
             self._stream.close()
 
@@ -220,12 +223,12 @@ class Reader:
         dtype = tensor.dtype
         if dtype is None:
             raise CheckpointError(f"{tensor.file}: {tensor.key} has the dtype {tensor.kind}, which is not read")
+        if self._buffer is None:
+            # Pinned, so that the copy to a GPU needs no staging by the driver.
+            size = max(self._chunk_bytes, 8)
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         for offset, size in self._spans(count, dtype):
-            length = size * dtype.itemsize
-            if self._buffer is None or self._buffer.numel() < length:
-                # Pinned, so that the copy to a GPU needs no staging by the driver.
-                self._buffer = torch.empty(length, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            values = self._buffer[:length].view(dtype)
+            values = self._buffer[: size * dtype.itemsize].view(dtype)
             self._fill(tensor, start + offset, values)
             yield offset, values
 
@@ -237,7 +240,7 @@ class Reader:
     def _fill(self, tensor: DiskTensor, start: int, values: Tensor) -> None:
         """Read ``values``, in memory and of the dtype on disk, from element ``start`` of ``tensor`` on."""
         if tensor.file != self._file or self._stream is None:
-            self.__exit__()
+            self._close()
             self._file, self._stream = tensor.file, tensor.file.open("rb", buffering=0)
         target = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an ndarray is a buffer
         self._stream.seek(tensor.begin + start * values.itemsize)

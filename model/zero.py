@@ -123,9 +123,8 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
     """Whole parameters inside the block, on every rank; plain parameters are whole anyway.
 
     Args:
-        parameters: any mixture of partitioned and plain ones. One collective per parameter: pass a list rather than
-        entering
-            the context for each. Blocks must not nest on the same parameter.
+        parameters: any mixture of partitioned and plain ones. One collective per parameter, but a list is faster than
+            a block for each. Blocks must not nest on the same parameter.
         modifier_rank: the rank whose changes reach all ranks, partitioned or plain. None: changes are refused or lost.
     """
     parameters = list(parameters)
@@ -184,7 +183,7 @@ def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
 def mark_leaf(module: nn.Module) -> None:
     """Make stage 3 gather the parameters of ``module`` together and count it as one step of its trace.
 
-    Without it the order in which submodules run must be the same on all ranks, and each costs its own collectives.
+    Without it every submodule costs collectives of its own, and all ranks must run them in the same order.
     """
     set_z3_leaf_module(module, True)
 

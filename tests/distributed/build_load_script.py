@@ -195,6 +195,7 @@ def check_frozen_fp32(path: Path, stage: int, seed: int) -> None:
         assert {parameter.dtype for parameter in trainable} == {torch.bfloat16}
         if stage == 3:
             check_partitions_are_current(model)
+            assert torch.isfinite(engine(ids, labels=ids).loss), "the engine no longer runs after gathering"
 
 
 def check_partitions_are_current(model: nn.Module) -> None:

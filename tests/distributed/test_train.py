@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from data.chat import read_chat
 from data.loader import Loader, valid_tokens
 from engine.losses import loss_sums
-from engine.optim import parameter_groups, set_learnable
+from engine.optim import parameter_groups, peak_learning_rates, set_learnable
 from engine.recipe import load_recipe
 from engine.schedule import lr_factor
 from model.build import build_model
@@ -124,7 +124,7 @@ def plain_loop(path: Path):
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, settings.optim.grad_clip)))
         factor = lr_factor(step, total=STEPS, warmup=2, kind="cosine", min_ratio=settings.optim.min_lr_ratio)
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
+            group["lr"] = peak_learning_rates(settings.optim)[group["name"]] * factor
         optimizer.step()
         optimizer.zero_grad()
         losses.append(
