@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.ranks import raise_everywhere, world_size
+from model.ranks import raise_everywhere, reduce_over_ranks
 from model.scales import write_scales
 from quant import Quantization, scales_from_stats
 
@@ -28,8 +28,7 @@ def observed_input_scales(quantization: Quantization) -> dict[str, Tensor]:
     absmax = torch.stack([group.observer.absmax.to(device) for group in groups if group.observer is not None])
     # A MAX reduction may drop NaN; Inf survives it.
     absmax = torch.where(torch.isnan(absmax), torch.inf, absmax)
-    if world_size() > 1:
-        dist.all_reduce(absmax, op=dist.ReduceOp.MAX)
+    absmax = reduce_over_ranks(absmax, dist.ReduceOp.MAX)
     values = dict(zip((group.owner for group in groups), absmax.tolist(), strict=True))
     bad = [owner for owner, value in values.items() if not math.isfinite(value)]
     unseen = [owner for owner, value in values.items() if value == 0]

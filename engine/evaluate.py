@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from engine.losses import IGNORE_INDEX, loss_sums
-from engine.metrics import sum_over_ranks
 from engine.setup import initialize_frozen
 from model.build import build_model
 from model.compressed import load_compressed
 from model.load import load_weights
-from model.ranks import errors_on_all_ranks, is_main, rank, world_size
+from model.ranks import errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """input_ids [B, T], attention_mask [B, T] -> logits [B, T, V]"""
@@ -128,7 +127,7 @@ def evaluate_text(
         inputs, labels, mask = (tensor.to(device) for tensor in (inputs, labels, mask))
         lm = loss_sums(forward(inputs, mask), labels).lm.double()
         total += torch.stack([lm, (labels != IGNORE_INDEX).sum().double()])
-    nll, tokens = sum_over_ranks(total).tolist()
+    nll, tokens = reduce_over_ranks(total).tolist()
     assert tokens == len(text.token_ids), f"{tokens} tokens were predicted of {len(text.token_ids)}"
     return Perplexity(int(tokens), text.words, text.bytes, -nll)
 

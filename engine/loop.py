@@ -32,12 +32,12 @@ from engine.checkpoint import LATEST, load_checkpoint, save_checkpoint
 from engine.export import check_export_dir, export
 from engine.fake_quant import FakeQuant
 from engine.losses import loss_sums
-from engine.metrics import Metrics, Progress, clipped_fractions, peak_memory_bytes, sum_over_ranks
+from engine.metrics import Metrics, Progress, clipped_fractions, peak_memory_bytes
 from engine.optim import peak_learning_rates
 from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.schedule import Schedule, lr_factor
 from engine.setup import Session, build_loader, say, set_up, start
-from model.ranks import errors_on_all_ranks, is_main, world_size
+from model.ranks import errors_on_all_ranks, is_main, reduce_over_ranks, world_size
 
 Batch = Mapping[str, Tensor]
 
@@ -156,7 +156,7 @@ class Loop:
         counts = torch.tensor(
             [valid_tokens(batches), sum(int(b["attention_mask"].sum()) for b in batches)], device=device
         )
-        valid, tokens = sum_over_ranks(counts).tolist()
+        valid, tokens = reduce_over_ranks(counts).tolist()
         if valid == 0:
             raise ValueError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
         _set_learning_rates(state)
@@ -180,7 +180,7 @@ class Loop:
         if clip_stats:
             clipped = clipped_fractions(state.quant.quantization)
             state.quant.quantization.observe(False)
-        lm, kd, aux = (sum_over_ranks(sums) / valid).tolist()
+        lm, kd, aux = (reduce_over_ranks(sums) / valid).tolist()
         losses = self._named_losses(lm, kd, aux)
         return StepResult(losses, valid, tokens, None if norm is None else float(norm), clipped)
 

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from model.ranks import is_main, world_size
+from model.ranks import is_main, reduce_over_ranks
 from model.scales import clipped_weight_fractions
 from quant import Quantization
 
@@ -72,13 +70,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """``values`` summed over all ranks, in place; a collective."""
-    if world_size() > 1:
-        dist.all_reduce(values)
-    return values
-
-
 def clipped_fractions(quantization: Quantization) -> dict[str, float]:
     """Fraction of elements outside the range, per scale group: of the weights, and of the inputs that were observed.
 
@@ -91,11 +82,9 @@ def clipped_fractions(quantization: Quantization) -> dict[str, float]:
     groups = quantization.input_groups
     if not groups:
         return fractions
-    device = groups[0].s0.device
     observers = [group.observer for group in groups if group.observer is not None]
-    clipped_total = [observer.clipped.to(device) for observer in observers]
-    counts = torch.stack([torch.stack(clipped_total), torch.tensor([o.total for o in observers], device=device)], dim=1)
-    for group, (clipped, total) in zip(groups, sum_over_ranks(counts.double()).tolist(), strict=True):
+    counts = torch.tensor([[int(observer.clipped), observer.total] for observer in observers], dtype=torch.float64)
+    for group, (clipped, total) in zip(groups, reduce_over_ranks(counts).tolist(), strict=True):
         if total:
             fractions[f"clipped/inputs/{group.owner}"] = clipped / total
     return fractions

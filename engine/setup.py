@@ -75,12 +75,12 @@ def init_ranks() -> torch.device:
         "MASTER_PORT": "0",
     }.items():
         os.environ.setdefault(name, value)
-    init_process_group()
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+        torch.cuda.set_device(device)  # before NCCL starts, which takes the current device
+    init_process_group()
+    return device
 
 
 def say(text: str) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 
 class RankError(RuntimeError):
@@ -36,6 +37,22 @@ def barrier() -> None:
     """Wait for every rank; nothing without a process group."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """``tensor`` reduced over all ranks, on every rank and on its own device; a collective.
+
+    The result may be the tensor itself. NCCL reduces CUDA tensors only, so a CPU tensor (of offloaded parameters, say)
+    travels through this rank's GPU.
+    """
+    if world_size() == 1:
+        return tensor
+    if dist.get_backend() == dist.Backend.NCCL and tensor.device.type == "cpu":
+        on_gpu = tensor.cuda()
+        dist.all_reduce(on_gpu, op=operation)
+        return on_gpu.cpu()
+    dist.all_reduce(tensor, op=operation)
+    return tensor
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.ranks import errors_on_all_ranks, raise_everywhere, world_size
+from model.ranks import errors_on_all_ranks, raise_everywhere, reduce_over_ranks
 from model.zero import full_numel, full_shape, gathered, is_partitioned, local_data, local_range
 from quant import (
     Quantization,
@@ -100,9 +100,7 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
     bad: list[str] = []
     for bucket in _buckets(groups):
         stats = [_local_stats(quantization, group, spec) for group in bucket]
-        flat = torch.cat([stat.flatten() for stat in stats])
-        if world_size() > 1:
-            dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        flat = reduce_over_ranks(torch.cat([stat.flatten() for stat in stats]), dist.ReduceOp.MAX)
         for group, stat, reduced in zip(bucket, stats, flat.split([stat.numel() for stat in stats]), strict=True):
             if not bool(torch.isfinite(reduced).all()):
                 bad.append(group.owner)
@@ -128,10 +126,10 @@ def clipped_weight_fractions(quantization: Quantization) -> dict[str, float]:
             for group in bucket:
                 layers = [quantization.layers[name] for name in group.members]
                 counts.append(sum(_local_clipped(layer, spec) for layer in layers))
-    clipped = torch.tensor(counts, dtype=torch.float64, device=groups[0].s0.device)
+    clipped = torch.tensor(counts, dtype=torch.float64)
     # Where weights are not partitioned, every rank has counted all of them.
-    if world_size() > 1 and is_partitioned(groups[0].s0):
-        dist.all_reduce(clipped)
+    if is_partitioned(groups[0].s0):
+        clipped = reduce_over_ranks(clipped)
     fractions = {}
     for group, count in zip(groups, clipped.tolist(), strict=True):
         layers = [quantization.layers[name] for name in group.members]
@@ -153,10 +151,8 @@ def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, spec
         layer = quantization.layers[name]
         shape = (layer.out_features, layer.in_features)
         errors = errors + partial_errors(local_data(layer.weight), local_range(layer.weight)[0], shape, stats, spec)
-    if world_size() > 1:
-        # Where weights are not partitioned every rank adds the same errors: the smallest stays the smallest.
-        dist.all_reduce(errors)
-    return scales_from_errors(stats, errors, spec)
+    # Where weights are not partitioned every rank adds the same errors: the smallest stays the smallest.
+    return scales_from_errors(stats, reduce_over_ranks(errors), spec)
 
 
 def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec) -> Tensor:
