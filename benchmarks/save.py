@@ -1,11 +1,11 @@
 """What an export costs: seconds, and how far the memory of each rank grows, against the arithmetic.
 
-    python benchmarks/save.py [--repeats 3] > benchmarks/results/save.md
+    python benchmarks/save.py [--repeats 3]
 
 Makes a Qwen3 checkpoint of 569 MB (random weights), shards it over two ranks under ZeRO-3, and exports it as bf16 and
 as fp8. Growth is the high-water mark of the resident set during the export over the resident set before it. The
 arithmetic says: rank 0 one shard and the largest module, rank 1 the largest module; the chunks in which weights are
-quantised come on top, some 20 MB.
+quantised come on top, some 20 MB. Writes ``benchmarks/results/save.md``.
 """
 
 import argparse
@@ -157,6 +157,7 @@ def main() -> None:
 
     from tests.distributed.launcher import run_ranks
 
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
         base = Path(directory)
         make_checkpoint(base / "checkpoint")
@@ -171,22 +172,24 @@ def main() -> None:
             settings[setting] = json.loads((base / "results.json").read_text())
     machine = f"{platform.machine()} with {os.cpu_count()} cores, no GPU"
     versions = f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, safetensors {safetensors.__version__}"
-    print(
-        f"""# Export of a 569 MB checkpoint from ZeRO-3
+    text = f"""# Export of a 569 MB checkpoint from ZeRO-3
 
-{date.today()}, {machine}; {versions}. Two ranks (gloo), one thread each, shards of {SHARD / 1e6:.0f} MB, medians of
-{arguments.repeats}. `python benchmarks/save.py`
+{date.today()}, {machine}; {versions}.
+Two ranks (gloo), one thread each, shards of {SHARD / 1e6:.0f} MB, medians of {arguments.repeats};
+load average {load:.1f} when it began (times grow with it, memory does not). `python benchmarks/save.py`
 
 {table(settings)}
 
 Growth is the high-water mark of the resident set over the resident set before. "Counted" is what the arithmetic says:
-the bytes of the tensors collected (one shard) and gathered (one module), added up while exporting. With `{THRESHOLD}`
-set so that glibc gives every freed block back, growth is what is in use: rank 0 as counted, and some MB for the chunks
-in which weights are quantised; rank 1 twice the module, as gloo's all-gather holds what it gathers twice for a moment
-(66 MB gathered by itself grow a process by 131 MB). As it is, glibc keeps freed blocks below 32 MB for later, and as
-much again stays resident. Writing and syncing 569 MB in files of this size, and nothing else, takes {floor:.2f} s
-here."""
-    )
+the bytes of the tensors collected (one shard) and gathered (one module), added up while exporting. With
+`{THRESHOLD}` set so that glibc gives every freed block back, growth is what is in use: rank 0 as counted,
+and some MB for the chunks in which weights are quantised; rank 1 twice the module, as gloo's all-gather holds what it
+gathers twice for a moment (66 MB gathered by itself grow a process by 131 MB). As it is, glibc keeps freed blocks below
+32 MB for later, and as much again stays resident.
+Writing and syncing 569 MB in files of this size, and nothing else, takes {floor:.2f} s here.
+"""
+    print(text)
+    (ROOT / "benchmarks" / "results" / "save.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def read_chat(
         )
     builder = _Builder(tokenizer, fields, max_length, truncate=too_long == "truncate")
     size = sum(path.stat().st_size for path in paths)
-    with tqdm(total=size, unit="B", unit_scale=True, desc="chats", disable=not progress) as bar:
+    with tqdm(total=size, unit="B", unit_scale=True, desc="chats", delay=1, disable=not progress) as bar:
         for path in paths:
             builder.read(path, bar)
     builder.problems.raise_if_any()

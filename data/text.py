@@ -58,7 +58,9 @@ def read_text(
 def _tokens(path: Path, backend: Tokenizer, progress: bool) -> np.ndarray:
     pieces = split(_text(path), backend, PIECE)
     parts = [np.empty(0, dtype=np.int32)]
-    with tqdm(total=sum(map(len, pieces)), unit="char", unit_scale=True, desc=path.name, disable=not progress) as bar:
+    with tqdm(
+        total=sum(map(len, pieces)), unit="char", unit_scale=True, desc=path.name, delay=1, disable=not progress
+    ) as bar:
         for index in range(0, len(pieces), PIECES):
             group = pieces[index : index + PIECES]
             encodings = backend.encode_batch_fast(group, add_special_tokens=False)

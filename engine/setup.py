@@ -165,7 +165,7 @@ def build_student(
     return model, quantization
 
 
-def initial_scales(recipe: Recipe, quantization: Quantization) -> bool:
+def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> bool:
     """Fill every weight scale, and the activation scales that the recipe names a source for.
 
     Returns whether activation scales remain to be calibrated in place. A collective.
@@ -173,6 +173,7 @@ def initial_scales(recipe: Recipe, quantization: Quantization) -> bool:
     if recipe.quant.scales is not None:
         calibrate = recipe.quant.calibration_batches > 0
         report = load_scales(
+            model,
             quantization,
             recipe.quant.scales,
             initial_input_scale=recipe.quant.initial_input_scale,
@@ -264,7 +265,7 @@ def set_up(recipe: Recipe, ground: Ground, *, training: bool = True) -> tuple[Se
     """
     device, ds_config = ground.device, ground.ds_config
     model, quantization = build_student(recipe, ds_config, device)
-    calibrate = initial_scales(recipe, quantization)
+    calibrate = initial_scales(recipe, model, quantization)
     if training:
         teacher = build_teacher(recipe, ds_config, device, model.config.vocab_size)
         engine = initialize_student(recipe, ds_config, model)

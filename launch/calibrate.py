@@ -10,6 +10,7 @@ from engine.calibrate import calibrate_inputs
 from engine.export import check_export_dir, export
 from engine.recipe import exit_on_recipe_error, parse_recipe
 from engine.setup import build_loader, say, set_up, start
+from model.ranks import shut_down
 
 
 def main() -> None:
@@ -26,6 +27,7 @@ def main() -> None:
             session.engine, session.quantization, loader.first(recipe.quant.calibration_batches), session.device
         )
     export(session, recipe.export_dir())
+    shut_down()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from engine.evaluate import evaluate_text, load_for_evaluation, read_eval_text
 from engine.setup import DTYPES, init_ranks, say
-from model.ranks import errors_on_all_ranks
+from model.ranks import errors_on_all_ranks, shut_down
 
 
 def main() -> None:
@@ -52,6 +52,7 @@ def main() -> None:
             f"{directory!s:40} {result.tokens:8,} {result.per_token:10.4f} {result.per_word:10.3f} "
             f"{result.per_byte:9.4f} {result.bits_per_byte:9.4f}"
         )
+    shut_down()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from engine.checkpoint import load_checkpoint
 from engine.export import export
 from engine.recipe import load_recipe
 from engine.setup import set_up, start
+from model.ranks import shut_down
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def main() -> None:
     session, _ = set_up(recipe, start(recipe))
     load_checkpoint(session, arguments.checkpoint)
     export(session, arguments.out)
+    shut_down()
 
 
 if __name__ == "__main__":

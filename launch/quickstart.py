@@ -2,39 +2,49 @@
 
     make quickstart            (or: python launch/quickstart.py [--out runs/quickstart])
 
-1. a corpus from the text that Python itself ships (the language reference behind ``help()``), a tokenizer trained on it
-2. a small Qwen3, trained by this project's loop with fake quant off
-3. FT: the same model trained a little longer, still unquantised
-4. per scheme, PTQ: FT quantised without training; QAT: step 2's model trained with fake quant for as long as FT, from
-   its own scales, then exported
-5. perplexity of them all on held-out text, by the served arithmetic; the exports loaded and compared in transformers
+1. A corpus from text that Python itself ships: the docstrings of its standard library and the language reference behind
+   ``help()``. A tokenizer is trained on it, and a small Qwen3 is made with random weights.
+2. The model is trained by this project's loop with fake quant off.
+3. FT: it is trained a little longer, still unquantised.
+4. For each scheme, PTQ: FT quantised without training. And QAT: the model of step 2 trained with fake quant for as long
+   as FT, from its own scales, then exported.
+5. The exports are loaded in transformers and compared with our forward.
+6. One table: perplexity of them all on held-out text, by the served arithmetic.
 
-Steps 2 to 4 are the commands that a user would run, through the deepspeed launcher on two ranks (or all GPUs) under
-ZeRO-3. FT sees the same data for the same steps as QAT, so the recovered share (PTQ - QAT) / (PTQ - FT) credits nothing
-to longer training.
+Steps 2 to 5 are commands that a user would run, training on two ranks (or all GPUs) under ZeRO-3. FT sees the same data
+in the same order for the same steps as QAT, so the recovered share (PTQ - QAT) / (PTQ - FT) credits nothing to longer
+training.
 """
 
 import argparse
+import ast
 import os
+import random
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import sysconfig
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from engine.evaluate import Perplexity, evaluate_text, load_for_evaluation, read_eval_text
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMES = ("fp8_static", "w2a16_g32")  # one that costs nothing, and one where quantising without training hurts
-VOCABULARY = 2048
+VOCABULARY = 512
 LENGTH = 128
-BASE_STEPS, TUNE_STEPS = 240, 60
+BASE_STEPS, TUNE_STEPS = 350, 70
+BASE_LR, TUNE_LR = 1.2e-2, 2e-3
+TRAIN_CHARACTERS, HELDOUT_CHARACTERS = 1_000_000, 40_000
+STEPS = 4 + 3 * len(SCHEMES)
 
 
 def main() -> None:
@@ -42,29 +52,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="made anew (default runs/quickstart)")
     out: Path = parser.parse_args().out
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every process warns that it found no GPU
     began = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
 
+    steps = iter(range(1, STEPS + 1))
+    heading(next(steps), "a corpus from Python's own documentation, a tokenizer, a Qwen3 with random weights")
     make_corpus(out)
     make_model(out)
-    run(out, "base", "train.py", model=out / "init", steps=BASE_STEPS, lr=3e-3)
-    run(out, "ft", "train.py", model=out / "base", steps=TUNE_STEPS, lr=1e-3)
+    heading(next(steps), f"base: train it in bf16, fake quant off, {BASE_STEPS} steps")
+    train(out, "base", model=out / "init", steps=BASE_STEPS, lr=BASE_LR)
+    heading(next(steps), f"FT: {TUNE_STEPS} steps more in bf16, what QAT is compared with")
+    train(out, "ft", model=out / "base", steps=TUNE_STEPS, lr=TUNE_LR)
     for scheme in SCHEMES:
-        run(out, f"ptq_{scheme}", "calibrate.py", model=out / "ft", steps=1, lr=0.0, scheme=scheme)
-        run(out, f"qat_{scheme}", "train.py", model=out / "base", steps=TUNE_STEPS, lr=1e-3, scheme=scheme)
+        heading(next(steps), f"PTQ: quantise FT to {scheme}, without training")
+        calibrate(out, f"ptq_{scheme}", model=out / "ft", scheme=scheme)
+        heading(next(steps), f"QAT: {TUNE_STEPS} steps from base in {scheme}, then export")
+        train(out, f"qat_{scheme}", model=out / "base", steps=TUNE_STEPS, lr=TUNE_LR, scheme=scheme)
     for scheme in SCHEMES:
+        heading(next(steps), f"load the {scheme} export in transformers, compare its logits with our forward")
         verify(out, out / f"qat_{scheme}")
-    print_table(out, time.perf_counter() - began)
+    heading(next(steps), "perplexity of them all on text that none was trained on")
+    print_table(out, began)
+
+
+def heading(step: int, text: str) -> None:
+    """Say which step begins."""
+    print(f"\n[{step}/{STEPS}] {text}", flush=True)
 
 
 def make_corpus(out: Path) -> None:
-    """Python's own reference text: train.txt, and every tenth topic as heldout.txt."""
-    names = sorted(topics)
-    heldout = names[::10]
-    (out / "heldout.txt").write_text("\n\n".join(topics[name] for name in heldout), encoding="utf-8")
-    train = "\n\n".join(topics[name] for name in names if name not in set(heldout))
-    (out / "train.txt").write_text(train, encoding="utf-8")
+    """train.txt and heldout.txt, of different modules and topics."""
+    texts = [*docstrings(), *topics.values()]
+    random.Random(0).shuffle(texts)
+    heldout, train = texts[::20], [text for index, text in enumerate(texts) if index % 20]
+    for name, part, characters in ("heldout", heldout, HELDOUT_CHARACTERS), ("train", train, TRAIN_CHARACTERS):
+        text = "\n\n".join(part)[:characters]
+        (out / f"{name}.txt").write_text(text, encoding="utf-8")
+        print(f"{out}/{name}.txt: {len(text):,} characters")
+
+
+def docstrings() -> Iterator[str]:
+    """The docstrings of each module of the standard library, joined; packages inside it and tests are left out."""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_bytes()))
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found = [ast.get_docstring(node) for node in nodes if isinstance(node, documented)]
+        if text := "\n\n".join(filter(None, found)):
+            yield text
 
 
 def make_model(out: Path) -> None:
@@ -84,10 +121,10 @@ def make_model(out: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=576,
+        hidden_size=128,
+        intermediate_size=384,
         num_hidden_layers=4,
-        num_attention_heads=3,
+        num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=64,
         max_position_embeddings=1024,
@@ -96,100 +133,118 @@ def make_model(out: Path) -> None:
         eos_token_id=0,
         pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(out / "init")
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(out / "init")
+    print(f"{out}/init: {model.num_parameters():,} parameters, vocabulary of {VOCABULARY}")
 
 
-def run(out: Path, name: str, script: str, *, model: Path, steps: int, lr: float, scheme: str | None = None) -> None:
-    """One of the project's commands, on all ranks; its recipe, log and TensorBoard files are in ``runs/<name>``.
+def train(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: str | None = None) -> None:
+    """launch/train.py on all ranks. Without a scheme fake quant stays off, and the export is a plain checkpoint."""
+    recipe = write_recipe(out, name, model=model, steps=steps, lr=lr, scheme=scheme)
+    ranks = torch.cuda.device_count() or 2
+    launcher = ["deepspeed", "--num_gpus", str(ranks), *port_options()]
+    call([*launcher, "launch/train.py", "--config", str(recipe)], recipe.with_name("log.txt"))
 
-    Without a scheme fake quant stays off, and the export is a plain checkpoint.
-    """
+
+def calibrate(out: Path, name: str, *, model: Path, scheme: str) -> None:
+    """launch/calibrate.py, in one process: so small a model needs no launcher."""
+    recipe = write_recipe(out, name, model=model, steps=1, lr=0.0, scheme=scheme)
+    call(["python", "launch/calibrate.py", "--config", str(recipe)], recipe.with_name("log.txt"))
+
+
+def verify(out: Path, export: Path) -> None:
+    """launch/verify.py; its report goes to the terminal."""
+    text = ["--text", str(out / "heldout.txt"), "--tokens", "1024"]
+    call(["python", "launch/verify.py", "--export", str(export), *text], None)
+
+
+def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: str | None) -> Path:
+    """The recipe of a run, in ``runs/<name>``, where its log and TensorBoard files go too."""
     directory = out / "runs" / name
     directory.mkdir(parents=True)
     recipe = {
-        "model": {"path": str(model)},
-        "data": {"kind": "text", "train": [str(out / "train.txt")], "max_length": LENGTH, "micro_batch_size": 8},
+        "model": {"path": str(model), "attn_implementation": "eager"},
+        "data": {"kind": "text", "train": [str(out / "train.txt")], "max_length": LENGTH, "micro_batch_size": 4},
         "quant": {"scheme": scheme or SCHEMES[0], "fake_quant_start": 0 if scheme else -1},
         "learnable": {"norm": True},
-        "train": {"steps": steps, "clip_stats_every": 20},
+        "train": {"steps": steps, "clip_stats_every": 10},
         "optim": {"lr": lr, "warmup_steps": min(10, steps)},
         "export": {"dir": str(out / name)},
         "deepspeed": "zero3",
         "output_dir": str(directory),
     }
-    (directory / "quickstart.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    launcher = Path(sys.executable).parent / "deepspeed"
-    ranks = torch.cuda.device_count() or 2
-    command = [
-        str(launcher),
-        "--num_gpus",
-        str(ranks),
-        str(ROOT / "launch" / script),
-        "--config",
-        f"{directory}/quickstart.yaml",
-    ]
-    print(f"\n$ deepspeed --num_gpus {ranks} launch/{script} --config {directory}/quickstart.yaml", flush=True)
-    call(command, directory / "log.txt")
+    path = directory / "quickstart.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    return path
 
 
-def verify(out: Path, export: Path) -> None:
-    """Load the export with transformers and compare logits with our forward."""
-    print(f"\n$ python launch/verify.py --export {export} --text {out}/heldout.txt --tokens 512", flush=True)
-    command = [sys.executable, str(ROOT / "launch/verify.py"), "--export", str(export)]
-    call([*command, "--text", str(out / "heldout.txt"), "--tokens", "512"], None)
+def port_options() -> list[str]:
+    """The launcher's port, if another job on this machine has its default one."""
+    with socket.socket() as default, socket.socket() as free:
+        default.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            default.bind(("127.0.0.1", 29500))
+            return []
+        except OSError:
+            free.bind(("127.0.0.1", 0))
+            return ["--master_port", str(free.getsockname()[1])]
 
 
-def call(command: list[str], log: Path | None) -> None:
-    """Run a command; standard output goes to ``log`` if given, progress bars to the terminal. Exits if it fails."""
+def call(shown: Sequence[str], log: Path | None) -> None:
+    """Show a command and run it in the project's root; exits with the end of the log if it fails.
+
+    Standard output goes to ``log`` if given; progress bars and errors, which are on standard error, to the terminal.
+    """
+    print(f"$ {shlex.join(shown)}", flush=True)
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", "1")
-    # Python adds the script's folder to the path, not the project's.
+    # A script's own folder is on Python's path, the project's root is not unless it is installed.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    folder = Path(sys.executable).parent  # the environment's, which need not be active
+    command = [str(folder / shown[0]) if shown[0] == "deepspeed" else sys.executable, *shown[1:]]
+    command = [str(ROOT / word) if word.startswith("launch/") else word for word in command]
     if log is None:
         code = subprocess.run(command, env=environment).returncode
     else:
         with open(log, "w", encoding="utf-8") as file:
             code = subprocess.run(command, env=environment, stdout=file).returncode
     if code:
-        tail = (
-            ""
-            if log is None
-            else "\n".join(["", *log.read_text(encoding="utf-8").splitlines()[-20:], f"(all of it: {log})"])
-        )
-        sys.exit(f"failed with exit code {code}: {' '.join(command)}{tail}")
+        lines = [] if log is None else log.read_text(encoding="utf-8").splitlines()[-20:]
+        hint = "" if log is None else f"\nThe end of {log} is above."
+        sys.exit("\n".join(["", *lines, f"error: exit code {code} of the command above.{hint}"]))
 
 
-def print_table(out: Path, seconds: float) -> None:
+def print_table(out: Path, began: float) -> None:
     """Perplexity and size of every checkpoint, and the share of PTQ's loss that QAT recovered."""
-    found = {name: perplexity(out, name) for name in ("ft", *(f"{k}_{s}" for s in SCHEMES for k in ("ptq", "qat")))}
-    plain = found["ft"].per_token
-    print(f"\nPerplexity per token on {out}/heldout.txt ({found['ft'].tokens:,} tokens, never trained on):\n")
+    names = ["ft", *(f"{kind}_{scheme}" for scheme in SCHEMES for kind in ("ptq", "qat"))]
+    found = {name: perplexity(out / name, out / "heldout.txt") for name in tqdm(names, desc="evaluate", unit="model")}
+    plain, bf16_size = found["ft"], weights_size(out / "ft")
+    print(f"\nPerplexity per token on {out}/heldout.txt, and size of the weights:\n")
     print(f"{'':14} {'bf16':>8} {'PTQ':>8} {'QAT':>8} {'recovered':>10} {'file':>9} {'of bf16':>8}")
-    bf16_size = weights_size(out / "ft")
     print(f"{'bf16 (FT)':14} {plain:8.2f} {'':8} {'':8} {'':10} {bf16_size / 1e6:6.2f} MB")
     for scheme in SCHEMES:
-        ptq, qat = found[f"ptq_{scheme}"].per_token, found[f"qat_{scheme}"].per_token
+        ptq, qat, size = found[f"ptq_{scheme}"], found[f"qat_{scheme}"], weights_size(out / f"qat_{scheme}")
         # A share of a loss that is within noise says nothing: below half a percent it is not shown.
-        recovered = f"{(ptq - qat) / (ptq - plain):10.0%}" if ptq > 1.005 * plain else f"{'(no loss)':>10}"
-        size = weights_size(out / f"qat_{scheme}")
-        print(
-            f"{scheme:14} {plain:8.2f} {ptq:8.2f} {qat:8.2f} {recovered} {size / 1e6:6.2f} MB {size / bf16_size:8.0%}"
-        )
-    print(f"\nExports: {out}/qat_*. Curves: tensorboard --logdir {out}/runs. Time: {seconds:.0f} s.")
+        recovered = f"{(ptq - qat) / (ptq - plain):.0%}" if ptq > 1.005 * plain else "(no loss)"
+        figures = f"{plain:8.2f} {ptq:8.2f} {qat:8.2f} {recovered:>10} {size / 1e6:6.2f} MB {size / bf16_size:8.0%}"
+        print(f"{scheme:14} {figures}")
+    print(f"\nCheckpoints: {out}/qat_*. Curves: tensorboard --logdir {out}/runs. Logs: {out}/runs/*/log.txt.")
+    print(f"Time: {time.perf_counter() - began:.0f} s.")
 
 
-def perplexity(out: Path, name: str) -> Perplexity:
-    """Perplexity of one checkpoint on the held-out text, in this process."""
-    from transformers import AutoTokenizer
+def perplexity(directory: Path, text_file: Path) -> float:
+    """Perplexity per token of one checkpoint, in this process."""
+    # Not at the top: it imports DeepSpeed, which looks for a GPU (see main).
+    from engine.evaluate import evaluate_text, load_for_evaluation, read_eval_text
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_for_evaluation(out / name, torch.bfloat16, device)
-    text = read_eval_text(out / "heldout.txt", AutoTokenizer.from_pretrained(out / name))
+    model = load_for_evaluation(directory, torch.bfloat16, device)
+    text = read_eval_text(text_file, AutoTokenizer.from_pretrained(directory))
 
     def forward(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
 
-    return evaluate_text(forward, text, length=LENGTH, batch_size=16, device=device)
+    return evaluate_text(forward, text, length=LENGTH, batch_size=16, device=device).per_token
 
 
 def weights_size(directory: Path) -> int:

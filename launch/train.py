@@ -7,6 +7,7 @@
 
 from engine.loop import Loop
 from engine.recipe import exit_on_recipe_error, parse_recipe
+from model.ranks import shut_down
 
 
 def main() -> None:
@@ -14,6 +15,7 @@ def main() -> None:
     recipe = parse_recipe()
     with exit_on_recipe_error():
         Loop(recipe).run()
+    shut_down()
 
 
 if __name__ == "__main__":

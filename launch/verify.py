@@ -8,6 +8,7 @@ why.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -62,4 +63,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TQDM_DISABLE", "1")  # compressed-tensors draws four bars that say nothing here
     sys.exit(main())

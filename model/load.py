@@ -82,6 +82,7 @@ def load_weights(
             desc="weights",
             unit="B",
             unit_scale=True,
+            delay=1,
             disable=not (progress and is_main()),
         ) as bar,
         Reader(bar.update) as reader,

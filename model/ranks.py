@@ -55,6 +55,12 @@ def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.
     return tensor
 
 
+def shut_down() -> None:
+    """Close the process group at the end of a script that succeeded; without it NCCL warns and gloo may abort at exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def gather_objects(value: Any) -> list[Any]:
     """The value of every rank, in rank order, on every rank. Values are pickled: keep them small."""
     if world_size() == 1:

@@ -257,7 +257,7 @@ def _write_shards(shards: list[list[_Item]], directory: Path) -> tuple[list[str]
     if len(shards) == 1:
         files = [SINGLE]
     total = sum(item.bytes for shard in shards for item in shard)
-    with tqdm(total=total, desc="export", unit="B", unit_scale=True, disable=not is_main()) as progress:
+    with tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=1, disable=not is_main()) as progress:
         for file, shard in zip(files, shards, strict=True):
             collected: dict[str, torch.Tensor] = {}
             failure: Exception | None = None

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from model.names import module_name_on_disk
 from model.ranks import errors_on_all_ranks, raise_everywhere, reduce_over_ranks
 from model.zero import full_numel, full_shape, gathered, is_partitioned, local_data, local_range
 from quant import (
@@ -184,6 +186,7 @@ def _buckets(groups: Sequence[ScaleGroup]) -> Iterator[list[ScaleGroup]]:
 
 
 def load_scales(
+    model: PreTrainedModel,
     quantization: Quantization,
     directory: str | Path,
     *,
@@ -192,13 +195,14 @@ def load_scales(
 ) -> ScaleReport:
     """Read the scales of a PTQ checkpoint into the model; a collective.
 
-    Keys are ``<layer>.weight_scale`` and ``<layer>.input_scale``, in any file of the directory, of shape ``()``,
+    Keys are ``<layer>.weight_scale`` and ``<layer>.input_scale`` with the layers' names on disk, in any file of the directory, of shape ``()``,
     ``[1]`` or the scale's own. Layers that share a scale take the largest of theirs, as serving engines do when they
     fuse them. Where the weight scale of any member is missing, the whole group is measured from the weights, and listed
     in the report.
 
     Args:
-        quantization: what ``quant.prepare`` returned; the weights are loaded.
+        model: the quantised model; the weights are loaded.
+        quantization: what ``quant.prepare`` returned for it.
         directory: a directory with ``*.safetensors``.
         initial_input_scale: for activation scales that no file holds.
         inputs_calibrated_later: leave activation scales that no file holds to a calibration in place.
@@ -209,8 +213,9 @@ def load_scales(
     """
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
         found = _read_scales(Path(directory))
-        weights, missing_weights = _group_values(quantization.weight_groups, found, "weight_scale")
-        inputs, missing_inputs = _group_values(quantization.input_groups, found, "input_scale")
+        on_disk = {name: module_name_on_disk(model, name) for name in quantization.layers}
+        weights, missing_weights = _group_values(quantization.weight_groups, found, on_disk, "weight_scale")
+        inputs, missing_inputs = _group_values(quantization.input_groups, found, on_disk, "input_scale")
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
                 f"{directory} has no input_scale for {_listed(missing_inputs)}. Set quant.calibration_batches to "
@@ -247,18 +252,16 @@ def _read_scales(directory: Path) -> dict[str, Tensor]:
 
 
 def _group_values(
-    groups: Sequence[ScaleGroup], found: Mapping[str, Tensor], kind: str
+    groups: Sequence[ScaleGroup], found: Mapping[str, Tensor], on_disk: Mapping[str, str], kind: str
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The value of each group (the largest of its members'), and the owners of groups without any."""
     values: dict[str, Tensor] = {}
     missing: list[str] = []
     for group in groups:
-        members = [
-            _checked(f"{name}.{kind}", found[f"{name}.{kind}"], group)
-            for name in group.members
-            if f"{name}.{kind}" in found
-        ]
-        # The members of an input group see one tensor, so one scale speaks for all; each weight needs its own.
+        keys = [f"{on_disk[name]}.{kind}" for name in group.members]
+        members = [_checked(key, found[key], group) for key in keys if key in found]
+        # q, k and v see one tensor, and an expert that calibration never reached has no scale of its own: any member's
+        # input scale will do. Each weight needs its own.
         if members and (kind == "input_scale" or len(members) == len(group.members)):
             values[group.owner] = torch.stack(members).amax(0)
         else:

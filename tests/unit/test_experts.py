@@ -114,7 +114,6 @@ def test_choices_of_no_expert_are_left_out():
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
 REFUSED = {
     "gpt_oss": ("GptOssExperts", {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
-    "aria_text": ("AriaExperts", {"moe_num_experts": 4}),
     "llama4_text": ("Llama4TextExperts", {"num_local_experts": 4}),
     "nemotron_h": ("NemotronHExperts", {"n_routed_experts": 4, "layers_block_type": ["attention", "moe"]}),
     # The usual attributes and shapes, but the gate is clamped.
