@@ -56,7 +56,7 @@ def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.
 
 
 def shut_down() -> None:
-    """Close the process group at the end of a script that succeeded; without it NCCL warns and gloo may abort at exit."""
+    """Close the process group when a script has succeeded; without it NCCL warns and gloo may abort at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -195,10 +195,10 @@ def load_scales(
 ) -> ScaleReport:
     """Read the scales of a PTQ checkpoint into the model; a collective.
 
-    Keys are ``<layer>.weight_scale`` and ``<layer>.input_scale`` with the layers' names on disk, in any file of the directory, of shape ``()``,
-    ``[1]`` or the scale's own. Layers that share a scale take the largest of theirs, as serving engines do when they
-    fuse them. Where the weight scale of any member is missing, the whole group is measured from the weights, and listed
-    in the report.
+    Keys are ``<layer>.weight_scale`` and ``<layer>.input_scale`` with the layers' names on disk, in any file of the
+    directory, of shape ``()``, ``[1]`` or the scale's own. Layers that share a scale take the largest of theirs, as
+    serving engines do when they fuse them. Where the weight scale of any member is missing, the whole group is measured
+    from the weights, and listed in the report.
 
     Args:
         model: the quantised model; the weights are loaded.

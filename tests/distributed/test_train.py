@@ -4,12 +4,10 @@ Losses and weights are compared in fp32, where an error in a collective, a denom
 digits and rounding only in the sixth; and in bf16, the way users train, stage against stage.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoTokenizer
 
 from data.chat import read_chat
@@ -22,49 +20,11 @@ from model.build import build_model
 from model.load import load_weights
 from quant import get_scheme, prepare, scales_from_stats
 from tests.distributed.launcher import run_ranks
+from tests.distributed.recipes import STEPS, write_chats, write_recipe
 from tests.tiny import tiny_checkpoint
 
-STEPS = 5
 RANKS = 2
 SCRIPT = Path(__file__).parent / "train_script.py"
-
-
-def write_chats(path: Path) -> Path:
-    """Conversations of very different lengths: ranks and micro-batches differ in valid tokens and in routing."""
-    lines = [
-        {
-            "input": f"What is {a} plus {b}? " + "Think. " * (a % 7),
-            "output": f"{a} plus {b} is {a + b}." + " Yes!" * (b % 9),
-        }
-        for a in range(8)
-        for b in range(6)
-    ]
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
-    return path
-
-
-def recipe(directory: Path, model: Path, data: Path, *, stage: int, dtype: str, **sections) -> Path:
-    """A recipe file for one run; persistence is off, so that ZeRO-3 partitions even tiny parameters."""
-    ds_config = directory / f"zero{stage}.json"
-    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
-    ds_config.write_text(json.dumps({"zero_optimization": zero}))
-    name = "_".join([model.name, f"zero{stage}", dtype, *sections.pop("tag", [])])
-    contents = {
-        "model": {"path": str(model), "dtype": dtype},
-        "data": {"train": [str(data)], "max_length": 128, "micro_batch_size": 2},
-        "train": {"steps": STEPS, "gradient_accumulation_steps": 2, "clip_stats_every": 2},
-        "optim": {"lr": 1e-3, "scale_lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "grad_clip": 0.5},
-        "loss": {"kd_weight": 0.5, "kd": "cakld", "teacher": str(model)},
-        "quant": {"calibration_batches": 2},
-        "export": {"enabled": False},
-        "deepspeed": str(ds_config),
-        "output_dir": str(directory / name),
-    }
-    for section, values in sections.items():
-        contents[section] = {**contents.get(section, {}), **values}
-    path = directory / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(contents))
-    return path
 
 
 def plain_loop(path: Path):
@@ -164,7 +124,8 @@ def results(tmp_path_factory):
         model = tiny_checkpoint(directory / kind, kind, tied=kind == "qwen3")
         for stage in range(4):
             for dtype in ("float32", "bfloat16"):
-                paths[kind, stage, dtype] = recipe(directory, model, data, stage=stage, dtype=dtype)
+                name = f"{kind}_zero{stage}_{dtype}"
+                paths[kind, stage, dtype] = write_recipe(directory, name, model, data, stage=stage, dtype=dtype)
     run_ranks(SCRIPT, *map(str, paths.values()), timeout=600)
     return paths
 

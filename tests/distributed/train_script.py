@@ -7,6 +7,7 @@ whole, by name, the scales that the last forward used, and which Parameters the 
 import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,42 +17,43 @@ from model.ranks import is_main
 from model.zero import gathered
 
 
+def run(loop: Loop) -> dict[str, Any]:
+    """Run the loop and return what came of it, the same on every rank; its engine is destroyed then."""
+    losses, norms, skipped = [], [], []
+
+    @loop.every(1)
+    def keep(state: LoopState) -> None:
+        losses.append(state.last.losses)
+        norms.append(state.last.grad_norm)
+        skipped.append(state.session.engine.skipped_steps)
+
+    state = loop.run()
+    model, engine = state.session.model, state.session.engine
+    names = dict(model.named_parameters())
+    with gathered(names.values()):
+        weights = {name: parameter.detach().cpu().clone() for name, parameter in names.items()}
+        scales = {name: layer.weight_scale().cpu() for name, layer in state.session.quantization.layers.items()}
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "skipped": skipped,
+        "weights": weights,
+        "scales": scales,
+        "inv_freq": {name: b.dtype for name, b in model.named_buffers() if name.endswith("inv_freq")},
+        "requires_grad": [name for name, parameter in names.items() if parameter.requires_grad],
+        "groups": [group["name"] for group in engine.optimizer.param_groups],
+    }
+    engine.destroy()
+    return result
+
+
 def main() -> None:
     """Recipes in the order given, one process group for all of them."""
     for path in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
-        loop = Loop(load_recipe(path))
-        losses, norms, skipped = [], [], []
-
-        @loop.every(1)
-        def keep(state: LoopState, losses=losses, norms=norms, skipped=skipped) -> None:
-            losses.append(state.last.losses)
-            norms.append(state.last.grad_norm)
-            skipped.append(state.session.engine.skipped_steps)
-
-        state = loop.run()
-        model, engine = state.session.model, state.session.engine
-        names = dict(model.named_parameters())
-        with gathered(names.values()):
-            weights = {name: parameter.detach().cpu().clone() for name, parameter in names.items()}
-            scales = {name: layer.weight_scale().cpu() for name, layer in state.session.quantization.layers.items()}
-        inv_freq = {name: b.dtype for name, b in model.named_buffers() if name.endswith("inv_freq")}
-        requires_grad = [name for name, parameter in names.items() if parameter.requires_grad]
+        recipe = load_recipe(path)
+        result = run(Loop(recipe))
         if is_main():
-            torch.save(
-                {
-                    "losses": losses,
-                    "norms": norms,
-                    "skipped": skipped,
-                    "weights": weights,
-                    "scales": scales,
-                    "inv_freq": inv_freq,
-                    "requires_grad": requires_grad,
-                    "groups": [group["name"] for group in engine.optimizer.param_groups],
-                },
-                Path(state.recipe.output_dir) / "result.pt",
-            )
-        engine.destroy()
-        del state, model, engine, names, loop
+            torch.save(result, Path(recipe.output_dir) / "result.pt")
         gc.collect()
 
 
