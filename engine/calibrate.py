@@ -43,13 +43,18 @@ def observed_input_scales(quantization: Quantization) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def calibrate_inputs(
-    forward: nn.Module, quantization: Quantization, batches: Iterable[Mapping[str, Tensor]], device: torch.device
+    forward: nn.Module,
+    quantization: Quantization,
+    owners: set[str],
+    batches: Iterable[Mapping[str, Tensor]],
+    device: torch.device,
 ) -> None:
     """Run ``batches`` through the unquantised model and write the activation scales that they ask for; a collective.
 
     Args:
         forward: the engine (or the plain model); called with input_ids and attention_mask.
         quantization: its quantisation; fake quant is off during the passes and as it was before after them.
+        owners: of the input groups to write; other groups keep their scales.
         batches: as many on every rank.
         device: where the batches go.
     """
@@ -65,6 +70,7 @@ def calibrate_inputs(
             use_cache=False,
         )
     quantization.observe(False)
-    write_scales(quantization.input_groups, observed_input_scales(quantization))
+    observed = observed_input_scales(quantization)
+    write_scales(quantization.input_groups, {owner: observed[owner] for owner in observed if owner in owners})
     quantization.restore_fake_quant(before)
     forward.train(was_training)

@@ -227,16 +227,16 @@ class Loop:
         ground = start(recipe)
         # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
         loader = build_loader(recipe, ground.tokenizer)
-        session, calibrate = set_up(recipe, ground)
+        session, uncalibrated = set_up(recipe, ground)
         with errors_on_all_ranks(OSError):
             if is_main():
                 output.mkdir(parents=True, exist_ok=True)
                 save_recipe(recipe, output / "recipe.yaml")
         quant = FakeQuant(session.quantization)
-        if calibrate and recipe.quant.fake_quant_start == 0:
+        if uncalibrated and recipe.quant.fake_quant_start == 0 and not recipe.train.resume:
             say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
             batches = loader.first(recipe.quant.calibration_batches)
-            calibrate_inputs(session.engine, session.quantization, batches, session.device)
+            calibrate_inputs(session.engine, session.quantization, uncalibrated, batches, session.device)
         metrics = Metrics(output / "tensorboard", output / "recipe.yaml")
         session.engine.train()
         state = LoopState(session, quant, loader, metrics)

@@ -165,28 +165,28 @@ def build_student(
     return model, quantization
 
 
-def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> bool:
-    """Fill every weight scale, and the activation scales that the recipe names a source for.
+def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
+    """Fill every weight scale, and the activation scales that the recipe names a source for; a collective.
 
-    Returns whether activation scales remain to be calibrated in place. A collective.
+    Returns:
+        Owners of the input groups whose scales remain to be calibrated in place.
     """
     if recipe.quant.scales is not None:
-        calibrate = recipe.quant.calibration_batches > 0
         report = load_scales(
             model,
             quantization,
             recipe.quant.scales,
             initial_input_scale=recipe.quant.initial_input_scale,
-            inputs_calibrated_later=calibrate,
+            inputs_calibrated_later=recipe.quant.calibration_batches > 0,
         )
         say(report.summary())
-        loaded = set(report.loaded) | set(report.initial)
-        return calibrate and any(group.owner not in loaded for group in quantization.input_groups)
+        return set(report.inputs_missing)
     write_scales(quantization.weight_groups, measure_weight_scales(quantization))
-    if recipe.quant.initial_input_scale is not None:
-        value = torch.tensor([recipe.quant.initial_input_scale])
-        write_scales(quantization.input_groups, {group.owner: value for group in quantization.input_groups})
-    return bool(quantization.input_groups) and recipe.quant.calibration_batches > 0
+    owners = {group.owner for group in quantization.input_groups}
+    if recipe.quant.initial_input_scale is None:
+        return owners
+    write_scales(quantization.input_groups, dict.fromkeys(owners, torch.tensor([recipe.quant.initial_input_scale])))
+    return set()
 
 
 def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
@@ -252,7 +252,7 @@ def start(recipe: Recipe) -> Ground:
     return Ground(device, ds_config, read_tokenizer(recipe))
 
 
-def set_up(recipe: Recipe, ground: Ground, *, training: bool = True) -> tuple[Session, bool]:
+def set_up(recipe: Recipe, ground: Ground, *, training: bool = True) -> tuple[Session, set[str]]:
     """Everything from the recipe to engines, with weights and scales in place; a collective.
 
     Args:
@@ -261,15 +261,15 @@ def set_up(recipe: Recipe, ground: Ground, *, training: bool = True) -> tuple[Se
         training: with an optimizer and a teacher; else the engine only runs forward.
 
     Returns:
-        The session, and whether activation scales are still to be calibrated (see engine.calibrate).
+        The session, and the owners of input groups whose scales are still to be calibrated (see engine.calibrate).
     """
     device, ds_config = ground.device, ground.ds_config
     model, quantization = build_student(recipe, ds_config, device)
-    calibrate = initial_scales(recipe, model, quantization)
+    uncalibrated = initial_scales(recipe, model, quantization)
     if training:
         teacher = build_teacher(recipe, ds_config, device, model.config.vocab_size)
         engine = initialize_student(recipe, ds_config, model)
     else:
         teacher, engine = None, initialize_frozen(model, ds_config)
     session = Session(recipe, ds_config, engine, model, quantization, teacher, ground.tokenizer, device)
-    return session, calibrate
+    return session, uncalibrated

@@ -20,12 +20,11 @@ def main() -> None:
         check_export_dir(recipe)
         ground = start(recipe)
     loader = build_loader(recipe, ground.tokenizer)
-    session, inputs_missing = set_up(recipe, ground, training=False)
-    if inputs_missing:
+    session, uncalibrated = set_up(recipe, ground, training=False)
+    if uncalibrated:
         say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
-        calibrate_inputs(
-            session.engine, session.quantization, loader.first(recipe.quant.calibration_batches), session.device
-        )
+        batches = loader.first(recipe.quant.calibration_batches)
+        calibrate_inputs(session.engine, session.quantization, uncalibrated, batches, session.device)
     export(session, recipe.export_dir())
     shut_down()
 

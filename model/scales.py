@@ -9,7 +9,7 @@ the maxima (a few bytes per scale) gives the scale. No weight is gathered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,20 +40,33 @@ BUCKET_ELEMENTS = 16 * 2**20
 LISTED = 20  # names in an error before it is cut
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScaleReport:
-    """Where the scales came from: names of scale groups' owners."""
+    """Where the scales came from: owners of scale groups. A layer may own a group of weights and one of inputs.
 
-    loaded: list[str] = field(default_factory=list)
-    measured: list[str] = field(default_factory=list)
-    initial: list[str] = field(default_factory=list)
+    Attributes:
+        weights_loaded, inputs_loaded: had their scale in a file.
+        weights_measured: had none, and were measured.
+        inputs_initial: had none, and got the recipe's initial value.
+        inputs_missing: have none yet.
+    """
+
+    weights_loaded: list[str]
+    weights_measured: list[str]
+    inputs_loaded: list[str]
+    inputs_initial: list[str]
+    inputs_missing: list[str]
 
     def summary(self) -> str:
         """One line for people."""
-        text = f"scales: {len(self.loaded)} loaded, {len(self.measured)} measured from the weights"
-        if self.measured and self.loaded:
-            text += f" ({_listed(self.measured)})"
-        return text + (f", {len(self.initial)} set to the recipe's initial value" if self.initial else "")
+        parts = [f"{len(self.weights_loaded)} of weights and {len(self.inputs_loaded)} of inputs loaded"]
+        if self.weights_measured:
+            parts.append(f"{len(self.weights_measured)} measured from the weights ({_listed(self.weights_measured)})")
+        if self.inputs_initial:
+            parts.append(f"{len(self.inputs_initial)} of inputs set to the initial value")
+        if self.inputs_missing:
+            parts.append(f"{len(self.inputs_missing)} of inputs to calibrate ({_listed(self.inputs_missing)})")
+        return "scales: " + ", ".join(parts)
 
 
 def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
@@ -221,11 +234,17 @@ def load_scales(
                 f"{directory} has no input_scale for {_listed(missing_inputs)}. Set quant.calibration_batches to "
                 "measure them in place, or quant.initial_input_scale, or name a PTQ checkpoint that has them"
             )
-    report = ScaleReport(loaded=[*weights, *inputs], measured=missing_weights)
-    weights |= measure_weight_scales(quantization, set(missing_weights))
+    report = ScaleReport(
+        weights_loaded=list(weights),
+        weights_measured=missing_weights,
+        inputs_loaded=list(inputs),
+        inputs_initial=[] if initial_input_scale is None else missing_inputs,
+        inputs_missing=missing_inputs if initial_input_scale is None else [],
+    )
+    if missing_weights:
+        weights |= measure_weight_scales(quantization, set(missing_weights))
     if initial_input_scale is not None:
         inputs |= {owner: torch.tensor([initial_input_scale]) for owner in missing_inputs}
-        report.initial = missing_inputs
     write_scales(quantization.weight_groups, weights)
     write_scales(quantization.input_groups, inputs)
     return report
