@@ -151,14 +151,19 @@ def launch(path: Path, what: str, ranks: int, repeats: int) -> Any:
     return json.loads((path / f"{what}.json").read_text())
 
 
-def report(size: int, ranks: int, times: dict[str, list[float]], memory: dict[str, list[dict[str, int]]]) -> str:
-    """The tables."""
+def report(
+    size: int, ranks: int, load: float, times: dict[str, list[float]], memory: dict[str, list[dict[str, int]]]
+) -> str:
+    """The tables; ``load`` is the machine's load average before the start."""
     medians = {name: statistics.median(values) for name, values in times.items()}
     ratio = medians["rank0"] / medians["direct"]
     lines = [
+        "# Loading: each rank its own bytes, against rank 0 all of them",
+        "",
         f"{size / 1e6:.0f} MB checkpoint in shards, ZeRO-3 on {ranks} ranks, {len(times['direct'])} repeats, "
         f"{date.today()}, {os.cpu_count()}-core {platform.machine()} CPU (gloo), Python {platform.python_version()}, "
-        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, transformers {transformers.__version__}",
+        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, transformers {transformers.__version__}, "
+        f"load average {load:.1f} before the start",
         "",
         "| seconds | median | least | most |",
         "| --- | --- | --- | --- |",
@@ -184,6 +189,11 @@ def report(size: int, ranks: int, times: dict[str, list[float]], memory: dict[st
             total += part
             row.append(f"{total / MIB:.0f}")
         lines.append(f"| {method} | {' | '.join(row)} |")
+    lines += [
+        "",
+        "The limit is the partitions and one parameter, and one chunk where bytes pass through a buffer (another dtype",
+        "on disk, or a GPU). In this model the largest parameter comes first, while there are few partitions yet.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -199,6 +209,7 @@ def main() -> None:
     if arguments.worker:
         work(arguments.worker, arguments.what, arguments.repeats)
         return
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         size = make_checkpoint(path)
@@ -206,7 +217,7 @@ def main() -> None:
         Qwen3ForCausalLM(small).bfloat16().save_pretrained(path / "small")
         memory = {method: launch(path, method, arguments.ranks, 1) for method in METHODS}
         times = launch(path, "times", arguments.ranks, arguments.repeats)
-    text = report(size, arguments.ranks, times, memory)
+    text = report(size, arguments.ranks, load, times, memory)
     print(text)
     if arguments.write:
         arguments.write.write_text(text)

@@ -52,7 +52,7 @@ def calibrate_inputs(
     """Run ``batches`` through the unquantised model and write the activation scales that they ask for; a collective.
 
     Args:
-        forward: the engine (or the plain model); called with input_ids and attention_mask.
+        forward: the engine (or the plain model); called with input_ids alone.
         quantization: its quantisation; fake quant is off during the passes and as it was before after them.
         owners: of the input groups to write; other groups keep their scales.
         batches: as many on every rank.
@@ -64,11 +64,9 @@ def calibrate_inputs(
     quantization.set_fake_quant(weights=False, activations=False)
     quantization.observe(True)
     for batch in batches:
-        forward(
-            input_ids=batch["input_ids"].to(device),
-            attention_mask=batch["attention_mask"].to(device),
-            use_cache=False,
-        )
+        # One sample at a time, without its padding: what padding positions hold is never served.
+        for ids, length in zip(batch["input_ids"], batch["attention_mask"].sum(1).tolist(), strict=True):
+            forward(input_ids=ids[None, :length].to(device), use_cache=False)
     quantization.observe(False)
     observed = observed_input_scales(quantization)
     write_scales(quantization.input_groups, {owner: observed[owner] for owner in observed if owner in owners})

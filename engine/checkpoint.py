@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from engine.recipe import save_recipe
+from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.setup import Session, say
 from model.ranks import barrier, errors_on_all_ranks, is_main, rank, world_size
+from model.zero import forget_secondary_copies
 
 LATEST = "latest"
 
@@ -29,7 +30,9 @@ def save_checkpoint(session: Session, directory: Path, step: int, *, keep: int) 
     """Write ``<directory>/step_<step>``, make it the latest and remove all but the last ``keep``; a collective.
 
     Raises:
-        RankError: on every rank, if any rank could not write (disk full, say). The checkpoints before are untouched.
+        RankError: on every rank, if what DeepSpeed does not keep could not be written, by any rank.
+        OSError, RuntimeError: DeepSpeed could not write (disk full, say); on the rank that failed, and the launcher
+            ends the others. The checkpoints before are untouched either way.
     """
     name = f"step_{step:08d}"
     final, partial = directory / name, directory / f"{name}.partial"
@@ -54,7 +57,8 @@ def save_checkpoint(session: Session, directory: Path, step: int, *, keep: int) 
             pointer.write_text(name, encoding="utf-8")
             os.replace(pointer, directory / LATEST)
             for old in sorted(directory.glob("step_????????"))[:-keep]:
-                shutil.rmtree(old)
+                # Renamed first: a directory that is not whole must not look so, however this ends.
+                shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
     return final
 
 
@@ -75,6 +79,31 @@ def latest_checkpoint(directory: Path) -> Path:
     return found
 
 
+def check_resumable(recipe: Recipe, directory: Path) -> None:
+    """Refuse before any work to resume what cannot be resumed as it was.
+
+    Raises:
+        RecipeError: there is no whole checkpoint, it was written by another number of ranks, or its batches were
+            others: the data cursor is a step, so the samples of a step must stay the same.
+    """
+    try:
+        found = latest_checkpoint(directory)
+        saved = json.loads((found / "state.json").read_text(encoding="utf-8"))
+        before = load_recipe(found / "recipe.yaml")
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"train.resume: {error}") from error
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if saved["world_size"] != world:
+        raise RecipeError(f"train.resume: {found} was written by {saved['world_size']} rank(s), this run has {world}")
+    keys = ("kind", "fields", "max_length", "too_long", "micro_batch_size", "seed")
+    pairs = {f"data.{key}": (getattr(before.data, key), getattr(recipe.data, key)) for key in keys}
+    key = "gradient_accumulation_steps"
+    pairs[f"train.{key}"] = (getattr(before.train, key), getattr(recipe.train, key))
+    changed = [f"{name} (was {old!r}, is {new!r})" for name, (old, new) in pairs.items() if old != new]
+    if changed:
+        raise RecipeError(f"train.resume: {found} has other batches: {', '.join(changed)}")
+
+
 def load_checkpoint(session: Session, path: Path) -> int:
     """Load a directory's latest checkpoint, or the step directory itself, into the session; returns the steps done.
 
@@ -90,6 +119,8 @@ def load_checkpoint(session: Session, path: Path) -> int:
             raise ValueError(f"{found} was written by {saved['world_size']} rank(s), this run has {world_size()}")
         own = torch.load(found / f"rank_{rank()}.pt", weights_only=True)
     loaded, _ = session.engine.load_checkpoint(str(found.parent), tag=found.name)
+    # DeepSpeed writes the partitions of frozen parameters (initial scales) without dropping hpZ's copies of them.
+    forget_secondary_copies(session.model)
     with errors_on_all_ranks(ValueError):
         if loaded is None:
             raise ValueError(f"DeepSpeed found nothing to load in {found}")
@@ -107,6 +138,7 @@ def _rank_state(session: Session) -> dict[str, Any]:
         "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "fake_quant": quantization.fake_quant_state(),
         "observing": quantization.observing,
+        "scale_steps": session.scale_steps,
         "observers": {group.owner: group.observer.state() for group in quantization.input_groups if group.observer},
     }
 
@@ -118,6 +150,7 @@ def _restore_rank_state(session: Session, state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda_rng"])
     quantization.restore_fake_quant(state["fake_quant"])
     quantization.observe(state["observing"])
+    session.scale_steps = state["scale_steps"]
     for group in quantization.input_groups:
         if group.observer is not None:
             group.observer.load(state["observers"][group.owner])

@@ -236,6 +236,12 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
     if config.get("zero_optimization", {}).get("stage", "auto") == "auto":
         # DeepSpeed takes a missing stage for 0: every rank would hold everything, and at scale run out of memory.
         problems.append("zero_optimization.stage: missing, expected 0, 1, 2 or 3")
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if config.get("zero_optimization", {}).get(key):
+            problems.append(
+                f"zero_optimization.{key}: leave it out: it rounds what is gathered for the forward, scales too, but "
+                "not what is gathered for the export, so the two would compute different things"
+            )
     for section, model in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
         try:
             model(**config.get(section, {}))

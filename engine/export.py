@@ -1,28 +1,38 @@
 """The session's model as a checkpoint that others load."""
 
+import os
 from pathlib import Path
 
+from engine.fake_quant import FakeQuant
 from engine.recipe import Recipe, RecipeError, parse_size
 from engine.setup import Session, say
 from model.save import export_model
 
 
 def check_export_dir(recipe: Recipe) -> None:
-    """Refuse before any work a destination that is taken. Raises RecipeError."""
-    directory = recipe.export_dir()
-    if directory.is_dir() and any(directory.iterdir()):
-        raise RecipeError(f"export.dir: {str(directory)!r} is not empty; name another one, or remove it")
+    """Refuse before any work a destination that could not be written after it. Raises RecipeError."""
+    directory, output = recipe.export_dir(), Path(recipe.output_dir)
+    problem = None
+    if directory.resolve() == output.resolve() or directory.resolve() in output.resolve().parents:
+        problem = f"it holds output_dir ({str(output)!r}); name a directory of its own"
+    elif directory.is_dir() and any(directory.iterdir()):
+        problem = "it is not empty; name another one, or remove it"
+    elif directory.exists() and not directory.is_dir():
+        problem = "it is a file; name a directory"
+    else:
+        above = next(parent for parent in directory.resolve().parents if parent.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            problem = f"{str(above)!r} is not a directory that may be written"
+    if problem is not None:
+        raise RecipeError(f"export.dir: {str(directory)!r}: {problem}")
 
 
-def export(session: Session, directory: Path) -> None:
-    """Write the compressed checkpoint into ``directory``; a collective. Errors as of :func:`model.save.export_model`.
-
-    A run that never quantises (``quant.fake_quant_start: -1``) writes a plain one.
-    """
+def export(session: Session, directory: Path, *, compressed: bool = True) -> None:
+    """Write the model into ``directory``, compressed or plain; errors as of :func:`model.save.export_model`."""
     recipe = session.recipe
     report = export_model(
         session.model,
-        None if recipe.quant.fake_quant_start == -1 else session.quantization,
+        session.quantization if compressed else None,
         recipe.model.path,
         directory,
         max_shard_size=parse_size(recipe.export.max_shard_size),
@@ -30,3 +40,16 @@ def export(session: Session, directory: Path) -> None:
     size = report.bytes / 1e6
     files = f"{len(report.files)} file{'s' * (len(report.files) != 1)}"
     say(f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {files}, {report.seconds:.1f} s")
+
+
+def export_trained(session: Session, quant: FakeQuant) -> None:
+    """Write what was trained to the recipe's export directory; a collective.
+
+    A run that never quantises (``quant.fake_quant_start: -1``) writes a plain checkpoint. Where the last steps trained
+    without fake quant, the scales are those of an earlier model and are measured again first.
+    """
+    compressed = session.recipe.quant.fake_quant_start != -1
+    if compressed and quant.stale:
+        say("the last steps trained without fake quant: measuring the scales for the export again")
+        quant.measure()
+    export(session, session.recipe.export_dir(), compressed=compressed)

@@ -1,20 +1,23 @@
 """Fake quant on and off while training: what ``state.quant`` offers to a schedule."""
 
 from engine.calibrate import observed_input_scales
+from engine.setup import Session
 from model.scales import measure_weight_scales, write_scales
-from quant import Quantization
+from model.zero import reset_optimizer_state
 
 
 class FakeQuant:
     """Switches fake quant; every method is to be called on all ranks at the same step.
 
-    While fake quant is off, the model trains as it is, theta gets no gradient, and observers watch the activations.
-    Switching on after such steps measures again: weight scales from the weights as they are now, activation scales from
-    the observers. The scales that were loaded or measured before would fit a model that no longer exists.
+    While fake quant is off, the model trains as it is, theta rests, and observers watch the activations. Switching on
+    after such steps measures again: weight scales from the weights as they are now, activation scales from the
+    observers. The scales that were loaded or measured before would fit a model that no longer exists. Theta's training
+    begins anew then, with fresh moments and a warm-up of its own.
     """
 
-    def __init__(self, quantization: Quantization) -> None:
-        self.quantization = quantization
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.quantization = session.quantization
         self.stale = False
 
     @property
@@ -29,13 +32,15 @@ class FakeQuant:
         self.quantization.observe(False)
         self.quantization.set_fake_quant(weights=weights, activations=activations)
 
-    def disable(self) -> None:
-        """Fake quant off, in all layers; observers on."""
+    def disable(self, *, observe: bool = True) -> None:
+        """Fake quant off, in all layers; observers on, unless fake quant is not to come back."""
         self.quantization.set_fake_quant(weights=False, activations=False)
-        self.quantization.observe(True)
+        self.quantization.observe(observe)
 
     def measure(self) -> None:
         """Weight scales from the weights as they are now, activation scales from the observers; a collective."""
         write_scales(self.quantization.weight_groups, measure_weight_scales(self.quantization))
         write_scales(self.quantization.input_groups, observed_input_scales(self.quantization))
+        reset_optimizer_state(self.session.engine.optimizer, "scales")
+        self.session.scale_steps = 0
         self.stale = False

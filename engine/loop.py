@@ -28,16 +28,16 @@ from torch import Tensor
 
 from data.loader import Loader, valid_tokens
 from engine.calibrate import calibrate_inputs
-from engine.checkpoint import LATEST, load_checkpoint, save_checkpoint
-from engine.export import check_export_dir, export
+from engine.checkpoint import LATEST, check_resumable, load_checkpoint, save_checkpoint
+from engine.export import check_export_dir, export_trained
 from engine.fake_quant import FakeQuant
 from engine.losses import loss_sums
 from engine.metrics import Metrics, Progress, clipped_fractions, peak_memory_bytes
 from engine.optim import peak_learning_rates
 from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.schedule import Schedule, lr_factor
-from engine.setup import Session, build_loader, say, set_up, start
-from model.ranks import errors_on_all_ranks, is_main, reduce_over_ranks, world_size
+from engine.setup import Session, build_loader, say, set_up, start_ranks
+from model.ranks import RankError, errors_on_all_ranks, is_main, reduce_over_ranks, world_size
 
 Batch = Mapping[str, Tensor]
 
@@ -96,7 +96,8 @@ class Loop:
         self.schedule: Schedule[LoopState] = Schedule()
         start = recipe.quant.fake_quant_start
         if start != 0:
-            self.schedule.at(0, lambda state: state.quant.disable())
+            # Observers have nobody to watch for in a run that never quantises.
+            self.schedule.at(0, lambda state: state.quant.disable(observe=start > 0))
         if start > 0:
             self.schedule.at(start, lambda state: state.quant.enable())
 
@@ -125,8 +126,9 @@ class Loop:
 
     def run(self) -> LoopState:
         """Set up, train, export. Returns the state after the last step."""
-        state = self._start()
         recipe, total = self.recipe, self.recipe.train.steps
+        self.schedule.check(total)
+        state = self._start()
         progress = Progress.start(total, state.step)
         while state.step < total and not state.stopped:
             self.schedule.run_before(state.step, state)
@@ -141,10 +143,7 @@ class Loop:
         if recipe.train.checkpoint_every and state.step % recipe.train.checkpoint_every:
             self._save(state)
         if recipe.export.enabled:
-            if state.quant.stale and recipe.quant.fake_quant_start != -1:
-                say("the last steps trained without fake quant: measuring the scales for the export again")
-                state.quant.measure()
-            export(state.session, recipe.export_dir())
+            self._export(state)
         state.metrics.close()
         return state
 
@@ -164,7 +163,9 @@ class Loop:
         state.quant.stale |= not quantized
         every = recipe.train.clip_stats_every
         clip_stats = quantized and every > 0 and (state.step + 1) % every == 0
-        if clip_stats:
+        # A script that watches the inputs itself keeps what its observers saw.
+        watch = clip_stats and not state.quant.quantization.observing
+        if watch:
             state.quant.quantization.observe(True)
 
         sums = torch.zeros(3, device=device)
@@ -176,9 +177,12 @@ class Loop:
             engine.step()
         norm = engine.get_global_grad_norm()
 
+        session.scale_steps += quantized
+
         clipped = {}
         if clip_stats:
             clipped = clipped_fractions(state.quant.quantization)
+        if watch:
             state.quant.quantization.observe(False)
         lm, kd, aux = (reduce_over_ranks(sums) / valid).tolist()
         losses = self._named_losses(lm, kd, aux)
@@ -224,15 +228,17 @@ class Loop:
         output = Path(recipe.output_dir)
         checkpoints = output / "checkpoints"
         _check_destinations(recipe, checkpoints)
-        ground = start(recipe)
-        # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
-        loader = build_loader(recipe, ground.tokenizer)
-        session, uncalibrated = set_up(recipe, ground)
+        context = start_ranks(recipe)
         with errors_on_all_ranks(OSError):
             if is_main():
                 output.mkdir(parents=True, exist_ok=True)
+        # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
+        loader = build_loader(recipe, context.tokenizer)
+        session, uncalibrated = set_up(recipe, context)
+        with errors_on_all_ranks(OSError):
+            if is_main():
                 save_recipe(recipe, output / "recipe.yaml")
-        quant = FakeQuant(session.quantization)
+        quant = FakeQuant(session)
         if uncalibrated and recipe.quant.fake_quant_start == 0 and not recipe.train.resume:
             say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
             batches = loader.first(recipe.quant.calibration_batches)
@@ -244,6 +250,16 @@ class Loop:
             state.step = load_checkpoint(session, checkpoints)
             quant.stale = not quant.enabled
         return state
+
+    def _export(self, state: LoopState) -> None:
+        """Export; if that fails, a training checkpoint keeps the work."""
+        try:
+            export_trained(state.session, state.quant)
+        except RankError:
+            if not self.recipe.train.checkpoint_every:
+                say("the export failed; saving a training checkpoint for launch/export.py")
+                self._save(state)
+            raise
 
     def _save(self, state: LoopState) -> None:
         directory = Path(self.recipe.output_dir) / "checkpoints"
@@ -277,7 +293,9 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> None:
     """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError on every rank."""
     if recipe.export.enabled:
         check_export_dir(recipe)
-    if not recipe.train.resume and (checkpoints / LATEST).exists():
+    if recipe.train.resume:
+        check_resumable(recipe, checkpoints)
+    elif (checkpoints / LATEST).exists():
         raise RecipeError(
             f"output_dir: {recipe.output_dir!r} has checkpoints of an earlier run; "
             "set train.resume to continue it, or name another one"
@@ -285,7 +303,10 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> None:
 
 
 def _set_learning_rates(state: LoopState) -> None:
-    """The schedule's learning rate of this step, into every parameter group."""
+    """The schedule's learning rate of this step, into every parameter group.
+
+    Scales rest while fake quant is off, and warm up from the step in which it starts.
+    """
     optim = state.recipe.optim
     factor = lr_factor(
         state.step,
@@ -296,5 +317,9 @@ def _set_learning_rates(state: LoopState) -> None:
     )
     # From the recipe, not from the optimizer's state: a resumed run follows the recipe that it is given.
     peaks = peak_learning_rates(optim)
+    scale_factor = min(factor, (state.session.scale_steps + 1) / max(1, optim.warmup_steps))
     for group in state.session.engine.optimizer.param_groups:
-        group["lr"] = peaks[group["name"]] * factor
+        if group["name"] == "scales":
+            group["lr"] = peaks["scales"] * scale_factor * state.quant.enabled
+        else:
+            group["lr"] = peaks[group["name"]] * factor

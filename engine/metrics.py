@@ -19,7 +19,7 @@ class Metrics:
 
     Tags: ``loss/total``, ``loss/lm``, ``loss/kd/<kind>``, ``loss/router_aux``; ``lr/<group>``; ``train/grad_norm``,
     ``train/tokens_per_second_per_device``, ``train/peak_memory_gib``, ``train/skipped_steps``, ``train/epoch``;
-    ``clipped/weights/<layer>``, ``clipped/inputs/<layer>`` (fractions of elements outside the range).
+    ``quant/clipped_weights/<layer>``, ``quant/clipped_inputs/<layer>`` (fractions of elements outside the range).
     """
 
     def __init__(self, directory: Path, recipe: Path) -> None:
@@ -77,7 +77,7 @@ def clipped_fractions(quantization: Quantization) -> dict[str, float]:
     observers were switched on; groups that saw nothing are left out.
     """
     fractions = {
-        f"clipped/weights/{owner}": fraction for owner, fraction in clipped_weight_fractions(quantization).items()
+        f"quant/clipped_weights/{owner}": fraction for owner, fraction in clipped_weight_fractions(quantization).items()
     }
     groups = quantization.input_groups
     if not groups:
@@ -86,5 +86,5 @@ def clipped_fractions(quantization: Quantization) -> dict[str, float]:
     counts = torch.tensor([[int(observer.clipped), observer.total] for observer in observers], dtype=torch.float64)
     for group, (clipped, total) in zip(groups, reduce_over_ranks(counts).tolist(), strict=True):
         if total:
-            fractions[f"clipped/inputs/{group.owner}"] = clipped / total
+            fractions[f"quant/clipped_inputs/{group.owner}"] = clipped / total
     return fractions

@@ -64,13 +64,17 @@ def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
 
 
 def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of the MoE blocks outside their experts: the router, and a shared expert's gate."""
+    """Parameters of the routers (and of a shared expert's gate), whatever their names.
+
+    In an MoE block these are the children that hold parameters themselves; experts and shared experts are MLPs, whose
+    parameters lie one level below.
+    """
     for block in model.modules():
-        if not any(isinstance(child, PerExpertMLPs) for child in block.children()):
-            continue
-        for name, child in block.named_children():
-            if name in ("gate", "router", "shared_expert_gate"):
-                yield from child.parameters()
+        children = list(block.children())
+        if any(isinstance(child, PerExpertMLPs) for child in children):
+            for child in children:
+                if next(child.parameters(recurse=False), None) is not None:
+                    yield from child.parameters()
 
 
 def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
@@ -125,10 +129,26 @@ def peak_learning_rates(optim: OptimRecipe) -> dict[str, float]:
     return {"weights": optim.lr, "no_decay": optim.lr, "scales": optim.scale_lr}
 
 
-def build_optimizer(model: nn.Module, optim: OptimRecipe) -> torch.optim.Optimizer:
+class SkippingAdamW(torch.optim.AdamW):
+    """AdamW that leaves out a step whose gradients hold NaN or Inf.
+
+    ``overflow`` tells DeepSpeed's engine, which counts it in ``skipped_steps``.
+    """
+
+    overflow = False
+
+    def step(self, closure=None):
+        """One step, or none."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.overflow = not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        return None if self.overflow else super().step(closure)
+
+
+def build_optimizer(model: nn.Module, optim: OptimRecipe, *, skip_non_finite: bool = False) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over :func:`parameter_groups`.
 
     torch's own, because DeepSpeed's compiled versions take 45 s to build at first use; on CUDA its fused form.
+    With ``skip_non_finite`` it is a :class:`SkippingAdamW`.
     """
-    fused = torch.cuda.is_available()
-    return torch.optim.AdamW(parameter_groups(model, optim), betas=optim.betas, fused=fused)
+    kind = SkippingAdamW if skip_non_finite else torch.optim.AdamW
+    return kind(parameter_groups(model, optim), betas=optim.betas, fused=torch.cuda.is_available())

@@ -158,7 +158,7 @@ class DataRecipe:
     max_length: int = 2048
     """Tokens per sample at most (chat) or exactly (text). Activation memory grows with it."""
     too_long: Literal["drop", "truncate"] = "drop"
-    """A chat sample above max_length is dropped (and counted) or cut at the end."""
+    """A chat sample above max_length is dropped, or loses the beginning of its prompt; both are counted."""
     micro_batch_size: int = 1
     """Samples per forward and rank. Activation memory grows with it."""
     seed: int = 0
@@ -225,7 +225,7 @@ class LossRecipe:
     teacher: str | None = None
     """Directory of the teacher's checkpoint, often model.path. It is frozen, and sharded too under stage 3."""
     chunk_tokens: int = 1024
-    """Tokens whose logits exist at once: memory is chunk_tokens * vocabulary * 4 bytes, a few times."""
+    """Tokens whose fp32 logits exist at once: chunk_tokens * vocabulary * 4 bytes, a few times."""
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""

@@ -50,6 +50,14 @@ class Schedule(Generic[State]):
             raise ValueError(f"an event every {steps} steps: expected 1 or more")
         self.after.append((steps, action))
 
+    def check(self, total: int) -> None:
+        """Refuse an event at a step that a run of ``total`` steps never begins. Raises ValueError."""
+        late = [step for step, _ in self.before if step >= total]
+        if late:
+            raise ValueError(
+                f"an event at step {late[0]}, but train.steps is {total}: the last step to begin is {total - 1}"
+            )
+
     def run_before(self, step: int, state: State) -> None:
         """Run what is due before ``step``."""
         for due, action in self.before:

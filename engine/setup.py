@@ -23,19 +23,19 @@ from data.samples import Sample
 from data.text import read_text
 from engine.ds_config import resolve, teacher_config
 from engine.optim import build_optimizer, set_learnable
-from engine.recipe import Recipe
-from model.build import build_model
+from engine.recipe import Recipe, RecipeError
+from model.build import build_model, check_rotary_buffers
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, rank, world_size
 from model.scales import load_scales, measure_weight_scales, write_scales
-from model.zero import init_process_group, keep_frozen_fp32, partition_new_parameters, stage
+from model.zero import forget_secondary_copies, init_process_group, keep_frozen_fp32, partition_new_parameters, stage
 from quant import Quantization, get_scheme, prepare
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass
-class Ground:
+class RunContext:
     """What a run stands on before a model exists."""
 
     device: torch.device
@@ -55,6 +55,8 @@ class Session:
     teacher: nn.Module | None
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
+    scale_steps: int = 0
+    """Optimizer steps with fake quant since the scales were measured."""
 
 
 def init_ranks() -> torch.device:
@@ -67,6 +69,7 @@ def init_ranks() -> torch.device:
     # DeepSpeed calls two torch collectives by names that torch 2.13 wants changed; a user can do nothing about it.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         warnings.filterwarnings("ignore", message=f".*{name}", category=FutureWarning)
+    _check_launcher()
     for name, value in {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -81,6 +84,22 @@ def init_ranks() -> torch.device:
         torch.cuda.set_device(device)  # before NCCL starts, which takes the current device
     init_process_group()
     return device
+
+
+def _check_launcher() -> None:
+    """Refuse a job of several processes that does not say which rank this one is: each would train alone, as rank 0.
+
+    Raises:
+        RecipeError: names the variable.
+    """
+    if "RANK" in os.environ:
+        return
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if int(os.environ.get(name, "1")) > 1:
+            raise RecipeError(
+                f"{name} is {os.environ[name]}, but RANK, LOCAL_RANK and WORLD_SIZE are not set: start one launcher "
+                "per node (srun --ntasks-per-node=1 torchrun ..., or deepspeed --hostfile ...), which sets them"
+            )
 
 
 def say(text: str) -> None:
@@ -192,9 +211,14 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
 def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
     """The student's engine with its optimizer."""
     with errors_on_all_ranks(ValueError):
-        optimizer = build_optimizer(model, recipe.optim)
+        # In every other case an optimizer of DeepSpeed's stands around this one, which skips such steps by itself.
+        unguarded = stage(ds_config) == 0 and recipe.model.dtype == "float32"
+        optimizer = build_optimizer(model, recipe.optim, skip_non_finite=unguarded)
+    # Scales were gathered since the weights were loaded, and hpZ keeps copies of what is gathered.
+    forget_secondary_copies(model)
     with keep_frozen_fp32(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    check_rotary_buffers(model)
     if stage(ds_config) == 0:
         # On stage 0 under bf16 DeepSpeed makes a step with zero gradients to allocate the optimizer's state. It moves
         # nothing, as the learning rate is still 0, but it counts for Adam's bias correction: the first real step would
@@ -211,6 +235,7 @@ def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.M
     model.config.output_router_logits = False
     if stage(ds_config) < 3:
         return model
+    forget_secondary_copies(model)
     engine, *_ = deepspeed.initialize(model=model, config=teacher_config(ds_config))
     return engine
 
@@ -239,7 +264,7 @@ def build_teacher(recipe: Recipe, ds_config: dict[str, Any], device: torch.devic
     return initialize_frozen(teacher, ds_config)
 
 
-def start(recipe: Recipe) -> Ground:
+def start_ranks(recipe: Recipe) -> RunContext:
     """Process group, DeepSpeed configuration and tokenizer.
 
     Raises:
@@ -249,27 +274,29 @@ def start(recipe: Recipe) -> Ground:
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     device = init_ranks()
     torch.manual_seed(recipe.train.seed)
-    return Ground(device, ds_config, read_tokenizer(recipe))
+    return RunContext(device, ds_config, read_tokenizer(recipe))
 
 
-def set_up(recipe: Recipe, ground: Ground, *, training: bool = True) -> tuple[Session, set[str]]:
+def set_up(
+    recipe: Recipe, context: RunContext, *, training: bool = True, teacher: bool = True
+) -> tuple[Session, set[str]]:
     """Everything from the recipe to engines, with weights and scales in place; a collective.
 
     Args:
         recipe: the run.
-        ground: what :func:`start` gave.
-        training: with an optimizer and a teacher; else the engine only runs forward.
+        context: what :func:`start_ranks` gave.
+        training: with an optimizer; else the engine only runs forward.
+        teacher: load the teacher that the recipe names, for training.
 
     Returns:
         The session, and the owners of input groups whose scales are still to be calibrated (see engine.calibrate).
     """
-    device, ds_config = ground.device, ground.ds_config
+    device, ds_config = context.device, context.ds_config
     model, quantization = build_student(recipe, ds_config, device)
     uncalibrated = initial_scales(recipe, model, quantization)
-    if training:
-        teacher = build_teacher(recipe, ds_config, device, model.config.vocab_size)
-        engine = initialize_student(recipe, ds_config, model)
-    else:
-        teacher, engine = None, initialize_frozen(model, ds_config)
-    session = Session(recipe, ds_config, engine, model, quantization, teacher, ground.tokenizer, device)
+    teacher_model = None
+    if training and teacher:
+        teacher_model = build_teacher(recipe, ds_config, device, model.config.vocab_size)
+    engine = initialize_student(recipe, ds_config, model) if training else initialize_frozen(model, ds_config)
+    session = Session(recipe, ds_config, engine, model, quantization, teacher_model, context.tokenizer, device)
     return session, uncalibrated

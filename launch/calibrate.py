@@ -8,25 +8,29 @@ in place under the recipe's ZeRO stage. The result is served as it is, and is wh
 
 from engine.calibrate import calibrate_inputs
 from engine.export import check_export_dir, export
-from engine.recipe import exit_on_recipe_error, parse_recipe
-from engine.setup import build_loader, say, set_up, start
-from model.ranks import shut_down
+from engine.recipe import Recipe, parse_recipe
+from engine.setup import build_loader, say, set_up, start_ranks
+from launch.exits import clean_exit
 
 
 def main() -> None:
-    """Check the recipe, measure, write."""
+    """Check the recipe, then measure and write."""
     recipe = parse_recipe()
-    with exit_on_recipe_error():
-        check_export_dir(recipe)
-        ground = start(recipe)
-    loader = build_loader(recipe, ground.tokenizer)
-    session, uncalibrated = set_up(recipe, ground, training=False)
+    with clean_exit():
+        calibrate(recipe)
+
+
+def calibrate(recipe: Recipe) -> None:
+    """Measure what the recipe's scheme needs and write the PTQ checkpoint."""
+    check_export_dir(recipe)
+    context = start_ranks(recipe)
+    loader = build_loader(recipe, context.tokenizer)
+    session, uncalibrated = set_up(recipe, context, training=False)
     if uncalibrated:
         say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
         batches = loader.first(recipe.quant.calibration_batches)
         calibrate_inputs(session.engine, session.quantization, uncalibrated, batches, session.device)
     export(session, recipe.export_dir())
-    shut_down()
 
 
 if __name__ == "__main__":

@@ -9,14 +9,15 @@ import argparse
 from pathlib import Path
 
 from engine.checkpoint import load_checkpoint
-from engine.export import export
-from engine.recipe import load_recipe
-from engine.setup import set_up, start
-from model.ranks import shut_down
+from engine.export import check_export_dir, export_trained
+from engine.fake_quant import FakeQuant
+from engine.recipe import Recipe, load_recipe
+from engine.setup import set_up, start_ranks
+from launch.exits import clean_exit
 
 
 def main() -> None:
-    """Rebuild the run's engine, load its state, export."""
+    """Check the arguments, then export."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a step directory that train.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; it must not hold anything yet")
@@ -24,12 +25,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.checkpoint / "recipe.yaml").is_file():
         parser.error(f"{arguments.checkpoint} is not a training checkpoint: it has no recipe.yaml")
-    recipe = load_recipe(arguments.checkpoint / "recipe.yaml")
+    with clean_exit():
+        recipe = load_recipe(arguments.checkpoint / "recipe.yaml")
+        recipe.export.dir = str(arguments.out)
+        export_checkpoint(recipe, arguments.checkpoint)
 
-    session, _ = set_up(recipe, start(recipe))
-    load_checkpoint(session, arguments.checkpoint)
-    export(session, arguments.out)
-    shut_down()
+
+def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
+    """Rebuild the run's engine without its teacher, load its state, export."""
+    check_export_dir(recipe)
+    session, _ = set_up(recipe, start_ranks(recipe), teacher=False)
+    load_checkpoint(session, checkpoint)
+    quant = FakeQuant(session)
+    quant.stale = not quant.enabled
+    export_trained(session, quant)
 
 
 if __name__ == "__main__":

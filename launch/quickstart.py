@@ -133,7 +133,7 @@ def make_model(out: Path) -> None:
         eos_token_id=0,
         pad_token_id=0,
     )
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model = Qwen3ForCausalLM(config).bfloat16()
     model.save_pretrained(out / "init")
     print(f"{out}/init: {model.num_parameters():,} parameters, vocabulary of {VOCABULARY}")
 
@@ -153,9 +153,10 @@ def calibrate(out: Path, name: str, *, model: Path, scheme: str) -> None:
 
 
 def verify(out: Path, export: Path) -> None:
-    """launch/verify.py; its report goes to the terminal."""
+    """launch/verify.py; its report goes to the terminal, the loading bars of other libraries to the log."""
     text = ["--text", str(out / "heldout.txt"), "--tokens", "1024"]
-    call(["python", "launch/verify.py", "--export", str(export), *text], None)
+    command = ["python", "launch/verify.py", "--export", str(export), *text]
+    call(command, out / "runs" / export.name / "verify.txt", report=True)
 
 
 def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: str | None) -> Path:
@@ -190,10 +191,11 @@ def port_options() -> list[str]:
             return ["--master_port", str(free.getsockname()[1])]
 
 
-def call(shown: Sequence[str], log: Path | None) -> None:
-    """Show a command and run it in the project's root; exits with the end of the log if it fails.
+def call(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
+    """Show a command and run it; exits with the end of its log if it fails.
 
-    Standard output goes to ``log`` if given; progress bars and errors, which are on standard error, to the terminal.
+    Progress bars and errors, which are on standard error, go to the terminal and standard output to ``log``; with
+    ``report`` the other way round.
     """
     print(f"$ {shlex.join(shown)}", flush=True)
     environment = dict(os.environ)
@@ -203,15 +205,12 @@ def call(shown: Sequence[str], log: Path | None) -> None:
     folder = Path(sys.executable).parent  # the environment's, which need not be active
     command = [str(folder / shown[0]) if shown[0] == "deepspeed" else sys.executable, *shown[1:]]
     command = [str(ROOT / word) if word.startswith("launch/") else word for word in command]
-    if log is None:
-        code = subprocess.run(command, check=False, env=environment).returncode
-    else:
-        with open(log, "w", encoding="utf-8") as file:
-            code = subprocess.run(command, check=False, env=environment, stdout=file).returncode
+    with open(log, "w", encoding="utf-8") as file:
+        stdout, stderr = (None, file) if report else (file, None)
+        code = subprocess.run(command, check=False, env=environment, stdout=stdout, stderr=stderr).returncode
     if code:
-        lines = [] if log is None else log.read_text(encoding="utf-8").splitlines()[-20:]
-        hint = "" if log is None else f"\nThe end of {log} is above."
-        sys.exit("\n".join(["", *lines, f"error: exit code {code} of the command above.{hint}"]))
+        end = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
+        sys.exit(f"\n{end}\nerror: exit code {code} of the command above; the last lines of {log} are above this one")
 
 
 def print_table(out: Path, began: float) -> None:

@@ -6,16 +6,15 @@
 """
 
 from engine.loop import Loop
-from engine.recipe import exit_on_recipe_error, parse_recipe
-from model.ranks import shut_down
+from engine.recipe import parse_recipe
+from launch.exits import clean_exit
 
 
 def main() -> None:
     """Check the recipe, then train: a bad recipe ends every process before a process group starts."""
     recipe = parse_recipe()
-    with exit_on_recipe_error():
+    with clean_exit():
         Loop(recipe).run()
-    shut_down()
 
 
 if __name__ == "__main__":

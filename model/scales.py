@@ -49,6 +49,7 @@ class ScaleReport:
         weights_measured: had none, and were measured.
         inputs_initial: had none, and got the recipe's initial value.
         inputs_missing: have none yet.
+        unused: keys in the files of layers that are not quantised here.
     """
 
     weights_loaded: list[str]
@@ -56,6 +57,7 @@ class ScaleReport:
     inputs_loaded: list[str]
     inputs_initial: list[str]
     inputs_missing: list[str]
+    unused: list[str]
 
     def summary(self) -> str:
         """One line for people."""
@@ -66,6 +68,10 @@ class ScaleReport:
             parts.append(f"{len(self.inputs_initial)} of inputs set to the initial value")
         if self.inputs_missing:
             parts.append(f"{len(self.inputs_missing)} of inputs to calibrate ({_listed(self.inputs_missing)})")
+        if self.unused:
+            parts.append(
+                f"{len(self.unused)} in the files of layers that are not quantised here ({_listed(self.unused)})"
+            )
         return "scales: " + ", ".join(parts)
 
 
@@ -156,7 +162,9 @@ def _local_clipped(layer: QuantLinear, spec: TensorSpec) -> int:
     """How many of the weights in this rank's range lie outside the range of their scales; the scales are gathered."""
     start, _ = local_range(layer.weight)
     shape = (layer.out_features, layer.in_features)
-    return int(partial_clipped(local_data(layer.weight), start, shape, layer.weight_scale(), spec))
+    local = local_data(layer.weight)
+    # An offloaded partition is on the CPU, what is gathered on the GPU.
+    return int(partial_clipped(local, start, shape, layer.weight_scale().to(local.device), spec))
 
 
 def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, spec: TensorSpec) -> Tensor:
@@ -227,6 +235,7 @@ def load_scales(
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
         found = _read_scales(Path(directory))
         on_disk = {name: module_name_on_disk(model, name) for name in quantization.layers}
+        unused = _unused(Path(directory), found, set(on_disk.values()))
         weights, missing_weights = _group_values(quantization.weight_groups, found, on_disk, "weight_scale")
         inputs, missing_inputs = _group_values(quantization.input_groups, found, on_disk, "input_scale")
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
@@ -240,6 +249,7 @@ def load_scales(
         inputs_loaded=list(inputs),
         inputs_initial=[] if initial_input_scale is None else missing_inputs,
         inputs_missing=missing_inputs if initial_input_scale is None else [],
+        unused=unused,
     )
     if missing_weights:
         weights |= measure_weight_scales(quantization, set(missing_weights))
@@ -268,6 +278,17 @@ def _read_scales(directory: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
     return found
+
+
+def _unused(directory: Path, found: Mapping[str, Tensor], layers: set[str]) -> list[str]:
+    """Keys of layers that the model does not quantise; an error if there are no others, as with a wrong prefix."""
+    unused = [key for key in found if key.rpartition(".")[0] not in layers]
+    if len(unused) == len(found):
+        raise ValueError(
+            f"{directory} has no scale of a quantised layer: expected keys like {min(layers)}.weight_scale, "
+            f"found {_listed(unused) or 'no weight_scale and no input_scale'}"
+        )
+    return unused
 
 
 def _group_values(

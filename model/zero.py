@@ -214,3 +214,25 @@ def keep_frozen_fp32(model: nn.Module) -> Iterator[None]:
     yield
     for parameter, data in kept:
         parameter.data = data.to(parameter.device)
+
+
+def reset_optimizer_state(optimizer: Any, group: str) -> None:
+    """Make the optimizer's state of a parameter group that of a new one: moments and step counts are 0.
+
+    Args:
+        optimizer: ``engine.optimizer``: DeepSpeed's around torch's, or torch's own.
+        group: the ``name`` of the parameter group; nothing is done if there is none.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for index, settings in enumerate(inner.param_groups):
+        if settings["name"] != group:
+            continue
+        if hasattr(optimizer, "sub_group_to_group_id"):
+            # Stage 3 takes a group in pieces, and shows torch's optimizer each of them only while it steps.
+            pieces = enumerate(optimizer.fp32_partitioned_groups_flat)
+            parameters = [piece for number, piece in pieces if optimizer.sub_group_to_group_id[number] == index]
+        else:
+            parameters = settings["params"]
+        for parameter in parameters:
+            for value in inner.state.get(parameter, {}).values():
+                value.zero_()

@@ -115,10 +115,16 @@ class QuantLinearFunction(torch.autograd.Function):
         saved = _Saved(*ctx.saved_tensors)  # once: activation checkpointing drops a tensor when it is unpacked
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
-        if needs_x or needs_input_theta:
+        if needs_x or (needs_input_theta and ctx.plan.input is not None):
             grad_x, grad_input_theta = _input_gradients(ctx, saved, grad)
-        if needs_weight or needs_weight_theta:
+        if needs_weight or (needs_weight_theta and ctx.plan.weight is not None):
             grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad)
+        # The theta of an operand that is not quantised now: ZeRO-3 keeps the gradient of the last step of a Parameter
+        # that gets none, and would apply it again in every step.
+        if saved.input_theta is not None and needs_input_theta and grad_input_theta is None:
+            grad_input_theta = torch.zeros_like(saved.input_theta)
+        if saved.weight_theta is not None and needs_weight_theta and grad_weight_theta is None:
+            grad_weight_theta = torch.zeros_like(saved.weight_theta)
         return (
             grad_x if needs_x else None,
             grad_weight if needs_weight else None,

@@ -21,6 +21,8 @@ SCALE_PARAMETERS = ("weight_s0", "weight_theta", "input_s0", "input_theta")
 class QuantLinear(nn.Module):
     """``F.linear`` whose operands are fake-quantised where that is switched on; exactly ``F.linear`` where neither is.
 
+    A theta that trains gets a gradient of zeros while its operand is not quantised.
+
     Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``in_features`` and
     ``out_features``.
 
@@ -96,7 +98,8 @@ class QuantLinear(nn.Module):
         """``x`` is ``[..., in_features]`` in the model's dtype, zero tokens allowed. Returns ``[..., out]``."""
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
-        if not (self.weight_fake_quant or self.input_fake_quant):
+        learns = self.weight_theta is not None or self.input_theta is not None
+        if not (self.weight_fake_quant or self.input_fake_quant or (learns and torch.is_grad_enabled())):
             return F.linear(x, self.weight, self.bias)
         self._check_scale_dtypes()
         plan = Plan(

@@ -43,13 +43,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def tiny_config(kind: str, *, tied: bool = False, layers: int = 2):
-    """The transformers config of a tiny ``qwen3``, ``llama`` or ``qwen3_moe``."""
+def tiny_config(kind: str, *, tied: bool = False, layers: int = 2, even: bool = False):
+    """The transformers config of a tiny ``qwen3``, ``llama`` or ``qwen3_moe``; ``even``: sizes that 32 divides."""
     common = {
         "vocab_size": 301,
-        "hidden_size": 48,
+        "hidden_size": 64 if even else 48,
         "num_hidden_layers": layers,
-        "num_attention_heads": 3,
+        "num_attention_heads": 4 if even else 3,
         "num_key_value_heads": 1,
         "head_dim": 16,
         "max_position_embeddings": 512,
@@ -58,14 +58,15 @@ def tiny_config(kind: str, *, tied: bool = False, layers: int = 2):
         "pad_token_id": 0,
         "bos_token_id": None,
     }
+    intermediate = 96 if even else 83
     if kind == "qwen3":
-        return Qwen3Config(intermediate_size=83, **common)
+        return Qwen3Config(intermediate_size=intermediate, **common)
     if kind == "llama":
-        return LlamaConfig(intermediate_size=83, **common)
+        return LlamaConfig(intermediate_size=intermediate, **common)
     if kind == "qwen3_moe":
         return Qwen3MoeConfig(
-            intermediate_size=83,
-            moe_intermediate_size=29,
+            intermediate_size=intermediate,
+            moe_intermediate_size=32 if even else 29,
             num_experts=5,
             num_experts_per_tok=2,
             norm_topk_prob=True,
@@ -75,11 +76,11 @@ def tiny_config(kind: str, *, tied: bool = False, layers: int = 2):
 
 
 def tiny_model(
-    kind: str, *, tied: bool = False, seed: int = 0, layers: int = 2, dtype=torch.bfloat16
+    kind: str, *, tied: bool = False, seed: int = 0, layers: int = 2, even: bool = False, dtype=torch.bfloat16
 ) -> PreTrainedModel:
     """A randomly initialised tiny model, the same one for the same seed; norms differ from 1."""
     classes = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
-    config = tiny_config(kind, tied=tied, layers=layers)
+    config = tiny_config(kind, tied=tied, layers=layers, even=even)
     generator = torch.Generator().manual_seed(seed)
     model = classes[kind](config)
     with torch.no_grad():
@@ -96,12 +97,13 @@ def tiny_checkpoint(
     tied: bool = False,
     seed: int = 0,
     layers: int = 2,
+    even: bool = False,
     max_shard_size: str = "5GB",
     dtype=torch.bfloat16,
 ) -> Path:
     """Write a tiny checkpoint and its tokenizer as save_pretrained does; ``max_shard_size="100KB"`` gives shards."""
     directory = Path(directory)
-    model = tiny_model(kind, tied=tied, seed=seed, layers=layers, dtype=dtype)
+    model = tiny_model(kind, tied=tied, seed=seed, layers=layers, even=even, dtype=dtype)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(directory)
     return directory

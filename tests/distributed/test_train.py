@@ -8,110 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from data.chat import read_chat
-from data.loader import Loader, valid_tokens
-from engine.losses import loss_sums
-from engine.optim import parameter_groups, peak_learning_rates, set_learnable
 from engine.recipe import load_recipe
-from engine.schedule import lr_factor
 from model.build import build_model
 from model.load import load_weights
-from quant import get_scheme, prepare, scales_from_stats
 from tests.distributed.launcher import run_ranks
-from tests.distributed.recipes import STEPS, write_chats, write_recipe
+from tests.distributed.plain import assert_same, load_result, plain_loop
+from tests.distributed.recipes import write_chats, write_recipe
 from tests.tiny import tiny_checkpoint
 
-RANKS = 2
 SCRIPT = Path(__file__).parent / "train_script.py"
-
-
-def plain_loop(path: Path):
-    """The same training in one process without DeepSpeed: an fp32 model, autograd, AdamW."""
-    settings = load_recipe(path)
-    tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
-    samples, _ = read_chat(settings.data.train, tokenizer, max_length=settings.data.max_length)
-    loaders = [
-        Loader(
-            samples,
-            micro_batch_size=settings.data.micro_batch_size,
-            gradient_accumulation_steps=settings.train.gradient_accumulation_steps,
-            rank=rank,
-            world=RANKS,
-            seed=settings.data.seed,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        for rank in range(RANKS)
-    ]
-
-    def build():
-        model = build_model(settings.model.path, {}, dtype=torch.float32, device=torch.device("cpu"))
-        load_weights(model, settings.model.path, progress=False)
-        return model
-
-    model, teacher = build(), build().requires_grad_(False)
-    quantization = prepare(model, get_scheme("fp8_static"), learn_weight_scale=True, learn_input_scale=False)
-    set_learnable(model, settings.learnable)
-    spec = quantization.scheme.weights
-    with torch.no_grad():
-        for group in quantization.weight_groups:
-            absmax = max(quantization.layers[name].weight.abs().max() for name in group.members)
-            group.s0.copy_(scales_from_stats(absmax.reshape(1), spec))
-        quantization.set_fake_quant(False, False)
-        quantization.observe(True)
-        for loader in loaders:
-            for batch in loader.first(settings.quant.calibration_batches):
-                model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        quantization.observe(False)
-        for group in quantization.input_groups:
-            group.s0.copy_(scales_from_stats(group.observer.absmax.reshape(1), spec))
-        quantization.set_fake_quant(True, True)
-    optimizer = torch.optim.AdamW(parameter_groups(model, settings.optim), betas=settings.optim.betas)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    losses, norms = [], []
-    for step in range(STEPS):
-        batches = [batch for loader in loaders for batch in loader.step(step)]
-        valid = valid_tokens(batches)
-        sums = torch.zeros(2)
-        for batch in batches:
-            inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-            with torch.no_grad():
-                teacher_logits = teacher(**inputs).logits
-            lm, kd = loss_sums(model(**inputs).logits, batch["labels"], teacher_logits, kd_kind="cakld")
-            ((lm + 0.5 * kd) / valid).backward()
-            sums += torch.stack([lm.detach(), kd.detach()]) / valid
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, settings.optim.grad_clip)))
-        factor = lr_factor(step, total=STEPS, warmup=2, kind="cosine", min_ratio=settings.optim.min_lr_ratio)
-        for group in optimizer.param_groups:
-            group["lr"] = peak_learning_rates(settings.optim)[group["name"]] * factor
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(
-            {"loss/total": float(sums[0] + 0.5 * sums[1]), "loss/lm": float(sums[0]), "loss/kd/cakld": float(sums[1])}
-        )
-    return {"losses": losses, "norms": norms, "weights": {name: p.detach() for name, p in model.named_parameters()}}
-
-
-def load_result(path: Path):
-    return torch.load(Path(load_recipe(path).output_dir) / "result.pt", weights_only=True)
-
-
-def assert_same(found, expected, *, rtol: float, weight_atol: float):
-    """Losses relative, weights absolute: Adam moves a weight whose gradient is rounding noise by up to a whole step."""
-    for a, b in zip(found["losses"], expected["losses"], strict=True):
-        assert a == pytest.approx(b, rel=rtol, abs=1e-6)
-    if found["norms"][0] is not None:  # stage 0 in fp32
-        assert found["norms"] == pytest.approx(expected["norms"], rel=10 * rtol)
-    assert found["weights"].keys() == expected["weights"].keys()
-    for name, weight in found["weights"].items():
-        difference = (weight.float() - expected["weights"][name].float()).abs()
-        # The mean shows a systematic error; the maximum bounds single weights that noise decides.
-        assert difference.mean() < weight_atol / 10 and difference.max() < weight_atol, (
-            name,
-            difference.mean(),
-            difference.max(),
-        )
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 
 from engine.loop import Loop, LoopState
@@ -32,7 +33,10 @@ def run(loop: Loop) -> dict[str, Any]:
     names = dict(model.named_parameters())
     with gathered(names.values()):
         weights = {name: parameter.detach().cpu().clone() for name, parameter in names.items()}
-        scales = {name: layer.weight_scale().cpu() for name, layer in state.session.quantization.layers.items()}
+        scales = {
+            name: layer.weight_scale().detach().cpu().clone()
+            for name, layer in state.session.quantization.layers.items()
+        }
     result = {
         "losses": losses,
         "norms": norms,
@@ -42,9 +46,19 @@ def run(loop: Loop) -> dict[str, Any]:
         "inv_freq": {name: b.dtype for name, b in model.named_buffers() if name.endswith("inv_freq")},
         "requires_grad": [name for name, parameter in names.items() if parameter.requires_grad],
         "groups": [group["name"] for group in engine.optimizer.param_groups],
+        "optimized": [name for name, parameter in names.items() if id(parameter) in optimized(engine)],
     }
     engine.destroy()
     return result
+
+
+def optimized(engine: deepspeed.DeepSpeedEngine) -> set[int]:
+    """Ids of the Parameters that the optimizer trains: DeepSpeed's optimizers keep them beside their flat copies."""
+    optimizer = engine.optimizer
+    for attribute in ("bit16_groups", "fp16_groups"):  # stages 1 and 2, stage 3
+        if hasattr(optimizer, attribute):
+            return {id(parameter) for group in getattr(optimizer, attribute) for parameter in group}
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def main() -> None:

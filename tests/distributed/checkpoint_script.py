@@ -1,0 +1,118 @@
+"""Launched on every rank: runs straight through, runs that are interrupted and resumed, and one that is killed.
+
+    checkpoint_script.py DIRECTORY STAGE...
+
+For each stage, ``DIRECTORY/straight_<stage>.yaml`` and ``DIRECTORY/resumed_<stage>.yaml`` are run; what came of every
+part is in ``<part>_<stage>.pt``, and what each rank saw of the errors in ``errors_<rank>.json``. The last run is killed
+with SIGKILL in the middle of a step, on rank 1 alone, so the launcher is expected to fail.
+"""
+
+import gc
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint import LATEST
+from engine.loop import Loop, LoopState
+from engine.recipe import Recipe, load_recipe
+from launch import export
+from model.ranks import barrier, is_main, rank
+from tests.distributed.train_script import run
+
+STOPS = (1, 3)  # steps after which the resumed run is interrupted: before and after fake quant starts
+KILLED_AT = 3
+
+
+def main() -> None:
+    """Every stage, then the run that is killed."""
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    directory, stages = Path(arguments[0]), arguments[1:]
+    errors: dict[str, str] = {}
+    for stage in stages:
+        keep(directory, f"straight_{stage}", Loop(load_recipe(directory / f"straight_{stage}.yaml")))
+        recipe = load_recipe(directory / f"resumed_{stage}.yaml")
+        checkpoints = Path(recipe.output_dir) / "checkpoints"
+        for part, stop in enumerate((*STOPS, recipe.train.steps)):
+            recipe = replace(
+                recipe,
+                train=replace(recipe.train, resume=part > 0),
+                export=replace(recipe.export, enabled=stop == recipe.train.steps),
+            )
+            loop = Loop(recipe)
+            loop.schedule.every(stop, lambda state: state.stop())
+            keep(directory, f"part{part}_{stage}", loop)
+            if part == 0 and is_main():
+                os.link(checkpoints / LATEST, checkpoints / "first_latest")  # another name of the very file
+            barrier()
+        sys.argv = [
+            "export.py",
+            "--checkpoint",
+            str(checkpoints / "step_00000005"),
+            "--out",
+            f"{directory}/out_{stage}",
+        ]
+        export.main()
+    other_ranks(directory, checkpoints)
+    errors["resume without a checkpoint"] = failure(Loop(resumed(recipe, directory / "nothing")).run)
+    errors["another number of ranks"] = failure(Loop(resumed(recipe, directory / "other_ranks")).run)
+    errors["a damaged checkpoint"] = failure(Loop(resumed(recipe, directory / "damaged")).run)
+    anew = resumed(recipe, Path(recipe.output_dir))
+    errors["not resumed"] = failure(Loop(replace(anew, train=replace(anew.train, resume=False))).run)
+    (directory / f"errors_{rank()}.json").write_text(json.dumps(errors))
+    barrier()
+
+    loop = Loop(load_recipe(directory / "killed_3.yaml"))
+
+    @loop.every(KILLED_AT)
+    def kill(state: LoopState) -> None:
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    loop.run()
+
+
+def keep(directory: Path, name: str, loop: Loop) -> None:
+    """Run the loop; rank 0 writes what came of it."""
+    result = run(loop)
+    if is_main():
+        torch.save(result, directory / f"{name}.pt")
+    gc.collect()
+
+
+def resumed(recipe: Recipe, output_dir: Path) -> Recipe:
+    """The recipe, to be resumed from the checkpoints in ``output_dir``, without an export."""
+    export_off = replace(recipe.export, enabled=False)
+    train = replace(recipe.train, resume=True)
+    return replace(recipe, output_dir=str(output_dir), export=export_off, train=train)
+
+
+def other_ranks(directory: Path, checkpoints: Path) -> None:
+    """Copies of a checkpoint: one that says it has 3 ranks, one whose ``latest`` names what is not there."""
+    if is_main():
+        shutil.copytree(checkpoints, directory / "other_ranks" / "checkpoints")
+        for path in (directory / "other_ranks" / "checkpoints").glob("step_*/state.json"):
+            path.write_text(json.dumps({**json.loads(path.read_text()), "world_size": 3}))
+        (directory / "damaged" / "checkpoints").mkdir(parents=True)
+        (directory / "damaged" / "checkpoints" / LATEST).write_text("step_00000009")
+    barrier()
+
+
+def failure(action: Callable[[], object]) -> str:
+    """Type and text of what the action raises."""
+    try:
+        action()
+    except Exception as error:
+        gc.collect()
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Recipes and data of the distributed tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+STEPS = 5
+
+
+def write_chats(path: Path, *, question: str = "input", answer: str = "output") -> Path:
+    """Conversations of very different lengths: ranks and micro-batches differ in valid tokens and in routing."""
+    lines = [
+        {
+            question: f"What is {a} plus {b}? " + "Think. " * (a % 7),
+            answer: f"{a} plus {b} is {a + b}." + " Yes!" * (b % 9),
+        }
+        for a in range(8)
+        for b in range(6)
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def write_recipe(
+    directory: Path, name: str, model: Path, chats: Path, *, stage: int, dtype: str, **sections: Any
+) -> Path:
+    """``<directory>/<name>.yaml``, whose output goes to ``<directory>/<name>``.
+
+    Persistence is off, so that ZeRO-3 partitions even tiny parameters. ``sections`` are merged into what stands here.
+    """
+    ds_config = directory / f"zero{stage}.json"
+    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+    ds_config.write_text(json.dumps({"zero_optimization": zero}))
+    contents: dict[str, Any] = {
+        "model": {"path": str(model), "dtype": dtype},
+        "data": {"train": [str(chats)], "max_length": 128, "micro_batch_size": 2},
+        "train": {"steps": STEPS, "gradient_accumulation_steps": 2, "clip_stats_every": 2},
+        "optim": {"lr": 1e-3, "scale_lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "grad_clip": 0.5},
+        "loss": {"kd_weight": 0.5, "kd": "cakld", "teacher": str(model)},
+        "quant": {"calibration_batches": 2},
+        "export": {"enabled": False},
+        "deepspeed": str(ds_config),
+        "output_dir": str(directory / name),
+    }
+    for section, values in sections.items():
+        contents[section] = {**contents.get(section, {}), **values}
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(contents))
+    return path

@@ -1,0 +1,121 @@
+"""Training checkpoints on two ranks: a run that is interrupted and resumed is the run that was not, bit for bit.
+
+The runs switch fake quant on in the middle, so that a checkpoint holds what its start must not lose: what the observers
+saw (interrupted before), the scales that were measured then (interrupted after), and which layers are quantised.
+"""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.checkpoint import LATEST
+from tests.distributed.checkpoint_script import STOPS
+from tests.distributed.launcher import ROOT, launch, run_ranks
+from tests.distributed.recipes import STEPS, write_chats, write_recipe
+from tests.tiny import tiny_checkpoint
+
+SCRIPT = Path(__file__).parent / "checkpoint_script.py"
+RANKS = 2
+START = 2
+# Stage 3 with experts; the others are plain modules to it. Stage 0 keeps its optimizer in fp32 here, which is the case
+# where DeepSpeed wraps nothing.
+STAGES = {0: ("qwen3", "float32"), 1: ("qwen3", "bfloat16"), 2: ("llama", "bfloat16"), 3: ("qwen3_moe", "bfloat16")}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One launch, whose last run is killed."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    data = write_chats(directory / "chats.jsonl")
+    for stage, (kind, dtype) in STAGES.items():
+        model = tiny_checkpoint(directory / f"{kind}_{stage}", kind)
+        names = ["straight", "resumed"] + ["killed"] * (stage == 3)
+        for name in names:
+            every = STEPS if name == "straight" else 2 if name == "killed" else 1
+            write_recipe(
+                directory,
+                f"{name}_{stage}",
+                model,
+                data,
+                stage=stage,
+                dtype=dtype,
+                train={"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": every},
+                quant={"fake_quant_start": START, "calibration_batches": 0},
+                optim={"lr": 1e-2},  # one step must show in bf16 weights, and in their maxima
+                learnable={"act_scale": True, "norm": True},
+                loss={"kd_weight": 0.0, "teacher": None},
+                export={"enabled": True},
+            )
+    result = launch(SCRIPT, str(directory), *map(str, STAGES), timeout=400)
+    assert (directory / "errors_1.json").exists(), f"failed before the run that is killed:\n{result.stdout[-8000:]}"
+    assert result.returncode != 0 and f"exits with return code = {-signal.SIGKILL}" in result.stdout, result.stdout
+    return directory
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_resumed_equals_straight_bit_for_bit(runs, stage):
+    straight = torch.load(runs / f"straight_{stage}.pt", weights_only=True)
+    parts = [torch.load(runs / f"part{part}_{stage}.pt", weights_only=True) for part in range(len(STOPS) + 1)]
+    assert [len(part["losses"]) for part in parts] == [1, 2, 2]
+    assert [loss for part in parts for loss in part["losses"]] == straight["losses"]
+    assert [norm for part in parts for norm in part["norms"]] == straight["norms"]
+    last = parts[-1]
+    assert last["weights"].keys() == straight["weights"].keys()
+    for name, weight in straight["weights"].items():
+        assert torch.equal(last["weights"][name], weight), name
+    # What would make the comparison empty: nothing measured at START, or nothing learned since.
+    first = parts[0]["weights"]
+    scales = [name for name in first if name.endswith("weight_s0")]
+    assert any(not torch.equal(first[name], straight["weights"][name]) for name in scales)
+    assert all(straight["weights"][name].any() for name in straight["weights"] if name.endswith("weight_theta"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_export_from_a_checkpoint_equals_the_one_at_the_end_of_training(runs, stage):
+    for name in ("model.safetensors", "config.json"):
+        expected = (runs / f"straight_{stage}" / "export" / name).read_bytes()
+        assert (runs / f"out_{stage}" / name).read_bytes() == expected
+        assert (runs / f"resumed_{stage}" / "export" / name).read_bytes() == expected
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_old_checkpoints_go_and_latest_is_replaced_by_a_rename(runs, stage):
+    checkpoints = runs / f"resumed_{stage}" / "checkpoints"
+    assert [path.name for path in sorted(checkpoints.glob("step*"))] == ["step_00000004", "step_00000005"]
+    assert (checkpoints / LATEST).read_text() == "step_00000005"
+    # Written in place, the file's other name would show the new text too.
+    assert (checkpoints / "first_latest").read_text() == "step_00000001"
+
+
+def test_what_cannot_be_resumed_is_refused_on_every_rank(runs):
+    seen = [json.loads((runs / f"errors_{rank}.json").read_text()) for rank in range(RANKS)]
+    assert seen[0] == seen[1]
+    none, other, damaged, anew = seen[0].values()
+    assert none.startswith("R") and f"{runs}/nothing/checkpoints" in none and "train.resume: false" in none
+    assert f"{runs}/other_ranks/checkpoints/step_00000005" in other and "3 rank" in other and "this run has 2" in other
+    assert "step_00000009" in damaged and "not a whole checkpoint" in damaged
+    assert anew.startswith("RecipeError") and "output_dir" in anew and "train.resume" in anew
+
+
+def test_killed_in_the_middle_the_run_goes_on_from_its_last_whole_checkpoint(runs):
+    checkpoints = runs / "killed_3" / "checkpoints"
+    assert (checkpoints / LATEST).read_text() == "step_00000002"
+    # What a kill while saving leaves: a directory that is not whole, at a step that the resumed run reaches too.
+    partial = checkpoints / "step_00000004.partial"
+    shutil.copytree(checkpoints / "step_00000002", partial)
+    (partial / "state.json").unlink()
+    (partial / "left_behind").write_text("by the run that was killed")
+    output = run_ranks(ROOT / "launch/train.py", "--config", str(runs / "killed_3.yaml"), "--train.resume", "true")
+    assert "step_00000002 (2 steps done)" in output
+    assert [path.name for path in sorted(checkpoints.glob("step*"))] == ["step_00000004", "step_00000005"]
+    assert not (checkpoints / "step_00000004" / "left_behind").exists()
+    expected = load_file(runs / "straight_3" / "export" / "model.safetensors")
+    found = load_file(runs / "killed_3" / "export" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8)), key

@@ -1,0 +1,346 @@
+"""What a recipe can switch on beside the defaults, and what a user's schedule can do: many small runs in one launch."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
+
+from data.loader import valid_tokens
+from engine.losses import KD_KINDS
+from engine.recipe import load_recipe
+from quant import SCHEMES, needs_search, scales_from_stats
+from quant.reference import fake_quant
+from tests.distributed.launcher import ROOT, run_ranks
+from tests.distributed.plain import (
+    assert_same,
+    inputs_of,
+    load_result,
+    plain_loaders,
+    plain_loop,
+    plain_model,
+    plain_weights,
+)
+from tests.distributed.recipes import write_chats, write_recipe
+from tests.distributed.variants_script import POISONED
+from tests.tiny import TEXT, tiny_checkpoint
+
+SCRIPT = Path(__file__).parent / "variants_script.py"
+FIXED = {"weight": False, "weight_scale": False}
+PLAIN = {"kd_weight": 0.0, "teacher": None}
+ROUTER = {
+    "stage": 3,
+    "learnable": {"weight_scale": False, "router": True},
+    "quant": {"fake_quant_start": -1},
+    "train": {"steps": 3},
+    "loss": PLAIN,
+}
+SWITCH = {
+    "quant": {"fake_quant_start": 2, "calibration_batches": 0},
+    "learnable": {"act_scale": True},
+    "loss": PLAIN,
+}
+INTEGER = {"quant": {"fake_quant_start": 2}, "loss": PLAIN, "train": {"steps": 3}, "optim": {"lr": 1e-2}}
+POISON = {"train": {"steps": 3, "gradient_accumulation_steps": 1}, "loss": PLAIN, "optim": {"lr": 1e-2}}
+
+
+def scales_only() -> dict:
+    """The shipped recipe of frozen weights, made small."""
+    shipped = yaml.safe_load((ROOT / "launch/recipes/qwen3_4b_fp8_scales_only.yaml").read_text())
+    assert set(shipped) == {"model", "quant", "learnable", "data", "optim", "loss", "train", "deepspeed", "output_dir"}
+    small = {"steps": 3, "gradient_accumulation_steps": 2}
+    return {
+        "stage": 3,
+        "quant": {**shipped["quant"], "calibration_batches": 2},
+        "learnable": shipped["learnable"],
+        "optim": {**shipped["optim"], "warmup_steps": 0},
+        "loss": {key: value for key, value in shipped["loss"].items() if key != "teacher"},
+        "train": {**shipped["train"], **small},
+    }
+
+
+# name: model, dtype, and the sections of its recipe.
+RUNS = {
+    "scalesonly": ("qwen3", "bfloat16", scales_only()),
+    "onlynorm": ("qwen3", "float32", {"stage": 2, "learnable": {**FIXED, "norm": True}, "train": {"steps": 2}}),
+    "onlyact": ("qwen3", "float32", {"stage": 1, "learnable": {**FIXED, "act_scale": True}, "train": {"steps": 2}}),
+    "router": ("qwen3_moe", "float32", ROUTER),
+    "router_recomputed": (
+        "qwen3_moe",
+        "float32",
+        {**ROUTER, "train": {**ROUTER["train"], "activation_checkpointing": True}},
+    ),
+    "recomputed": ("qwen3", "float32", {"stage": 2, "train": {"activation_checkpointing": True, "steps": 3}}),
+    "stored": ("qwen3", "float32", {"stage": 2, "train": {"steps": 3}}),
+    "losses": ("qwen3", "float32", {"stage": 3, "optim": {"lr": 0.0, "scale_lr": 0.0}}),
+    "fields": ("qwen3", "float32", {"stage": 3, "train": {"steps": 2}}),
+    "text": ("qwen3", "float32", {"stage": 2, "train": {"steps": 2}, "loss": PLAIN}),
+    **{f"switch_{stage}": ("qwen3", "float32", {**SWITCH, "stage": stage}) for stage in range(4)},
+    "switch_w4": ("even", "bfloat16", {**INTEGER, "stage": 3, "quant": {"fake_quant_start": 2, "scheme": "w4a16_g32"}}),
+    "switch_w2": ("even", "bfloat16", {**INTEGER, "stage": 3, "quant": {"fake_quant_start": 2, "scheme": "w2a16_g32"}}),
+    **{
+        f"off_{stage}": ("qwen3", "float32", {"stage": stage, "loss": PLAIN, "optim": {"schedule": "constant"}})
+        for stage in range(4)
+    },
+    "never": (
+        "qwen3",
+        "bfloat16",
+        {"stage": 3, "quant": {"fake_quant_start": -1}, "export": {"enabled": True}, "train": {"steps": 2}},
+    ),
+    **{
+        f"empty_{stage}": ("qwen3_moe", "float32", {"stage": stage, "loss": PLAIN, "train": {"steps": 2}})
+        for stage in (1, 2, 3)
+    },
+    **{f"poison_{stage}": ("qwen3", "bfloat16", {**POISON, "stage": stage}) for stage in range(4)},
+    "poison_fp32_0": ("qwen3", "float32", {**POISON, "stage": 0}),
+    "poison_fp32_3": ("qwen3", "float32", {**POISON, "stage": 3}),
+    "user": ("qwen3", "bfloat16", {"stage": 3, "train": {"clip_stats_every": 1}, "export": {"enabled": True}}),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """One launch for all runs."""
+    directory = tmp_path_factory.mktemp("variants")
+    models = {kind: tiny_checkpoint(directory / f"model-{kind}", kind) for kind in ("qwen3", "qwen3_moe")}
+    models["even"] = tiny_checkpoint(directory / "model-even", "qwen3", even=True)
+    data = write_chats(directory / "chats.jsonl")
+    write_chats(directory / "fields.jsonl", question="question", answer="reply")
+    (directory / "text.txt").write_text(TEXT * 20)
+    written = {}
+    for name, (kind, dtype, sections) in RUNS.items():
+        sections = {key: dict(value) if isinstance(value, dict) else value for key, value in sections.items()}
+        if name == "fields":
+            fields = {"input": "question", "output": "reply"}
+            sections["data"] = {"train": [str(directory / "fields.jsonl")], "fields": fields}
+        if name == "text":
+            sections["data"] = {"train": [str(directory / "text.txt")], "kind": "text", "max_length": 24}
+        written[name] = write_recipe(directory, name, models[kind], data, dtype=dtype, **sections)
+    run_ranks(SCRIPT, *map(str, written.values()), timeout=600)
+    return written
+
+
+def start_of(path: Path) -> dict[str, torch.Tensor]:
+    """The weights that a run started with."""
+    return dict(plain_weights(load_recipe(path).model.path).named_parameters())
+
+
+def changed(path: Path) -> set[str]:
+    """Which parameters have other values than at the start; theta starts at 0."""
+    before, after = start_of(path), load_result(path)["weights"]
+    trained = {name for name in after if name.endswith("_theta") and after[name].any()}
+    return trained | {name for name in before if not torch.equal(after[name].float(), before[name])}
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("scalesonly", ("weight_theta", "input_theta")),
+        ("onlynorm", ("norm.weight",)),
+        ("onlyact", ("input_theta",)),
+    ],
+)
+def test_exactly_what_is_learnable_is_in_the_optimizer_and_changes(paths, name, pattern):
+    found = load_result(paths[name])
+    expected = {key for key in found["weights"] if key.endswith(pattern)}
+    assert len(expected) >= 8 and set(found["requires_grad"]) == expected
+    assert set(found["optimized"]) == expected
+    assert changed(paths[name]) == expected
+    assert found["groups"] == (["no_decay"] if name == "onlynorm" else ["scales"])
+
+
+def test_scales_only_lowers_the_distillation_loss_from_its_first_step_on(paths):
+    losses = load_result(paths["scalesonly"])["losses"]
+    assert set(losses[0]) == {"loss/total", "loss/lm", "loss/kd/cakld"}
+    assert losses[0]["loss/total"] == losses[0]["loss/kd/cakld"] > 0
+
+
+def test_a_trainable_router_adds_the_auxiliary_loss_of_transformers(paths):
+    """``LossFn + router_aux_loss_coef * aux`` is what transformers trains on; here of a fused model of its own."""
+    found = load_result(paths["router"])
+    assert any("mlp.gate.weight" in name for name in found["requires_grad"])
+    assert {name for name in changed(paths["router"]) if name.endswith("mlp.gate.weight")}
+    settings = load_recipe(paths["router"])
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.model.path, dtype=torch.float32, experts_implementation="eager"
+    )
+    batches = [batch for loader in plain_loaders(settings) for batch in loader.step(0)]
+    aux, lm = 0.0, 0.0
+    for batch in batches:
+        with torch.no_grad():
+            output = model(**inputs_of(batch), output_router_logits=True)
+        aux += float(output.aux_loss) * model.config.router_aux_loss_coef * valid_tokens([batch])
+        lm += float(F.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"))
+    first, valid = found["losses"][0], valid_tokens(batches)
+    assert first["loss/router_aux"] == pytest.approx(aux / valid, rel=1e-5)
+    assert first["loss/lm"] == pytest.approx(lm / valid, rel=1e-5)
+    assert first["loss/total"] == pytest.approx((lm + aux) / valid, rel=1e-5)
+
+
+@pytest.mark.parametrize(("stored", "recomputed"), [("router", "router_recomputed"), ("stored", "recomputed")])
+def test_activation_checkpointing_changes_no_bit(paths, stored, recomputed):
+    expected, found = load_result(paths[stored]), load_result(paths[recomputed])
+    assert found["losses"] == expected["losses"] and found["norms"] == expected["norms"]
+    for name, weight in expected["weights"].items():
+        assert name.endswith("_s0") or torch.equal(found["weights"][name], weight), name
+
+
+def written_out(kind: str, student: torch.Tensor, teacher: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """The formulas of DESIGN for one token in fp64, straight from the probabilities; logits [V]."""
+    q, p = student.double().softmax(-1), teacher.double().softmax(-1)
+    if kind == "mse":
+        return (student.double() - teacher.double()).square().mean()
+    if kind == "kd":
+        q, p = (student.double() / 2).softmax(-1), (teacher.double() / 2).softmax(-1)
+        return 4 * (p * (p / q).log()).sum()
+    kl, rkl = (p * (p / q).log()).sum(), (q * (q / p).log()).sum()
+    return {"kl": kl, "rkl": rkl, "cakld": p[label] * rkl + (1 - p[label]) * kl}[kind]
+
+
+def test_every_distillation_loss_through_the_loop_equals_its_formula(paths):
+    settings = load_recipe(paths["losses"])
+    found = load_result(paths["losses"])
+    model, _ = plain_model(settings)
+    teacher = plain_weights(settings.model.path)
+    loaders = plain_loaders(settings)
+    for step, kind in enumerate(KD_KINDS):
+        total, valid = 0.0, 0
+        for batch in (batch for loader in loaders for batch in loader.step(step)):
+            with torch.no_grad():
+                ours, theirs = model(**inputs_of(batch)).logits, teacher(**inputs_of(batch)).logits
+            for row, position in (batch["labels"] != -100).nonzero().tolist():
+                label = batch["labels"][row, position]
+                total += float(written_out(kind, ours[row, position], theirs[row, position], label))
+                valid += 1
+        loss = found["losses"][step]
+        assert set(loss) == {"loss/total", "loss/lm", f"loss/kd/{kind}"}
+        # fp8 codes are discontinuous: where a GEMM of another batch shape rounds differently, a code may flip.
+        assert loss[f"loss/kd/{kind}"] == pytest.approx(total / valid, rel=1e-3), kind
+        assert loss["loss/total"] == pytest.approx(loss["loss/lm"] + 0.5 * loss[f"loss/kd/{kind}"], rel=1e-6)
+
+
+def test_a_field_map_reads_the_same_samples(paths):
+    mapped, plain = load_result(paths["fields"])["losses"][0], load_result(paths["losses"])["losses"][0]
+    assert mapped["loss/lm"] == plain["loss/lm"]
+
+
+def test_text_has_a_target_at_every_token(paths):
+    settings = load_recipe(paths["text"])
+    batches = [batch for loader in plain_loaders(settings) for batch in loader.step(0)]
+    assert valid_tokens(batches) == sum(batch["input_ids"].numel() for batch in batches)
+    expected = plain_loop(paths["text"])["losses"]
+    assert load_result(paths["text"])["losses"][0] == pytest.approx(expected[0], rel=2e-5)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_fake_quant_that_starts_later_equals_a_plain_loop(paths, stage):
+    """Theta's first step is its first, with Adam's state fresh, though the optimizer has taken two before."""
+    found = load_result(paths[f"switch_{stage}"])
+    assert_same(found, plain_loop(paths["switch_0"]), rtol=1e-4, weight_atol=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("switch")])
+def test_scales_are_measured_from_the_weights_at_the_start(paths, name):
+    found = load_result(paths[name])
+    seen, spec = found["seen"], SCHEMES[load_recipe(paths[name]).quant.scheme].weights
+    assert seen["enabled"]
+    thetas = [key for key in found["weights"] if key.endswith("_theta")]
+    assert thetas and not any(seen["after"][key].any() for key in thetas)
+    # Trained from then on; single groups of 32 may see no gradient.
+    assert all(found["weights"][key].any() for key in thetas)
+    moved = 0
+    for owner, members in seen["groups"].items():
+        whole = [seen["after"][f"{member}.weight"].float() for member in members]
+        scale = seen["after"][f"{owner}.weight_s0"]
+        moved += not torch.equal(scale, seen["before"][f"{owner}.weight_s0"])
+        if spec.granularity == "tensor":
+            expected = scales_from_stats(torch.stack([weight.abs().max() for weight in whole]).amax().view(1), spec)
+        else:
+            (weight,) = whole
+            expected = scales_from_stats(weight.unflatten(-1, (-1, 32)).abs().amax(-1), spec)
+        if needs_search(spec):
+            errors = [
+                (fake_quant(weight, s, spec) - weight).square().unflatten(-1, (-1, 32)).sum(-1)
+                for s in (scale, expected)
+            ]
+            assert (errors[0] <= errors[1] * (1 + 1e-6)).all() and errors[0].sum() < 0.8 * errors[1].sum()
+        else:
+            assert torch.equal(scale, expected), owner
+    assert moved > 0
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_theta_rests_while_fake_quant_is_off(paths, stage):
+    """No update, though Adam has moments of the steps before."""
+    seen = load_result(paths[f"off_{stage}"])["seen"]
+    thetas = [name for name in seen["off"] if name.endswith("_theta")]
+    assert thetas and all(seen["off"][name].any() for name in thetas)
+    for name in thetas:
+        assert torch.equal(seen["on"][name], seen["off"][name]), name
+    assert any(not torch.equal(seen["on"][name], seen["off"][name]) for name in seen["off"])
+
+
+def test_fake_quant_switched_off_and_on_is_the_same_on_every_stage(paths):
+    first = load_result(paths["off_1"])
+    for stage in (0, 2, 3):
+        assert_same(load_result(paths[f"off_{stage}"]), first, rtol=1e-4, weight_atol=2e-3)
+
+
+def test_without_fake_quant_the_export_is_the_trained_model(paths):
+    found = load_result(paths["never"])
+    export = load_recipe(paths["never"]).export_dir()
+    disk = load_file(export / "model.safetensors")
+    names = {name for name in found["weights"] if not name.endswith(("_s0", "_theta"))}
+    assert disk.keys() == names
+    assert all(torch.equal(disk[name], found["weights"][name]) for name in names)
+    assert "quantization_config" not in json.loads((export / "config.json").read_text())
+    assert not any(found["weights"][name].any() for name in found["weights"] if name.endswith("_theta"))
+
+
+def test_a_rank_without_targets_takes_part_with_zero(paths):
+    """The mean is over rank 0's tokens; the ranks stay together on every stage, with experts too."""
+    settings = load_recipe(paths["empty_1"])
+    model, _ = plain_model(settings)
+    batches = plain_loaders(settings)[0].step(0)
+    with torch.no_grad():
+        sums = [
+            F.cross_entropy(model(**inputs_of(b)).logits.flatten(0, 1), b["labels"].flatten(), reduction="sum")
+            for b in batches
+        ]
+    first = load_result(paths["empty_1"])
+    assert first["losses"][0]["loss/lm"] == pytest.approx(float(sum(sums)) / valid_tokens(batches), rel=2e-5)
+    for stage in (2, 3):
+        assert_same(load_result(paths[f"empty_{stage}"]), first, rtol=2e-5, weight_atol=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("poison")])
+def test_a_step_that_is_not_finite_is_counted_and_not_taken(paths, name):
+    found = load_result(paths[name])
+    assert found["skipped"] == [0] * POISONED + [1] * (len(found["skipped"]) - POISONED)
+    before, after = found["seen"]["before"], found["seen"]["after"]
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert any(not torch.equal(after[key], found["weights"][key]) for key in after)
+    assert all(weight.isfinite().all() for weight in found["weights"].values())
+    assert math.isfinite(found["losses"][-1]["loss/total"])
+
+
+def test_a_users_schedule_acts_logs_and_stops(paths):
+    found, settings = load_result(paths["user"]), load_recipe(paths["user"])
+    assert len(found["losses"]) == 3 < settings.train.steps
+    assert found["seen"]["fake_quant"] == {(True, False)}
+    assert (settings.export_dir() / "model.safetensors").is_file()
+    events = EventAccumulator(str(Path(settings.output_dir) / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    losses = [event.value for event in events.Scalars("loss/total")]
+    assert losses == pytest.approx([step["loss/total"] for step in found["losses"]])
+    assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3]
+    assert [(event.step, event.value) for event in events.Scalars("my/step")] == [(2, 2.0)]
+    assert {"loss/lm", "loss/kd/cakld", "lr/weights", "lr/scales", "train/grad_norm", "train/skipped_steps"} <= tags
+    assert "quant/clipped_weights/model.layers.0.mlp.down_proj" in tags
