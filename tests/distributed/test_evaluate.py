@@ -1,0 +1,62 @@
+"""launch/evaluate.py on two ranks, with and without sharding, against a direct computation in one process."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.evaluate import read_eval_text
+from tests.distributed.launcher import launch, run_ranks
+from tests.tiny import TEXT, tiny_checkpoint, tiny_model, tiny_tokenizer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "evaluate.py"
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("evaluate")
+    # 3 batches of windows for 2 ranks: the second rank repeats one that must not count.
+    (directory / "text.txt").write_text(TEXT * 3, encoding="utf-8")
+    models = [tiny_checkpoint(directory / kind, kind, dtype=torch.float32) for kind in ("qwen3", "qwen3_moe")]
+    return directory / "text.txt", models
+
+
+def expected(kind: str, path: Path) -> float:
+    """Perplexity per token, window by window with transformers' own model."""
+    text = read_eval_text(path, tiny_tokenizer())
+    model = tiny_model(kind, dtype=torch.float32).eval()
+    model.config._experts_implementation = "eager"  # grouped_mm wants sizes that tiny experts do not have
+    stream, total = [text.prefix, *text.token_ids], 0.0
+    for start in range(0, len(text.token_ids), LENGTH):
+        ids = torch.tensor([stream[start : start + LENGTH + 1]])
+        with torch.no_grad():
+            logits = model(ids[:, :-1]).logits.double()
+        total += torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum").item()
+    return float(torch.tensor(total / len(text.token_ids)).exp())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_ranks_equal_one_process(files, sharded):
+    path, models = files
+    arguments = [part for model in models for part in ("--model", str(model))]
+    output = run_ranks(
+        SCRIPT, *arguments, "--text", path, "--length", LENGTH, "--batch_size", 2, "--dtype", "float32",
+        *(["--sharded"] if sharded else []),
+    )  # fmt: skip
+    for kind, model in zip(("qwen3", "qwen3_moe"), models, strict=True):
+        row = re.search(rf"^{re.escape(str(model))} +(?P<tokens>[\d,]+) +(?P<ppl>[\d.]+)", output, re.MULTILINE)
+        assert row, output
+        assert int(row["tokens"].replace(",", "")) == len(tiny_tokenizer()(TEXT * 3)["input_ids"])
+        # Printed with 4 decimals; fp32 sums in another order differ in the sixth digit.
+        assert float(row["ppl"]) == pytest.approx(expected(kind, path), rel=1e-5, abs=1e-4)
+
+
+def test_errors_are_one_line_and_exit_code_1(files, tmp_path):
+    path, _ = files
+    result = launch(SCRIPT, "--model", tmp_path, "--text", path)
+    assert result.returncode == 1
+    assert "error: " in result.stdout and str(tmp_path) in result.stdout and "Traceback" not in result.stdout, (
+        result.stdout
+    )
