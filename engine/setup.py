@@ -179,7 +179,7 @@ def build_student(
     model.config.output_router_logits = recipe.learnable.router
     model.config.use_cache = False
     if recipe.train.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     say(f"quantised: {len(quantization.layers)} linear layers, {recipe.quant.scheme}")
     return model, quantization
 

@@ -36,6 +36,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMES = ("fp8_static", "w2a16_g32")  # one that costs nothing, and one where quantising without training hurts
@@ -54,6 +55,7 @@ def main() -> None:
     out: Path = parser.parse_args().out
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every process warns that it found no GPU
+    logging.disable_progress_bar()
     began = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -169,7 +171,7 @@ def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, sc
         "quant": {"scheme": scheme or SCHEMES[0], "fake_quant_start": 0 if scheme else -1},
         "learnable": {"norm": True},
         "train": {"steps": steps, "clip_stats_every": 10},
-        "optim": {"lr": lr, "warmup_steps": min(10, steps)},
+        "optim": {"lr": lr, "scale_lr": 1e-2, "warmup_steps": min(10, steps)},
         "export": {"dir": str(out / name)},
         "deepspeed": "zero3",
         "output_dir": str(directory),
