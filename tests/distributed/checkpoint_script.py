@@ -22,7 +22,7 @@ import torch
 from engine.checkpoint import LATEST
 from engine.loop import Loop, LoopState
 from engine.recipe import Recipe, load_recipe
-from launch import export
+from launch.export import export_checkpoint
 from model.ranks import barrier, is_main, rank
 from tests.distributed.train_script import run
 
@@ -51,14 +51,9 @@ def main() -> None:
             if part == 0 and is_main():
                 os.link(checkpoints / LATEST, checkpoints / "first_latest")  # another name of the very file
             barrier()
-        sys.argv = [
-            "export.py",
-            "--checkpoint",
-            str(checkpoints / "step_00000005"),
-            "--out",
-            f"{directory}/out_{stage}",
-        ]
-        export.main()
+        trained = load_recipe(checkpoints / "step_00000005" / "recipe.yaml")
+        trained.export.dir = f"{directory}/out_{stage}"
+        export_checkpoint(trained, checkpoints / "step_00000005")
     other_ranks(directory, checkpoints)
     errors["resume without a checkpoint"] = failure(Loop(resumed(recipe, directory / "nothing")).run)
     errors["another number of ranks"] = failure(Loop(resumed(recipe, directory / "other_ranks")).run)

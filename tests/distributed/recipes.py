@@ -24,7 +24,7 @@ def write_chats(path: Path, *, question: str = "input", answer: str = "output") 
 
 
 def write_recipe(
-    directory: Path, name: str, model: Path, chats: Path, *, stage: int, dtype: str, **sections: Any
+    directory: Path, name: str, model: Path, chats: Path, /, *, stage: int, dtype: str, **sections: Any
 ) -> Path:
     """``<directory>/<name>.yaml``, whose output goes to ``<directory>/<name>``.
 
@@ -45,7 +45,7 @@ def write_recipe(
         "output_dir": str(directory / name),
     }
     for section, values in sections.items():
-        contents[section] = {**contents.get(section, {}), **values}
+        contents[section] = {**contents.get(section, {}), **values} if isinstance(values, dict) else values
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(contents))
     return path

@@ -4,7 +4,8 @@
 
 ``DIRECTORY/calibrate_<kind>.yaml`` are recipes to calibrate; ``cases/<kind>/<name>/`` are PTQ checkpoints that are read
 into one ZeRO-3 model of that kind, with the arguments in ``arguments.json``. Each rank writes ``<name>_<rank>.pt``
-beside a case: the scales and the report, or the error. ``measured_<scheme>.pt`` holds measured scales and whole weights.
+beside a case: the scales and the report, or the error. ``measured/<kind>/measured_<scheme>_<rank>.pt`` holds measured
+scales and whole weights.
 """
 
 import gc
@@ -22,10 +23,10 @@ from engine.setup import init_ranks, set_up, start_ranks
 from launch.calibrate import calibrate
 from model.build import build_model
 from model.load import load_weights
-from model.ranks import RankError, is_main, rank
+from model.ranks import RankError, rank
 from model.scales import load_scales, measure_weight_scales
 from model.zero import gathered, partition_new_parameters
-from quant import SCHEMES, Quantization, Scheme, TensorSpec, prepare
+from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, Scheme, TensorSpec, prepare
 
 # Shapes that no preset has, whose scales two ranks do not share evenly.
 MEASURED = {
@@ -34,7 +35,11 @@ MEASURED = {
     "searched": Scheme("w2a16_g3", TensorSpec("int", 2, "group", 3)),
     "tensor": SCHEMES["fp8_static"],
 }
-ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "train_batch_size": 2}
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "train_batch_size": 2,
+    "bf16": {"enabled": True},
+}
 
 
 def whole_scales(quantization: Quantization) -> dict[str, torch.Tensor]:
@@ -65,7 +70,9 @@ def measure(directory: Path, name: str, scheme: Scheme, source: Path) -> None:
     """Scales measured from the partitions, beside the whole weights of each group."""
     model = build_model(source, ZERO3, dtype=torch.bfloat16, device=torch.device("cpu"))
     load_weights(model, source, progress=False)
-    quantization = prepare(model, scheme, learn_weight_scale=True, learn_input_scale=False)
+    # The intermediate size is a prime: no group size divides it.
+    exempt = [*DEFAULT_EXEMPT, r".*\.down_proj"] if scheme.weights.granularity == "group" else DEFAULT_EXEMPT
+    quantization = prepare(model, scheme, exempt=exempt, learn_weight_scale=True, learn_input_scale=False)
     partition_new_parameters(model, ZERO3)
     scales = measure_weight_scales(quantization)
     result = {}
@@ -89,8 +96,6 @@ def main() -> None:
         recipe = replace(recipe, quant=replace(recipe.quant, scales=str(recipe.export_dir())))
         session, uncalibrated = set_up(recipe, start_ranks(recipe), training=False)
         assert not uncalibrated
-        if is_main():
-            print(f"{kind}: read back")
         torch.save(whole_scales(session.quantization), directory / f"read_back_{kind}_{rank()}.pt")
         read_cases(directory / "cases" / kind, session.model, session.quantization)
         for name, scheme in MEASURED.items():

@@ -8,14 +8,229 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.build import build_model
-from quant import absmax_scale_of, prepare
-from tests.distributed.launcher import launch, run_ranks
-from tests.distributed.plain import plain_loaders, plain_model
+from engine.recipe import load_recipe
+from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, prepare, scales_from_stats
+from quant.reference import fake_quant
+from tests.distributed.launcher import run_ranks
+from tests.distributed.plain import plain_model, plain_weights
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.distributed.scales_script import MEASURED
 from tests.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scales_script.py"
+RANKS = 2
+UNUSED = "model.layers.9.self_attn.k_proj.weight_scale"
 KINDS = ("qwen3", "qwen3_moe")
-LAYER = "model.layers.1.self_attn"
+Q, K, V, OUT = (f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")
+
+
+def structure(model: Path) -> Quantization:
+    """The layers and groups of a checkpoint, in one process."""
+    scheme = SCHEMES["fp8_static"]
+    return prepare(
+        plain_weights(str(model)), scheme, exempt=DEFAULT_EXEMPT, learn_weight_scale=True, learn_input_scale=False
+    )
+
+
+def random_scales(quantization: Quantization) -> dict[str, torch.Tensor]:
+    """A scale for every layer's weight and input, none like another, of shape ``()`` or ``[1]``."""
+    shapes = [(), (1,)]
+    return {
+        f"{name}.{kind}": torch.rand(random.choice(shapes)) + 0.01
+        for name in quantization.layers
+        for kind in ("weight_scale", "input_scale")
+    }
+
+
+def write_case(directory: Path, name: str, scales: dict[str, torch.Tensor], **arguments: object) -> None:
+    """A PTQ checkpoint of two files, and how it is read."""
+    case = directory / name
+    case.mkdir(parents=True)
+    (case / "arguments.json").write_text(json.dumps(arguments))
+    keys = list(scales)
+    for part in range(2):
+        save_file({key: scales[key].clone() for key in keys[part::2]}, case / f"model-{part}.safetensors")
+
+
+def write_cases(directory: Path, quantization: Quantization, scales: dict[str, torch.Tensor]) -> None:
+    """Good ones and one of every kind of bad ones."""
+
+    def without(*suffixes: str) -> dict[str, torch.Tensor]:
+        return {key: value for key, value in scales.items() if not key.endswith(suffixes)}
+
+    side = {
+        "model.layers.0.self_attn.k_cache.scale": torch.ones(1),
+        "model.layers.0.self_attn.v_cache.scale": torch.ones(1),
+    }
+    zero_points = {f"{Q}.weight_zero_point": torch.zeros(1), f"{Q}.input_zero_point": torch.zeros(1)}
+    inverse = {f"{OUT}.weight_scale_inv": torch.ones(1), f"{OUT}.weight": torch.ones(3).to(torch.float8_e4m3fn)}
+    write_case(directory, "good", {**scales, **side, **zero_points, **inverse})
+    write_case(directory, "missing_weights", without(f"{K}.weight_scale", f"{OUT}.weight_scale"))
+    write_case(directory, "missing_inputs", without(f"{OUT}.input_scale"))
+    write_case(directory, "missing_inputs_initial", without(f"{OUT}.input_scale"), initial_input_scale=0.25)
+    write_case(directory, "missing_inputs_calibrated", without(f"{OUT}.input_scale"), inputs_calibrated_later=True)
+    write_case(directory, "one_member_has_the_input_scale", without(f"{Q}.input_scale", f"{V}.input_scale"))
+    bad = {
+        "zero_point": {f"{K}.weight_zero_point": torch.ones(1)},
+        "nan": {f"{K}.weight_scale": torch.tensor([torch.nan])},
+        "infinite": {f"{K}.input_scale": torch.tensor([torch.inf])},
+        "zero": {f"{K}.input_scale": torch.tensor(0.0)},
+        "negative": {f"{K}.weight_scale": torch.tensor(-1.0)},
+        "shape": {f"{K}.weight_scale": torch.ones(16, 1)},
+    }
+    for name, wrong in bad.items():
+        write_case(directory, f"bad_{name}", {**scales, **wrong})
+    write_case(directory, "bad_damaged", scales)
+    file = directory / "bad_damaged" / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    write_case(directory, "bad_none", {"model.norm.weight": torch.ones(48)})
+    write_case(directory, "bad_names", {f"transformer.{key}": value for key, value in scales.items()})
+    write_case(directory, "unused", {**scales, UNUSED: torch.ones(1)})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """One launch: dense and MoE calibrated, every case read, weights measured."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    directory = tmp_path_factory.mktemp("scales")
+    data = write_chats(directory / "chats.jsonl")
+    for kind in KINDS:
+        model = tiny_checkpoint(directory / kind, kind, seed=seed)
+        write_recipe(
+            directory,
+            f"calibrate_{kind}",
+            model,
+            data,
+            stage=3,
+            dtype="float32",
+            loss={"kd_weight": 0.0, "teacher": None},
+        )
+        quantization = structure(model)
+        scales = random_scales(quantization)
+        save_file(scales, directory / f"scales_{kind}.safetensors")
+        write_cases(directory / "cases" / kind, quantization, scales)
+        (directory / "measured" / kind).mkdir(parents=True)
+    run_ranks(SCRIPT, str(directory), timeout=300)
+    return directory
+
+
+def case(base: Path, kind: str, name: str) -> dict:
+    """What both ranks got of a case, which must be the same."""
+    found = [torch.load(base / "cases" / kind / f"{name}_{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    assert found[0].keys() == found[1].keys() and found[0].get("error") == found[1].get("error")
+    assert all(torch.equal(value, found[1]["scales"][key]) for key, value in found[0]["scales"].items())
+    return found[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calibration_finds_the_scales_of_one_process_and_reading_back_changes_no_bit(base, kind):
+    recipe = load_recipe(base / f"calibrate_{kind}.yaml")
+    _, expected = plain_model(recipe)
+    disk = load_file(recipe.export_dir() / "model.safetensors")
+    back = [torch.load(base / f"read_back_{kind}_{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    for groups, what in ((expected.weight_groups, "weight"), (expected.input_groups, "input")):
+        for group in groups:
+            written = [disk[f"{member}.{what}_scale"] for member in group.members]
+            assert all(value.shape == (1,) and value.dtype == torch.float32 for value in written)
+            assert all(torch.equal(value, written[0]) for value in written)
+            assert all(torch.equal(scales[f"{group.owner}.{what}"], written[0]) for scales in back)
+            # Weights are the same numbers; inputs come from GEMMs, whose order of sums may differ.
+            rtol = 0 if what == "weight" else 1e-5
+            torch.testing.assert_close(written[0], group.s0.detach(), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_take_the_largest_scale_of_their_members_whatever_its_shape(base, kind):
+    found, scales = case(base, kind, "good"), load_file(base / f"scales_{kind}.safetensors")
+    quantization = structure(base / kind)
+    for groups, what in ((quantization.weight_groups, "weight"), (quantization.input_groups, "input")):
+        for group in groups:
+            expected = max(float(scales[f"{member}.{what}_scale"]) for member in group.members)
+            assert found["scales"][f"{group.owner}.{what}"].tolist() == [expected]
+    assert found["report"]["weights_measured"] == found["report"]["inputs_missing"] == []
+    assert len(found["report"]["weights_loaded"]) == len(quantization.weight_groups)
+    more = case(base, kind, "unused")
+    assert UNUSED in more["summary"] and all(
+        torch.equal(more["scales"][key], found["scales"][key]) for key in more["scales"]
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_weight_scale_is_measured_for_its_whole_group_and_listed(base, kind):
+    found, good = case(base, kind, "missing_weights"), case(base, kind, "good")["scales"]
+    assert found["report"]["weights_measured"] == [Q, OUT]
+    assert Q in found["summary"] and OUT in found["summary"]
+    weights = load_file(base / kind / "model.safetensors")
+    for owner, members in ((Q, (Q, K, V)), (OUT, (OUT,))):
+        absmax = max(float(weights[f"{member}.weight"].abs().max()) for member in members)
+        expected = scales_from_stats(torch.tensor([absmax]), SCHEMES["fp8_static"].weights)
+        assert torch.equal(found["scales"].pop(f"{owner}.weight"), expected)
+    assert all(torch.equal(value, good[key]) for key, value in found["scales"].items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_input_scale_is_an_error_unless_there_is_another_source(base, kind):
+    error = case(base, kind, "missing_inputs")["error"]
+    assert OUT in error and "quant.initial_input_scale" in error and "quant.calibration_batches" in error
+    assert Q not in error
+    initial = case(base, kind, "missing_inputs_initial")
+    assert initial["scales"][f"{OUT}.input"].tolist() == [0.25] and initial["report"]["inputs_initial"] == [OUT]
+    later = case(base, kind, "missing_inputs_calibrated")
+    assert later["report"]["inputs_missing"] == [OUT] and OUT not in later["report"]["inputs_loaded"]
+    scales = load_file(base / f"scales_{kind}.safetensors")
+    shared = case(base, kind, "one_member_has_the_input_scale")["scales"][f"{Q}.input"]
+    assert shared.tolist() == [float(scales[f"{K}.input_scale"])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("zero_point", (f"{K}.weight_zero_point", "symmetric")),
+        ("nan", (f"{K}.weight_scale", "nan")),
+        ("infinite", (f"{K}.input_scale", "inf")),
+        ("zero", (f"{K}.input_scale", "positive")),
+        ("negative", (f"{K}.weight_scale", "positive", "-1")),
+        ("shape", (f"{K}.weight_scale", "(16, 1)")),
+        ("names", ("transformer.model.layers.0", "model.layers.0", "bad_names")),
+        ("damaged", ("model-1.safetensors", "not a whole")),
+        ("none", ("bad_none", "weight_scale")),
+    ],
+)
+def test_bad_scales_are_refused_on_every_rank_and_nothing_is_written(base, kind, name, named):
+    found = case(base, kind, f"bad_{name}")
+    assert all(part in found["error"] for part in named), found["error"]
+    assert found["unchanged"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MEASURED)
+def test_scales_measured_from_partitions_are_those_of_the_whole_weights(base, kind, name):
+    spec = MEASURED[name].weights
+    found = [
+        torch.load(base / "measured" / kind / f"measured_{name}_{rank}.pt", weights_only=True) for rank in range(2)
+    ]
+    assert len(found[0]) > 5
+    for owner, (scale, weights) in found[0].items():
+        assert torch.equal(scale, found[1][owner][0])
+        whole = [weight.float() for weight in weights]
+        if spec.granularity == "tensor":
+            absmax = torch.stack([weight.abs().max() for weight in whole]).max().view(1)
+        else:
+            (weight,) = whole
+            absmax = weight.unflatten(-1, (-1, spec.group_size or weight.shape[1])).abs().amax(-1)
+        if name != "searched":
+            assert torch.equal(scale, scales_from_stats(absmax, spec)), owner
+            continue
+        # Which candidate wins may turn on the order of a sum; the error that it has may not.
+        (weight,) = whole
+
+        def error(scales: torch.Tensor, weight: torch.Tensor = weight) -> torch.Tensor:
+            difference = fake_quant(weight, scales, spec) - weight
+            return difference.square().unflatten(-1, (-1, spec.group_size)).sum(-1)
+
+        best = torch.stack([error(share / 20 * scales_from_stats(absmax, spec)) for share in range(6, 27)]).amin(0)
+        torch.testing.assert_close(error(scale), best, rtol=1e-4, atol=1e-9)

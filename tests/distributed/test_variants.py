@@ -116,6 +116,9 @@ def paths(tmp_path_factory):
     written = {}
     for name, (kind, dtype, sections) in RUNS.items():
         sections = {key: dict(value) if isinstance(value, dict) else value for key, value in sections.items()}
+        if name == "losses":
+            # Far from the student, so that the directions of the divergences and the confidence matter.
+            sections["loss"] = {"teacher": str(tiny_checkpoint(directory / "model-teacher", "qwen3", seed=1))}
         if name == "fields":
             fields = {"input": "question", "output": "reply"}
             sections["data"] = {"train": [str(directory / "fields.jsonl")], "fields": fields}
@@ -207,7 +210,7 @@ def test_every_distillation_loss_through_the_loop_equals_its_formula(paths):
     settings = load_recipe(paths["losses"])
     found = load_result(paths["losses"])
     model, _ = plain_model(settings)
-    teacher = plain_weights(settings.model.path)
+    teacher = plain_weights(settings.loss.teacher)
     loaders = plain_loaders(settings)
     for step, kind in enumerate(KD_KINDS):
         total, valid = 0.0, 0
