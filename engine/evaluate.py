@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from engine.losses import IGNORE_INDEX, loss_sums
+from data.samples import IGNORE
+from engine.losses import loss_sums
 from engine.setup import initialize_frozen
 from model.build import build_model
 from model.compressed import load_compressed
@@ -123,10 +124,10 @@ def evaluate_text(
         mine = index * world_size() + rank()
         inputs, labels, mask = _collate(batches[mine] if mine < len(batches) else batches[0])
         if mine >= len(batches):
-            labels.fill_(IGNORE_INDEX)
+            labels.fill_(IGNORE)
         inputs, labels, mask = (tensor.to(device) for tensor in (inputs, labels, mask))
         lm = loss_sums(forward(inputs, mask), labels).lm.double()
-        total += torch.stack([lm, (labels != IGNORE_INDEX).sum().double()])
+        total += torch.stack([lm, (labels != IGNORE).sum().double()])
     nll, tokens = reduce_over_ranks(total).tolist()
     assert tokens == len(text.token_ids), f"{tokens} tokens were predicted of {len(text.token_ids)}"
     return Perplexity(int(tokens), text.words, text.bytes, -nll)
@@ -143,7 +144,7 @@ def _collate(windows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Te
     longest = max(len(inputs) for inputs, _ in windows)
     shape = (len(windows), longest)
     inputs = torch.zeros(shape, dtype=torch.long)
-    labels = torch.full(shape, IGNORE_INDEX)
+    labels = torch.full(shape, IGNORE)
     mask = torch.zeros(shape, dtype=torch.long)
     for row, (ids, targets) in enumerate(windows):
         inputs[row, : len(ids)] = torch.tensor(ids)

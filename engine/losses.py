@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-IGNORE_INDEX = -100
+from data.samples import IGNORE
+
 KD_KINDS = ("kl", "rkl", "cakld", "kd", "mse")
 
 
@@ -93,7 +94,7 @@ def _chunk_sums(
     student: Tensor, labels: Tensor, teacher: Tensor | None, kd_kind: str, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """LM and KD sums of one chunk: ``student``, ``teacher`` [C, V], ``labels`` [C]."""
-    valid = labels != IGNORE_INDEX  # [C]
+    valid = labels != IGNORE  # [C]
     targets = labels.clamp(min=0).unsqueeze(-1)  # [C, 1]; any index will do where the position is not valid
     student = student.float()
     log_q = F.log_softmax(student, dim=-1)

@@ -19,12 +19,11 @@ from quant import QuantLinear
 # itself.
 SCALE_EPS = 1e-15
 
-KINDS = ("weight", "bias", "norm", "router", "weight_scale", "act_scale", "frozen")
-
 
 @dataclass(frozen=True)
 class OwnedParameter:
-    """A Parameter, the first name that it has in the model, and what it is: one of ``KINDS``."""
+    """A Parameter, the first name that it has in the model, and what it is: weight, bias, norm, router, weight_scale,
+    act_scale or frozen."""
 
     name: str
     parameter: nn.Parameter

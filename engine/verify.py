@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from model.compressed import is_ignored, load_compressed, quantized_keys, read_quantization_config, read_tensor
 from model.experts import PerExpertMLPs
 from model.names import module_name_on_disk
+from model.ranks import listed
 from model.save import is_router
 from model.shards import Checkpoint, Reader, read_headers
 from quant import Quantization, QuantLinear
@@ -50,8 +51,6 @@ from quant.export import packed_shapes, unpack_weight, weight_codes
 SAME_ARITHMETIC_KL = 1e-5
 # The same of our forward. Measured: 1.4e-5 with fp8 inputs, 0 without; what fp8 quantisation itself costs is 1e-3.
 OUR_FORWARD_KL = 1e-3
-
-LISTED = 20
 
 
 @dataclass
@@ -223,10 +222,7 @@ def _load_theirs(directory: Path, moe: bool, trust_remote_code: bool) -> tuple[P
             key for key in keys if not (kind == "unexpected_keys" and _is_expert(key) and key.endswith(".input_scale"))
         ]
         if found:
-            more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-            problems.append(
-                f"transformers reports {kind}: {', '.join(map(str, sorted(found, key=str)[:LISTED]))}{more}"
-            )
+            problems.append(f"transformers reports {kind}: {listed(sorted(map(str, found)))}")
     for parameter in model.parameters():
         # Experts that were dequantised in the scale's dtype, against the dtype asked for.
         if parameter.is_floating_point() and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -351,6 +347,4 @@ def _routers_not_ignored(directory: Path, model: PreTrainedModel) -> list[str]:
     ignore = read_quantization_config(directory).get("ignore") or []
     routers = [module_name_on_disk(model, name) for name, module in model.named_modules() if is_router(module)]
     missing = [name for name in routers if not is_ignored([name], ignore)]
-    return (
-        [f"ignore does not name the routers {', '.join(missing[:LISTED])}: vLLM would quantise them"] if missing else []
-    )
+    return [f"ignore does not name the routers {listed(missing)}: vLLM would quantise them"] if missing else []

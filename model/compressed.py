@@ -20,13 +20,11 @@ from transformers import PreTrainedModel
 
 from model.build import build_model
 from model.names import Names, module_name_on_disk, own_tensors
-from model.ranks import errors_on_all_ranks
+from model.ranks import errors_on_all_ranks, listed
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
 from quant.export import dequantized_weight, packed_shapes, scheme_from_config, unpack_weight
 from quant.linear import QuantLinear
 from quant.prepare import Quantization, ScaleGroup, prepare
-
-LISTED = 20  # names in an error before the list is cut
 
 
 def load_compressed(
@@ -182,8 +180,7 @@ def _check_keys(checkpoint: Checkpoint, expected: set[str]) -> None:
         ("unexpected", checkpoint.tensors.keys() - expected),
     ):
         if keys:
-            more = f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
-            problems.append(f"{kind}: {', '.join(sorted(keys)[:LISTED])}{more}")
+            problems.append(f"{kind}: {listed(sorted(keys))}")
     if problems:
         raise CheckpointError("\n".join(problems))
 

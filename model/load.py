@@ -24,11 +24,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from model.names import Layout, Names, Piece, UnsupportedConversionError, own_tensors
-from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
+from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere
 from model.shards import CheckpointError, DiskTensor, Reader, read_headers
 from model.zero import forget_secondary_copies, full_numel, gathered, local_data, local_range
 
-LISTED = 20  # names in an error before the list is cut
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -137,7 +136,7 @@ def _refuse(differing: list[_Read]) -> None:
     if differing:
         pairs = [f"{read.source.key} and {read.filled_from}" for read in differing]
         raise CheckpointError(
-            f"{_listed(pairs)} are tied by the configuration, but differ on disk. If they are meant to, set "
+            f"{listed(pairs)} are tied by the configuration, but differ on disk. If they are meant to, set "
             "tie_word_embeddings to false in config.json"
         )
 
@@ -170,7 +169,7 @@ class _Problems:
 
     def text(self) -> str:
         """One line for each kind; empty if there is none."""
-        lines = [f"file: {problem}" for problem in self.files[:LISTED]]
+        lines = [f"file: {problem}" for problem in self.files[:20]]
         kinds = {
             "not bf16, fp16 or fp32 (model.path must be the unquantised checkpoint)": self.dtypes,
             "needs a conversion that is not supported": self.conversions,
@@ -179,7 +178,7 @@ class _Problems:
             "of another shape": self.shapes,
             "there twice": self.twice,
         }
-        return "\n".join(lines + [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names])
+        return "\n".join(lines + [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names])
 
 
 def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
@@ -243,9 +242,3 @@ def _ignored(model: PreTrainedModel) -> re.Pattern[str]:
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     patterns += [f"^{re.escape(name)}$" for name, _ in model.named_non_persistent_buffers()]
     return re.compile("|".join(f"({pattern})" for pattern in patterns))
-
-
-def _listed(names: list[str]) -> str:
-    """Names for an error, cut where the list gets long."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

@@ -6,7 +6,7 @@ find wrong by itself (a file, a tensor, a sample) is collected and raised by all
 Every function works without a process group too: one process is then rank 0 of 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,12 @@ def barrier() -> None:
     """Wait for every rank; nothing without a process group."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def listed(names: Sequence[str], limit: int = 20) -> str:
+    """Names for a message, cut where the list gets long."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

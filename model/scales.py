@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
-from model.ranks import errors_on_all_ranks, raise_everywhere, reduce_over_ranks
+from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks
 from model.zero import full_numel, full_shape, gathered, is_partitioned, local_data, local_range
 from quant import (
     Quantization,
@@ -37,7 +37,6 @@ from quant import (
 
 # Scales held at full size at a time while measuring or writing. Group scales are 1/32 of the weights' number or fewer.
 BUCKET_ELEMENTS = 16 * 2**20
-LISTED = 20  # names in an error before it is cut
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,14 @@ class ScaleReport:
         """One line for people."""
         parts = [f"{len(self.weights_loaded)} of weights and {len(self.inputs_loaded)} of inputs loaded"]
         if self.weights_measured:
-            parts.append(f"{len(self.weights_measured)} measured from the weights ({_listed(self.weights_measured)})")
+            parts.append(f"{len(self.weights_measured)} measured from the weights ({listed(self.weights_measured)})")
         if self.inputs_initial:
             parts.append(f"{len(self.inputs_initial)} of inputs set to the initial value")
         if self.inputs_missing:
-            parts.append(f"{len(self.inputs_missing)} of inputs to calibrate ({_listed(self.inputs_missing)})")
+            parts.append(f"{len(self.inputs_missing)} of inputs to calibrate ({listed(self.inputs_missing)})")
         if self.unused:
             parts.append(
-                f"{len(self.unused)} in the files of layers that are not quantised here ({_listed(self.unused)})"
+                f"{len(self.unused)} in the files of layers that are not quantised here ({listed(self.unused)})"
             )
         return "scales: " + ", ".join(parts)
 
@@ -129,7 +128,7 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
                 values[group.owner] = _searched(quantization, group, reduced.view_as(stat), spec)
             else:
                 values[group.owner] = scales_from_stats(reduced.view_as(stat), spec)
-    raise_everywhere(f"weights with NaN or Inf cannot be quantised: {_listed(bad)}" if bad else None)
+    raise_everywhere(f"weights with NaN or Inf cannot be quantised: {listed(bad)}" if bad else None)
     return values
 
 
@@ -240,7 +239,7 @@ def load_scales(
         inputs, missing_inputs = _group_values(quantization.input_groups, found, on_disk, "input_scale")
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
-                f"{directory} has no input_scale for {_listed(missing_inputs)}. Set quant.calibration_batches to "
+                f"{directory} has no input_scale for {listed(missing_inputs)}. Set quant.calibration_batches to "
                 "measure them in place, or quant.initial_input_scale, or name a PTQ checkpoint that has them"
             )
     report = ScaleReport(
@@ -286,7 +285,7 @@ def _unused(directory: Path, found: Mapping[str, Tensor], layers: set[str]) -> l
     if len(unused) == len(found):
         raise ValueError(
             f"{directory} has no scale of a quantised layer: expected keys like {min(layers)}.weight_scale, "
-            f"found {_listed(unused) or 'no weight_scale and no input_scale'}"
+            f"found {listed(unused) or 'no weight_scale and no input_scale'}"
         )
     return unused
 
@@ -319,9 +318,3 @@ def _checked(key: str, value: Tensor, group: ScaleGroup) -> Tensor:
     if not bool((torch.isfinite(value) & (value > 0)).all()):
         raise ValueError(f"{key} must be finite and positive, got {value.flatten()[:4].tolist()}")
     return value.reshape(full_shape(group.s0))
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Names for a message, cut after a few."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
