@@ -18,11 +18,12 @@ from tests.distributed.recipes import write_chats, write_recipe
 from tests.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "train_script.py"
+SHIPPED = ("zero3", "zero3_offload")  # as users name them; here small parameters stay gathered between steps
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """One launch per numeric type: dense and MoE on all four stages."""
+    """One launch: dense and MoE on all four stages in both numeric types, and the configurations that ship."""
     directory = tmp_path_factory.mktemp("train")
     data = write_chats(directory / "chats.jsonl")
     paths = {}
@@ -32,6 +33,11 @@ def results(tmp_path_factory):
             for dtype in ("float32", "bfloat16"):
                 name = f"{kind}_zero{stage}_{dtype}"
                 paths[kind, stage, dtype] = write_recipe(directory, name, model, data, stage=stage, dtype=dtype)
+    model = tiny_checkpoint(directory / "llama", "llama")
+    for shipped in SHIPPED:
+        paths["llama", shipped, "float32"] = write_recipe(
+            directory, f"llama_{shipped}", model, data, stage=3, dtype="float32", deepspeed=shipped
+        )
     run_ranks(SCRIPT, *map(str, paths.values()), timeout=600)
     return paths
 
@@ -42,6 +48,12 @@ def test_fp32_equals_a_plain_loop_on_every_stage(results, kind):
     for stage in range(4):
         found = load_result(results[kind, stage, "float32"])
         assert_same(found, plain, rtol=2e-5, weight_atol=2e-3)
+
+
+def test_shipped_configurations_equal_a_plain_loop(results):
+    plain = plain_loop(results["llama", SHIPPED[0], "float32"])
+    for shipped in SHIPPED:
+        assert_same(load_result(results["llama", shipped, "float32"]), plain, rtol=2e-5, weight_atol=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
