@@ -198,6 +198,7 @@ def report(
 
 
 def main() -> None:
+    """Start the ranks, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)

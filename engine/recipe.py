@@ -17,6 +17,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -31,6 +32,10 @@ from quant import DEFAULT_EXEMPT, SCHEMES
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+# The first process to end makes the launcher end the others, and there is no process group yet to wait in: the silent
+# ranks give the one that prints this long to get as far as they are.
+GRACE_SECONDS = 5
 
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -524,7 +529,9 @@ def exit_on_recipe_error() -> Iterator[None]:
         yield
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        else:
+            time.sleep(GRACE_SECONDS)
         raise SystemExit(2) from None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine.recipe import exit_on_recipe_error
-from model.ranks import RankError, is_main, shut_down
+from model.ranks import RankError, barrier, is_main, shut_down
 
 
 @contextmanager
@@ -25,6 +25,7 @@ def clean_exit() -> Iterator[None]:
             # Every rank raises it together, so every rank comes here.
             if is_main():
                 print(f"error: {error}", file=sys.stderr, flush=True)
+            barrier()  # the first process to end makes the launcher end the others: not before rank 0 has printed
             shut_down()
             raise SystemExit(1) from None
     shut_down()

@@ -93,3 +93,10 @@ def test_the_launcher_ends_with_an_exit_code_and_the_text_once(base):
     assert result.returncode == 1
     assert result.stdout.count("has a vocabulary of 310") == 1 and "Traceback" not in result.stdout
     assert time.perf_counter() - began < 60
+
+
+def test_a_bad_recipe_is_said_once_before_ranks_start(base):
+    config = ["--config", str(base / "teacher_vocabulary.yaml"), "--optim.lr", "-1"]
+    result = launch(ROOT / "launch/train.py", *config, timeout=60)
+    assert result.returncode != 0
+    assert result.stdout.count("error: optim.lr: -1") == 1 and "Traceback" not in result.stdout, result.stdout
