@@ -1,6 +1,7 @@
 """Run a script on two real ranks, as a user would: through the ``deepspeed`` launcher, on CPU with gloo."""
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -11,10 +12,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nothing listens on now, and that no outgoing connection takes before the ranks do.
+
+    The system hands out ports from 32768 on to whoever connects anywhere; the ranks come seconds later.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def launch(script: Path | str, *args: str, ranks: int = 2, timeout: float = 300) -> subprocess.CompletedProcess[str]:
