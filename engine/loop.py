@@ -156,8 +156,8 @@ class Loop:
             [valid_tokens(batches), sum(int(b["attention_mask"].sum()) for b in batches)], device=device
         )
         valid, tokens = reduce_over_ranks(counts).tolist()
-        if valid == 0:
-            raise ValueError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
+        if valid == 0:  # the same on every rank, after the reduction
+            raise RankError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
         _set_learning_rates(state)
         quantized = state.quant.enabled
         state.quant.stale |= not quantized
