@@ -9,7 +9,8 @@ from quant.calibrate import (
     scales_from_errors,
     scales_from_stats,
 )
-from quant.linear import SCALE_PARAMETERS, QuantLinear
+from quant.kernels import prepare_kernels
+from quant.linear import SCALE_PARAMETERS, QuantLinear, weights_changed
 from quant.observe import Observer
 from quant.prepare import DEFAULT_EXEMPT, Quantization, ScaleGroup, prepare
 from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
@@ -31,6 +32,8 @@ __all__ = [
     "partial_errors",
     "partial_stats",
     "prepare",
+    "prepare_kernels",
     "scales_from_errors",
     "scales_from_stats",
+    "weights_changed",
 ]

@@ -1,13 +1,17 @@
-"""A Linear with fake-quantised operands, and its gradients: the `simulate` computation.
+"""A Linear with quantised operands, and its gradients: one function, computed in one of two ways.
 
-The forward is ``F.linear(fq(x), fq(weight), bias)`` in the model's dtype. What autograd would keep for its backward
-decides whether this can train a model that no device holds: a fake-quantised weight is not a leaf, so plain autograd
-keeps the whole tensor alive and defeats ZeRO-3. This function therefore saves
+*simulate* multiplies fake-quantised operands in the model's dtype, ``F.linear(fq(x), fq(weight), bias)``; *fp8_gemm*
+multiplies the codes on the fp8 tensor cores and the result by both scales. Backward is the same for both: GEMMs of the
+dequantised operands in the model's dtype.
 
-* the weight **Parameter** (under ZeRO-3 the gathered one comes back in backward) and quantises it again,
+What is kept for backward decides whether this can train a model that no device holds: a fake-quantised weight is not a
+leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This function therefore saves
+
+* the weight **Parameter** (under ZeRO-3 the gathered one comes back in backward) and quantises it again, unless its
+  codes are kept anyway because the weight stays resident,
 * the scale Parameters, a few bytes,
 * of the input: the 1-byte codes and a 1-bit mask of what was not clipped, when its scale is fixed; the input itself
-  when its scale learns or it is not quantised. Layers that read the same tensor then share one copy of it.
+  when its scale learns or it is not quantised. Layers that read the same tensor share one copy of it.
 
 Nothing is saved or computed for an operand that needs no gradient.
 """
@@ -21,13 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quant.reference import dequantize, effective_scale, fake_quant, fake_quant_backward, inside_range, quantize
+from quant import kernels
+from quant.inputs import QuantizedInput, SharedInput, quantize_input
+from quant.reference import effective_scale
 from quant.spec import TensorSpec
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What :class:`QuantLinearFunction` does with each operand.
+    """What :func:`quant_linear` does with each operand.
 
     Attributes:
         weight: how the weight is quantised, None to use it as it is.
@@ -35,12 +41,86 @@ class Plan:
         weight_numel: weights that share one scale, over all modules that share its Parameter.
         input_numel: features of the input. LSQ counts features, not tokens, so that the gradient of a batch is the sum
             of the gradients of its parts.
+        fp8_gemm: multiply the codes. Both operands must be e4m3 per tensor, both sides of the weight multiples of 16.
     """
 
     weight: TensorSpec | None
     input: TensorSpec | None
     weight_numel: int
     input_numel: int
+    fp8_gemm: bool = False
+
+
+def quant_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_s0: Tensor | None,
+    weight_theta: Tensor | None,
+    input_s0: Tensor | None,
+    input_theta: Tensor | None,
+    plan: Plan,
+    *,
+    weight_codes: Tensor | None = None,
+    shared: SharedInput | None = None,
+) -> Tensor:
+    """``F.linear`` of quantised operands.
+
+    Args:
+        x: ``[..., in]``; zero tokens are allowed and give zero gradients, not None.
+        weight, bias: ``[out, in]`` and ``[out]`` or None, in the dtype of ``x``.
+        weight_s0, weight_theta, input_s0, input_theta: scales as in :func:`quant.reference.effective_scale`; None where
+            not quantised or not learned.
+        plan: what is quantised, and how it is computed.
+        weight_codes: the weight's codes, if they are known.
+        shared: what layers that read the same tensor hand each other.
+
+    Returns:
+        ``[..., out]`` in the dtype of ``x``. Gradients have their tensors' dtypes.
+
+    Raises:
+        ValueError: an s0 requires a gradient.
+    """
+    if any(s0 is not None and s0.requires_grad for s0 in (weight_s0, input_s0)):
+        raise ValueError("weight_s0 and input_s0 are the frozen parts of the scales; train the thetas instead")
+    quantized = QuantizedInput()
+    if plan.input is not None:
+        assert input_s0 is not None
+        trains = torch.is_grad_enabled()
+        trains_weight = weight.requires_grad or (weight_theta is not None and weight_theta.requires_grad)
+        fixed = trains and not (input_theta is not None and input_theta.requires_grad)
+        kind = (plan.fp8_gemm, fixed and trains_weight, fixed and x.requires_grad)
+        with torch.no_grad():
+            quantized = _quantized_input(x, input_s0, input_theta, plan.input, weight.dtype, kind, shared)
+    return QuantLinearFunction.apply(
+        x, weight, bias, weight_s0, weight_theta, input_s0, input_theta, *quantized, weight_codes, plan
+    )
+
+
+def _quantized_input(
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    spec: TensorSpec,
+    model_dtype: torch.dtype,
+    kind: tuple[bool, bool, bool],
+    shared: SharedInput | None,
+) -> QuantizedInput:
+    fp8_gemm, keep_codes, keep_mask = kind
+
+    def make() -> QuantizedInput:
+        return quantize_input(
+            x,
+            s0,
+            theta,
+            spec,
+            model_dtype,
+            fp8_gemm=fp8_gemm,
+            keep_codes=keep_codes,
+            keep_mask=keep_mask,
+        )
+
+    return make() if shared is None else shared.get(x, kind, make)
 
 
 class _Saved(NamedTuple):
@@ -49,24 +129,18 @@ class _Saved(NamedTuple):
     weight: Tensor
     weight_s0: Tensor
     weight_theta: Tensor | None
+    weight_codes: Tensor | None
     input_s0: Tensor
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
     mask: Tensor  # packed: which elements of a fixed-scale input were inside the range
 
-    def weight_scale(self, spec: TensorSpec) -> Tensor:
-        return effective_scale(self.weight_s0, self.weight_theta, spec, self.weight.dtype)
-
-    def input_scale(self, spec: TensorSpec) -> Tensor:
-        return effective_scale(self.input_s0, self.input_theta, spec, self.weight.dtype)
-
 
 class QuantLinearFunction(torch.autograd.Function):
-    """``apply(x, weight, bias, weight_s0, weight_theta, input_s0, input_theta, plan)``.
+    """The autograd of :func:`quant_linear`, after its input has been quantised.
 
-    ``x`` is ``[..., in]`` (zero tokens are allowed and give zero gradients, not None), ``weight`` ``[out, in]``,
-    ``bias`` ``[out]`` or None, all in one dtype. Scales as in :func:`quant.reference.effective_scale`; None where not
-    quantised or not learned. The result is ``[..., out]`` in ``x``'s dtype. Gradients have their tensors' dtypes.
+    ``apply(x, weight, bias, weight_s0, weight_theta, input_s0, input_theta, values, codes, mask, weight_codes, plan)``
+    with ``values, codes, mask`` a :class:`QuantizedInput`. No tensor twice: torch.compile does not take that.
     """
 
     @staticmethod
@@ -79,39 +153,32 @@ class QuantLinearFunction(torch.autograd.Function):
         weight_theta: Tensor | None,
         input_s0: Tensor | None,
         input_theta: Tensor | None,
+        values: Tensor | None,
+        codes: Tensor | None,
+        mask: Tensor | None,
+        weight_codes: Tensor | None,
         plan: Plan,
     ) -> Tensor:
-        needs_x, needs_weight, _, needs_weight_s0, needs_weight_theta, needs_input_s0, needs_input_theta, _ = (
-            ctx.needs_input_grad
-        )
-        if needs_weight_s0 or needs_input_s0:
-            raise ValueError("weight_s0 and input_s0 are the frozen parts of the scales; train the thetas instead")
-        used_weight, used_x = weight, x
-        if plan.weight is not None:
-            scale = effective_scale(weight_s0, weight_theta, plan.weight, weight.dtype)
-            used_weight = fake_quant(weight, scale, plan.weight)
+        needs_weight, needs_weight_theta = ctx.needs_input_grad[1], ctx.needs_input_grad[4]
+        needs_input_theta = ctx.needs_input_grad[6]
         kept_x = x if needs_weight or needs_weight_theta or needs_input_theta else None
-        kept_mask = None
-        if plan.input is not None:
-            assert input_s0 is not None
-            scale = effective_scale(input_s0, input_theta, plan.input, weight.dtype)
-            if needs_input_theta:
-                used_x = fake_quant(x, scale, plan.input)
-            else:
-                codes = quantize(x, scale, plan.input)
-                used_x = dequantize(codes, scale, plan.input, x.dtype)
-                kept_x = codes if kept_x is not None else None
-                kept_mask = pack_bits(inside_range(x, scale, plan.input)) if needs_x else None
-        ctx.save_for_backward(weight, weight_s0, weight_theta, input_s0, input_theta, kept_x, kept_mask)
-        ctx.plan, ctx.input_shape, ctx.keeps_codes = plan, x.shape, plan.input is not None and not needs_input_theta
+        ctx.keeps_codes = plan.input is not None and not needs_input_theta
+        if ctx.keeps_codes:
+            kept_x = codes if kept_x is not None else None
+        ctx.save_for_backward(weight, weight_s0, weight_theta, weight_codes, input_s0, input_theta, kept_x, mask)
+        ctx.plan, ctx.input_shape = plan, x.shape
+        if plan.fp8_gemm:
+            assert codes is not None
+            return _scaled_gemm(codes, weight, bias, weight_s0, weight_theta, input_s0, input_theta, weight_codes, plan)
+        used_weight = _used_weight(weight, weight_s0, weight_theta, weight_codes, plan)
         # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed.
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(used_x, used_weight, bias)
+            return F.linear(x if values is None else values, used_weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_weight, needs_bias, _, needs_weight_theta, _, needs_input_theta, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _, needs_weight_theta, _, needs_input_theta, *_ = ctx.needs_input_grad
         saved = _Saved(*ctx.saved_tensors)  # once: activation checkpointing drops a tensor when it is unpacked
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
@@ -133,72 +200,96 @@ class QuantLinearFunction(torch.autograd.Function):
             grad_weight_theta,
             None,
             grad_input_theta,
-            None,
+            *[None] * 5,
         )
+
+
+def _used_weight(weight: Tensor, s0: Tensor, theta: Tensor | None, codes: Tensor | None, plan: Plan) -> Tensor:
+    """The weight as the GEMM in the model's dtype sees it."""
+    if plan.weight is None:
+        return weight
+    if codes is not None:
+        return kernels.dequantize(codes, s0, theta, plan.weight, weight.dtype, weight.dtype)
+    return kernels.fake_quantize(weight, s0, theta, plan.weight, weight.dtype)
+
+
+def _scaled_gemm(
+    x_codes: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_s0: Tensor,
+    weight_theta: Tensor | None,
+    input_s0: Tensor | None,
+    input_theta: Tensor | None,
+    weight_codes: Tensor | None,
+    plan: Plan,
+) -> Tensor:
+    """``(x_codes @ weight_codes.t()) * input_scale * weight_scale + bias`` on the fp8 tensor cores."""
+    assert plan.weight is not None and plan.input is not None and input_s0 is not None
+    if weight_codes is None:
+        weight_codes, _ = kernels.quantize(weight, weight_s0, weight_theta, plan.weight, weight.dtype)
+    output_shape = (*x_codes.shape[:-1], weight.shape[0])
+    if x_codes.numel() == 0:  # an expert that no token chose
+        return weight.new_zeros(output_shape)
+    # Without "fast accumulation" partial sums are kept in fp32, as in the bf16 GEMM that this replaces.
+    output = torch._scaled_mm(
+        x_codes.reshape(-1, x_codes.shape[-1]),
+        weight_codes.t(),
+        scale_a=effective_scale(input_s0, input_theta, plan.input, weight.dtype),
+        scale_b=effective_scale(weight_s0, weight_theta, plan.weight, weight.dtype),
+        bias=bias,
+        out_dtype=weight.dtype,
+        use_fast_accum=False,
+    )
+    return output.reshape(output_shape)
 
 
 def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
-    used_weight = saved.weight
-    if plan.weight is not None:
-        used_weight = fake_quant(saved.weight, saved.weight_scale(plan.weight), plan.weight)
+    used_weight = _used_weight(saved.weight, saved.weight_s0, saved.weight_theta, saved.weight_codes, plan)
     grad_used = (grad @ used_weight).reshape(ctx.input_shape)
     if plan.input is None:
         return grad_used, None
     if ctx.keeps_codes:
-        return grad_used.masked_fill_(~unpack_bits(saved.mask, grad_used.shape), 0), None
-    grad_x, grad_scale = fake_quant_backward(
-        grad_used, saved.x, saved.input_scale(plan.input), plan.input, scale_gradient=True
+        return kernels.masked(grad_used, saved.mask), None
+    return kernels.fake_quantize_backward(
+        grad_used,
+        saved.x,
+        saved.input_s0,
+        saved.input_theta,
+        plan.input,
+        saved.weight.dtype,
+        factor=_lsq_factor(plan.input_numel, plan.input),
+        theta_gradient=True,
     )
-    return grad_x, _theta_gradient(grad_scale, saved.input_s0, saved.input_theta, plan.input_numel * plan.input.qmax)
 
 
 def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of the weight ``[out, in]`` and of its theta from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
+    dtype = saved.weight.dtype
     used_x = saved.x
     if plan.input is not None:
-        scale = saved.input_scale(plan.input)
+        scale = (saved.input_s0, saved.input_theta, plan.input, dtype)
         used_x = (
-            dequantize(saved.x, scale, plan.input, saved.weight.dtype)
-            if ctx.keeps_codes
-            else fake_quant(saved.x, scale, plan.input)
+            kernels.dequantize(saved.x, *scale, dtype) if ctx.keeps_codes else kernels.fake_quantize(saved.x, *scale)
         )
     grad_used = grad.t() @ used_x.reshape(-1, used_x.shape[-1])
     if plan.weight is None:
         return grad_used, None
-    grad_weight, grad_scale = fake_quant_backward(
+    return kernels.fake_quantize_backward(
         grad_used,
         saved.weight,
-        saved.weight_scale(plan.weight),
+        saved.weight_s0,
+        saved.weight_theta,
         plan.weight,
-        scale_gradient=ctx.needs_input_grad[4],
+        dtype,
+        factor=_lsq_factor(plan.weight_numel, plan.weight),
+        theta_gradient=ctx.needs_input_grad[4],
     )
-    return grad_weight, _theta_gradient(
-        grad_scale, saved.weight_s0, saved.weight_theta, plan.weight_numel * plan.weight.qmax
-    )
 
 
-def _theta_gradient(grad_scale: Tensor | None, s0: Tensor, theta: Tensor | None, lsq_divisor: float) -> Tensor | None:
-    """Gradient of theta in its dtype: that of the scale by LSQ's factor, times ``ds/dtheta = s0 * exp(theta)``."""
-    if grad_scale is None or theta is None:
-        return None
-    return (grad_scale * (s0.float() * torch.exp(theta.float())) / math.sqrt(lsq_divisor)).to(theta.dtype)
-
-
-# Multiplying eight bytes of 0 or 1 by this collects them in the top byte, the first byte in its lowest bit.
-_GATHER_BITS = 0x0102040810204080
-
-
-def pack_bits(mask: Tensor) -> Tensor:
-    """A bool tensor of any shape as a flat uint8 tensor of ``ceil(numel / 8)`` bytes."""
-    flat = F.pad(mask.reshape(-1), (0, -mask.numel() % 8)).contiguous()
-    return flat.view(torch.int64).mul(_GATHER_BITS).bitwise_right_shift_(56).to(torch.uint8)
-
-
-def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
-    """The bool tensor of ``shape`` that :func:`pack_bits` packed."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = packed.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(1)
-    return bits.view(-1)[: shape.numel()].view(torch.bool).view(shape)
+def _lsq_factor(numel: int, spec: TensorSpec) -> float:
+    """LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``."""
+    return 1 / math.sqrt(numel * spec.qmax)

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quant.function import Plan, QuantLinearFunction
+from quant import kernels
+from quant.function import Plan, quant_linear
+from quant.inputs import SharedInput
 from quant.observe import Observer
 from quant.reference import effective_scale
 from quant.spec import Scheme
@@ -32,6 +34,10 @@ class QuantLinear(nn.Module):
         weight_theta, input_theta: learned logarithmic corrections in the model's dtype, or None.
         weight_fake_quant, input_fake_quant: what is quantised now.
         input_observer: watches the input in every forward while set.
+        shared_input: hands the quantised input to the layers that read the same tensor, or None.
+        fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
+        keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
+            :func:`weights_changed`. Only where weights stay resident.
     """
 
     def __init__(
@@ -65,6 +71,10 @@ class QuantLinear(nn.Module):
         self.weight_fake_quant = True
         self.input_fake_quant = scheme.activations is not None
         self.input_observer: Observer | None = None
+        self.shared_input: SharedInput | None = None
+        self.fp8_gemm = False
+        self.keeps_weight_codes = False
+        self._weight_codes: Tensor | None = None
 
     @classmethod
     def from_linear(
@@ -107,10 +117,35 @@ class QuantLinear(nn.Module):
             input=self.scheme.activations if self.input_fake_quant else None,
             weight_numel=self.weight_numel,
             input_numel=self.in_features,
+            fp8_gemm=self.fp8_gemm and self.weight_fake_quant and self.input_fake_quant,
         )
-        return QuantLinearFunction.apply(
-            x, self.weight, self.bias, self.weight_s0, self.weight_theta, self.input_s0, self.input_theta, plan
+        return quant_linear(
+            x,
+            self.weight,
+            self.bias,
+            self.weight_s0,
+            self.weight_theta,
+            self.input_s0,
+            self.input_theta,
+            plan,
+            weight_codes=self._kept_weight_codes() if self.weight_fake_quant else None,
+            shared=self.shared_input,
         )
+
+    @torch.no_grad()
+    def _kept_weight_codes(self) -> Tensor | None:
+        """The weight's codes, quantised at the first use after the weight changed; None where they are not kept."""
+        if not self.keeps_weight_codes:
+            return None
+        if self._weight_codes is None:
+            self._weight_codes, _ = kernels.quantize(
+                self.weight, self.weight_s0, self.weight_theta, self.scheme.weights, self.weight.dtype
+            )
+        return self._weight_codes
+
+    def forget_weight_codes(self) -> None:
+        """The weight or its scale changed."""
+        self._weight_codes = None
 
     @torch.no_grad()
     def weight_scale(self) -> Tensor:
@@ -139,3 +174,14 @@ class QuantLinear(nn.Module):
                     f"{name} is {scale.dtype}, expected torch.float32: something cast the whole module; "
                     f"restore the frozen scales after it"
                 )
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Say that weights or scales of ``model`` changed, so that no layer uses codes of the old ones.
+
+    The training loop calls it after every optimizer step, load and write of scales. Nothing else can notice: DeepSpeed
+    writes to ``.data``, which leaves a tensor's version as it was.
+    """
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.forget_weight_codes()

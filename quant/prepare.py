@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from quant.inputs import SharedInput
 from quant.linear import QuantLinear
 from quant.observe import Observer
 from quant.spec import Scheme, TensorSpec
@@ -69,6 +70,7 @@ class Quantization:
             module order.
         weight_groups: every weight scale; each layer is a member of one.
         input_groups: every input scale; empty where the scheme leaves inputs alone.
+        simulated: names of the layers that the fp8 GEMM was asked for and cannot take; they simulate.
     """
 
     scheme: Scheme
@@ -76,6 +78,7 @@ class Quantization:
     exempt: list[str]
     weight_groups: list[ScaleGroup] = field(default_factory=list)
     input_groups: list[ScaleGroup] = field(default_factory=list)
+    simulated: list[str] = field(default_factory=list)
 
     def set_fake_quant(self, weights: bool, activations: bool, pattern: str | None = None) -> None:
         """Switch fake quantisation of weights and of the inputs that the scheme quantises.
@@ -127,6 +130,7 @@ def prepare(
     exempt: Sequence[str] = DEFAULT_EXEMPT,
     learn_weight_scale: bool,
     learn_input_scale: bool,
+    fp8_gemm: bool = False,
 ) -> Quantization:
     """Replace every nn.Linear of ``model`` that is not exempt by a QuantLinear, in place.
 
@@ -139,6 +143,7 @@ def prepare(
         exempt: regexes on full module names (``re.fullmatch``). One that is not in :data:`DEFAULT_EXEMPT` must match.
         learn_weight_scale: whether weight scales get a theta.
         learn_input_scale: whether input scales get one.
+        fp8_gemm: multiply codes, not fake-quantised values, in the layers whose shapes allow it.
 
     Raises:
         ValueError: a pattern matches nothing, nothing is left to quantise, a group is incomplete, a weight is shared
@@ -161,7 +166,9 @@ def prepare(
             for members in _grouped(linears, modules, True, across_experts=True)
         ]
     layers = _replace(modules, linears, scheme, weight_groups, input_groups)
-    return Quantization(scheme, layers, exempt_names, weight_groups, input_groups)
+    _share_inputs(layers, input_groups)
+    simulated = _use_fp8_gemm(layers) if fp8_gemm else []
+    return Quantization(scheme, layers, exempt_names, weight_groups, input_groups, simulated)
 
 
 def _match_exempt(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[str]:
@@ -291,6 +298,26 @@ def _replace(
         parent, _, leaf = name.rpartition(".")
         setattr(modules[parent], leaf, layers[name])
     return layers
+
+
+def _share_inputs(layers: dict[str, QuantLinear], input_groups: list[ScaleGroup]) -> None:
+    """Layers of one parent that serving fuses read one tensor; experts of a layer share a scale, not a tensor."""
+    for group in input_groups:
+        siblings: dict[str, list[str]] = {}
+        for name in group.members:
+            siblings.setdefault(name.rpartition(".")[0], []).append(name)
+        for names in siblings.values():
+            if len(names) > 1:
+                shared = SharedInput(len(names))
+                for name in names:
+                    layers[name].shared_input = shared
+
+
+def _use_fp8_gemm(layers: dict[str, QuantLinear]) -> list[str]:
+    """Switch the layers over that ``torch._scaled_mm`` takes (both sides multiples of 16); names of the others."""
+    for layer in layers.values():
+        layer.fp8_gemm = layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+    return [name for name, layer in layers.items() if not layer.fp8_gemm]
 
 
 def _examples(names: Iterable[str]) -> str:

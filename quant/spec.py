@@ -19,6 +19,8 @@ FP8_MAX = 448.0
 # Largest |v| that rounding alone still takes to the grid: halfway between 448 and 480, the value that e4m3 gives up for
 # NaN. The tie goes to the even code, which is 448.
 FP8_ROUNDS_TO_MAX = 464.0
+# Smaller magnitudes (subnormal numbers) are evenly spaced.
+FP8_SMALLEST_NORMAL = 2.0**-6
 
 
 @dataclass(frozen=True)

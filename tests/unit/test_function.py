@@ -10,10 +10,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from quant.function import Plan, QuantLinearFunction, pack_bits, unpack_bits
-from quant.reference import absmax_scale, dequantize, effective_scale, fake_quant, inside_range, quantize
+from quant.function import Plan, quant_linear
+from quant.reference import (
+    absmax_scale,
+    dequantize,
+    effective_scale,
+    fake_quant,
+    inside_range,
+    pack_bits,
+    quantize,
+    unpack_bits,
+)
 from quant.spec import TensorSpec
-from tests.unit.test_reference import expand, round_oracle
+from tests.unit.test_reference import Surrogate as reference_surrogate
 
 FP8 = TensorSpec("fp8_e4m3", 8, "tensor")
 INT4 = TensorSpec("int", 4, "group", 16)
@@ -54,7 +63,7 @@ class Case:
         return {name: t for name, t in self.tensors().items() if t is not None and t.requires_grad}
 
     def __call__(self):
-        return QuantLinearFunction.apply(*self.tensors().values(), self.plan)
+        return quant_linear(*self.tensors().values(), self.plan)
 
     def scale(self, kind):
         spec = getattr(self.plan, kind)
@@ -97,8 +106,8 @@ def test_forward_is_the_linear_of_the_fake_quantised_operands(schemes, dtype, se
 def test_gradients_against_finite_differences(schemes, seed):
     """Of a Linear whose operands are the fp64 surrogates, for input, weight, bias and both thetas.
 
-    The surrogate of an operand is ``s * clamp(v + stopgrad(R(v) - v), qmin, qmax)`` with R rounding to the unbounded
-    grid; see test_reference for why differences are taken inwards. The Function's thetas have LSQ's factor in addition,
+    See test_reference for the surrogate, and for why differences are taken inwards. The Function's thetas have LSQ's
+    factor in addition,
     which is divided out here.
     """
     for _ in range(3):
@@ -132,7 +141,7 @@ def test_gradients_against_finite_differences(schemes, seed):
 
 
 class Surrogate:
-    """The fp64 surrogate of one operand, its stop-gradient parts taken at the case's values."""
+    """The fp64 surrogate of one operand as a function of its theta, its stop-gradient parts at the case's values."""
 
     def __init__(self, case, kind, tensor):
         self.spec = getattr(case.plan, kind)
@@ -142,24 +151,20 @@ class Surrogate:
         self.s0 = getattr(case, f"{kind}_s0").detach().double()
         theta = getattr(case, f"{kind}_theta").detach().double()
         rounded_scale = case.scale(kind)
-        v = self.tensor * (1 / self._expand(rounded_scale))
         self.rounding = rounded_scale.double() - self.s0 * theta.exp()
-        self.offset = torch.from_numpy(round_oracle(v.numpy(), self.spec))
-        self.offset -= self.tensor.double() / self._expand(rounded_scale.double())
+        self.of_scale = reference_surrogate(self._flat(self.tensor), rounded_scale, self.spec)
 
     def __call__(self, x, theta):
         if self.spec is None:
             return x
-        s = self._expand(self.s0 * theta.exp() + self.rounding)
-        return s * (x / s + self.offset).clamp(self.spec.qmin, self.spec.qmax)
+        return self.of_scale(self._flat(x), self.s0 * theta.exp() + self.rounding).reshape(x.shape)
 
     def step(self, index):
         """Towards zero: away from the kink that an element at the edge of the grid sits on."""
         return -1e-6 if self.tensor.reshape(-1)[index] > 0 else 1e-6
 
-    def _expand(self, scale):
-        flat = self.tensor.reshape(-1, self.tensor.shape[-1])
-        return expand(scale, flat, self.spec).reshape(self.tensor.shape)
+    def _flat(self, x):
+        return x.reshape(-1, x.shape[-1])
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
@@ -402,20 +407,19 @@ def test_autocast_does_not_change_the_gemm(seed):
 @pytest.mark.parametrize(
     ("spec", "shape", "final"),
     [
-        # Straight-through takes the rounding error to grow with the scale. That holds for integers, on average: the
-        # fixed point of 64 groups of 32 has 4% to 6% more error than the best scales.
+        (FP8, (8192, 128), 1.01),
+        (TensorSpec("int", 4, "tensor"), (512, 256), 1.01),
+        # 32 elements are too few for the mean error that straight-through reckons with: the best scale of a group owes
+        # to luck with its values, and the fixed point of 64 groups has 4% to 10% more error.
         (TensorSpec("int", 4, "group", 32), (32, 64), 1.15),
-        # On a floating-point grid it does not (twice the scale is the same grid, an octave lower): the fixed point
-        # clips a little more than the best scale, at 11% to 14% more error.
-        (FP8, (128, 64), 1.3),
     ],
     ids=str,
 )
-def test_direction_of_the_scale_gradient(spec, shape, final, seed):
-    """Minimising the quantisation error of a weight moves theta from half and from twice the best scale to the best.
+def test_scale_learning_converges(spec, shape, final, seed):
+    """Minimising the quantisation error of a weight takes theta from half and from twice the best scale to its error.
 
     The error is that of the layer's output for the identity as input, so the gradient passes through the whole
-    Function. Adam is indifferent to the LSQ factor, and would walk away on a wrong sign.
+    Function. With LSQ's term for integers in place of e4m3's own, the fp8 case ends 19% above the best.
     """
     weight = nn.Parameter(torch.randn(shape), requires_grad=False)
     absmax = weight.reshape(-1, spec.elements_per_scale(shape)).abs().amax(1).reshape(spec.scale_shape(shape))
@@ -425,27 +429,23 @@ def test_direction_of_the_scale_gradient(spec, shape, final, seed):
         return error.reshape(scale.numel(), -1).sum(1).reshape(scale.shape)
 
     # Not beyond absmax: a larger e4m3 scale gives the same errors again, octave by octave.
-    candidates = torch.linspace(0.3, 1.0, 200).view(-1, *[1] * absmax.dim()) * absmax_scale(absmax, spec)
+    candidates = torch.linspace(0.3, 1.0, 100).view(-1, *[1] * absmax.dim()) * absmax_scale(absmax, spec)
     best = candidates.gather(0, torch.stack([errors(c) for c in candidates]).argmin(0, keepdim=True))[0]
     assert errors(best / 2).sum() > 3 * errors(best).sum(), "half the best scale must hurt, or nothing is tested"
+    identity, steps = torch.eye(shape[1]), 120
     ends = []
     for beginning in (0.5, 2.0):
         s0 = nn.Parameter(beginning * best, requires_grad=False)
         theta = nn.Parameter(torch.zeros_like(s0))
-        optimizer = torch.optim.Adam([theta], lr=0.02)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
-        for _ in range(300):
-            optimizer.zero_grad()
+        for step in range(steps):
             plan = Plan(spec, None, weight_numel=7, input_numel=7)
-            output = QuantLinearFunction.apply(torch.eye(shape[1]), weight, None, s0, theta, None, None, plan)
-            (output - weight.t()).square().sum().backward()
-            optimizer.step()
-            scheduler.step()
+            output = quant_linear(identity, weight, None, s0, theta, None, None, plan)
+            (gradient,) = torch.autograd.grad((output - weight.t()).square().sum(), theta)
+            # Only its sign: the gradient of clipping is thousands of times that of rounding.
+            theta.data -= 0.05 * (1 - step / steps) * gradient.sign()
         ends.append(effective_scale(s0, theta, spec, torch.float32).detach())
         assert errors(ends[-1]).sum() < final * errors(best).sum()
-        # They start at log(2). Single groups of 32 end up to 0.15 away, the fp8 scale 0.05 to 0.15.
-        assert (ends[-1] / best).log().abs().max() < 0.5 * math.log(2)
-    # Both ends meet (single groups may have two fixed points): the difference is Adam's last steps.
+    # Both ends meet (single groups may have two fixed points): the difference is that of the last steps.
     assert (ends[0] / ends[1]).log().abs().median() < 0.02
 
 

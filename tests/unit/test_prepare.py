@@ -162,7 +162,7 @@ def test_shared_gradients_add_up(seed):
     model = moe_model()
     quantization = fp8(model)
     for group in (*quantization.weight_groups, *quantization.input_groups):
-        group.s0.data.fill_(0.01)
+        group.s0.data.fill_(2e-4)  # clips some of the weights, and of the inputs
     attention = model.model.layers.get_submodule("0.self_attn")
     x = torch.randn(5, HIDDEN)
     thetas = [attention.q_proj.weight_theta, attention.q_proj.input_theta]

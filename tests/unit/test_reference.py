@@ -70,6 +70,28 @@ def expand(scale: torch.Tensor, x: torch.Tensor, spec: TensorSpec) -> torch.Tens
     return scale.repeat_interleave(x.shape[1] // scale.shape[1], dim=1)
 
 
+class Surrogate:
+    """What the gradients are those of: fp64 fake quant with the rounding errors of (x, scale) held fixed.
+
+    ``s * clamp(v + e, qmin, qmax)``, where the error e is fixed in codes on an evenly spaced grid, and in units of x
+    (e shrinks as s grows) where the spacing follows x: normal e4m3 numbers. Rounding is to the unbounded grid, so that
+    clamp alone decides what is outside.
+    """
+
+    def __init__(self, x, scale, spec):
+        self.spec = spec
+        s = expand(scale, x, spec)
+        v = x.float() * (1 / s)
+        self.error = torch.from_numpy(round_oracle(v.numpy(), spec)) - x.double() / s.double()
+        self.scale = s.double()
+        self.follows_x = (v.abs() >= 2**-6) & (spec.dtype == "fp8_e4m3")
+
+    def __call__(self, x, scale):
+        s = expand(scale, x, self.spec)
+        error = torch.where(self.follows_x, self.error * self.scale / s, self.error)
+        return s * (x / s + error).clamp(self.spec.qmin, self.spec.qmax)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_codes_and_values_against_the_oracle(spec, dtype, seed):
@@ -151,32 +173,27 @@ def test_values_that_are_not_finite(spec):
     grad_x, grad_scale = fake_quant_backward(grad, x, scale, spec, scale_gradient=True)
     assert grad_x.tolist() == [[0, 0, 0, 7]]
     v = x[0, 3].item() * 4
-    rounding = quantize(x, scale, spec).float()[0, 3].item() - v
+    # 1.2 is a normal number of e4m3, whose error does not depend on the scale.
+    rounding = quantize(x, scale, spec).float()[0, 3].item() - v if spec.dtype == "int" else 0
     expected = 3 * spec.qmax + 5 * spec.qmin + 7 * rounding
     assert grad_scale.item() == pytest.approx(expected, rel=1e-6)  # fp32 sum of three terms
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_gradients_against_finite_differences(spec, seed):
-    """Of the fp64 surrogate ``s * clamp(v + stopgrad(R(v) - v), qmin, qmax)``, for every element and every scale.
+    """Of the fp64 :class:`Surrogate`, for every element and every scale.
 
-    R rounds to the unbounded grid, so that clamp alone decides what is outside. The surrogate is piecewise linear in x
-    and s, with its kinks where R(v) is qmin or qmax; an element there is inside, so the difference is taken towards 0
-    in x, and upwards in s, which is inwards for both ends. Differences of linear functions are exact: what is left is
-    the rounding of v in fp32 (6e-8, times v up to about 500) in the scale's gradient, summed over the elements of one
-    scale.
+    It is piecewise linear in x and s, with its kinks where a value rounds to qmin or qmax; an element there is inside,
+    so the difference is taken towards 0 in x, and upwards in s, which is inwards for both ends. Differences of linear
+    functions are exact: what is left is the rounding of v in fp32 (6e-8, times v up to about 500) in the scale's
+    gradient, summed over the elements of one scale.
     """
     for _ in range(5):
         x, scale = random_case(spec, torch.float32)
         grad = torch.randn_like(x)
         v = x.float() * (1 / expand(scale, x, spec))
         x64, scale64 = x.double(), scale.double()
-        rounded = torch.from_numpy(round_oracle(v.numpy(), spec))
-        offset = rounded - x64 / expand(scale64, x, spec)
-
-        def surrogate(x, scale):
-            s = expand(scale, x, spec)
-            return s * (x / s + offset).clamp(spec.qmin, spec.qmax)  # noqa: B023 (called within this iteration)
+        surrogate = Surrogate(x, scale, spec)
 
         # Steps of 1e-7 and 1e-9 codes: no element outside is carried back in.
         step = 1e-7 * expand(scale64, x, spec) * torch.where(x64 > 0, -1.0, 1.0)
@@ -226,7 +243,7 @@ def test_the_effective_scale(model_dtype, seed):
     scale = effective_scale(s0, theta, integer, model_dtype)
     assert scale.dtype == torch.float32 and torch.equal(scale, exact.to(model_dtype).float())
     (derivative,) = torch.autograd.grad(scale.sum(), theta)
-    assert torch.equal(derivative, exact.to(model_dtype))
+    torch.testing.assert_close(derivative, exact.to(model_dtype), rtol=torch.finfo(model_dtype).eps, atol=0)
 
 
 def test_the_absmax_scale(seed):

@@ -1,0 +1,32 @@
+"""Fused quantisers as torch operators; quant/reference.py in one pass over memory, on CPU and CUDA.
+
+:mod:`quant.kernels.ops` declares the operators and is what the rest of the package calls, ``arithmetic.h`` is the
+arithmetic that both backends include, ``cpu.cpp`` and ``cuda.cu`` are the loops around it, ``bindings.cpp`` makes them
+operators, and :mod:`quant.kernels.build` compiles these files at first use.
+"""
+
+from quant.kernels.ops import (
+    amax,
+    dequantize,
+    fake_quantize,
+    fake_quantize_backward,
+    fake_quantize_tokens,
+    fake_quantize_tokens_backward,
+    masked,
+    prepare_kernels,
+    quantize,
+    quantize_tokens,
+)
+
+__all__ = [
+    "amax",
+    "dequantize",
+    "fake_quantize",
+    "fake_quantize_backward",
+    "fake_quantize_tokens",
+    "fake_quantize_tokens_backward",
+    "masked",
+    "prepare_kernels",
+    "quantize",
+    "quantize_tokens",
+]

@@ -1,0 +1,220 @@
+// The kernels as implementations of the operators that quant/kernels/ops.py declares, for CPU and CUDA tensors.
+//
+// Free of CUDA headers: the stream is asked of torch in its device-independent way, so the same file is compiled with
+// and without the CUDA half.
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <tuple>
+
+#include "kernels.h"
+
+namespace {
+
+using at::Tensor;
+using deepqat::Dtype;
+using deepqat::Scales;
+using OptionalTensor = std::optional<Tensor>;
+
+Dtype dtype_of(at::ScalarType type, const char* name) {
+  switch (type) {
+    case at::kFloat: return Dtype::kFloat32;
+    case at::kBFloat16: return Dtype::kBFloat16;
+    case at::kHalf: return Dtype::kHalf;
+    default: TORCH_CHECK(false, name, " is ", type, ", expected float32, bfloat16 or float16");
+  }
+}
+
+int checked_grid(int64_t bits) {
+  TORCH_CHECK(bits == deepqat::kE4M3Grid || (bits >= 2 && bits <= 8), "grid ", bits, " is neither 0 (e4m3) nor 2 to 8 bits");
+  return static_cast<int>(bits);
+}
+
+// The scales of a tensor of `numel` elements. s0 and theta must outlive the result.
+Scales scales_of(int64_t numel, const Tensor& s0, const OptionalTensor& theta, at::ScalarType stored_as, const Tensor& x) {
+  TORCH_CHECK(s0.scalar_type() == at::kFloat, "s0 is ", s0.scalar_type(), ", expected float32");
+  TORCH_CHECK(s0.numel() > 0 && numel % s0.numel() == 0, s0.numel(), " scales do not divide ", numel, " elements");
+  TORCH_CHECK(s0.is_contiguous() && s0.device() == x.device(), "s0 must be contiguous and on ", x.device());
+  Scales scales{s0.const_data_ptr<float>(), nullptr, Dtype::kFloat32, dtype_of(stored_as, "scale_dtype"), s0.numel(),
+                numel / s0.numel()};
+  if (theta.has_value()) {
+    TORCH_CHECK(theta->numel() == s0.numel(), "theta has ", theta->numel(), " elements, s0 has ", s0.numel());
+    TORCH_CHECK(theta->is_contiguous() && theta->device() == x.device(), "theta must be contiguous and on ", x.device());
+    scales.theta = theta->const_data_ptr();
+    scales.theta_dtype = dtype_of(theta->scalar_type(), "theta");
+  }
+  return scales;
+}
+
+at::ScalarType code_dtype(int grid) { return grid == deepqat::kE4M3Grid ? at::kFloat8_e4m3fn : at::kChar; }
+
+// Calls a kernel of the tensor's device: the CPU's, or CUDA's on the current stream.
+#if defined(DEEPQAT_CUDA)
+#define DEEPQAT_CALL(kernel, tensor, ...)                                                                      \
+  do {                                                                                                         \
+    if ((tensor).is_cuda()) {                                                                                  \
+      const c10::DeviceGuard guard((tensor).device());                                                         \
+      const c10::impl::VirtualGuardImpl device(c10::DeviceType::CUDA);                                         \
+      deepqat::cuda::kernel(__VA_ARGS__, device.getStreamNativeHandle(device.getStream((tensor).device())));   \
+    } else {                                                                                                   \
+      deepqat::cpu::kernel(__VA_ARGS__);                                                                       \
+    }                                                                                                          \
+  } while (false)
+#else
+#define DEEPQAT_CALL(kernel, tensor, ...) deepqat::cpu::kernel(__VA_ARGS__)
+#endif
+
+std::tuple<Tensor, Tensor> quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
+                                    at::ScalarType scale_dtype, bool with_mask) {
+  const Tensor x = x_.contiguous();
+  const int grid = checked_grid(bits);
+  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x);
+  Tensor codes = at::empty(x.sizes(), x.options().dtype(code_dtype(grid)));
+  Tensor mask = at::empty({with_mask ? (x.numel() + 7) / 8 : 0}, x.options().dtype(at::kByte));
+  if (x.numel() > 0) {
+    DEEPQAT_CALL(quantize, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), scales, grid,
+                 codes.mutable_data_ptr(), with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr);
+  }
+  return {codes, mask};
+}
+
+Tensor dequantize(const Tensor& codes_, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
+                  at::ScalarType dtype) {
+  const Tensor codes = codes_.contiguous();
+  const bool e4m3 = codes.scalar_type() == at::kFloat8_e4m3fn;
+  TORCH_CHECK(e4m3 || codes.scalar_type() == at::kChar, "codes are ", codes.scalar_type(), ", expected float8_e4m3fn or int8");
+  const Scales scales = scales_of(codes.numel(), s0, theta, scale_dtype, codes);
+  Tensor out = at::empty(codes.sizes(), codes.options().dtype(dtype));
+  if (codes.numel() > 0) {
+    DEEPQAT_CALL(dequantize, codes, codes.const_data_ptr(), scales, e4m3 ? deepqat::kE4M3Grid : 8,
+                 dtype_of(dtype, "dtype"), out.mutable_data_ptr());
+  }
+  return out;
+}
+
+Tensor fake_quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
+                     at::ScalarType scale_dtype) {
+  const Tensor x = x_.contiguous();
+  const int grid = checked_grid(bits);
+  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x);
+  Tensor out = at::empty(x.sizes(), x.options());
+  if (x.numel() > 0) {
+    DEEPQAT_CALL(fake_quantize, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), scales, grid,
+                 out.mutable_data_ptr());
+  }
+  return out;
+}
+
+std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad_, const Tensor& x_, const Tensor& s0,
+                                                  const OptionalTensor& theta, int64_t bits, at::ScalarType scale_dtype,
+                                                  double factor, bool theta_gradient) {
+  TORCH_CHECK(grad_.sizes() == x_.sizes() && grad_.scalar_type() == x_.scalar_type(), "grad is ", grad_.sizes(), " ",
+              grad_.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
+  TORCH_CHECK(!theta_gradient || theta.has_value(), "there is no theta to have a gradient");
+  const Tensor grad = grad_.contiguous(), x = x_.contiguous();
+  const int grid = checked_grid(bits);
+  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x);
+  Tensor grad_x = at::empty(x.sizes(), x.options());
+  Tensor grad_theta = theta_gradient ? at::empty(theta->sizes(), theta->options()) : at::empty({0}, x.options());
+  if (x.numel() == 0) return {grad_x, grad_theta.zero_()};
+  const int64_t sums = theta_gradient ? scales.count * deepqat::segments_of(scales.block) : 0;
+  Tensor partial_sums = at::empty({sums}, s0.options());
+  DEEPQAT_CALL(fake_quantize_backward, x, grad.const_data_ptr(), x.const_data_ptr(), dtype_of(x.scalar_type(), "x"),
+               scales, grid, static_cast<float>(factor), grad_x.mutable_data_ptr(),
+               partial_sums.mutable_data_ptr<float>(), theta_gradient ? grad_theta.mutable_data_ptr() : nullptr);
+  return {grad_x, grad_theta};
+}
+
+Tensor masked(const Tensor& grad_, const Tensor& mask) {
+  const Tensor grad = grad_.contiguous();
+  TORCH_CHECK(mask.scalar_type() == at::kByte && mask.is_contiguous() && mask.numel() == (grad.numel() + 7) / 8,
+              "a mask of ", mask.numel(), " bytes (", mask.scalar_type(), ") does not belong to ", grad.numel(), " elements");
+  Tensor out = at::empty(grad.sizes(), grad.options());
+  if (grad.numel() > 0) {
+    DEEPQAT_CALL(masked, grad, grad.const_data_ptr(), mask.const_data_ptr<uint8_t>(),
+                 dtype_of(grad.scalar_type(), "grad"), grad.numel(), out.mutable_data_ptr());
+  }
+  return out;
+}
+
+Tensor amax(const Tensor& x_, int64_t count) {
+  const Tensor x = x_.contiguous();
+  TORCH_CHECK(count > 0 && x.numel() % count == 0, count, " parts do not divide ", x.numel(), " elements");
+  const int64_t block = x.numel() / count;
+  Tensor out = at::empty({count}, x.options().dtype(at::kFloat));
+  if (x.numel() == 0) return out.zero_();
+  Tensor partial = at::empty({count * deepqat::segments_of(block)}, out.options());
+  DEEPQAT_CALL(amax, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), count, block,
+               partial.mutable_data_ptr<float>(), out.mutable_data_ptr<float>());
+  return out;
+}
+
+// Tokens and features of [..., features].
+std::tuple<int64_t, int64_t> token_shape(const Tensor& x) {
+  TORCH_CHECK(x.dim() > 0, "a token has at least one dimension");
+  const int64_t features = x.size(-1);
+  return {features == 0 ? 0 : x.numel() / features, features};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_tokens(const Tensor& x_, bool symmetric) {
+  const Tensor x = x_.contiguous();
+  const auto [tokens, features] = token_shape(x);
+  auto shape = x.sizes().vec();
+  shape.back() = 1;
+  Tensor codes = at::empty(x.sizes(), x.options().dtype(at::kChar));
+  Tensor scale = at::ones(shape, x.options().dtype(at::kFloat)), zero_point = at::zeros(shape, codes.options());
+  if (x.numel() > 0) {
+    DEEPQAT_CALL(quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens, features, symmetric,
+                 codes.mutable_data_ptr<int8_t>(), scale.mutable_data_ptr<float>(),
+                 zero_point.mutable_data_ptr<int8_t>());
+  }
+  return {codes, scale, zero_point};
+}
+
+Tensor fake_quantize_tokens(const Tensor& x_, bool symmetric) {
+  const Tensor x = x_.contiguous();
+  const auto [tokens, features] = token_shape(x);
+  Tensor out = at::empty(x.sizes(), x.options());
+  if (x.numel() > 0) {
+    DEEPQAT_CALL(fake_quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens, features,
+                 symmetric, out.mutable_data_ptr());
+  }
+  return out;
+}
+
+Tensor fake_quantize_tokens_backward(const Tensor& grad_, const Tensor& x_, bool symmetric) {
+  TORCH_CHECK(grad_.sizes() == x_.sizes() && grad_.scalar_type() == x_.scalar_type(), "grad is ", grad_.sizes(), " ",
+              grad_.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
+  const Tensor grad = grad_.contiguous(), x = x_.contiguous();
+  const auto [tokens, features] = token_shape(x);
+  Tensor grad_x = at::empty(x.sizes(), x.options());
+  if (x.numel() > 0) {
+    DEEPQAT_CALL(fake_quantize_tokens_backward, x, grad.const_data_ptr(), x.const_data_ptr(),
+                 dtype_of(x.scalar_type(), "x"), tokens, features, symmetric, grad_x.mutable_data_ptr());
+  }
+  return grad_x;
+}
+
+void implement(torch::Library& library) {
+  library.impl("quantize", TORCH_FN(quantize));
+  library.impl("dequantize", TORCH_FN(dequantize));
+  library.impl("fake_quantize", TORCH_FN(fake_quantize));
+  library.impl("fake_quantize_backward", TORCH_FN(fake_quantize_backward));
+  library.impl("masked", TORCH_FN(masked));
+  library.impl("amax", TORCH_FN(amax));
+  library.impl("quantize_tokens", TORCH_FN(quantize_tokens));
+  library.impl("fake_quantize_tokens", TORCH_FN(fake_quantize_tokens));
+  library.impl("fake_quantize_tokens_backward", TORCH_FN(fake_quantize_tokens_backward));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(deepqat, CPU, library) { implement(library); }
+
+#if defined(DEEPQAT_CUDA)
+TORCH_LIBRARY_IMPL(deepqat, CUDA, library) { implement(library); }
+#endif

@@ -1,0 +1,356 @@
+// The kernels on the CPU: the same arithmetic as on the GPU, in loops that the compiler turns into SIMD.
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "arithmetic.h"
+#include "kernels.h"
+
+namespace deepqat::cpu {
+namespace {
+
+constexpr int64_t kChunk = 64;        // elements of one fully unrolled loop
+constexpr int64_t kScalesAtOnce = 256;
+
+// Calls f with a value of the type that `dtype` names.
+template <typename F>
+void with_dtype(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::kFloat32: return f(float{});
+    case Dtype::kBFloat16: return f(BFloat16{});
+    case Dtype::kHalf: return f(Half{});
+  }
+}
+
+template <typename F>
+void with_grid(int grid, F f) {
+  if (grid == kE4M3Grid) return f(E4M3{});
+  const float half = static_cast<float>(1 << (grid - 1));
+  f(Integer{-half, half - 1.0f});
+}
+
+// Body(i) for i in [0, n), in blocks whose length the compiler knows.
+template <typename Body>
+DEEPQAT_INLINE void unrolled(int64_t n, Body body) {
+  int64_t i = 0;
+  for (; i + kChunk <= n; i += kChunk) {
+#pragma GCC ivdep
+    for (int64_t j = 0; j < kChunk; ++j) body(i + j);
+  }
+  for (; i + 16 <= n; i += 16) {
+#pragma GCC ivdep
+    for (int64_t j = 0; j < 16; ++j) body(i + j);
+  }
+  for (; i < n; ++i) body(i);
+}
+
+// What one stretch of a run needs to know of its scale. `learned` is s0 * exp(theta), before rounding.
+struct Scale {
+  float value, inverse, learned;
+};
+
+void effective_scales(const Scales& scales, int64_t begin, int64_t end, float* value, float* inverse, float* learned) {
+  const float* s0 = scales.s0 + begin;
+  const int64_t n = end - begin;
+  if (scales.theta == nullptr) {
+    for (int64_t i = 0; i < n; ++i) learned[i] = s0[i];
+  } else {
+    with_dtype(scales.theta_dtype, [&](auto zero) {
+      const auto* theta = static_cast<const decltype(zero)*>(scales.theta) + begin;
+      for (int64_t i = 0; i < n; ++i) learned[i] = s0[i] * learned_factor(load(theta[i]));
+    });
+  }
+  with_dtype(scales.stored_as, [&](auto zero) {
+    for (int64_t i = 0; i < n; ++i) value[i] = rounded_to<decltype(zero)>(learned[i]);
+  });
+  for (int64_t i = 0; i < n; ++i) inverse[i] = 1.0f / value[i];
+}
+
+// Calls body(offset, length, scale, run, segment) for every segment of every run, on all threads.
+template <typename Body>
+void for_each_segment(const Scales& scales, Body body) {
+  const int64_t segments = segments_of(scales.block);
+  // A task is some 16,384 elements: a segment, or many short runs.
+  const int64_t runs_at_once = std::clamp<int64_t>(kSegment / std::max<int64_t>(scales.block, 1), 1, kScalesAtOnce);
+  const int64_t batches = (scales.count + runs_at_once - 1) / runs_at_once;
+  at::parallel_for(0, batches * segments, 4, [&](int64_t begin, int64_t end) {
+    float value[kScalesAtOnce], inverse[kScalesAtOnce], learned[kScalesAtOnce];
+    int64_t known = -1;
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t batch = task / segments, segment = task % segments;
+      const int64_t first = batch * runs_at_once, last = std::min(first + runs_at_once, scales.count);
+      if (batch != known) effective_scales(scales, first, last, value, inverse, learned);
+      known = batch;
+      const int64_t start = segment * kSegment, length = std::min<int64_t>(kSegment, scales.block - start);
+      for (int64_t run = first; run < last; ++run) {
+        const int64_t i = run - first;
+        body(run * scales.block + start, length, Scale{value[i], inverse[i], learned[i]}, run, segment);
+      }
+    }
+  });
+}
+
+// Step 3 of the order of addition in kernels.h; overwrites the accumulators, of which all beyond `used` are zero.
+float sum_by_halves(float* accumulators, int64_t used) {
+  float lanes[kLanes];
+  int count = 1;
+  while (count * kVector < used) count *= 2;
+  for (int lane = 0; lane < count; ++lane) {
+    const float* a = accumulators + lane * kVector;
+    lanes[lane] = ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
+  }
+  for (int half = count / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+// Sum of n terms in the order of kernels.h, where term(i) may do other work with element i.
+template <typename Term>
+DEEPQAT_INLINE float sum_in_order(int64_t n, Term term) {
+  alignas(64) float accumulators[kPositions];
+  const int64_t used = std::min<int64_t>(n, kPositions);
+  const int64_t padded = (used + kVector - 1) / kVector * kVector;
+  unrolled(used, [&](int64_t p) { accumulators[p] = 0.0f + term(p); });
+  for (int64_t p = used; p < padded; ++p) accumulators[p] = 0.0f;
+  int64_t begin = kPositions;
+  for (; begin + kPositions <= n; begin += kPositions)
+    unrolled(kPositions, [&](int64_t p) { accumulators[p] += term(begin + p); });
+  if (begin < n) unrolled(n - begin, [&](int64_t p) { accumulators[p] += term(begin + p); });
+  // Lanes beyond the last one used, up to a power of two, are zero as well.
+  int64_t lanes = 1;
+  while (lanes * kVector < used) lanes *= 2;
+  for (int64_t p = padded; p < lanes * kVector; ++p) accumulators[p] = 0.0f;
+  return sum_by_halves(accumulators, used);
+}
+
+// Bit 0 of eight neighbouring bytes, as one byte: the multiplication collects them in the top byte.
+DEEPQAT_INLINE uint8_t pack(const uint8_t* flags) {
+  uint64_t eight;
+  memcpy(&eight, flags, sizeof eight);
+  return static_cast<uint8_t>((eight * 0x0102040810204080ull) >> 56);
+}
+
+// Largest magnitude, or NaN if there is one: as integers, the bits of magnitudes are in the order of their values, and
+// those of NaNs above all.
+template <typename T>
+uint32_t largest_magnitude(const T* x, int64_t n) {
+  uint32_t lanes[16] = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int j = 0; j < 16; ++j) lanes[j] = std::max(lanes[j], bits_of(load(x[i + j])) & 0x7fffffffu);
+  for (; i < n; ++i) lanes[0] = std::max(lanes[0], bits_of(load(x[i])) & 0x7fffffffu);
+  return *std::max_element(lanes, lanes + 16);
+}
+
+// Range of one token, extended to 0. NaN where the token holds a NaN: a comparison with one would drop it.
+template <typename T>
+TokenGrid token_grid(const T* x, int64_t n, bool symmetric) {
+  float lowest[16] = {}, highest[16] = {};
+  uint32_t nan[16] = {};
+  const auto take = [&](int lane, float value) {
+    lowest[lane] = value < lowest[lane] ? value : lowest[lane];
+    highest[lane] = value > highest[lane] ? value : highest[lane];
+    nan[lane] |= value != value ? 1u : 0u;
+  };
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int j = 0; j < 16; ++j) take(j, load(x[i + j]));
+  for (; i < n; ++i) take(0, load(x[i]));
+  const float low = *std::min_element(lowest, lowest + 16), high = *std::max_element(highest, highest + 16);
+  const bool any_nan = *std::max_element(nan, nan + 16) != 0;
+  return TokenGrid(low, any_nan ? float_of(0x7fc00000u) : high, symmetric);
+}
+
+template <typename Body>
+void for_each_token(int64_t tokens, int64_t features, Body body) {
+  at::parallel_for(0, tokens, 1 + 4 * kSegment / (features + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) body(token);
+  });
+}
+
+}  // namespace
+
+void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask) {
+  with_dtype(dtype, [&](auto zero) {
+    with_grid(grid, [&](auto g) {
+      const auto* x = static_cast<const decltype(zero)*>(x_);
+      auto* codes = static_cast<typename decltype(g)::Code*>(codes_);
+      if (mask == nullptr || scales.block % 8 == 0 || scales.count == 1) {
+        for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
+          const auto* in = x + offset;
+          auto* out = codes + offset;
+          if (mask == nullptr)
+            return unrolled(length, [&](int64_t i) { out[i] = g.encode(g.round(load(in[i]) * s.inverse)); });
+          uint8_t flags[kSegment];
+          unrolled(length, [&](int64_t i) {
+            const float v = load(in[i]) * s.inverse;
+            out[i] = g.encode(g.round(v));
+            flags[i] = g.inside(v) ? 1 : 0;
+          });
+          for (int64_t i = length; i % 8 != 0; ++i) flags[i] = 0;
+          for (int64_t i = 0; i < length; i += 8) mask[(offset + i) / 8] = pack(flags + i);
+        });
+        return;
+      }
+      // A byte of the mask may belong to two runs.
+      std::fill(mask, mask + (scales.numel() + 7) / 8, 0);
+      float value, inverse, learned;
+      for (int64_t run = 0; run < scales.count; ++run) {
+        effective_scales(scales, run, run + 1, &value, &inverse, &learned);
+        for (int64_t i = run * scales.block; i < (run + 1) * scales.block; ++i) {
+          const float v = load(x[i]) * inverse;
+          codes[i] = g.encode(g.round(v));
+          mask[i / 8] |= static_cast<uint8_t>((g.inside(v) ? 1 : 0) << (i % 8));
+        }
+      }
+    });
+  });
+}
+
+void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_) {
+  with_dtype(dtype, [&](auto zero) {
+    with_grid(grid, [&](auto g) {
+      const auto* codes = static_cast<const typename decltype(g)::Code*>(codes_);
+      auto* out = static_cast<decltype(zero)*>(out_);
+      for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
+        const auto* from = codes + offset;
+        auto* to = out + offset;
+        unrolled(length, [&](int64_t i) { store(g.decode(from[i]) * s.value, to + i); });
+      });
+    });
+  });
+}
+
+void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* out_) {
+  with_dtype(dtype, [&](auto zero) {
+    with_grid(grid, [&](auto g) {
+      const auto* x = static_cast<const decltype(zero)*>(x_);
+      auto* out = static_cast<decltype(zero)*>(out_);
+      for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
+        const auto* from = x + offset;
+        auto* to = out + offset;
+        unrolled(length, [&](int64_t i) { store(g.round(load(from[i]) * s.inverse) * s.value, to + i); });
+      });
+    });
+  });
+}
+
+void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid,
+                            float factor, void* grad_x_, float* partial_sums, void* grad_theta) {
+  const int64_t segments = segments_of(scales.block);
+  with_dtype(dtype, [&](auto zero) {
+    with_grid(grid, [&](auto g) {
+      using T = decltype(zero);
+      const auto* grad = static_cast<const T*>(grad_);
+      const auto* x = static_cast<const T*>(x_);
+      auto* grad_x = static_cast<T*>(grad_x_);
+      for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t run, int64_t segment) {
+        const auto *from = x + offset, *dy = grad + offset;
+        auto* dx = grad_x + offset;
+        if (grad_theta == nullptr)
+          return unrolled(length, [&](int64_t i) { dx[i] = kept(dy[i], g.inside(load(from[i]) * s.inverse)); });
+        partial_sums[run * segments + segment] = sum_in_order(length, [&](int64_t i) {
+          const float v = load(from[i]) * s.inverse;
+          const T dy_i = dy[i];
+          dx[i] = kept(dy_i, g.inside(v));
+          return load(dy_i) * g.scale_term(v, g.round(v));
+        });
+      });
+    });
+  });
+  if (grad_theta == nullptr) return;
+  with_dtype(scales.theta_dtype, [&](auto zero) {
+    auto* out = static_cast<decltype(zero)*>(grad_theta);
+    at::parallel_for(0, (scales.count + kScalesAtOnce - 1) / kScalesAtOnce, 4, [&](int64_t begin, int64_t end) {
+      float value[kScalesAtOnce], inverse[kScalesAtOnce], learned[kScalesAtOnce];
+      for (int64_t batch = begin; batch < end; ++batch) {
+        const int64_t first = batch * kScalesAtOnce, last = std::min(first + kScalesAtOnce, scales.count);
+        effective_scales(scales, first, last, value, inverse, learned);
+        for (int64_t run = first; run < last; ++run) {
+          const float* sums = partial_sums + run * segments;
+          const float sum = segments == 1 ? sums[0] : sum_in_order(segments, [&](int64_t i) { return sums[i]; });
+          store(sum * learned[run - first] * factor, out + run);
+        }
+      }
+    });
+  });
+}
+
+void masked(const void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, void* out_) {
+  with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto* grad = static_cast<const T*>(grad_);
+    auto* out = static_cast<T*>(out_);
+    at::parallel_for(0, (numel + kSegment - 1) / kSegment, 4, [&](int64_t begin, int64_t end) {
+      const int64_t last = std::min<int64_t>(end * kSegment, numel);
+      int64_t i = begin * kSegment;
+      for (; i + 8 <= last; i += 8) {
+        const uint32_t byte = mask[i / 8];
+#pragma GCC ivdep
+        for (int j = 0; j < 8; ++j) out[i + j] = kept(grad[i + j], (byte >> j) & 1u);
+      }
+      for (; i < last; ++i) out[i] = kept(grad[i], (mask[i / 8] >> (i % 8)) & 1);
+    });
+  });
+}
+
+void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* partial, float* out) {
+  const int64_t segments = segments_of(block);
+  with_dtype(dtype, [&](auto zero) {
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    at::parallel_for(0, count * segments, 4, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t start = task % segments * kSegment, length = std::min<int64_t>(kSegment, block - start);
+        partial[task] = float_of(largest_magnitude(x + task / segments * block + start, length));
+      }
+    });
+  });
+  for (int64_t run = 0; run < count; ++run)
+    out[run] = float_of(largest_magnitude(partial + run * segments, segments));
+}
+
+void quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, bool symmetric, int8_t* codes,
+                     float* scale, int8_t* zero_point) {
+  with_dtype(dtype, [&](auto zero) {
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    for_each_token(tokens, features, [&](int64_t token) {
+      const auto* from = x + token * features;
+      const TokenGrid g = token_grid(from, features, symmetric);
+      unrolled(features, [&](int64_t i) { codes[token * features + i] = g.encode(load(from[i])); });
+      scale[token] = g.scale;
+      zero_point[token] = static_cast<int8_t>(g.zero_point);
+    });
+  });
+}
+
+void fake_quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, bool symmetric, void* out_) {
+  with_dtype(dtype, [&](auto zero) {
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    auto* out = static_cast<decltype(zero)*>(out_);
+    for_each_token(tokens, features, [&](int64_t token) {
+      const auto* from = x + token * features;
+      auto* to = out + token * features;
+      const TokenGrid g = token_grid(from, features, symmetric);
+      unrolled(features, [&](int64_t i) { store(g.fake_quantized(load(from[i])), to + i); });
+    });
+  });
+}
+
+void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, int64_t tokens, int64_t features,
+                                   bool symmetric, void* grad_x_) {
+  with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto* x = static_cast<const T*>(x_);
+    const auto* grad = static_cast<const T*>(grad_);
+    auto* grad_x = static_cast<T*>(grad_x_);
+    for_each_token(tokens, features, [&](int64_t token) {
+      const auto *from = x + token * features, *dy = grad + token * features;
+      auto* dx = grad_x + token * features;
+      const TokenGrid g = token_grid(from, features, symmetric);
+      unrolled(features, [&](int64_t i) { dx[i] = kept(dy[i], g.inside(load(from[i]))); });
+    });
+  });
+}
+
+}  // namespace deepqat::cpu

@@ -1,0 +1,97 @@
+"""The operators in terms of the reference, for where nothing can be compiled, and as what the kernels must equal."""
+
+import torch
+from torch import Tensor
+
+from quant import reference
+from quant.spec import TensorSpec
+
+
+def quantize(
+    x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool
+) -> tuple[Tensor, Tensor]:
+    """Codes of ``x``, and its packed mask of what is inside the range (empty without ``mask``)."""
+    spec, scale, rows = _spec(grid), _scales(s0, theta, scale_dtype), _rows(x, s0)
+    codes = reference.quantize(rows, scale, spec).reshape(x.shape)
+    inside = reference.inside_range(rows, scale, spec) if mask else torch.empty(0, dtype=torch.bool, device=x.device)
+    return codes, reference.pack_bits(inside)
+
+
+def dequantize(codes: Tensor, s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """``codes * scale`` in ``dtype``."""
+    spec = _spec(0 if codes.dtype == torch.float8_e4m3fn else 8)
+    return reference.dequantize(_rows(codes, s0), _scales(s0, theta, scale_dtype), spec, dtype).reshape(codes.shape)
+
+
+def fake_quantize(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype) -> Tensor:
+    """``x`` through the grid and back."""
+    return reference.fake_quant(_rows(x, s0), _scales(s0, theta, scale_dtype), _spec(grid)).reshape(x.shape)
+
+
+def fake_quantize_backward(
+    grad: Tensor,
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    grid: int,
+    scale_dtype: torch.dtype,
+    factor: float,
+    theta_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` and, times ``factor``, of theta (empty where it is not wanted)."""
+    grad_x, grad_scale = reference.fake_quant_backward(
+        _rows(grad, s0),
+        _rows(x, s0),
+        _scales(s0, theta, scale_dtype),
+        _spec(grid),
+        scale_gradient=theta_gradient,
+    )
+    if theta is None or grad_scale is None:
+        return grad_x.reshape(x.shape), x.new_empty(0)
+    learned = reference.effective_scale(s0, theta, _spec(0), torch.float32)
+    return grad_x.reshape(x.shape), (grad_scale.reshape(s0.shape) * learned * factor).to(theta.dtype)
+
+
+def masked(grad: Tensor, mask: Tensor) -> Tensor:
+    """``grad``, zero where the packed mask is."""
+    return grad.masked_fill(~reference.unpack_bits(mask, grad.shape), 0)
+
+
+def amax(x: Tensor, count: int) -> Tensor:
+    """Largest magnitude of each of ``count`` parts, fp32; NaN where there is one."""
+    if x.numel() == 0:
+        return torch.zeros(count, device=x.device)
+    return x.reshape(count, -1).abs().amax(1).float()
+
+
+def quantize_tokens(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zero points."""
+    if x.numel() == 0:
+        shape = (*x.shape[:-1], 1)
+        scale = torch.ones(shape, device=x.device)
+        return torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, scale.new_zeros(shape, dtype=torch.int8)
+    return reference.quantize_tokens(x, symmetric=symmetric)
+
+
+def fake_quantize_tokens(x: Tensor, symmetric: bool) -> Tensor:
+    """Each token through its own int8 grid and back."""
+    return reference.fake_quantize_tokens(x, symmetric=symmetric) if x.numel() else torch.empty_like(x)
+
+
+def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, symmetric: bool) -> Tensor:
+    """Gradient of ``x``."""
+    return reference.fake_quantize_tokens_backward(grad, x, symmetric=symmetric) if x.numel() else torch.empty_like(x)
+
+
+def _spec(grid: int) -> TensorSpec:
+    return TensorSpec("fp8_e4m3", 8, "channel") if grid == 0 else TensorSpec("int", grid, "channel")
+
+
+def _rows(x: Tensor, s0: Tensor) -> Tensor:
+    """``x`` with the elements that share a scale as a row."""
+    return x.reshape(s0.numel(), x.numel() // s0.numel())
+
+
+def _scales(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
+    """The effective scale of every row."""
+    return reference.effective_scale(s0, theta, _spec(8), scale_dtype).reshape(-1, 1)

@@ -1,0 +1,80 @@
+// What both backends implement, on raw pointers; quant/kernels/bindings.cpp makes torch operators of it.
+//
+// All tensors are dense and row-major. Element i of x has the scale i / block; a run is the `block` consecutive elements
+// of one scale. x, grad and their results have one dtype. No function waits for the device or allocates memory.
+
+#pragma once
+
+#include <cstdint>
+
+namespace deepqat {
+
+enum class Dtype { kFloat32, kBFloat16, kHalf };
+
+// s = rounded_to(stored_as, s0 * exp(theta)), one for every run.
+struct Scales {
+  const float* s0;
+  const void* theta;  // null for a scale that is s0
+  Dtype theta_dtype;
+  Dtype stored_as;
+  int64_t count;
+  int64_t block;
+
+  int64_t numel() const { return count * block; }
+};
+
+constexpr int kE4M3Grid = 0;  // otherwise the number of bits of a signed integer
+
+// The order in which a run's n terms are added, on both backends, so that they agree bit for bit and with themselves:
+//
+//   1. a segment is kSegment consecutive terms of a run (the last one shorter, as if zeros followed);
+//   2. accumulator p of kPositions takes the segment's terms p, p + kPositions, ... in this order;
+//   3. the accumulators are added by halves: eight neighbours into one sum (a[j] += a[j + 4], then 2, then 1), then the
+//      256 sums likewise (b[i] += b[i + 128], ..., 1);
+//   4. the sums of the segments, if there are several, are added by steps 2 and 3 as one segment of any length.
+//
+// A CUDA thread holds eight neighbouring positions, a block one segment, and both need no atomics.
+constexpr int kVector = 8;
+constexpr int kLanes = 256;
+constexpr int kPositions = kVector * kLanes;
+constexpr int kSegment = 8 * kPositions;
+
+constexpr int64_t segments_of(int64_t block) { return (block + kSegment - 1) / kSegment; }
+
+#define DEEPQAT_DECLARE_KERNELS(STREAM)                                                                                \
+  void quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* codes, uint8_t* mask STREAM);        \
+  void dequantize(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out STREAM);                   \
+  void fake_quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* out STREAM);                    \
+  void fake_quantize_backward(const void* grad, const void* x, Dtype dtype, const Scales& scales, int grid,            \
+                              float factor, void* grad_x, float* partial_sums, void* grad_theta STREAM);               \
+  void masked(const void* grad, const uint8_t* mask, Dtype dtype, int64_t numel, void* out STREAM);                    \
+  void amax(const void* x, Dtype dtype, int64_t count, int64_t block, float* partial, float* out STREAM);              \
+  void quantize_tokens(const void* x, Dtype dtype, int64_t tokens, int64_t features, bool symmetric, int8_t* codes,    \
+                       float* scale, int8_t* zero_point STREAM);                                                       \
+  void fake_quantize_tokens(const void* x, Dtype dtype, int64_t tokens, int64_t features, bool symmetric,              \
+                            void* out STREAM);                                                                         \
+  void fake_quantize_tokens_backward(const void* grad, const void* x, Dtype dtype, int64_t tokens, int64_t features,   \
+                                     bool symmetric, void* grad_x STREAM);
+
+namespace cpu {
+DEEPQAT_DECLARE_KERNELS()
+}
+
+namespace cuda {
+#define DEEPQAT_STREAM , void* stream
+DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
+#undef DEEPQAT_STREAM
+}  // namespace cuda
+
+#undef DEEPQAT_DECLARE_KERNELS
+
+// Arguments, beyond the obvious:
+//   codes          uint8 (e4m3) or int8
+//   mask           one bit per element, element i at bit i % 8 of byte i / 8: whether it is inside the range; may be
+//                  null in quantize
+//   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype
+//   partial_sums   scratch, count * segments_of(block) floats, not read where grad_theta is null; so `partial` of amax
+//   grad_theta     null where it is not wanted
+//   scale, zero_point   one per token; the zero point is 0 where symmetric
+
+}  // namespace deepqat

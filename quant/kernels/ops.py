@@ -1,0 +1,296 @@
+"""The quantisers as operators of torch (``torch.ops.deepqat``): schemas, shapes, gradients, and who computes them.
+
+An operator forms the scale itself, ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale costs no
+launch of its own. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive parts of the row-major
+tensor: one scale is per tensor, ``(E,)`` per expert of a stack, ``(out, groups)`` per group. A *grid* is 0 for e4m3,
+else the number of bits of a signed integer.
+
+Who computes: on the CPU the compiled kernels, or where there is no C++ compiler the reference. On CUDA the compiled
+kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference in
+eager mode. What is slower than it should be is said once.
+
+Values that are not finite: a NaN stays a NaN (the integer code of a NaN is 0) and has no gradient; an infinity clips.
+Of :func:`fake_quantize_tokens` a token that holds either becomes NaN as a whole.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quant.kernels import eager
+from quant.kernels.build import build
+from quant.spec import TensorSpec
+
+_LIBRARY = torch.library.Library("deepqat", "DEF")
+_OPS = torch.ops.deepqat
+_SCALE = "Tensor s0, Tensor? theta"
+
+for _schema in (
+    f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask) -> (Tensor, Tensor)",
+    f"dequantize(Tensor codes, {_SCALE}, ScalarType scale_dtype, ScalarType dtype) -> Tensor",
+    f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype) -> Tensor",
+    f"fake_quantize_backward(Tensor grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
+    "bool theta_gradient) -> (Tensor, Tensor)",
+    "masked(Tensor grad, Tensor mask) -> Tensor",
+    "amax(Tensor x, int count) -> Tensor",
+    "quantize_tokens(Tensor x, bool symmetric) -> (Tensor, Tensor, Tensor)",
+    "fake_quantize_tokens(Tensor x, bool symmetric) -> Tensor",
+    "fake_quantize_tokens_backward(Tensor grad, Tensor x, bool symmetric) -> Tensor",
+):
+    _LIBRARY.define(_schema)
+
+_NAMES = (
+    "quantize",
+    "dequantize",
+    "fake_quantize",
+    "fake_quantize_backward",
+    "masked",
+    "amax",
+    "quantize_tokens",
+    "fake_quantize_tokens",
+    "fake_quantize_tokens_backward",
+)
+_ready: list[bool] = []  # holds something once the kernels can be called
+
+
+@cache
+def prepare_kernels() -> str:
+    """Compile and load the kernels, or put in their place what can be had.
+
+    Happens by itself at the first use; call it earlier to choose when the half minute of the first build passes.
+
+    Returns:
+        What is slower than it should be, and why; empty if nothing is.
+    """
+    built = build()
+    remarks = []
+    if built.library is None:
+        _implement("CPU", lambda name: getattr(eager, name))
+        remarks.append(f"fake quantisation runs in eager mode on the CPU, many times slower: {built.why}")
+    if torch.cuda.is_available() and not built.cuda:
+        compilable = find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
+        if compilable:
+            _implement("CUDA", lambda name: torch.compile(getattr(eager, name), dynamic=True))
+            remarks.append(f"fake quantisation on CUDA runs the reference through torch.compile, slower: {built.why}")
+        else:
+            _implement("CUDA", lambda name: getattr(eager, name))
+            remarks.append(
+                f"fake quantisation on CUDA runs in eager mode, many times slower: {built.why}; "
+                "torch.compile needs triton and a C compiler"
+            )
+    _ready.append(True)
+    return "; ".join(remarks)
+
+
+def _implement(key: str, implementation: Callable[[str], Callable[..., Any]]) -> None:
+    for name in _NAMES:
+        _LIBRARY.impl(name, implementation(name), key)
+
+
+def _ensure() -> None:
+    if not _ready:
+        remark = prepare_kernels()
+        if remark:
+            warnings.warn(remark, stacklevel=3)
+
+
+def grid_of(spec: TensorSpec) -> int:
+    """The number by which the operators know a grid."""
+    return 0 if spec.dtype == "fp8_e4m3" else spec.bits
+
+
+def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a scale is rounded to: integer scales are stored in the model's."""
+    return torch.float32 if spec.dtype == "fp8_e4m3" else model_dtype
+
+
+def quantize(
+    x: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype, *, mask: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Codes of ``x`` in its shape, and which elements are inside the range.
+
+    Args:
+        x: any shape and stride; fp32, bf16 or fp16.
+        s0: frozen scale, fp32, contiguous; its elements divide ``x`` into equal parts.
+        theta: learned logarithmic correction in any of these dtypes and s0's shape, or None.
+        spec: the grid. Which elements share a scale follows from the number of scales, not from its granularity.
+        model_dtype: dtype of the model's weights.
+        mask: whether the mask is wanted.
+
+    Returns:
+        ``float8_e4m3fn`` or ``int8`` codes, and the mask as uint8 ``[ceil(numel / 8)]``, element ``i`` at bit
+        ``i % 8`` of byte ``i // 8`` (empty if it is not wanted).
+
+    Raises:
+        RuntimeError: the scales do not divide ``x``, or a dtype is none of those above. So do the other operators.
+    """
+    _ensure()
+    return _OPS.quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), mask)
+
+
+def dequantize(
+    codes: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """``codes * scale`` in ``dtype``, in the shape of ``codes``; other arguments as for :func:`quantize`."""
+    _ensure()
+    return _OPS.dequantize(codes, s0, theta, stored_dtype(spec, model_dtype), dtype)
+
+
+def fake_quantize(x: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype) -> Tensor:
+    """``x`` through the grid and back, in its shape and dtype. Differentiable in ``x`` and theta (no LSQ factor)."""
+    _ensure()
+    return _OPS.fake_quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype))
+
+
+def fake_quantize_backward(
+    grad: Tensor,
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    spec: TensorSpec,
+    model_dtype: torch.dtype,
+    *,
+    factor: float,
+    theta_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of :func:`fake_quantize` in one pass: of ``x``, and of theta times ``factor`` where it is wanted.
+
+    ``grad`` has the shape and dtype of ``x``. Sums are fp32, in an order that depends on the shape alone.
+    """
+    _ensure()
+    grad_x, grad_theta = _OPS.fake_quantize_backward(
+        grad, x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), factor, theta_gradient
+    )
+    return grad_x, grad_theta if theta_gradient else None
+
+
+def masked(grad: Tensor, mask: Tensor) -> Tensor:
+    """``grad`` where the mask of :func:`quantize` says inside, zero elsewhere."""
+    _ensure()
+    return _OPS.masked(grad, mask)
+
+
+def amax(x: Tensor, count: int = 1) -> Tensor:
+    """Largest magnitude of each of ``count`` equal consecutive parts: fp32 ``[count]``, NaN where there is one, 0 of
+    nothing."""
+    _ensure()
+    return _OPS.amax(x, count)
+
+
+def quantize_tokens(x: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Dynamic int8 codes of ``x [..., features]``; of each token its fp32 scale and int8 zero point, ``[..., 1]``."""
+    _ensure()
+    return _OPS.quantize_tokens(x, symmetric)
+
+
+def fake_quantize_tokens(x: Tensor, *, symmetric: bool) -> Tensor:
+    """Each token of ``x [..., features]`` through its own int8 grid and back. Differentiable."""
+    _ensure()
+    return _OPS.fake_quantize_tokens(x, symmetric)
+
+
+def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, *, symmetric: bool) -> Tensor:
+    """Gradient of :func:`fake_quantize_tokens`; ``grad`` has the shape and dtype of ``x``."""
+    _ensure()
+    return _OPS.fake_quantize_tokens_backward(grad, x, symmetric)
+
+
+# ---- what torch.compile and autograd need to know
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Results are contiguous whatever the strides of the input."""
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+
+
+@torch.library.register_fake("deepqat::quantize")
+def _(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool) -> Any:
+    codes = _like(x, torch.float8_e4m3fn if grid == 0 else torch.int8)
+    return codes, x.new_empty((x.numel() + 7) // 8 if mask else 0, dtype=torch.uint8)
+
+
+@torch.library.register_fake("deepqat::dequantize")
+def _(codes: Tensor, s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+    return _like(codes, dtype)
+
+
+@torch.library.register_fake("deepqat::fake_quantize")
+def _(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype) -> Tensor:
+    return _like(x)
+
+
+@torch.library.register_fake("deepqat::fake_quantize_backward")
+def _(
+    grad: Tensor,
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    grid: int,
+    scale_dtype: torch.dtype,
+    factor: float,
+    theta_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(theta) if theta is not None and theta_gradient else x.new_empty(0)
+
+
+@torch.library.register_fake("deepqat::masked")
+def _(grad: Tensor, mask: Tensor) -> Tensor:
+    return _like(grad)
+
+
+@torch.library.register_fake("deepqat::amax")
+def _(x: Tensor, count: int) -> Tensor:
+    return x.new_empty(count, dtype=torch.float32)
+
+
+@torch.library.register_fake("deepqat::quantize_tokens")
+def _(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*x.shape[:-1], 1)
+    return _like(x, torch.int8), x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int8)
+
+
+@torch.library.register_fake("deepqat::fake_quantize_tokens")
+def _(x: Tensor, symmetric: bool) -> Tensor:
+    return _like(x)
+
+
+@torch.library.register_fake("deepqat::fake_quantize_tokens_backward")
+def _(grad: Tensor, x: Tensor, symmetric: bool) -> Tensor:
+    return _like(x)
+
+
+def _save_fake_quantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, s0, theta, grid, scale_dtype = inputs
+    ctx.save_for_backward(x, s0, theta)
+    ctx.grid, ctx.scale_dtype = grid, scale_dtype
+
+
+def _fake_quantize_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, s0, theta = ctx.saved_tensors
+    grad_x, grad_theta = _OPS.fake_quantize_backward(
+        grad, x, s0, theta, ctx.grid, ctx.scale_dtype, 1.0, ctx.needs_input_grad[2]
+    )
+    return grad_x, None, grad_theta if ctx.needs_input_grad[2] else None, None, None
+
+
+def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.symmetric = inputs[1]
+
+
+def _tokens_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _OPS.fake_quantize_tokens_backward(grad, ctx.saved_tensors[0], ctx.symmetric), None
+
+
+torch.library.register_autograd(
+    "deepqat::fake_quantize", _fake_quantize_gradients, setup_context=_save_fake_quantize, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "deepqat::fake_quantize_tokens", _tokens_gradients, setup_context=_save_tokens, lib=_LIBRARY
+)
