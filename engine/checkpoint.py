@@ -22,6 +22,7 @@ from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.setup import Session, say
 from model.ranks import barrier, errors_on_all_ranks, is_main, rank, world_size
 from model.zero import forget_secondary_copies
+from quant import weights_changed
 
 LATEST = "latest"
 
@@ -121,6 +122,7 @@ def load_checkpoint(session: Session, path: Path) -> int:
     loaded, _ = session.engine.load_checkpoint(str(found.parent), tag=found.name)
     # DeepSpeed writes the partitions of frozen parameters (initial scales) without dropping hpZ's copies of them.
     forget_secondary_copies(session.model)
+    weights_changed(session.model)
     with errors_on_all_ranks(ValueError):
         if loaded is None:
             raise ValueError(f"DeepSpeed found nothing to load in {found}")

@@ -178,6 +178,11 @@ def resolve(recipe: Recipe, world_size: int) -> dict[str, Any]:
     config = read_config(path)
     problems = _fill_from_recipe(config, recipe, world_size) + _fill_precision(config, recipe)
     problems += _section_problems(config)
+    if recipe.train.compile and config.get("zero_optimization", {}).get("stage") == 3:
+        problems.append(
+            "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of "
+            "each module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
+        )
     if problems:
         raise DsConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     if config["zero_optimization"].get("offload_optimizer") is not None:

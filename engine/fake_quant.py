@@ -4,6 +4,7 @@ from engine.calibrate import observed_input_scales
 from engine.setup import Session
 from model.scales import measure_weight_scales, write_scales
 from model.zero import reset_optimizer_state
+from quant import weights_changed
 
 
 class FakeQuant:
@@ -41,6 +42,7 @@ class FakeQuant:
         """Weight scales from the weights as they are now, activation scales from the observers; a collective."""
         write_scales(self.quantization.weight_groups, measure_weight_scales(self.quantization))
         write_scales(self.quantization.input_groups, observed_input_scales(self.quantization))
+        weights_changed(self.session.model)
         reset_optimizer_state(self.session.engine.optimizer, "scales")
         self.session.scale_steps = 0
         self.stale = False

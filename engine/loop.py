@@ -38,6 +38,7 @@ from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.schedule import Schedule, lr_factor
 from engine.setup import Session, build_loader, say, set_up, start_ranks
 from model.ranks import RankError, errors_on_all_ranks, is_main, reduce_over_ranks, world_size
+from quant import weights_changed
 
 Batch = Mapping[str, Tensor]
 
@@ -175,6 +176,7 @@ class Loop:
             # DeepSpeed divides by the accumulation steps and averages over the ranks; N already counts both.
             engine.backward(total * (world_size() * recipe.train.gradient_accumulation_steps / valid))
             engine.step()
+        weights_changed(session.model)
         norm = engine.get_global_grad_norm()
 
         session.scale_steps += quantized

@@ -108,6 +108,9 @@ class QuantRecipe:
     """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none."""
     initial_input_scale: float | None = None
     """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
+    compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
+    """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, faster
+    where there are fp8 tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9)."""
     fake_quant_start: int = 0
     """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never."""
 
@@ -259,6 +262,8 @@ class TrainRecipe:
     """Seed of everything random but the order of the samples."""
     activation_checkpointing: bool = False
     """Recompute each block in backward: memory of one block's activations instead of all, a third more compute."""
+    compile: bool = False
+    """torch.compile each decoder layer: the first steps take minutes, the others are faster. Not under ZeRO stage 3."""
     log_every: int = 1
     """Steps between two log lines and TensorBoard points."""
     clip_stats_every: int = 50
@@ -373,6 +378,11 @@ class Recipe:
         if quant.fake_quant_start >= steps > 0:
             expected = f"below train.steps ({steps}), or -1 to train without fake quant"
             yield f"quant.fake_quant_start: {quant.fake_quant_start}, expected {expected}"
+        if quant.compute == "fp8_gemm" and quant.scheme in SCHEMES:
+            expected = f"auto or simulate: quant.scheme {quant.scheme} has no fp8 codes per tensor on both sides"
+            yield from _need(SCHEMES[quant.scheme].has_fp8_gemm, "quant.compute", quant.compute, expected)
+            expected = "auto or simulate: the fp8 GEMM gives bfloat16, model.dtype is float32"
+            yield from _need(self.model.dtype == "bfloat16", "quant.compute", quant.compute, expected)
         others = learn.weight or learn.norm or learn.router
         if quant.fake_quant_start == -1 and (learn.weight_scale or learn.act_scale) and not others:
             yield "quant.fake_quant_start: -1 (never), expected 0 or more: only scales learn, and get no gradient"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from data.chat import read_chat
 from data.loader import Loader
@@ -25,11 +26,12 @@ from engine.ds_config import resolve, teacher_config
 from engine.optim import build_optimizer, set_learnable
 from engine.recipe import Recipe, RecipeError
 from model.build import build_model, check_rotary_buffers
+from model.experts import PerExpertMLPs
 from model.load import load_weights
-from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, rank, world_size
+from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere, rank, world_size
 from model.scales import load_scales, measure_weight_scales, write_scales
 from model.zero import forget_secondary_copies, init_process_group, keep_frozen_fp32, partition_new_parameters, stage
-from quant import Quantization, get_scheme, prepare
+from quant import Quantization, get_scheme, prepare, prepare_kernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -172,6 +174,7 @@ def build_student(
             exempt=recipe.quant.exempt,
             learn_weight_scale=recipe.learnable.weight_scale,
             learn_input_scale=recipe.learnable.act_scale,
+            fp8_gemm=uses_fp8_gemm(recipe, device),
         )
     partition_new_parameters(model, ds_config)
     set_learnable(model, recipe.learnable)
@@ -180,8 +183,47 @@ def build_student(
     model.config.use_cache = False
     if recipe.train.activation_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    say(f"quantised: {len(quantization.layers)} linear layers, {recipe.quant.scheme}")
+    if recipe.train.compile:
+        _compile_layers(model)
+    _keep_weight_codes(recipe, ds_config, quantization)
+    say(f"quantised: {_summary(recipe, quantization)}")
+    if quantization.simulated:
+        say(f"sides that are no multiples of 16, so no fp8 GEMM: {listed(quantization.simulated)}")
     return model, quantization
+
+
+def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
+    """Whether this run multiplies codes. ``auto`` does where that is faster: on the fp8 tensor cores of a GPU."""
+    if recipe.quant.compute != "auto":
+        return recipe.quant.compute == "fp8_gemm"
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return able and recipe.model.dtype == "bfloat16" and get_scheme(recipe.quant.scheme).has_fp8_gemm
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """torch.compile each decoder layer by itself, in place: they share one graph, so compiling does not take longer
+    with their number. Layers with experts stay as they are: which tokens an expert gets is known only at run time."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    dense = [layer for layer in layers if not any(isinstance(part, PerExpertMLPs) for part in layer.modules())]
+    for layer in dense:
+        layer.compile()
+    say(f"compiled: {len(dense)} of {len(layers)} decoder layers; the first steps take longer")
+
+
+def _keep_weight_codes(recipe: Recipe, ds_config: dict[str, Any], quantization: Quantization) -> None:
+    """Quantise weights once per optimizer step where they stay resident and several micro-batches use them.
+
+    Costs a byte per weight. Under stage 3 a weight is there only while its layer runs.
+    """
+    keep = stage(ds_config) < 3 and recipe.train.gradient_accumulation_steps > 1
+    for layer in quantization.layers.values():
+        layer.keeps_weight_codes = keep
+
+
+def _summary(recipe: Recipe, quantization: Quantization) -> str:
+    multiplied = [layer for layer in quantization.layers.values() if layer.fp8_gemm]
+    how = f"{len(multiplied)} by fp8 GEMM" if multiplied else "simulated"
+    return f"{len(quantization.layers)} linear layers, {recipe.quant.scheme}, {how}"
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
@@ -273,6 +315,8 @@ def start_ranks(recipe: Recipe) -> RunContext:
     """
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     device = init_ranks()
+    if slower := prepare_kernels():
+        say(slower)
     torch.manual_seed(recipe.train.seed)
     return RunContext(device, ds_config, read_tokenizer(recipe))
 

@@ -27,7 +27,6 @@ from torch.autograd.function import once_differentiable
 
 from quant import kernels
 from quant.inputs import QuantizedInput, SharedInput, quantize_input
-from quant.reference import effective_scale
 from quant.spec import TensorSpec
 
 
@@ -235,8 +234,8 @@ def _scaled_gemm(
     output = torch._scaled_mm(
         x_codes.reshape(-1, x_codes.shape[-1]),
         weight_codes.t(),
-        scale_a=effective_scale(input_s0, input_theta, plan.input, weight.dtype),
-        scale_b=effective_scale(weight_s0, weight_theta, plan.weight, weight.dtype),
+        scale_a=kernels.effective_scale(input_s0, input_theta, plan.input, weight.dtype),
+        scale_b=kernels.effective_scale(weight_s0, weight_theta, plan.weight, weight.dtype),
         bias=bias,
         out_dtype=weight.dtype,
         use_fast_accum=False,

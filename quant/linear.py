@@ -13,7 +13,6 @@ from quant import kernels
 from quant.function import Plan, quant_linear
 from quant.inputs import SharedInput
 from quant.observe import Observer
-from quant.reference import effective_scale
 from quant.spec import Scheme
 
 # The Parameters of a QuantLinear that an nn.Linear does not have.
@@ -150,14 +149,14 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     def weight_scale(self) -> Tensor:
         """The effective scale of the weight, as the forward uses it: fp32, shape by the scheme. Parameters gathered."""
-        return effective_scale(self.weight_s0, self.weight_theta, self.scheme.weights, self.weight.dtype)
+        return kernels.effective_scale(self.weight_s0, self.weight_theta, self.scheme.weights, self.weight.dtype)
 
     @torch.no_grad()
     def input_scale(self) -> Tensor | None:
         """The effective scale of the input, fp32 ``(1,)``, or None where it is not quantised. Parameters gathered."""
         if self.input_s0 is None or self.scheme.activations is None:
             return None
-        return effective_scale(self.input_s0, self.input_theta, self.scheme.activations, self.weight.dtype)
+        return kernels.effective_scale(self.input_s0, self.input_theta, self.scheme.activations, self.weight.dtype)
 
     def extra_repr(self) -> str:
         return (

@@ -7,6 +7,7 @@ decides when to look, and reduces over ranks.
 import torch
 from torch import Tensor
 
+from quant import kernels
 from quant.reference import inside_range
 from quant.spec import TensorSpec
 
@@ -39,8 +40,7 @@ class Observer:
         """Add the elements of ``x``, any shape; with a scale, count those outside its range too."""
         if x.numel() == 0:  # an expert that no token chose
             return
-        smallest, largest = torch.aminmax(x)
-        self.absmax = torch.maximum(self.absmax.to(x.device), torch.maximum(-smallest, largest).float())
+        self.absmax = torch.maximum(self.absmax.to(x.device), kernels.amax(x)[0])
         if scale is not None:
             self.clipped = self.clipped.to(x.device) + (~inside_range(x, scale, self.spec)).sum()
             self.total += x.numel()

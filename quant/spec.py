@@ -113,6 +113,11 @@ class Scheme:
         if self.activations is not None and self.activations != _FP8_TENSOR:
             raise ValueError(f"scheme {self.name!r}: activations can be {_FP8_TENSOR} or None, got {self.activations}")
 
+    @property
+    def has_fp8_gemm(self) -> bool:
+        """Whether ``torch._scaled_mm`` can multiply the codes: e4m3 with one scale on both sides."""
+        return self.weights == self.activations == _FP8_TENSOR
+
 
 _FP8_TENSOR = TensorSpec("fp8_e4m3", 8, "tensor")
 

@@ -8,6 +8,7 @@ operators, and :mod:`quant.kernels.build` compiles these files at first use.
 from quant.kernels.ops import (
     amax,
     dequantize,
+    effective_scale,
     fake_quantize,
     fake_quantize_backward,
     fake_quantize_tokens,
@@ -21,6 +22,7 @@ from quant.kernels.ops import (
 __all__ = [
     "amax",
     "dequantize",
+    "effective_scale",
     "fake_quantize",
     "fake_quantize_backward",
     "fake_quantize_tokens",

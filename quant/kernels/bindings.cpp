@@ -68,6 +68,12 @@ at::ScalarType code_dtype(int grid) { return grid == deepqat::kE4M3Grid ? at::kF
 #define DEEPQAT_CALL(kernel, tensor, ...) deepqat::cpu::kernel(__VA_ARGS__)
 #endif
 
+Tensor effective_scale(const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype) {
+  Tensor out = at::empty(s0.sizes(), s0.options());
+  DEEPQAT_CALL(effective_scale, s0, scales_of(s0.numel(), s0, theta, scale_dtype, s0), out.mutable_data_ptr<float>());
+  return out;
+}
+
 std::tuple<Tensor, Tensor> quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
                                     at::ScalarType scale_dtype, bool with_mask) {
   const Tensor x = x_.contiguous();
@@ -200,6 +206,7 @@ Tensor fake_quantize_tokens_backward(const Tensor& grad_, const Tensor& x_, bool
 }
 
 void implement(torch::Library& library) {
+  library.impl("effective_scale", TORCH_FN(effective_scale));
   library.impl("quantize", TORCH_FN(quantize));
   library.impl("dequantize", TORCH_FN(dequantize));
   library.impl("fake_quantize", TORCH_FN(fake_quantize));

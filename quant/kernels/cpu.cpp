@@ -171,6 +171,16 @@ void for_each_token(int64_t tokens, int64_t features, Body body) {
 
 }  // namespace
 
+void effective_scale(const Scales& scales, float* out) {
+  at::parallel_for(0, (scales.count + kScalesAtOnce - 1) / kScalesAtOnce, 4, [&](int64_t begin, int64_t end) {
+    float inverse[kScalesAtOnce], learned[kScalesAtOnce];
+    for (int64_t batch = begin; batch < end; ++batch) {
+      const int64_t first = batch * kScalesAtOnce;
+      effective_scales(scales, first, std::min(first + kScalesAtOnce, scales.count), out + first, inverse, learned);
+    }
+  });
+}
+
 void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask) {
   with_dtype(dtype, [&](auto zero) {
     with_grid(grid, [&](auto g) {

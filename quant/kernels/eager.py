@@ -7,6 +7,11 @@ from quant import reference
 from quant.spec import TensorSpec
 
 
+def effective_scale(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
+    """The scales, fp32, in s0's shape."""
+    return reference.effective_scale(s0, theta, _spec(8), scale_dtype)
+
+
 def quantize(
     x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool
 ) -> tuple[Tensor, Tensor]:
@@ -48,7 +53,7 @@ def fake_quantize_backward(
     )
     if theta is None or grad_scale is None:
         return grad_x.reshape(x.shape), x.new_empty(0)
-    learned = reference.effective_scale(s0, theta, _spec(0), torch.float32)
+    learned = effective_scale(s0, theta, torch.float32)
     return grad_x.reshape(x.shape), (grad_scale.reshape(s0.shape) * learned * factor).to(theta.dtype)
 
 
@@ -94,4 +99,4 @@ def _rows(x: Tensor, s0: Tensor) -> Tensor:
 
 def _scales(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
     """The effective scale of every row."""
-    return reference.effective_scale(s0, theta, _spec(8), scale_dtype).reshape(-1, 1)
+    return effective_scale(s0, theta, scale_dtype).reshape(-1, 1)

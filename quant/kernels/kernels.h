@@ -42,6 +42,7 @@ constexpr int kSegment = 8 * kPositions;
 constexpr int64_t segments_of(int64_t block) { return (block + kSegment - 1) / kSegment; }
 
 #define DEEPQAT_DECLARE_KERNELS(STREAM)                                                                                \
+  void effective_scale(const Scales& scales, float* out STREAM);                                                       \
   void quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* codes, uint8_t* mask STREAM);        \
   void dequantize(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out STREAM);                   \
   void fake_quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* out STREAM);                    \

@@ -32,6 +32,7 @@ _OPS = torch.ops.deepqat
 _SCALE = "Tensor s0, Tensor? theta"
 
 for _schema in (
+    f"effective_scale({_SCALE}, ScalarType scale_dtype) -> Tensor",
     f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask) -> (Tensor, Tensor)",
     f"dequantize(Tensor codes, {_SCALE}, ScalarType scale_dtype, ScalarType dtype) -> Tensor",
     f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype) -> Tensor",
@@ -46,6 +47,7 @@ for _schema in (
     _LIBRARY.define(_schema)
 
 _NAMES = (
+    "effective_scale",
     "quantize",
     "dequantize",
     "fake_quantize",
@@ -108,6 +110,14 @@ def grid_of(spec: TensorSpec) -> int:
 def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
     """The dtype that a scale is rounded to: integer scales are stored in the model's."""
     return torch.float32 if spec.dtype == "fp8_e4m3" else model_dtype
+
+
+def effective_scale(s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype) -> Tensor:
+    """The scale as the other operators use it, fp32 in s0's shape, for those who need it as a tensor."""
+    if theta is None and stored_dtype(spec, model_dtype) == torch.float32:
+        return s0
+    _ensure()
+    return _OPS.effective_scale(s0, theta, stored_dtype(spec, model_dtype))
 
 
 def quantize(
@@ -207,6 +217,11 @@ def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, *, symmetric: bool) -
 def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Results are contiguous whatever the strides of the input."""
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+
+
+@torch.library.register_fake("deepqat::effective_scale")
+def _(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
+    return _like(s0)
 
 
 @torch.library.register_fake("deepqat::quantize")
