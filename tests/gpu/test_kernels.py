@@ -1,0 +1,148 @@
+"""The CUDA kernels against the CPU's, bit for bit, and against fp64; under other streams and in CUDA graphs.
+
+The cases are those of the CPU kernels' test, where the CPU's results are compared with the reference.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quant.kernels import eager
+from quant.kernels.build import build
+from tests.unit.conftest import seed  # noqa: F401  (a fixture)
+from tests.unit.test_kernels import DTYPES, OPS, Case, assert_same, check_theta_gradient, random_case
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """What would be tested without nvcc is torch.compile."""
+    if torch.cuda.is_available():
+        built = build()
+        assert built.cuda, built.why
+
+
+def on_gpu(x: Tensor | None) -> Tensor | None:
+    """The same values on the GPU, in the same memory layout: the kernels have a path of their own for odd addresses."""
+    if x is None:
+        return None
+    if x.numel() == 0 or not x.is_contiguous():
+        return x.cuda()
+    shift = x.storage_offset() % 8
+    return torch.cat([x.new_zeros(shift), x.reshape(-1)]).cuda()[shift:].view(x.shape)
+
+
+def check(case: Case) -> None:
+    """Every operator: the GPU's result is the CPU's."""
+    what = str(case)
+    x, grad, s0, theta = case.x, case.grad, case.s0, case.theta
+    gx, gg, gs, gt = (on_gpu(value) for value in (x, grad, s0, theta))
+
+    def same(name: str, on_cpu: tuple, on_device: tuple) -> None:
+        ours, theirs = getattr(OPS, name)(*on_device), getattr(OPS, name)(*on_cpu)
+        ours, theirs = (value if isinstance(value, tuple) else (value,) for value in (ours, theirs))
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.is_cuda
+            assert_same(a.cpu(), b, f"{name}, {what}")
+
+    grid, stored = case.grid, case.scale_dtype
+    same("effective_scale", (s0, theta, stored), (gs, gt, stored))
+    same("fake_quantize", (x, s0, theta, grid, stored), (gx, gs, gt, grid, stored))
+    for mask in (False, True):
+        same("quantize", (x, s0, theta, grid, stored, mask), (gx, gs, gt, grid, stored, mask))
+    codes, mask = OPS.quantize(x, s0, theta, grid, stored, True)
+    for dtype in DTYPES:
+        same("dequantize", (codes, s0, theta, stored, dtype), (on_gpu(codes), gs, gt, stored, dtype))
+    same("masked", (grad, mask), (gg, mask.cuda()))
+    same("amax", (x, s0.numel()), (gx, s0.numel()))
+    for wanted in (False, True) if theta is not None else (False,):
+        same(
+            "fake_quantize_backward",
+            (grad, x, s0, theta, grid, stored, case.factor, wanted),
+            (gg, gx, gs, gt, grid, stored, case.factor, wanted),
+        )
+    for symmetric in (False, True):
+        same("quantize_tokens", (x, symmetric), (gx, symmetric))
+        same("fake_quantize_tokens", (x, symmetric), (gx, symmetric))
+        same("fake_quantize_tokens_backward", (grad, x, symmetric), (gg, gx, symmetric))
+
+
+def test_random_tensors(seed):  # noqa: F811
+    for _ in range(300):
+        check(random_case())
+    for _ in range(20):
+        check(random_case(3_000_000))
+
+
+def test_every_bf16_and_fp16_value():
+    """All bit patterns, with scales that put ties, subnormals and saturation everywhere."""
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+        for scale in (1.0, 0.37, 2.0**-9, 1e-3, 300.0):
+            for grid in (0, 2, 4, 8):
+                arguments = (torch.tensor([scale]), None, grid, torch.float32)
+                on_device = (torch.tensor([scale]).cuda(), None, grid, torch.float32)
+                assert_same(OPS.fake_quantize(x.cuda(), *on_device).cpu(), eager.fake_quantize(x, *arguments))
+                ours, theirs = OPS.quantize(x.cuda(), *on_device, True), eager.quantize(x, *arguments, True)
+                for a, b in zip(ours, theirs, strict=True):
+                    assert_same(a.cpu(), b)
+
+
+def test_theta_gradient_against_fp64(seed):  # noqa: F811
+    """A large bf16 weight with one scale: two stages of addition, within fp32 rounding of the exact sum."""
+    x, grad = torch.randn(4096, 4099).bfloat16(), torch.randn(4096, 4099).bfloat16()
+    case = Case(x, grad, torch.tensor([0.004]), torch.tensor([0.1]), 0, torch.float32, 1e-3)
+    arguments = (grad.cuda(), x.cuda(), case.s0.cuda(), case.theta.cuda(), 0, torch.float32, 1e-3, True)
+    results = [OPS.fake_quantize_backward(*arguments)[1].cpu() for _ in range(5)]
+    check_theta_gradient(case, results[0])
+    assert all(torch.equal(result, results[0]) for result in results), "the order of addition is not fixed"
+
+
+def test_more_than_2_to_the_31_elements():
+    """Index arithmetic: what lies beyond 2^31 elements is computed, and nothing else is written."""
+    numel = 2**31 + 12_345
+    x = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    x[-3:] = torch.tensor([0.3, -2.0, 1000.0])
+    s0 = torch.tensor([0.01], device="cuda")
+    assert OPS.amax(x, 1).item() == 1000
+    values = OPS.fake_quantize(x, s0, None, 0, torch.float32)
+    expected = OPS.fake_quantize(x[-3:].cpu(), s0.cpu(), None, 0, torch.float32)
+    assert torch.equal(values[-3:].cpu(), expected) and values.count_nonzero() == 3
+    del values
+    codes, mask = OPS.quantize(x, s0, None, 0, torch.float32, True)
+    assert codes.view(torch.uint8).count_nonzero() == 3
+    assert mask[-1] == 0 and (mask != 255).sum() == 1, "of the last element, alone in its byte, and it clips"
+
+
+def test_the_current_stream_and_cuda_graphs(seed):  # noqa: F811
+    """A captured graph computes again on what its inputs hold then; nothing waits for the device."""
+    x, grad = (torch.randn(512, 1024, device="cuda").bfloat16() for _ in range(2))
+    s0, theta = torch.tensor([0.01], device="cuda"), torch.tensor([0.1], device="cuda")
+
+    def all_of_them() -> list[Tensor]:
+        codes, mask = OPS.quantize(x, s0, theta, 0, torch.float32, True)
+        return [
+            OPS.fake_quantize(x, s0, theta, 0, torch.float32),
+            OPS.dequantize(codes, s0, theta, torch.float32, torch.bfloat16),
+            *OPS.fake_quantize_backward(grad, x, s0, theta, 0, torch.float32, 1.0, True),
+            OPS.masked(grad, mask),
+            OPS.amax(x, 4),
+            OPS.fake_quantize_tokens(x, False),
+        ]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        all_of_them()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            captured = all_of_them()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    x.copy_(torch.randn_like(x))
+    theta.fill_(-0.2)
+    graph.replay()
+    for ours, expected in zip(captured, all_of_them(), strict=True):
+        assert torch.equal(ours, expected)

@@ -1,0 +1,57 @@
+"""QuantLinear on a GPU: the fp8 GEMM and simulate against fp64, and compiled decoder layers."""
+
+import pytest
+import torch
+from torch import nn
+
+from quant.function import Plan, quant_linear
+from quant.reference import fake_quant
+from quant.spec import TensorSpec
+from tests.unit.conftest import seed  # noqa: F401  (a fixture)
+
+FP8 = TensorSpec("fp8_e4m3", 8, "tensor")
+
+
+def make(tokens: int, in_: int, out: int):
+    """Operands on the GPU, with scales that clip a few values."""
+    x = torch.randn(tokens, in_, device="cuda").bfloat16().requires_grad_()
+    weight = nn.Parameter((0.02 * torch.randn(out, in_, device="cuda")).bfloat16())
+    bias = nn.Parameter(torch.randn(out, device="cuda").bfloat16())
+    scales = [torch.tensor([value], device="cuda") for value in (0.08 / 448, 4.0 / 448)]
+    thetas = [nn.Parameter(torch.zeros(1, device="cuda").bfloat16()) for _ in range(2)]
+    return x, weight, bias, scales, thetas
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("shape", [(64, 256, 128), (1, 16, 16), (777, 1024, 3072)])
+def test_the_fp8_gemm_and_simulate_against_fp64(shape, learned, seed):  # noqa: F811
+    """Codes are exact; simulate rounds each operand to bf16 (2^-9 relative), both add up in fp32 and round once."""
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
+        pytest.skip(f"fp8 tensor cores begin with compute capability 8.9, this is {capability}")
+    x, weight, bias, (weight_s0, input_s0), (weight_theta, input_theta) = make(*shape)
+    operands = [fake_quant(t.detach().double(), s.double(), FP8) for t, s in ((x, input_s0), (weight, weight_s0))]
+    exact = operands[0] @ operands[1].t() + bias.double()
+    size = operands[0].abs() @ operands[1].abs().t() + bias.double().abs()
+    grad = torch.randn(shape[0], shape[2], device="cuda").bfloat16()
+    gradients = []
+    for fp8_gemm in (False, True):
+        plan = Plan(FP8, FP8, weight.numel(), shape[1], fp8_gemm)
+        theta = input_theta if learned else None
+        output = quant_linear(x, weight, bias, weight_s0, weight_theta, input_s0, theta, plan)
+        operand_rounding = 0 if fp8_gemm else 2 * 2.0**-9
+        bound = 2.0**-8 * exact.abs() + (operand_rounding + shape[1] * 2.0**-24 + 2.0**-13) * size
+        assert ((output.double() - exact).abs() <= bound).all(), f"fp8_gemm {fp8_gemm}"
+        wanted = [x, weight, bias, weight_theta, *([input_theta] if learned else [])]
+        gradients.append(torch.autograd.grad(output, wanted, grad))
+    for simulated, ours in zip(*gradients, strict=True):
+        assert torch.equal(simulated, ours), "backward is the same function in both"
+
+
+def test_zero_tokens(seed):  # noqa: F811
+    x, weight, bias, (weight_s0, input_s0), (weight_theta, _) = make(0, 64, 32)
+    plan = Plan(FP8, FP8, weight.numel(), 64, True)
+    output = quant_linear(x, weight, bias, weight_s0, weight_theta, input_s0, None, plan)
+    assert output.shape == (0, 32)
+    output.sum().backward()
+    assert not weight.grad.any() and not weight_theta.grad.any()
