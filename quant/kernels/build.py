@@ -40,6 +40,9 @@ _VECTORS = {
 }
 
 
+_BUILD_ERRORS = (subprocess.CalledProcessError, RuntimeError, OSError)
+
+
 @dataclass(frozen=True)
 class Build:
     """What was built, or why not.
@@ -61,9 +64,14 @@ def build() -> Build:
     if shutil.which(compiler) is None:
         return Build(None, False, f"there is no C++ compiler ({compiler!r} is not in PATH; CXX names another)")
     cuda, why = _can_build_cuda()
+    if cuda:
+        try:
+            return Build(_compiled(cuda=True), True, "")
+        except _BUILD_ERRORS as error:
+            why = f"compiling the CUDA kernels failed: {error}"
     try:
-        return Build(_compiled(cuda), cuda, why)
-    except (subprocess.CalledProcessError, RuntimeError, OSError) as error:
+        return Build(_compiled(cuda=False), False, why)
+    except _BUILD_ERRORS as error:
         return Build(None, False, f"compiling the kernels failed: {error}")
 
 
@@ -73,14 +81,19 @@ def _can_build_cuda() -> tuple[bool, str]:
         return False, ""
     if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
         return False, "there is no nvcc (CUDA_HOME names the CUDA toolkit)"
+    oldest = min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
+    if oldest < (8, 0):
+        return False, f"the kernels need compute capability 8.0, a GPU here has {oldest[0]}.{oldest[1]}"
     return True, ""
 
 
 def _compiled(cuda: bool) -> Path:
     """The shared library, built if it is not there yet."""
-    sources = [SOURCES / "bindings.cpp", SOURCES / "cpu.cpp", *([SOURCES / "cuda.cu"] if cuda else [])]
+    sources = [SOURCES / "bindings.cpp", SOURCES / "cpu.cpp"]
     cxx_flags = [*CXX_FLAGS, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
-    cxx_flags += ["-DDEEPQAT_CUDA"] if cuda else []
+    if cuda:
+        sources.append(SOURCES / "cuda.cu")
+        cxx_flags.append("-DDEEPQAT_CUDA")
     name = f"{LIBRARY}_{_digest(cxx_flags, cuda)}"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     root.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,210 @@
+// The kernels on an NVIDIA GPU. The results equal the CPU's bit for bit, but for one thing: which of the many NaNs an
+// fp32 or fp16 result is.
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "cuda_loops.h"
+#include "cuda_operations.h"
+
+namespace deepqat::cuda {
+namespace {
+
+// One thread per scale.
+__global__ void __launch_bounds__(kLanes, 2) effective_scales(DeviceScales scales, float* out) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kLanes;
+  for (int64_t run = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x; run < scales.count(); run += stride)
+    out[run] = scales.of_run(run).value;
+}
+
+void check(cudaError_t status, const char* kernel) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // reported here, and not once more by whoever asks next
+  throw std::runtime_error(std::string("CUDA kernel ") + kernel + ": " + cudaGetErrorString(status));
+}
+
+// How many blocks of a kernel the current device runs at once; it is asked once. Devices that share an entry of the
+// table would share the number too, and only the size of the grid depends on it.
+template <auto kKernel>
+int resident_blocks(const char* name) {
+  static std::atomic<int> known[64];
+  int device = 0, processors = 0, per_processor = 0;
+  check(cudaGetDevice(&device), name);
+  std::atomic<int>& blocks = known[device % 64];
+  if (blocks == 0) {
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), name);
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kKernel, kLanes, 0), name);
+    blocks = std::max(1, processors * per_processor);
+  }
+  return blocks;
+}
+
+// `tasks` is the number of blocks that would find work.
+template <auto kKernel, typename... Arguments>
+void launch(const char* name, void* stream, int64_t tasks, const Arguments&... arguments) {
+  if (tasks <= 0) return;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(tasks, resident_blocks<kKernel>(name))));
+  config.blockDim = dim3(kLanes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kKernel, arguments...), name);
+}
+
+constexpr int64_t divided_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+template <typename Op>
+void launch_elementwise(const char* name, const Op& op, const Scales& scales, int64_t numel, bool wide, void* stream) {
+  const bool vectors_have_one_scale = scales.count == 1 || scales.block % kVector == 0;
+  launch<elementwise<Op>>(name, stream, divided_up(numel, kTile * kWarpsPerBlock), op, DeviceScales(scales), numel,
+                          wide && vectors_have_one_scale);
+}
+
+template <typename Op>
+void launch_reduction(const char* name, const Op& op, const Scales& scales, bool wide, void* stream) {
+  const DeviceScales on_device(scales);
+  wide = wide && scales.block % kVector == 0;
+  if (scales.block <= kWarpStep) {
+    int shift = 0;
+    while (kVector << shift < scales.block) ++shift;
+    const int64_t per_block = kInFlight * (kLanes >> shift);
+    launch<short_runs<Op>>(name, stream, divided_up(scales.count, per_block), op, on_device, shift, wide);
+    return;
+  }
+  const int64_t per_run = segments_of(scales.block);
+  launch<segments<Op>>(name, stream, scales.count * per_run, op, on_device, Divisor(per_run), per_run, wide);
+  if (per_run > 1) launch<partials<Op>>(name, stream, scales.count, op, on_device, per_run);
+}
+
+template <typename Op>
+void launch_tokens(const char* name, const Op& op, int64_t count, int64_t features, bool symmetric, bool wide,
+                   void* stream) {
+  wide = wide && features % kVector == 0;
+  if (features <= kTile) {
+    launch<tokens<Op, kWarp>>(name, stream, divided_up(count, kWarpsPerBlock), op, count, features, symmetric, wide);
+  } else {
+    launch<tokens<Op, kLanes>>(name, stream, count, op, count, features, symmetric, wide);
+  }
+}
+
+// ---- types that are known at run time
+
+template <typename F>
+void with_dtype(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::kFloat32: return f(float{});
+    case Dtype::kBFloat16: return f(BFloat16{});
+    case Dtype::kHalf: return f(Half{});
+  }
+}
+
+template <typename F>
+void with_dtype_and_grid(Dtype dtype, int grid, F f) {
+  with_dtype(dtype, [&](auto zero) {
+    if (grid == kE4M3Grid) return f(zero, E4M3{});
+    const float half = static_cast<float>(1 << (grid - 1));
+    f(zero, Integer{-half, half - 1.0f});
+  });
+}
+
+}  // namespace
+
+void effective_scale(const Scales& scales, float* out, void* stream) {
+  launch<effective_scales>("effective_scale", stream, divided_up(scales.count, kLanes), DeviceScales(scales), out);
+}
+
+void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask, void* stream) {
+  with_dtype_and_grid(dtype, grid, [&](auto zero, auto g) {
+    using Op = Quantize<decltype(zero), decltype(g)>;
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    auto* codes = static_cast<typename decltype(g)::Code*>(codes_);
+    launch_elementwise("quantize", Op{x, codes, mask, g}, scales, scales.numel(), aligned(x, codes), stream);
+  });
+}
+
+void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* stream) {
+  with_dtype_and_grid(dtype, grid, [&](auto zero, auto g) {
+    using Op = Dequantize<decltype(zero), decltype(g)>;
+    const auto* codes = static_cast<const typename decltype(g)::Code*>(codes_);
+    auto* out = static_cast<decltype(zero)*>(out_);
+    launch_elementwise("dequantize", Op{codes, out, g}, scales, scales.numel(), aligned(codes, out), stream);
+  });
+}
+
+void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* out_, void* stream) {
+  with_dtype_and_grid(dtype, grid, [&](auto zero, auto g) {
+    using Op = FakeQuantize<decltype(zero), decltype(g)>;
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    auto* out = static_cast<decltype(zero)*>(out_);
+    launch_elementwise("fake_quantize", Op{x, out, g}, scales, scales.numel(), aligned(x, out), stream);
+  });
+}
+
+void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid,
+                            float factor, void* grad_x_, float* partial_sums, void* grad_theta, void* stream) {
+  const char* name = "fake_quantize_backward";
+  with_dtype_and_grid(dtype, grid, [&](auto zero, auto g) {
+    using T = decltype(zero);
+    using G = decltype(g);
+    const auto *grad = static_cast<const T*>(grad_), *x = static_cast<const T*>(x_);
+    auto* grad_x = static_cast<T*>(grad_x_);
+    const Backward<T, G> op{grad, x, grad_x, g};
+    const bool wide = aligned(grad, x, grad_x);
+    if (grad_theta == nullptr) return launch_elementwise(name, op, scales, scales.numel(), wide, stream);
+    launch_reduction(name, BackwardSums<T, G>{op, partial_sums, grad_theta, factor}, scales, wide, stream);
+  });
+}
+
+void masked(const void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, void* out_, void* stream) {
+  with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto* grad = static_cast<const T*>(grad_);
+    auto* out = static_cast<T*>(out_);
+    const Scales none{nullptr, nullptr, Dtype::kFloat32, Dtype::kFloat32, 1, numel};
+    launch_elementwise("masked", Masked<T>{grad, mask, out}, none, numel, aligned(grad, out), stream);
+  });
+}
+
+void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* partial, float* out, void* stream) {
+  with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto* x = static_cast<const T*>(x_);
+    const Scales none{nullptr, nullptr, Dtype::kFloat32, Dtype::kFloat32, count, block};
+    launch_reduction("amax", Amax<T>{x, partial, out}, none, aligned(x), stream);
+  });
+}
+
+void quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, bool symmetric, int8_t* codes,
+                     float* scale, int8_t* zero_point, void* stream) {
+  with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto* x = static_cast<const T*>(x_);
+    launch_tokens("quantize_tokens", QuantizeTokens<T>{x, codes, scale, zero_point}, tokens, features, symmetric,
+                  aligned(x, codes), stream);
+  });
+}
+
+void fake_quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, bool symmetric, void* out_,
+                          void* stream) {
+  with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto* x = static_cast<const T*>(x_);
+    auto* out = static_cast<T*>(out_);
+    launch_tokens("fake_quantize_tokens", FakeQuantizeTokens<T>{x, out}, tokens, features, symmetric, aligned(x, out),
+                  stream);
+  });
+}
+
+void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, int64_t tokens, int64_t features,
+                                   bool symmetric, void* grad_x_, void* stream) {
+  with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto *grad = static_cast<const T*>(grad_), *x = static_cast<const T*>(x_);
+    auto* grad_x = static_cast<T*>(grad_x_);
+    launch_tokens("fake_quantize_tokens_backward", TokensBackward<T>{grad, x, grad_x}, tokens, features, symmetric,
+                  aligned(grad, x, grad_x), stream);
+  });
+}
+
+}  // namespace deepqat::cuda

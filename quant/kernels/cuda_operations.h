@@ -1,0 +1,273 @@
+// What the CUDA kernels do with elements, apart from how they get at them. An operation is a struct with
+//
+//     In                             eight neighbouring elements of the input, as loaded
+//     load<kWide>(i, n)              loads those at i, i + 1, ..., of which the tensor has n
+//     apply<kWide>(in, i, n, ...)    computes and stores the results
+
+#pragma once
+
+#include "cuda_scales.h"
+
+namespace deepqat::cuda {
+
+// ---- operations on elements
+
+template <typename T, typename G>
+struct Quantize {
+  using In = Vector<T>;
+  static constexpr bool kScaled = true;
+  const T* x;
+  typename G::Code* codes;
+  uint8_t* mask;
+  G grid;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(x + i, n);
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+    float v[kVector];
+    values_of(in, v);
+    unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
+    store_vector<kWide>(encoded(grid, v), codes + i, n);
+    if (mask == nullptr || n <= 0) return;
+    uint32_t inside = 0;
+    unrolled<kVector>([&](int j) { inside |= j < n && grid.inside(v[j]) ? 1u << j : 0u; });
+    mask[i / kVector] = static_cast<uint8_t>(inside);
+  }
+};
+
+template <typename T, typename G>
+struct Dequantize {
+  using In = Vector<typename G::Code>;
+  static constexpr bool kScaled = true;
+  const typename G::Code* codes;
+  T* out;
+  G grid;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(codes + i, n);
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+    float values[kVector];
+    decode(grid, in, values);
+    unrolled<kVector>([&](int j) { values[j] *= scale(j).value; });
+    store_vector<kWide>(stored<T>(values), out + i, n);
+  }
+};
+
+template <typename T, typename G>
+struct FakeQuantize {
+  using In = Vector<T>;
+  static constexpr bool kScaled = true;
+  const T* x;
+  T* out;
+  G grid;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(x + i, n);
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+    float v[kVector], rounded[kVector];
+    values_of(in, v);
+    unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
+    round_to_grid(grid, v, rounded);
+    unrolled<kVector>([&](int j) { rounded[j] *= scale(j).value; });
+    store_vector<kWide>(stored<T>(rounded), out + i, n);
+  }
+};
+
+template <typename T>
+struct GradAndX {
+  Vector<T> grad, x;
+};
+
+template <typename T, typename G>
+struct Backward {
+  using In = GradAndX<T>;
+  static constexpr bool kScaled = true;
+  const T *grad, *x;
+  T* grad_x;
+  G grid;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return {load_vector<kWide>(grad + i, n), load_vector<kWide>(x + i, n)};
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+    float v[kVector];
+    values_of(in.x, v);
+    const auto inside = [&](int j) { return grid.inside(v[j] * scale(j).inverse); };
+    store_vector<kWide>(kept(in.grad, inside), grad_x + i, n);
+  }
+};
+
+template <typename T>
+struct Masked {
+  struct In {
+    Vector<T> grad;
+    uint32_t mask;
+  };
+  static constexpr bool kScaled = false;
+  const T* grad;
+  const uint8_t* mask;
+  T* out;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return {load_vector<kWide>(grad + i, n), n > 0 ? mask[i / kVector] : 0u};
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf) const {
+    store_vector<kWide>(kept(in.grad, [&](int j) { return (in.mask >> j & 1u) != 0; }), out + i, n);
+  }
+};
+
+// ---- operations that reduce runs: apply() takes the elements' terms into accumulators, finish() the run's result
+
+template <typename T, typename G>
+struct BackwardSums : Backward<T, G> {
+  using In = GradAndX<T>;
+  using Value = float;
+  float* partial;
+  void* grad_theta;
+  float factor;
+
+  static DEEPQAT_DEVICE float combine(float a, float b) { return a + b; }
+  static DEEPQAT_DEVICE float of_partial(float partial) { return partial; }
+  static DEEPQAT_DEVICE float to_partial(float sum) { return sum; }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const Scale& scale, float (&sums)[kVector]) const {
+    float v[kVector], rounded[kVector], grad[kVector];
+    values_of(in.x, v);
+    values_of(in.grad, grad);
+    unrolled<kVector>([&](int j) { v[j] *= scale.inverse; });
+    round_to_grid(this->grid, v, rounded);
+    const auto inside = [&](int j) { return this->grid.inside(v[j]); };
+    store_vector<kWide>(kept(in.grad, inside), this->grad_x + i, n);
+    // Beyond the end both are zero, and so is the term, whatever the scale.
+    unrolled<kVector>([&](int j) { sums[j] += grad[j] * this->grid.scale_term(v[j], rounded[j]); });
+  }
+
+  DEEPQAT_DEVICE void finish(int64_t run, float sum, const DeviceScales& scales, const Scale& scale) const {
+    scales.store_gradient(run, sum * scale.learned * factor, grad_theta);
+  }
+};
+
+// As integers, the bits of magnitudes are in the order of their values, and those of NaNs above all.
+template <typename T>
+struct Amax {
+  using In = Vector<T>;
+  using Value = uint32_t;
+  static constexpr bool kScaled = false;
+  const T* x;
+  float *partial, *out;
+
+  static DEEPQAT_DEVICE uint32_t combine(uint32_t a, uint32_t b) { return max(a, b); }
+  static DEEPQAT_DEVICE uint32_t of_partial(float partial) { return bits_of(partial); }
+  static DEEPQAT_DEVICE float to_partial(uint32_t largest) { return float_of(largest); }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(x + i, n);
+  }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t, int, const Scale&, uint32_t (&largest)[kVector]) const {
+    float values[kVector];
+    values_of(in, values);
+    unrolled<kVector>([&](int j) { largest[j] = max(largest[j], bits_of(magnitude(values[j]))); });
+  }
+
+  DEEPQAT_DEVICE void finish(int64_t run, uint32_t largest, const DeviceScales&, const Scale&) const {
+    out[run] = float_of(largest);
+  }
+};
+
+// ---- operations on tokens
+
+template <typename T>
+struct QuantizeTokens {
+  using In = Vector<T>;
+  const T* x;
+  int8_t* codes;
+  float* scale;
+  int8_t* zero_point;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(x + i, n);
+  }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const TokenGrid& grid) const {
+    float values[kVector];
+    values_of(in, values);
+    Vector<int8_t> result;
+    unrolled<kVector>([&](int j) { result.at[j] = grid.encode(values[j]); });
+    store_vector<kWide>(result, codes + i, n);
+  }
+
+  DEEPQAT_DEVICE void finish(int64_t token, const TokenGrid& grid) const {
+    scale[token] = grid.scale;
+    zero_point[token] = static_cast<int8_t>(grid.zero_point);
+  }
+};
+
+template <typename T>
+struct FakeQuantizeTokens {
+  using In = Vector<T>;
+  const T* x;
+  T* out;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(x + i, n);
+  }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const TokenGrid& grid) const {
+    float values[kVector];
+    values_of(in, values);
+    unrolled<kVector>([&](int j) { values[j] = grid.fake_quantized(values[j]); });
+    store_vector<kWide>(stored<T>(values), out + i, n);
+  }
+
+  DEEPQAT_DEVICE void finish(int64_t, const TokenGrid&) const {}
+};
+
+template <typename T>
+struct TokensBackward {
+  using In = GradAndX<T>;
+  const T *grad, *x;
+  T* grad_x;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return {load_vector<kWide>(grad + i, n), load_vector<kWide>(x + i, n)};
+  }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const TokenGrid& grid) const {
+    float values[kVector];
+    values_of(in.x, values);
+    const auto inside = [&](int j) { return grid.inside(values[j]); };
+    store_vector<kWide>(kept(in.grad, inside), grad_x + i, n);
+  }
+
+  DEEPQAT_DEVICE void finish(int64_t, const TokenGrid&) const {}
+};
+
+}  // namespace deepqat::cuda

@@ -1,0 +1,325 @@
+// compare SEED ROUNDS: runs the CUDA kernels, emulated, and the CPU kernels on random tensors, and ends with status 1
+// where they differ in a bit (which NaN a floating-point result is does not count). Built with sanitizers, which find
+// accesses out of bounds and misaligned words.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+
+#include "cpu.cpp"
+#include "cuda.cu"
+
+namespace {
+
+using namespace deepqat;
+
+std::mt19937_64 random_bits;
+std::string what;  // the case that runs
+
+[[noreturn]] void fail(const std::string& why) {
+  std::fprintf(stderr, "%s: %s\n", what.c_str(), why.c_str());
+  std::exit(1);
+}
+
+int64_t below(int64_t n) { return static_cast<int64_t>(random_bits() % static_cast<uint64_t>(n)); }
+
+bool chance(double p) { return static_cast<double>(random_bits() >> 11) * 0x1p-53 < p; }
+
+double normal() { return std::normal_distribution<double>()(random_bits); }
+
+template <typename T>
+T one_of(std::initializer_list<T> values) {
+  return values.begin()[below(static_cast<int64_t>(values.size()))];
+}
+
+size_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+// Memory that ends where the tensor ends, and begins `offset` elements before it with bytes that must stay as they are.
+class Buffer {
+ public:
+  Buffer(int64_t numel, size_t element, int64_t offset, uint8_t fill)
+      : bytes_(numel * element), before_(offset * element), fill_(fill) {
+    memory_.reset(static_cast<uint8_t*>(std::malloc(before_ + bytes_)));  // aligned to 16 bytes, like every malloc
+    std::memset(memory_.get(), fill, before_ + bytes_);
+  }
+
+  void* data() { return memory_.get() + before_; }
+  size_t bytes() const { return bytes_; }
+
+  void check() const {
+    for (size_t i = 0; i < before_; ++i)
+      if (memory_.get()[i] != fill_) fail("wrote before the tensor");
+  }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* memory) const { std::free(memory); }
+  };
+  size_t bytes_, before_;
+  uint8_t fill_;
+  std::unique_ptr<uint8_t, Free> memory_;
+};
+
+void put(Buffer& buffer, Dtype dtype, int64_t i, double value) {
+  const float x = static_cast<float>(value);
+  switch (dtype) {
+    case Dtype::kFloat32: return store(x, static_cast<float*>(buffer.data()) + i);
+    case Dtype::kBFloat16: return store(x, static_cast<BFloat16*>(buffer.data()) + i);
+    case Dtype::kHalf: return store(x, static_cast<Half*>(buffer.data()) + i);
+  }
+}
+
+float get(Buffer& buffer, Dtype dtype, int64_t i) {
+  switch (dtype) {
+    case Dtype::kFloat32: return load(static_cast<float*>(buffer.data())[i]);
+    case Dtype::kBFloat16: return load(static_cast<BFloat16*>(buffer.data())[i]);
+    case Dtype::kHalf: return load(static_cast<Half*>(buffer.data())[i]);
+  }
+  return 0.0f;
+}
+
+// A result of both backends, unequal until both have written it.
+struct Result {
+  Buffer cpu, cuda;
+
+  Result(int64_t numel, size_t element, int64_t offset)
+      : cpu(numel, element, 0, 0x5a), cuda(numel, element, offset, 0xa5) {}
+
+  void compare(const char* name) {
+    cuda.check();
+    const auto *a = static_cast<uint8_t*>(cpu.data()), *b = static_cast<uint8_t*>(cuda.data());
+    for (size_t i = 0; i < cpu.bytes(); ++i)
+      if (a[i] != b[i])
+        fail(std::string(name) + " differs in byte " + std::to_string(i) + " of " + std::to_string(cpu.bytes()));
+  }
+
+  void compare(const char* name, Dtype dtype) {
+    cuda.check();
+    for (int64_t i = 0; i < static_cast<int64_t>(cpu.bytes() / size_of(dtype)); ++i) {
+      const float a = get(cpu, dtype, i), b = get(cuda, dtype, i);
+      if (bits_of(a) != bits_of(b) && !(a != a && b != b))
+        fail(std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(b) + ", on the CPU " +
+             std::to_string(a));
+    }
+  }
+};
+
+Dtype any_dtype() { return one_of({Dtype::kFloat32, Dtype::kBFloat16, Dtype::kBFloat16, Dtype::kHalf}); }
+
+// Zero for most tensors: what torch allocates is aligned, its slices need not be.
+int64_t any_offset() { return chance(0.75) ? 0 : 1 + below(8); }
+
+double special() {
+  return one_of({0.0, -0.0, 1e-40, -1e-45, 1e30, -1e30, HUGE_VAL, -HUGE_VAL, std::nan(""), -std::nan("")});
+}
+
+int64_t any_block() {
+  return one_of<int64_t>({1,    2,    3,    5,     7,     8,     9,     12,    16,    24,    31,    32,   33,   40,
+                          64,   96,   100,  128,   136,   200,   248,   250,   255,   256,   257,   264,  320,  512,
+                          1000, 1016, 1023, 1024,  1025,  1032,  2040,  2047,  2048,  2049,  2056,  3000, 4096, 6000,
+                          8184, 8192, 8193, 9000,  16376, 16383, 16384, 16385, 16392, 18440, 32768, 33000, 49160,
+                          50001});
+}
+
+// A tensor and a gradient of it, in runs of any length.
+struct Case {
+  Dtype dtype = any_dtype();
+  bool wild = chance(0.3);  // with values that are not finite, which would hide the order of additions
+  int64_t block = any_block();
+  int64_t count = 1 + below(std::max<int64_t>(1, one_of({300, 3000, 12000}) / block));
+  int64_t numel = block * count;
+  Buffer x{numel, size_of(dtype), any_offset(), 0}, grad{numel, size_of(dtype), any_offset(), 0};
+
+  explicit Case(const char* name) {
+    what = std::string(name) + " dtype " + std::to_string(static_cast<int>(dtype)) + " of " + std::to_string(count) +
+           " x " + std::to_string(block) + (wild ? " wild" : "");
+    emulation::machine.device = static_cast<int>(below(100));
+    emulation::machine.processors = static_cast<int>(1 + emulation::machine.device % 3);
+    for (int64_t i = 0; i < numel; ++i) {
+      put(grad, dtype, i, wild && chance(0.02) ? special() : normal() * std::exp(2.0 * normal()));
+      put(x, dtype, i, wild && chance(0.05) ? special() : normal() * std::exp(normal()));
+    }
+  }
+};
+
+struct ScaledCase : Case {
+  int grid = one_of({0, 0, 0, 2, 3, 4, 8});
+  Dtype theta_dtype = any_dtype();
+  Buffer s0{count, 4, below(3), 0}, theta{count, size_of(theta_dtype), below(3), 0};
+  Scales scales;
+
+  ScaledCase(const char* name, bool with_theta) : Case(name) {
+    for (int64_t i = 0; i < count; ++i) {
+      const double usual = std::exp(normal()) / (grid == 0 ? 30.0 : std::ldexp(1.0, grid - 2));
+      put(s0, Dtype::kFloat32, i, wild && chance(0.1) ? special() : usual);
+      put(theta, theta_dtype, i, wild && chance(0.1) ? special() : 0.3 * normal());
+    }
+    void* learned = with_theta ? theta.data() : nullptr;
+    scales = {static_cast<float*>(s0.data()), learned, theta_dtype, any_dtype(), count, block};
+    what += " grid " + std::to_string(grid);
+    what += with_theta ? " theta " + std::to_string(static_cast<int>(theta_dtype)) : "";
+  }
+};
+
+void* const stream = reinterpret_cast<void*>(0x1234);
+
+void test_effective_scale() {
+  ScaledCase c("effective_scale", chance(0.8));
+  Result out(c.count, 4, below(3));
+  cpu::effective_scale(c.scales, static_cast<float*>(out.cpu.data()));
+  cuda::effective_scale(c.scales, static_cast<float*>(out.cuda.data()), stream);
+  out.compare("scale", Dtype::kFloat32);
+}
+
+void test_quantize() {
+  ScaledCase c("quantize", chance(0.5));
+  const bool masked = chance(0.6);
+  what += masked ? " with mask" : "";
+  Result codes(c.numel, 1, any_offset()), mask((c.numel + 7) / 8, 1, below(3));
+  auto* cpu_mask = masked ? static_cast<uint8_t*>(mask.cpu.data()) : nullptr;
+  auto* cuda_mask = masked ? static_cast<uint8_t*>(mask.cuda.data()) : nullptr;
+  cpu::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cpu.data(), cpu_mask);
+  cuda::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cuda.data(), cuda_mask, stream);
+  codes.compare("codes");
+  if (!masked) return;
+  mask.compare("mask");
+
+  Result out(c.numel, size_of(c.dtype), any_offset());
+  cpu::masked(c.grad.data(), cpu_mask, c.dtype, c.numel, out.cpu.data());
+  cuda::masked(c.grad.data(), cuda_mask, c.dtype, c.numel, out.cuda.data(), stream);
+  out.compare("masked");
+}
+
+void test_dequantize() {
+  ScaledCase c("dequantize", chance(0.5));
+  Buffer codes(c.numel, 1, any_offset(), 0);
+  for (int64_t i = 0; i < c.numel; ++i) static_cast<uint8_t*>(codes.data())[i] = static_cast<uint8_t>(below(256));
+  Result out(c.numel, size_of(c.dtype), any_offset());
+  cpu::dequantize(codes.data(), c.scales, c.grid, c.dtype, out.cpu.data());
+  cuda::dequantize(codes.data(), c.scales, c.grid, c.dtype, out.cuda.data(), stream);
+  out.compare("dequantized", c.dtype);
+}
+
+void test_fake_quantize() {
+  ScaledCase c("fake_quantize", chance(0.5));
+  Result out(c.numel, size_of(c.dtype), any_offset());
+  cpu::fake_quantize(c.x.data(), c.dtype, c.scales, c.grid, out.cpu.data());
+  cuda::fake_quantize(c.x.data(), c.dtype, c.scales, c.grid, out.cuda.data(), stream);
+  out.compare("fake-quantised", c.dtype);
+}
+
+void test_backward() {
+  const bool learned = chance(0.8);
+  ScaledCase c("fake_quantize_backward", learned);
+  const int64_t sums = c.count * segments_of(c.block);
+  Result grad_x(c.numel, size_of(c.dtype), any_offset());
+  Result grad_theta(c.count, size_of(c.theta_dtype), below(3)), partial(sums, 4, below(3));
+  cpu::fake_quantize_backward(c.grad.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, grad_x.cpu.data(),
+                              static_cast<float*>(partial.cpu.data()), learned ? grad_theta.cpu.data() : nullptr);
+  cuda::fake_quantize_backward(c.grad.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, grad_x.cuda.data(),
+                               static_cast<float*>(partial.cuda.data()), learned ? grad_theta.cuda.data() : nullptr,
+                               stream);
+  grad_x.compare("grad_x", c.dtype);
+  if (learned) grad_theta.compare("grad_theta", c.theta_dtype);
+}
+
+void test_amax() {
+  Case c("amax");
+  Result out(c.count, 4, below(3)), partial(c.count * segments_of(c.block), 4, below(3));
+  cpu::amax(c.x.data(), c.dtype, c.count, c.block, static_cast<float*>(partial.cpu.data()),
+            static_cast<float*>(out.cpu.data()));
+  cuda::amax(c.x.data(), c.dtype, c.count, c.block, static_cast<float*>(partial.cuda.data()),
+             static_cast<float*>(out.cuda.data()), stream);
+  out.compare("amax", Dtype::kFloat32);
+}
+
+void test_tokens() {
+  Case c("tokens");
+  const bool symmetric = chance(0.5);
+  what += symmetric ? " symmetric" : "";
+  if (chance(0.1))
+    for (int64_t i = 0; i < c.block; ++i) put(c.x, c.dtype, i, one_of({0.0, -0.0}));
+  Result codes(c.numel, 1, any_offset()), scale(c.count, 4, below(3)), zero_point(c.count, 1, below(3));
+  cpu::quantize_tokens(c.x.data(), c.dtype, c.count, c.block, symmetric, static_cast<int8_t*>(codes.cpu.data()),
+                       static_cast<float*>(scale.cpu.data()), static_cast<int8_t*>(zero_point.cpu.data()));
+  cuda::quantize_tokens(c.x.data(), c.dtype, c.count, c.block, symmetric, static_cast<int8_t*>(codes.cuda.data()),
+                        static_cast<float*>(scale.cuda.data()), static_cast<int8_t*>(zero_point.cuda.data()), stream);
+  codes.compare("codes");
+  scale.compare("scale", Dtype::kFloat32);
+  zero_point.compare("zero point");
+
+  Result out(c.numel, size_of(c.dtype), any_offset()), grad_x(c.numel, size_of(c.dtype), any_offset());
+  cpu::fake_quantize_tokens(c.x.data(), c.dtype, c.count, c.block, symmetric, out.cpu.data());
+  cuda::fake_quantize_tokens(c.x.data(), c.dtype, c.count, c.block, symmetric, out.cuda.data(), stream);
+  out.compare("fake-quantised", c.dtype);
+  cpu::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.count, c.block, symmetric,
+                                     grad_x.cpu.data());
+  cuda::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.count, c.block, symmetric,
+                                      grad_x.cuda.data(), stream);
+  grad_x.compare("grad_x", c.dtype);
+}
+
+// The sum over segments, of tensors that are too large to compute here.
+void test_partials() {
+  const int64_t runs = 1 + below(4), per_run = one_of<int64_t>({2, 255, 2048, 2049, 4099, 10000});
+  what = "partials of " + std::to_string(runs) + " x " + std::to_string(per_run);
+  Buffer partial(runs * per_run, 4, 0, 0), s0(runs, 4, 0, 0);
+  Result grad_theta(runs, 4, 0);
+  for (int64_t i = 0; i < runs * per_run; ++i) put(partial, Dtype::kFloat32, i, normal() * std::exp(2.0 * normal()));
+  for (int64_t i = 0; i < runs; ++i) put(s0, Dtype::kFloat32, i, std::exp(normal()));
+  auto* sums = static_cast<float*>(partial.data());
+  for (int64_t run = 0; run < runs; ++run) {
+    const float sum = cpu::sum_in_order(per_run, [&](int64_t i) { return sums[run * per_run + i]; });
+    put(grad_theta.cpu, Dtype::kFloat32, run, sum * get(s0, Dtype::kFloat32, run) * 0.37f);
+  }
+  const Scales scales{static_cast<float*>(s0.data()), nullptr, Dtype::kFloat32, Dtype::kFloat32, runs,
+                      per_run * kSegment};
+  using Op = cuda::BackwardSums<float, E4M3>;
+  const Op op{{nullptr, nullptr, nullptr, E4M3{}}, sums, grad_theta.cuda.data(), 0.37f};
+  cuda::launch<cuda::partials<Op>>("partials", stream, runs, op, cuda::DeviceScales(scales), per_run);
+  grad_theta.compare("sum", Dtype::kFloat32);
+}
+
+// Of indices that no tensor here reaches.
+void test_divisor() {
+  const int64_t divisor = 1 + static_cast<int64_t>(random_bits() >> (1 + below(62)));
+  const int64_t quotient = below(std::max<int64_t>(1, (int64_t{1} << 53) / divisor));
+  what = "division of about " + std::to_string(quotient) + " times " + std::to_string(divisor);
+  if (divisor > int64_t{1} << 53) return;
+  const cuda::Divisor by(divisor);
+  for (int64_t n : {quotient * divisor, quotient * divisor + divisor - 1, quotient * divisor + below(divisor)})
+    if (n < int64_t{1} << 53 && by.quotient(n) != n / divisor) fail(std::to_string(by.quotient(n)));
+}
+
+void test_errors() {
+  what = "an error of the device";
+  float x = 1.0f, partial, out;
+  emulation::machine.error = 1;
+  try {
+    cuda::amax(&x, Dtype::kFloat32, 1, 1, &partial, &out, stream);
+    fail("is not reported");
+  } catch (const std::runtime_error& error) {
+    if (std::string(error.what()) != "CUDA kernel amax: an emulated error") fail(error.what());
+  }
+  if (cudaGetLastError() != cudaSuccess) fail("would be reported twice");
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  random_bits.seed(std::strtoull(arguments[1], nullptr, 10));
+  emulation::machine.random.seed(static_cast<unsigned>(random_bits()));
+  const std::pair<int, void (*)()> tests[] = {
+      {2, test_effective_scale}, {15, test_quantize}, {10, test_dequantize}, {10, test_fake_quantize},
+      {25, test_backward},       {10, test_amax},     {15, test_tokens},     {1, test_partials},
+      {100, test_divisor},       {1, test_errors},
+  };
+  const int rounds = std::atoi(arguments[2]);
+  for (int round = 0; round < rounds; ++round)
+    for (const auto& [times, test] : tests)
+      for (int i = 0; i < times; ++i) test();
+  if (emulation::machine.stream != stream) fail("launched on another stream");
+}
