@@ -251,8 +251,8 @@ def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Ten
     if plan.input is None:
         return grad_used, None
     if ctx.keeps_codes:
-        return kernels.masked(grad_used, saved.mask), None
-    return kernels.fake_quantize_backward(
+        return kernels.masked_(grad_used, saved.mask), None
+    grad_theta = kernels.fake_quantize_backward_(
         grad_used,
         saved.x,
         saved.input_s0,
@@ -262,6 +262,7 @@ def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Ten
         factor=_lsq_factor(plan.input_numel, plan.input),
         theta_gradient=True,
     )
+    return grad_used, grad_theta
 
 
 def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -277,7 +278,7 @@ def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Te
     grad_used = grad.t() @ used_x.reshape(-1, used_x.shape[-1])
     if plan.weight is None:
         return grad_used, None
-    return kernels.fake_quantize_backward(
+    grad_theta = kernels.fake_quantize_backward_(
         grad_used,
         saved.weight,
         saved.weight_s0,
@@ -287,6 +288,7 @@ def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Te
         factor=_lsq_factor(plan.weight_numel, plan.weight),
         theta_gradient=ctx.needs_input_grad[4],
     )
+    return grad_used, grad_theta
 
 
 def _lsq_factor(numel: int, spec: TensorSpec) -> float:

@@ -48,8 +48,12 @@ def quantize_input(
     """Quantise ``x`` for a GEMM of codes or of fake-quantised values; keep codes and mask for backward as told."""
     if not (fp8_gemm or keep_codes or keep_mask):
         return QuantizedInput(kernels.fake_quantize(x, s0, theta, spec, model_dtype))
-    codes, mask = kernels.quantize(x, s0, theta, spec, model_dtype, mask=keep_mask)
-    values = None if fp8_gemm else kernels.dequantize(codes, s0, theta, spec, model_dtype, x.dtype)
+    scale = (s0, theta, spec, model_dtype)
+    values = None
+    if fp8_gemm:
+        codes, mask = kernels.quantize(x, *scale, mask=keep_mask)
+    else:
+        codes, mask, values = kernels.quantize_with_values(x, *scale, mask=keep_mask)
     return QuantizedInput(values, codes if fp8_gemm or keep_codes else None, mask if keep_mask else None)
 
 

@@ -10,13 +10,14 @@ from quant.kernels.ops import (
     dequantize,
     effective_scale,
     fake_quantize,
-    fake_quantize_backward,
+    fake_quantize_backward_,
     fake_quantize_tokens,
     fake_quantize_tokens_backward,
-    masked,
+    masked_,
     prepare_kernels,
     quantize,
     quantize_tokens,
+    quantize_with_values,
 )
 
 __all__ = [
@@ -24,11 +25,12 @@ __all__ = [
     "dequantize",
     "effective_scale",
     "fake_quantize",
-    "fake_quantize_backward",
+    "fake_quantize_backward_",
     "fake_quantize_tokens",
     "fake_quantize_tokens_backward",
-    "masked",
+    "masked_",
     "prepare_kernels",
     "quantize",
     "quantize_tokens",
+    "quantize_with_values",
 ]

@@ -196,13 +196,10 @@ struct Integer {
     return rounded > qmax ? qmax : rounded;
   }
 
-  DEEPQAT_INLINE bool inside(float v) const {
-    const float rounded = rintf(v);
-    return rounded >= qmin && rounded <= qmax;
-  }
+  DEEPQAT_INLINE bool inside(float v) const { return rintf(v) == round(v); }  // a NaN equals nothing
 
   DEEPQAT_INLINE float scale_term(float v, float rounded) const {
-    const float term = inside(v) ? rounded - v : rounded;
+    const float term = rintf(v) == rounded ? rounded - v : rounded;
     return v != v ? 0.0f : term;
   }
 

@@ -74,18 +74,32 @@ Tensor effective_scale(const Tensor& s0, const OptionalTensor& theta, at::Scalar
   return out;
 }
 
-std::tuple<Tensor, Tensor> quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
-                                    at::ScalarType scale_dtype, bool with_mask) {
+std::tuple<Tensor, Tensor, Tensor> quantize_all(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta,
+                                                int64_t bits, at::ScalarType scale_dtype, bool with_mask,
+                                                bool with_values) {
   const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
   const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x);
   Tensor codes = at::empty(x.sizes(), x.options().dtype(code_dtype(grid)));
   Tensor mask = at::empty({with_mask ? (x.numel() + 7) / 8 : 0}, x.options().dtype(at::kByte));
+  Tensor values = with_values ? at::empty(x.sizes(), x.options()) : at::empty({0}, x.options());
   if (x.numel() > 0) {
     DEEPQAT_CALL(quantize, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), scales, grid,
-                 codes.mutable_data_ptr(), with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr);
+                 codes.mutable_data_ptr(), with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr,
+                 with_values ? values.mutable_data_ptr() : nullptr);
   }
+  return {codes, mask, values};
+}
+
+std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
+                                    at::ScalarType scale_dtype, bool with_mask) {
+  const auto [codes, mask, values] = quantize_all(x, s0, theta, bits, scale_dtype, with_mask, false);
   return {codes, mask};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_with_values(const Tensor& x, const Tensor& s0, const OptionalTensor& theta,
+                                                        int64_t bits, at::ScalarType scale_dtype, bool with_mask) {
+  return quantize_all(x, s0, theta, bits, scale_dtype, with_mask, true);
 }
 
 Tensor dequantize(const Tensor& codes_, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
@@ -115,36 +129,57 @@ Tensor fake_quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& t
   return out;
 }
 
-std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad_, const Tensor& x_, const Tensor& s0,
-                                                  const OptionalTensor& theta, int64_t bits, at::ScalarType scale_dtype,
-                                                  double factor, bool theta_gradient) {
-  TORCH_CHECK(grad_.sizes() == x_.sizes() && grad_.scalar_type() == x_.scalar_type(), "grad is ", grad_.sizes(), " ",
-              grad_.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
+// Writes grad_x, which may be grad itself, and returns theta's gradient.
+Tensor backward_into(Tensor& grad_x, const Tensor& grad, const Tensor& x_, const Tensor& s0, const OptionalTensor& theta,
+                     int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient) {
+  TORCH_CHECK(grad.sizes() == x_.sizes() && grad.scalar_type() == x_.scalar_type(), "grad is ", grad.sizes(), " ",
+              grad.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
   TORCH_CHECK(!theta_gradient || theta.has_value(), "there is no theta to have a gradient");
-  const Tensor grad = grad_.contiguous(), x = x_.contiguous();
+  const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
   const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x);
-  Tensor grad_x = at::empty(x.sizes(), x.options());
   Tensor grad_theta = theta_gradient ? at::empty(theta->sizes(), theta->options()) : at::empty({0}, x.options());
-  if (x.numel() == 0) return {grad_x, grad_theta.zero_()};
+  if (x.numel() == 0) return grad_theta.zero_();
   const int64_t sums = theta_gradient ? scales.count * deepqat::segments_of(scales.block) : 0;
   Tensor partial_sums = at::empty({sums}, s0.options());
   DEEPQAT_CALL(fake_quantize_backward, x, grad.const_data_ptr(), x.const_data_ptr(), dtype_of(x.scalar_type(), "x"),
                scales, grid, static_cast<float>(factor), grad_x.mutable_data_ptr(),
                partial_sums.mutable_data_ptr<float>(), theta_gradient ? grad_theta.mutable_data_ptr() : nullptr);
+  return grad_theta;
+}
+
+std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad, const Tensor& x, const Tensor& s0,
+                                                  const OptionalTensor& theta, int64_t bits, at::ScalarType scale_dtype,
+                                                  double factor, bool theta_gradient) {
+  Tensor grad_x = at::empty(grad.sizes(), grad.options());
+  const Tensor dense = grad.contiguous();
+  Tensor grad_theta = backward_into(grad_x, dense, x, s0, theta, bits, scale_dtype, factor, theta_gradient);
   return {grad_x, grad_theta};
 }
 
-Tensor masked(const Tensor& grad_, const Tensor& mask) {
-  const Tensor grad = grad_.contiguous();
+Tensor fake_quantize_backward_(Tensor& grad, const Tensor& x, const Tensor& s0, const OptionalTensor& theta,
+                               int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient) {
+  TORCH_CHECK(grad.is_contiguous(), "what is overwritten must be contiguous, grad has strides ", grad.strides());
+  return backward_into(grad, grad, x, s0, theta, bits, scale_dtype, factor, theta_gradient);
+}
+
+void masked_into(Tensor& out, const Tensor& grad, const Tensor& mask) {
   TORCH_CHECK(mask.scalar_type() == at::kByte && mask.is_contiguous() && mask.numel() == (grad.numel() + 7) / 8,
               "a mask of ", mask.numel(), " bytes (", mask.scalar_type(), ") does not belong to ", grad.numel(), " elements");
+  if (grad.numel() == 0) return;
+  DEEPQAT_CALL(masked, grad, grad.const_data_ptr(), mask.const_data_ptr<uint8_t>(),
+               dtype_of(grad.scalar_type(), "grad"), grad.numel(), out.mutable_data_ptr());
+}
+
+Tensor masked(const Tensor& grad, const Tensor& mask) {
   Tensor out = at::empty(grad.sizes(), grad.options());
-  if (grad.numel() > 0) {
-    DEEPQAT_CALL(masked, grad, grad.const_data_ptr(), mask.const_data_ptr<uint8_t>(),
-                 dtype_of(grad.scalar_type(), "grad"), grad.numel(), out.mutable_data_ptr());
-  }
+  masked_into(out, grad.contiguous(), mask);
   return out;
+}
+
+void masked_(Tensor& grad, const Tensor& mask) {
+  TORCH_CHECK(grad.is_contiguous(), "what is overwritten must be contiguous, grad has strides ", grad.strides());
+  masked_into(grad, grad, mask);
 }
 
 Tensor amax(const Tensor& x_, int64_t count) {
@@ -208,10 +243,13 @@ Tensor fake_quantize_tokens_backward(const Tensor& grad_, const Tensor& x_, bool
 void implement(torch::Library& library) {
   library.impl("effective_scale", TORCH_FN(effective_scale));
   library.impl("quantize", TORCH_FN(quantize));
+  library.impl("quantize_with_values", TORCH_FN(quantize_with_values));
   library.impl("dequantize", TORCH_FN(dequantize));
   library.impl("fake_quantize", TORCH_FN(fake_quantize));
   library.impl("fake_quantize_backward", TORCH_FN(fake_quantize_backward));
+  library.impl("fake_quantize_backward_", TORCH_FN(fake_quantize_backward_));
   library.impl("masked", TORCH_FN(masked));
+  library.impl("masked_", TORCH_FN(masked_));
   library.impl("amax", TORCH_FN(amax));
   library.impl("quantize_tokens", TORCH_FN(quantize_tokens));
   library.impl("fake_quantize_tokens", TORCH_FN(fake_quantize_tokens));

@@ -30,18 +30,22 @@ void with_grid(int grid, F f) {
   f(Integer{-half, half - 1.0f});
 }
 
-// Body(i) for i in [0, n), in blocks whose length the compiler knows.
+// body(i) for i from `begin` in blocks of kLength, as many as fit before n; returns where it stopped.
+template <int64_t kLength, typename Body>
+DEEPQAT_INLINE int64_t blocks_of(int64_t begin, int64_t n, Body body) {
+  for (; begin + kLength <= n; begin += kLength) {
+#pragma GCC ivdep
+    for (int64_t j = 0; j < kLength; ++j) body(begin + j);
+  }
+  return begin;
+}
+
+// body(i) for i in [0, n), mostly in loops whose length the compiler knows.
 template <typename Body>
 DEEPQAT_INLINE void unrolled(int64_t n, Body body) {
-  int64_t i = 0;
-  for (; i + kChunk <= n; i += kChunk) {
-#pragma GCC ivdep
-    for (int64_t j = 0; j < kChunk; ++j) body(i + j);
-  }
-  for (; i + 16 <= n; i += 16) {
-#pragma GCC ivdep
-    for (int64_t j = 0; j < 16; ++j) body(i + j);
-  }
+  int64_t i = blocks_of<kChunk>(0, n, body);
+  i = blocks_of<32>(i, n, body);
+  i = blocks_of<16>(i, n, body);
   for (; i < n; ++i) body(i);
 }
 
@@ -124,11 +128,17 @@ DEEPQAT_INLINE float sum_in_order(int64_t n, Term term) {
   return sum_by_halves(accumulators, used);
 }
 
-// Bit 0 of eight neighbouring bytes, as one byte: the multiplication collects them in the top byte.
-DEEPQAT_INLINE uint8_t pack(const uint8_t* flags) {
-  uint64_t eight;
-  memcpy(&eight, flags, sizeof eight);
-  return static_cast<uint8_t>((eight * 0x0102040810204080ull) >> 56);
+// Which of n <= kChunk values are inside the range, a bit each.
+template <typename G>
+DEEPQAT_INLINE void pack_inside(const G& grid, const float* v, int64_t n, uint8_t* mask) {
+  uint8_t flags[kChunk];
+  unrolled(n, [&](int64_t j) { flags[j] = grid.inside(v[j]) ? 1 : 0; });
+  for (int64_t j = n; j % 8 != 0; ++j) flags[j] = 0;
+  for (int64_t j = 0; j < n; j += 8) {
+    uint64_t eight;
+    memcpy(&eight, flags + j, sizeof eight);
+    mask[j / 8] = static_cast<uint8_t>((eight * 0x0102040810204080ull) >> 56);  // bit 0 of each byte, collected
+  }
 }
 
 // Largest magnitude, or NaN if there is one: as integers, the bits of magnitudes are in the order of their values, and
@@ -181,38 +191,41 @@ void effective_scale(const Scales& scales, float* out) {
   });
 }
 
-void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask) {
+void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask,
+              void* values_) {
   with_dtype(dtype, [&](auto zero) {
     with_grid(grid, [&](auto g) {
-      const auto* x = static_cast<const decltype(zero)*>(x_);
+      using T = decltype(zero);
+      const auto* x = static_cast<const T*>(x_);
       auto* codes = static_cast<typename decltype(g)::Code*>(codes_);
-      if (mask == nullptr || scales.block % 8 == 0 || scales.count == 1) {
-        for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
-          const auto* in = x + offset;
-          auto* out = codes + offset;
-          if (mask == nullptr)
-            return unrolled(length, [&](int64_t i) { out[i] = g.encode(g.round(load(in[i]) * s.inverse)); });
-          uint8_t flags[kSegment];
-          unrolled(length, [&](int64_t i) {
-            const float v = load(in[i]) * s.inverse;
-            out[i] = g.encode(g.round(v));
-            flags[i] = g.inside(v) ? 1 : 0;
+      auto* values = static_cast<T*>(values_);
+      // A byte of the mask may belong to two runs; then the mask is made in a pass of its own.
+      const bool bytes_of_runs = scales.block % 8 == 0 || scales.count == 1;
+      for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
+        for (int64_t i = 0; i < length; i += kChunk) {
+          const int64_t n = std::min(kChunk, length - i);
+          const auto* in = x + offset + i;
+          float v[kChunk], rounded[kChunk];
+          unrolled(n, [&](int64_t j) {
+            v[j] = load(in[j]) * s.inverse;
+            rounded[j] = g.round(v[j]);
           });
-          for (int64_t i = length; i % 8 != 0; ++i) flags[i] = 0;
-          for (int64_t i = 0; i < length; i += 8) mask[(offset + i) / 8] = pack(flags + i);
-        });
-        return;
-      }
-      // A byte of the mask may belong to two runs.
+          auto* out = codes + offset + i;
+          unrolled(n, [&](int64_t j) { out[j] = g.encode(rounded[j]); });
+          if (values != nullptr) {
+            auto* to = values + offset + i;
+            unrolled(n, [&](int64_t j) { store(rounded[j] * s.value, to + j); });
+          }
+          if (mask != nullptr && bytes_of_runs) pack_inside(g, v, n, mask + (offset + i) / 8);
+        }
+      });
+      if (mask == nullptr || bytes_of_runs) return;
       std::fill(mask, mask + (scales.numel() + 7) / 8, 0);
       float value, inverse, learned;
       for (int64_t run = 0; run < scales.count; ++run) {
         effective_scales(scales, run, run + 1, &value, &inverse, &learned);
-        for (int64_t i = run * scales.block; i < (run + 1) * scales.block; ++i) {
-          const float v = load(x[i]) * inverse;
-          codes[i] = g.encode(g.round(v));
-          mask[i / 8] |= static_cast<uint8_t>((g.inside(v) ? 1 : 0) << (i % 8));
-        }
+        for (int64_t i = run * scales.block; i < (run + 1) * scales.block; ++i)
+          mask[i / 8] |= static_cast<uint8_t>((g.inside(load(x[i]) * inverse) ? 1 : 0) << (i % 8));
       }
     });
   });
@@ -294,13 +307,16 @@ void masked(const void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, 
     auto* out = static_cast<T*>(out_);
     at::parallel_for(0, (numel + kSegment - 1) / kSegment, 4, [&](int64_t begin, int64_t end) {
       const int64_t last = std::min<int64_t>(end * kSegment, numel);
-      int64_t i = begin * kSegment;
-      for (; i + 8 <= last; i += 8) {
-        const uint32_t byte = mask[i / 8];
-#pragma GCC ivdep
-        for (int j = 0; j < 8; ++j) out[i + j] = kept(grad[i + j], (byte >> j) & 1u);
+      for (int64_t i = begin * kSegment; i < last; i += kChunk) {
+        const int64_t n = std::min(kChunk, last - i);
+        uint8_t flags[kChunk];
+        for (int64_t j = 0; j < n; j += 8) {
+          // Eight copies of the byte, each with another bit of it left: that of element j is in byte j.
+          const uint64_t eight = mask[(i + j) / 8] * 0x0101010101010101ull & 0x8040201008040201ull;
+          memcpy(flags + j, &eight, sizeof eight);
+        }
+        unrolled(n, [&](int64_t j) { out[i + j] = kept(grad[i + j], flags[j] != 0); });
       }
-      for (; i < last; ++i) out[i] = kept(grad[i], (mask[i / 8] >> (i % 8)) & 1);
     });
   });
 }

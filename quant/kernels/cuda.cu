@@ -114,12 +114,15 @@ void effective_scale(const Scales& scales, float* out, void* stream) {
   launch<effective_scales>("effective_scale", stream, divided_up(scales.count, kLanes), DeviceScales(scales), out);
 }
 
-void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask, void* stream) {
+void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask, void* values_,
+              void* stream) {
   with_dtype_and_grid(dtype, grid, [&](auto zero, auto g) {
     using Op = Quantize<decltype(zero), decltype(g)>;
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* codes = static_cast<typename decltype(g)::Code*>(codes_);
-    launch_elementwise("quantize", Op{x, codes, mask, g}, scales, scales.numel(), aligned(x, codes), stream);
+    auto* values = static_cast<decltype(zero)*>(values_);
+    const bool wide = aligned(x, codes, values);  // null is
+    launch_elementwise("quantize", Op{x, codes, mask, values, g}, scales, scales.numel(), wide, stream);
   });
 }
 

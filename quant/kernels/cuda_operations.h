@@ -19,6 +19,7 @@ struct Quantize {
   const T* x;
   typename G::Code* codes;
   uint8_t* mask;
+  T* values;
   G grid;
 
   template <bool kWide>
@@ -32,6 +33,12 @@ struct Quantize {
     values_of(in, v);
     unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
     store_vector<kWide>(encoded(grid, v), codes + i, n);
+    if (values != nullptr) {
+      float rounded[kVector];
+      round_to_grid(grid, v, rounded);
+      unrolled<kVector>([&](int j) { rounded[j] *= scale(j).value; });
+      store_vector<kWide>(stored<T>(rounded), values + i, n);
+    }
     if (mask == nullptr || n <= 0) return;
     uint32_t inside = 0;
     unrolled<kVector>([&](int j) { inside |= j < n && grid.inside(v[j]) ? 1u << j : 0u; });

@@ -57,6 +57,27 @@ def fake_quantize_backward(
     return grad_x.reshape(x.shape), (grad_scale.reshape(s0.shape) * learned * factor).to(theta.dtype)
 
 
+def fake_quantize_backward_(
+    grad: Tensor,
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    grid: int,
+    scale_dtype: torch.dtype,
+    factor: float,
+    theta_gradient: bool,
+) -> Tensor:
+    """The gradient of theta; that of ``x`` takes the place of ``grad``."""
+    grad_x, grad_theta = fake_quantize_backward(grad, x, s0, theta, grid, scale_dtype, factor, theta_gradient)
+    grad.copy_(grad_x)
+    return grad_theta
+
+
+def masked_(grad: Tensor, mask: Tensor) -> None:
+    """``grad``, made zero where the packed mask is."""
+    grad.masked_fill_(~reference.unpack_bits(mask, grad.shape), 0)
+
+
 def masked(grad: Tensor, mask: Tensor) -> Tensor:
     """``grad``, zero where the packed mask is."""
     return grad.masked_fill(~reference.unpack_bits(mask, grad.shape), 0)

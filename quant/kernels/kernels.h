@@ -43,7 +43,8 @@ constexpr int64_t segments_of(int64_t block) { return (block + kSegment - 1) / k
 
 #define DEEPQAT_DECLARE_KERNELS(STREAM)                                                                                \
   void effective_scale(const Scales& scales, float* out STREAM);                                                       \
-  void quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* codes, uint8_t* mask STREAM);        \
+  void quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* codes, uint8_t* mask,                \
+                void* values STREAM);                                                                                  \
   void dequantize(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out STREAM);                   \
   void fake_quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* out STREAM);                    \
   void fake_quantize_backward(const void* grad, const void* x, Dtype dtype, const Scales& scales, int grid,            \
@@ -70,7 +71,9 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 #undef DEEPQAT_DECLARE_KERNELS
 
 // Arguments, beyond the obvious:
+//   grad_x, out    may be grad: an element is read before it is written
 //   codes          uint8 (e4m3) or int8
+//   values         the result of fake_quantize; may be null
 //   mask           one bit per element, element i at bit i % 8 of byte i / 8: whether it is inside the range; may be
 //                  null in quantize
 //   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype

@@ -34,11 +34,16 @@ _SCALE = "Tensor s0, Tensor? theta"
 for _schema in (
     f"effective_scale({_SCALE}, ScalarType scale_dtype) -> Tensor",
     f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask) -> (Tensor, Tensor)",
+    f"quantize_with_values(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask) "
+    "-> (Tensor, Tensor, Tensor)",
     f"dequantize(Tensor codes, {_SCALE}, ScalarType scale_dtype, ScalarType dtype) -> Tensor",
     f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype) -> Tensor",
     f"fake_quantize_backward(Tensor grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
     "bool theta_gradient) -> (Tensor, Tensor)",
+    f"fake_quantize_backward_(Tensor(a!) grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
+    "bool theta_gradient) -> Tensor",
     "masked(Tensor grad, Tensor mask) -> Tensor",
+    "masked_(Tensor(a!) grad, Tensor mask) -> ()",
     "amax(Tensor x, int count) -> Tensor",
     "quantize_tokens(Tensor x, bool symmetric) -> (Tensor, Tensor, Tensor)",
     "fake_quantize_tokens(Tensor x, bool symmetric) -> Tensor",
@@ -49,10 +54,13 @@ for _schema in (
 _NAMES = (
     "effective_scale",
     "quantize",
+    "quantize_with_values",
     "dequantize",
     "fake_quantize",
     "fake_quantize_backward",
+    "fake_quantize_backward_",
     "masked",
+    "masked_",
     "amax",
     "quantize_tokens",
     "fake_quantize_tokens",
@@ -144,6 +152,14 @@ def quantize(
     return _OPS.quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), mask)
 
 
+def quantize_with_values(
+    x: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype, *, mask: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`quantize` and :func:`fake_quantize` in one pass: codes, mask, values."""
+    _ensure()
+    return _OPS.quantize_with_values(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), mask)
+
+
 def dequantize(
     codes: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
@@ -158,7 +174,7 @@ def fake_quantize(x: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec,
     return _OPS.fake_quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype))
 
 
-def fake_quantize_backward(
+def fake_quantize_backward_(
     grad: Tensor,
     x: Tensor,
     s0: Tensor,
@@ -168,22 +184,24 @@ def fake_quantize_backward(
     *,
     factor: float,
     theta_gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`fake_quantize` in one pass: of ``x``, and of theta times ``factor`` where it is wanted.
+) -> Tensor | None:
+    """Gradients of :func:`fake_quantize` in one pass: theta's, times ``factor``, where it is wanted; that of ``x`` takes
+    the place of ``grad``.
 
-    ``grad`` has the shape and dtype of ``x``. Sums are fp32, in an order that depends on the shape alone.
+    ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends on the shape alone.
     """
     _ensure()
-    grad_x, grad_theta = _OPS.fake_quantize_backward(
+    grad_theta = _OPS.fake_quantize_backward_(
         grad, x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), factor, theta_gradient
     )
-    return grad_x, grad_theta if theta_gradient else None
+    return grad_theta if theta_gradient else None
 
 
-def masked(grad: Tensor, mask: Tensor) -> Tensor:
-    """``grad`` where the mask of :func:`quantize` says inside, zero elsewhere."""
+def masked_(grad: Tensor, mask: Tensor) -> Tensor:
+    """``grad``, contiguous, made zero where the mask of :func:`quantize` says outside."""
     _ensure()
-    return _OPS.masked(grad, mask)
+    _OPS.masked_(grad, mask)
+    return grad
 
 
 def amax(x: Tensor, count: int = 1) -> Tensor:
@@ -230,6 +248,12 @@ def _(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch
     return codes, x.new_empty((x.numel() + 7) // 8 if mask else 0, dtype=torch.uint8)
 
 
+@torch.library.register_fake("deepqat::quantize_with_values")
+def _(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool) -> Any:
+    codes = _like(x, torch.float8_e4m3fn if grid == 0 else torch.int8)
+    return codes, x.new_empty((x.numel() + 7) // 8 if mask else 0, dtype=torch.uint8), _like(x)
+
+
 @torch.library.register_fake("deepqat::dequantize")
 def _(codes: Tensor, s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
     return _like(codes, dtype)
@@ -252,6 +276,25 @@ def _(
     theta_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     return _like(x), _like(theta) if theta is not None and theta_gradient else x.new_empty(0)
+
+
+@torch.library.register_fake("deepqat::fake_quantize_backward_")
+def _(
+    grad: Tensor,
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    grid: int,
+    scale_dtype: torch.dtype,
+    factor: float,
+    theta_gradient: bool,
+) -> Tensor:
+    return _like(theta) if theta is not None and theta_gradient else x.new_empty(0)
+
+
+@torch.library.register_fake("deepqat::masked_")
+def _(grad: Tensor, mask: Tensor) -> None:
+    return None
 
 
 @torch.library.register_fake("deepqat::masked")

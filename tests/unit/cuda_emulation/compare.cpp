@@ -177,13 +177,18 @@ void test_effective_scale() {
 void test_quantize() {
   ScaledCase c("quantize", chance(0.5));
   const bool masked = chance(0.6);
-  what += masked ? " with mask" : "";
+  const bool valued = chance(0.5);
+  what += std::string(masked ? " with mask" : "") + (valued ? " with values" : "");
   Result codes(c.numel, 1, any_offset()), mask((c.numel + 7) / 8, 1, below(3));
+  Result values(c.numel, size_of(c.dtype), any_offset());
   auto* cpu_mask = masked ? static_cast<uint8_t*>(mask.cpu.data()) : nullptr;
   auto* cuda_mask = masked ? static_cast<uint8_t*>(mask.cuda.data()) : nullptr;
-  cpu::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cpu.data(), cpu_mask);
-  cuda::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cuda.data(), cuda_mask, stream);
+  cpu::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cpu.data(), cpu_mask,
+                valued ? values.cpu.data() : nullptr);
+  cuda::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cuda.data(), cuda_mask,
+                 valued ? values.cuda.data() : nullptr, stream);
   codes.compare("codes");
+  if (valued) values.compare("values", c.dtype);
   if (!masked) return;
   mask.compare("mask");
 
