@@ -69,8 +69,9 @@ at::ScalarType code_dtype(int grid) { return grid == deepqat::kE4M3Grid ? at::kF
 #endif
 
 Tensor effective_scale(const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype) {
+  const Scales scales = scales_of(s0.numel(), s0, theta, scale_dtype, s0);
   Tensor out = at::empty(s0.sizes(), s0.options());
-  DEEPQAT_CALL(effective_scale, s0, scales_of(s0.numel(), s0, theta, scale_dtype, s0), out.mutable_data_ptr<float>());
+  DEEPQAT_CALL(effective_scale, s0, scales, out.mutable_data_ptr<float>());
   return out;
 }
 
