@@ -203,13 +203,21 @@ class QuantLinearFunction(torch.autograd.Function):
         )
 
 
-def _used_weight(weight: Tensor, s0: Tensor, theta: Tensor | None, codes: Tensor | None, plan: Plan) -> Tensor:
+def _used_weight(
+    weight: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    codes: Tensor | None,
+    plan: Plan,
+    *,
+    after: Tensor | None = None,
+) -> Tensor:
     """The weight as the GEMM in the model's dtype sees it."""
     if plan.weight is None:
         return weight
     if codes is not None:
-        return kernels.dequantize(codes, s0, theta, plan.weight, weight.dtype, weight.dtype)
-    return kernels.fake_quantize(weight, s0, theta, plan.weight, weight.dtype)
+        return kernels.dequantize(codes, s0, theta, plan.weight, weight.dtype, weight.dtype, after=after)
+    return kernels.fake_quantize(weight, s0, theta, plan.weight, weight.dtype, after=after)
 
 
 def _scaled_gemm(
@@ -246,7 +254,7 @@ def _scaled_gemm(
 def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
-    used_weight = _used_weight(saved.weight, saved.weight_s0, saved.weight_theta, saved.weight_codes, plan)
+    used_weight = _used_weight(saved.weight, saved.weight_s0, saved.weight_theta, saved.weight_codes, plan, after=grad)
     grad_used = (grad @ used_weight).reshape(ctx.input_shape)
     if plan.input is None:
         return grad_used, None
@@ -273,7 +281,9 @@ def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Te
     if plan.input is not None:
         scale = (saved.input_s0, saved.input_theta, plan.input, dtype)
         used_x = (
-            kernels.dequantize(saved.x, *scale, dtype) if ctx.keeps_codes else kernels.fake_quantize(saved.x, *scale)
+            kernels.dequantize(saved.x, *scale, dtype, after=grad)
+            if ctx.keeps_codes
+            else kernels.fake_quantize(saved.x, *scale, after=grad)
         )
     grad_used = grad.t() @ used_x.reshape(-1, used_x.shape[-1])
     if plan.weight is None:

@@ -89,8 +89,12 @@ class SharedInput:
             entry = self._entry = _Entry(x.detach(), x._version, kind, make())
         entry.taken += 1
         if entry.taken == self.consumers:
-            self._entry = None
+            self.drop()
         return entry.value
+
+    def drop(self) -> None:
+        """Hold nothing: all layers have taken it, or the scale changed after a forward that did not get to its end."""
+        self._entry = None
 
 
 def _same(entry: _Entry, x: Tensor) -> bool:

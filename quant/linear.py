@@ -131,20 +131,23 @@ class QuantLinear(nn.Module):
             shared=self.shared_input,
         )
 
-    @torch.no_grad()
     def _kept_weight_codes(self) -> Tensor | None:
         """The weight's codes, quantised at the first use after the weight changed; None where they are not kept."""
         if not self.keeps_weight_codes:
             return None
         if self._weight_codes is None:
-            self._weight_codes, _ = kernels.quantize(
-                self.weight, self.weight_s0, self.weight_theta, self.scheme.weights, self.weight.dtype
-            )
+            # Not in the caller's inference mode either: what is made there cannot be saved for a later backward.
+            with torch.inference_mode(False), torch.no_grad():
+                self._weight_codes, _ = kernels.quantize(
+                    self.weight, self.weight_s0, self.weight_theta, self.scheme.weights, self.weight.dtype
+                )
         return self._weight_codes
 
-    def forget_weight_codes(self) -> None:
-        """The weight or its scale changed."""
+    def forget_codes(self) -> None:
+        """The weight or a scale changed."""
         self._weight_codes = None
+        if self.shared_input is not None:
+            self.shared_input.drop()
 
     @torch.no_grad()
     def weight_scale(self) -> Tensor:
@@ -183,4 +186,4 @@ def weights_changed(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, QuantLinear):
-            module.forget_weight_codes()
+            module.forget_codes()

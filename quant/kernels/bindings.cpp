@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_with_values(const Tensor& x, const T
 }
 
 Tensor dequantize(const Tensor& codes_, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
-                  at::ScalarType dtype) {
+                  at::ScalarType dtype, const OptionalTensor& /*after*/) {
   const Tensor codes = codes_.contiguous();
   const bool e4m3 = codes.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(e4m3 || codes.scalar_type() == at::kChar, "codes are ", codes.scalar_type(), ", expected float8_e4m3fn or int8");
@@ -118,7 +118,7 @@ Tensor dequantize(const Tensor& codes_, const Tensor& s0, const OptionalTensor& 
 }
 
 Tensor fake_quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
-                     at::ScalarType scale_dtype) {
+                     at::ScalarType scale_dtype, const OptionalTensor& /*after*/) {
   const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
   const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x);

@@ -28,7 +28,14 @@ def dequantize(codes: Tensor, s0: Tensor, theta: Tensor | None, scale_dtype: tor
     return reference.dequantize(_rows(codes, s0), _scales(s0, theta, scale_dtype), spec, dtype).reshape(codes.shape)
 
 
-def fake_quantize(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype) -> Tensor:
+def fake_quantize(
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    grid: int,
+    scale_dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
     """``x`` through the grid and back."""
     return reference.fake_quant(_rows(x, s0), _scales(s0, theta, scale_dtype), _spec(grid)).reshape(x.shape)
 
@@ -51,6 +58,8 @@ def fake_quantize_backward(
         _spec(grid),
         scale_gradient=theta_gradient,
     )
+    if theta is not None and x.numel() == 0:
+        return grad_x.reshape(x.shape), torch.zeros_like(theta) if theta_gradient else x.new_empty(0)
     if theta is None or grad_scale is None:
         return grad_x.reshape(x.shape), x.new_empty(0)
     learned = effective_scale(s0, theta, torch.float32)
@@ -80,7 +89,7 @@ def masked_(grad: Tensor, mask: Tensor) -> None:
 
 def masked(grad: Tensor, mask: Tensor) -> Tensor:
     """``grad``, zero where the packed mask is."""
-    return grad.masked_fill(~reference.unpack_bits(mask, grad.shape), 0)
+    return grad.contiguous().masked_fill(~reference.unpack_bits(mask, grad.shape), 0)
 
 
 def amax(x: Tensor, count: int) -> Tensor:
@@ -96,17 +105,19 @@ def quantize_tokens(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]
         shape = (*x.shape[:-1], 1)
         scale = torch.ones(shape, device=x.device)
         return torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, scale.new_zeros(shape, dtype=torch.int8)
-    return reference.quantize_tokens(x, symmetric=symmetric)
+    return reference.quantize_tokens(x.contiguous(), symmetric=symmetric)
 
 
 def fake_quantize_tokens(x: Tensor, symmetric: bool) -> Tensor:
     """Each token through its own int8 grid and back."""
-    return reference.fake_quantize_tokens(x, symmetric=symmetric) if x.numel() else torch.empty_like(x)
+    return reference.fake_quantize_tokens(x.contiguous(), symmetric=symmetric) if x.numel() else x.new_empty(x.shape)
 
 
 def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, symmetric: bool) -> Tensor:
     """Gradient of ``x``."""
-    return reference.fake_quantize_tokens_backward(grad, x, symmetric=symmetric) if x.numel() else torch.empty_like(x)
+    if x.numel() == 0:
+        return x.new_empty(x.shape)
+    return reference.fake_quantize_tokens_backward(grad.contiguous(), x.contiguous(), symmetric=symmetric)
 
 
 def _spec(grid: int) -> TensorSpec:
@@ -114,8 +125,8 @@ def _spec(grid: int) -> TensorSpec:
 
 
 def _rows(x: Tensor, s0: Tensor) -> Tensor:
-    """``x`` with the elements that share a scale as a row."""
-    return x.reshape(s0.numel(), x.numel() // s0.numel())
+    """``x`` with the elements that share a scale as a row, contiguous, as the results of operators are to be."""
+    return x.contiguous().reshape(s0.numel(), x.numel() // s0.numel())
 
 
 def _scales(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype) -> Tensor:

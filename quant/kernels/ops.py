@@ -9,6 +9,10 @@ Who computes: on the CPU the compiled kernels, or where there is no C++ compiler
 kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference in
 eager mode. What is slower than it should be is said once.
 
+What backward quantises again is given a gradient as ``after``, which no value depends on. Without it ``torch.compile``
+would see the same call as in the forward, make it once there, and keep the result for backward: a fake-quantised copy
+of every weight.
+
 Values that are not finite: a NaN stays a NaN (the integer code of a NaN is 0) and has no gradient; an infinity clips.
 Of :func:`fake_quantize_tokens` a token that holds either becomes NaN as a whole.
 """
@@ -36,8 +40,8 @@ for _schema in (
     f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask) -> (Tensor, Tensor)",
     f"quantize_with_values(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask) "
     "-> (Tensor, Tensor, Tensor)",
-    f"dequantize(Tensor codes, {_SCALE}, ScalarType scale_dtype, ScalarType dtype) -> Tensor",
-    f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype) -> Tensor",
+    f"dequantize(Tensor codes, {_SCALE}, ScalarType scale_dtype, ScalarType dtype, Tensor? after=None) -> Tensor",
+    f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None) -> Tensor",
     f"fake_quantize_backward(Tensor grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
     "bool theta_gradient) -> (Tensor, Tensor)",
     f"fake_quantize_backward_(Tensor(a!) grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
@@ -161,17 +165,34 @@ def quantize_with_values(
 
 
 def dequantize(
-    codes: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype, dtype: torch.dtype
+    codes: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    spec: TensorSpec,
+    model_dtype: torch.dtype,
+    dtype: torch.dtype,
+    *,
+    after: Tensor | None = None,
 ) -> Tensor:
-    """``codes * scale`` in ``dtype``, in the shape of ``codes``; other arguments as for :func:`quantize`."""
+    """``codes * scale`` in ``dtype``, in the shape of ``codes``; other arguments as for :func:`quantize`, ``after`` as
+    above."""
     _ensure()
-    return _OPS.dequantize(codes, s0, theta, stored_dtype(spec, model_dtype), dtype)
+    return _OPS.dequantize(codes, s0, theta, stored_dtype(spec, model_dtype), dtype, after)
 
 
-def fake_quantize(x: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype) -> Tensor:
-    """``x`` through the grid and back, in its shape and dtype. Differentiable in ``x`` and theta (no LSQ factor)."""
+def fake_quantize(
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    spec: TensorSpec,
+    model_dtype: torch.dtype,
+    *,
+    after: Tensor | None = None,
+) -> Tensor:
+    """``x`` through the grid and back, in its shape and dtype. Differentiable in ``x`` and theta (no LSQ factor);
+    ``after`` as above."""
     _ensure()
-    return _OPS.fake_quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype))
+    return _OPS.fake_quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), after)
 
 
 def fake_quantize_backward_(
@@ -185,8 +206,8 @@ def fake_quantize_backward_(
     factor: float,
     theta_gradient: bool,
 ) -> Tensor | None:
-    """Gradients of :func:`fake_quantize` in one pass: theta's, times ``factor``, where it is wanted; that of ``x`` takes
-    the place of ``grad``.
+    """Gradients of :func:`fake_quantize` in one pass: theta's, times ``factor``, where wanted; that of ``x`` takes the
+    place of ``grad``.
 
     ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends on the shape alone.
     """
@@ -255,12 +276,26 @@ def _(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch
 
 
 @torch.library.register_fake("deepqat::dequantize")
-def _(codes: Tensor, s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def _(
+    codes: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
     return _like(codes, dtype)
 
 
 @torch.library.register_fake("deepqat::fake_quantize")
-def _(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype) -> Tensor:
+def _(
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    grid: int,
+    scale_dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
     return _like(x)
 
 
@@ -324,7 +359,7 @@ def _(grad: Tensor, x: Tensor, symmetric: bool) -> Tensor:
 
 
 def _save_fake_quantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, s0, theta, grid, scale_dtype = inputs
+    x, s0, theta, grid, scale_dtype, _ = inputs
     ctx.save_for_backward(x, s0, theta)
     ctx.grid, ctx.scale_dtype = grid, scale_dtype
 
@@ -334,7 +369,7 @@ def _fake_quantize_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     grad_x, grad_theta = _OPS.fake_quantize_backward(
         grad, x, s0, theta, ctx.grid, ctx.scale_dtype, 1.0, ctx.needs_input_grad[2]
     )
-    return grad_x, None, grad_theta if ctx.needs_input_grad[2] else None, None, None
+    return grad_x, None, grad_theta if ctx.needs_input_grad[2] else None, None, None, None
 
 
 def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
