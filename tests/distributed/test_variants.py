@@ -19,11 +19,10 @@ from quant import SCHEMES, needs_search, scales_from_stats
 from quant.reference import fake_quant
 from tests.distributed.launcher import ROOT, run_ranks
 from tests.distributed.plain import (
-    assert_same,
+    assert_equals_plain_loop,
     inputs_of,
     load_result,
     plain_loaders,
-    plain_loop,
     plain_model,
     plain_weights,
 )
@@ -33,6 +32,8 @@ from tests.tiny import TEXT, tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "variants_script.py"
 FIXED = {"weight": False, "weight_scale": False}
+# Scales that clip part of every input, or an fp8 input scale may have nothing to learn.
+CLIPPING = {"calibration_batches": 0, "initial_input_scale": 2e-4}
 PLAIN = {"kd_weight": 0.0, "teacher": None}
 ROUTER = {
     "stage": 3,
@@ -57,7 +58,7 @@ def scales_only() -> dict:
     small = {"steps": 3, "gradient_accumulation_steps": 2}
     return {
         "stage": 3,
-        "quant": {**shipped["quant"], "calibration_batches": 2},
+        "quant": {**shipped["quant"], **CLIPPING},
         "learnable": shipped["learnable"],
         "optim": {**shipped["optim"], "warmup_steps": 0},
         "loss": {key: value for key, value in shipped["loss"].items() if key != "teacher"},
@@ -69,7 +70,11 @@ def scales_only() -> dict:
 RUNS = {
     "scalesonly": ("qwen3", "bfloat16", scales_only()),
     "onlynorm": ("qwen3", "float32", {"stage": 2, "learnable": {**FIXED, "norm": True}, "train": {"steps": 2}}),
-    "onlyact": ("qwen3", "float32", {"stage": 1, "learnable": {**FIXED, "act_scale": True}, "train": {"steps": 2}}),
+    "onlyact": (
+        "qwen3",
+        "float32",
+        {"stage": 1, "learnable": {**FIXED, "act_scale": True}, "train": {"steps": 2}, "quant": CLIPPING},
+    ),
     "router": ("qwen3_moe", "float32", ROUTER),
     "router_recomputed": (
         "qwen3_moe",
@@ -237,15 +242,13 @@ def test_text_has_a_target_at_every_token(paths):
     settings = load_recipe(paths["text"])
     batches = [batch for loader in plain_loaders(settings) for batch in loader.step(0)]
     assert valid_tokens(batches) == sum(batch["input_ids"].numel() for batch in batches)
-    expected = plain_loop(paths["text"])["losses"]
-    assert load_result(paths["text"])["losses"][0] == pytest.approx(expected[0], rel=2e-5)
+    assert_equals_plain_loop(paths["text"])
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_fake_quant_that_starts_later_equals_a_plain_loop(paths, stage):
     """Theta's first step is its first, with Adam's state fresh, though the optimizer has taken two before."""
-    found = load_result(paths[f"switch_{stage}"])
-    assert_same(found, plain_loop(paths["switch_0"]), rtol=1e-4, weight_atol=2e-3)
+    assert_equals_plain_loop(paths[f"switch_{stage}"])
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("switch")])
@@ -255,8 +258,9 @@ def test_scales_are_measured_from_the_weights_at_the_start(paths, name):
     assert seen["enabled"]
     thetas = [key for key in found["weights"] if key.endswith("_theta")]
     assert thetas and not any(seen["after"][key].any() for key in thetas)
-    # Trained from then on; single groups of 32 may see no gradient.
-    assert all(found["weights"][key].any() for key in thetas)
+    # Trained from then on; an fp8 tensor without a clipped or a tiny value has nothing to teach its scale.
+    trained = [bool(found["weights"][key].any()) for key in thetas]
+    assert any(trained) and (spec.dtype == "fp8_e4m3" or all(trained))
     moved = 0
     for owner, members in seen["groups"].items():
         whole = [seen["after"][f"{member}.weight"].float() for member in members]
@@ -289,10 +293,9 @@ def test_theta_rests_while_fake_quant_is_off(paths, stage):
     assert any(not torch.equal(seen["on"][name], seen["off"][name]) for name in seen["off"])
 
 
-def test_fake_quant_switched_off_and_on_is_the_same_on_every_stage(paths):
-    first = load_result(paths["off_1"])
-    for stage in (0, 2, 3):
-        assert_same(load_result(paths[f"off_{stage}"]), first, rtol=1e-4, weight_atol=2e-3)
+@pytest.mark.parametrize("stage", range(4))
+def test_fake_quant_switched_off_and_on_equals_a_plain_loop(paths, stage):
+    assert_equals_plain_loop(paths[f"off_{stage}"], off=range(2, 4))
 
 
 def test_without_fake_quant_the_export_is_the_trained_model(paths):
@@ -306,20 +309,10 @@ def test_without_fake_quant_the_export_is_the_trained_model(paths):
     assert not any(found["weights"][name].any() for name in found["weights"] if name.endswith("_theta"))
 
 
-def test_a_rank_without_targets_takes_part_with_zero(paths):
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_rank_without_targets_takes_part_with_zero(paths, stage):
     """The mean is over rank 0's tokens; the ranks stay together on every stage, with experts too."""
-    settings = load_recipe(paths["empty_1"])
-    model, _ = plain_model(settings)
-    batches = plain_loaders(settings)[0].step(0)
-    with torch.no_grad():
-        sums = [
-            F.cross_entropy(model(**inputs_of(b)).logits.flatten(0, 1), b["labels"].flatten(), reduction="sum")
-            for b in batches
-        ]
-    first = load_result(paths["empty_1"])
-    assert first["losses"][0]["loss/lm"] == pytest.approx(float(sum(sums)) / valid_tokens(batches), rel=2e-5)
-    for stage in (2, 3):
-        assert_same(load_result(paths[f"empty_{stage}"]), first, rtol=2e-5, weight_atol=2e-3)
+    assert_equals_plain_loop(paths[f"empty_{stage}"], without_targets=(1,))
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("poison")])

@@ -1,7 +1,8 @@
 """Launched on every rank: run the loop on each recipe named, and keep what came of it for the test to compare.
 
-For each recipe, rank 0 writes ``<output_dir>/result.pt``: losses and grad norms of every step, the trained Parameters,
-whole, by name, the scales that the last forward used, and which Parameters the optimizer held.
+For each recipe, rank 0 writes ``<output_dir>/result.pt``: losses and grad norms of every step, the whole Parameters by
+name after the last step (in fp32 after every step too), the scales that the last forward used, and which Parameters the
+optimizer held.
 """
 
 import gc
@@ -11,22 +12,41 @@ from typing import Any
 
 import deepspeed
 import torch
+from torch import nn
 
 from engine.loop import Loop, LoopState
 from engine.recipe import load_recipe
-from model.ranks import is_main
-from model.zero import gathered
+from model.ranks import is_main, reduce_over_ranks
+from model.zero import full_numel, full_shape, gathered, is_partitioned, local_data, local_range
+
+
+def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all Parameters, whole: a collective, put together from the partitions.
+
+    Gathering them would do, but it drops what stage 3 keeps gathered between steps, which the runs are to show.
+    """
+    whole = {}
+    for name, parameter in model.named_parameters():
+        if is_partitioned(parameter):
+            flat = torch.zeros(full_numel(parameter), dtype=parameter.dtype, device=local_data(parameter).device)
+            flat[slice(*local_range(parameter))] = local_data(parameter)
+            whole[name] = reduce_over_ranks(flat).view(full_shape(parameter)).cpu()
+        else:
+            whole[name] = parameter.detach().cpu().clone()
+    return whole
 
 
 def run(loop: Loop) -> dict[str, Any]:
     """Run the loop and return what came of it, the same on every rank; its engine is destroyed then."""
-    losses, norms, skipped = [], [], []
+    losses, norms, skipped, after = [], [], [], []
 
     @loop.every(1)
     def keep(state: LoopState) -> None:
         losses.append(state.last.losses)
         norms.append(state.last.grad_norm)
         skipped.append(state.session.engine.skipped_steps)
+        if loop.recipe.model.dtype == "float32":
+            after.append(whole_parameters(state.model))
 
     state = loop.run()
     model, engine = state.session.model, state.session.engine
@@ -41,6 +61,7 @@ def run(loop: Loop) -> dict[str, Any]:
         "losses": losses,
         "norms": norms,
         "skipped": skipped,
+        "after": after,
         "weights": weights,
         "scales": scales,
         "inv_freq": {name: b.dtype for name, b in model.named_buffers() if name.endswith("inv_freq")},

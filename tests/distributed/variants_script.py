@@ -13,23 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from data.loader import Loader, MicroBatch
 from engine.loop import Loop, LoopState
 from engine.losses import KD_KINDS
 from model.ranks import is_main, rank
-from model.zero import gathered
-from tests.distributed.train_script import run
+from tests.distributed.train_script import run, whole_parameters
 
 POISONED = 1  # the step of which rank 1's gradients are NaN
-
-
-def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters, whole."""
-    parameters = dict(model.named_parameters())
-    with gathered(parameters.values()):
-        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def losses(loop: Loop, seen: dict[str, Any]) -> None:
