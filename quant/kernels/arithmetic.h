@@ -149,14 +149,18 @@ constexpr float kE4M3SmallestNormal = 0.015625f;  // 2^-6; below it, and up to t
 struct E4M3 {
   using Code = uint8_t;
 
+  // The power of two whose spacing is e4m3's at `a` <= 448: adding it rounds `a` to the grid.
+  DEEPQAT_INLINE float rounder(float a) const {
+    const float normal = float_of((bits_of(a) & 0x7f800000u) + (20u << 23));
+    return normal < 16384.0f ? 16384.0f : normal;  // 2^14 has a spacing of 2^-9, that of the subnormal numbers
+  }
+
   DEEPQAT_INLINE float round(float v) const {
-    const float a = magnitude(v);
-    const uint32_t b = bits_of(a);
-    const float normal = float_of((b + 0x7ffffu + ((b >> 20) & 1u)) & 0xfff00000u);  // 3 bits of mantissa
-    const float subnormal = (a + 16384.0f) - 16384.0f;  // 2^14 has a spacing of 2^-9
-    float rounded = a < kE4M3SmallestNormal ? subnormal : normal;
-    rounded = rounded > kE4M3Max ? kE4M3Max : rounded;
-    return b > 0x7f800000u ? v : with_sign_of(rounded, v);
+    float a = magnitude(v);
+    a = a > kE4M3Max ? kE4M3Max : a;
+    const float c = rounder(a);
+    const float rounded = with_sign_of((a + c) - c, v);
+    return v != v ? v : rounded;
   }
 
   DEEPQAT_INLINE bool inside(float v) const { return magnitude(v) <= kE4M3RoundsToMax; }
@@ -168,12 +172,15 @@ struct E4M3 {
     return a > kE4M3RoundsToMax ? rounded : below;  // a NaN is neither
   }
 
-  DEEPQAT_INLINE Code encode(float rounded) const {
-    const uint32_t b = bits_of(rounded), a = b & 0x7fffffffu;
-    const uint32_t subnormal = bits_of(float_of(a) + 16384.0f) & 0x7u;  // counted in 2^-9
-    uint32_t code = a < 0x3c800000u ? subnormal : (a >> 20) - (120u << 3);  // exponent bias 127 becomes 7
-    code |= (b >> 24) & 0x80u;
-    return static_cast<Code>(a > 0x7f800000u ? 0x7fu : code);
+  // The code of round(v): the sum counts in steps of the grid from the rounder on, which itself stands at 8 codes per
+  // power of two.
+  DEEPQAT_INLINE Code quantized(float v) const {
+    float a = magnitude(v);
+    a = a > kE4M3Max ? kE4M3Max : a;
+    const uint32_t c = bits_of(rounder(a));
+    uint32_t code = bits_of(a + float_of(c)) - c + (c >> 20) - (141u << 3);
+    code = v != v ? 0x7fu : code | ((bits_of(v) >> 24) & 0x80u);
+    return static_cast<Code>(code);
   }
 
   DEEPQAT_INLINE float decode(Code code) const {
@@ -203,7 +210,8 @@ struct Integer {
     return v != v ? 0.0f : term;
   }
 
-  DEEPQAT_INLINE Code encode(float rounded) const {
+  DEEPQAT_INLINE Code quantized(float v) const {
+    const float rounded = round(v);
     return static_cast<Code>(static_cast<int32_t>(rounded != rounded ? 0.0f : rounded));
   }
 
@@ -233,7 +241,7 @@ struct TokenGrid {
 
   DEEPQAT_INLINE bool inside(float x) const {
     const float q = shifted(x);
-    return q >= -128.0f && q <= 127.0f;
+    return (q >= -128.0f) & (q <= 127.0f);  // without a branch
   }
 
   DEEPQAT_INLINE float quantized(float x) const {

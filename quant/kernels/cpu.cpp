@@ -44,8 +44,7 @@ DEEPQAT_INLINE int64_t blocks_of(int64_t begin, int64_t n, Body body) {
 template <typename Body>
 DEEPQAT_INLINE void unrolled(int64_t n, Body body) {
   int64_t i = blocks_of<kChunk>(0, n, body);
-  i = blocks_of<32>(i, n, body);
-  i = blocks_of<16>(i, n, body);
+  i = blocks_of<32>(i, n, body);  // shorter ones GCC takes apart before it looks for vectors
   for (; i < n; ++i) body(i);
 }
 
@@ -194,27 +193,25 @@ void effective_scale(const Scales& scales, float* out) {
 void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask,
               void* values_) {
   with_dtype(dtype, [&](auto zero) {
-    with_grid(grid, [&](auto g) {
+    with_grid(grid, [&](auto the_grid) {
       using T = decltype(zero);
       const auto* x = static_cast<const T*>(x_);
-      auto* codes = static_cast<typename decltype(g)::Code*>(codes_);
+      auto* codes = static_cast<typename decltype(the_grid)::Code*>(codes_);
       auto* values = static_cast<T*>(values_);
       // A byte of the mask may belong to two runs; then the mask is made in a pass of its own.
       const bool bytes_of_runs = scales.block % 8 == 0 || scales.count == 1;
       for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
+        const auto g = the_grid;  // a copy: what is written could alias a reference
         for (int64_t i = 0; i < length; i += kChunk) {
           const int64_t n = std::min(kChunk, length - i);
           const auto* in = x + offset + i;
-          float v[kChunk], rounded[kChunk];
-          unrolled(n, [&](int64_t j) {
-            v[j] = load(in[j]) * s.inverse;
-            rounded[j] = g.round(v[j]);
-          });
+          float v[kChunk];
+          unrolled(n, [&](int64_t j) { v[j] = load(in[j]) * s.inverse; });
           auto* out = codes + offset + i;
-          unrolled(n, [&](int64_t j) { out[j] = g.encode(rounded[j]); });
+          unrolled(n, [&](int64_t j) { out[j] = g.quantized(v[j]); });
           if (values != nullptr) {
             auto* to = values + offset + i;
-            unrolled(n, [&](int64_t j) { store(rounded[j] * s.value, to + j); });
+            unrolled(n, [&](int64_t j) { store(g.round(v[j]) * s.value, to + j); });
           }
           if (mask != nullptr && bytes_of_runs) pack_inside(g, v, n, mask + (offset + i) / 8);
         }
@@ -225,7 +222,7 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
       for (int64_t run = 0; run < scales.count; ++run) {
         effective_scales(scales, run, run + 1, &value, &inverse, &learned);
         for (int64_t i = run * scales.block; i < (run + 1) * scales.block; ++i)
-          mask[i / 8] |= static_cast<uint8_t>((g.inside(load(x[i]) * inverse) ? 1 : 0) << (i % 8));
+          mask[i / 8] |= static_cast<uint8_t>((the_grid.inside(load(x[i]) * inverse) ? 1 : 0) << (i % 8));
       }
     });
   });
@@ -233,10 +230,11 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
 
 void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_) {
   with_dtype(dtype, [&](auto zero) {
-    with_grid(grid, [&](auto g) {
-      const auto* codes = static_cast<const typename decltype(g)::Code*>(codes_);
+    with_grid(grid, [&](auto the_grid) {
+      const auto* codes = static_cast<const typename decltype(the_grid)::Code*>(codes_);
       auto* out = static_cast<decltype(zero)*>(out_);
       for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
+        const auto g = the_grid;  // a copy: what is written could alias a reference
         const auto* from = codes + offset;
         auto* to = out + offset;
         unrolled(length, [&](int64_t i) { store(g.decode(from[i]) * s.value, to + i); });
@@ -247,10 +245,11 @@ void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype,
 
 void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* out_) {
   with_dtype(dtype, [&](auto zero) {
-    with_grid(grid, [&](auto g) {
+    with_grid(grid, [&](auto the_grid) {
       const auto* x = static_cast<const decltype(zero)*>(x_);
       auto* out = static_cast<decltype(zero)*>(out_);
       for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
+        const auto g = the_grid;  // a copy: what is written could alias a reference
         const auto* from = x + offset;
         auto* to = out + offset;
         unrolled(length, [&](int64_t i) { store(g.round(load(from[i]) * s.inverse) * s.value, to + i); });
@@ -263,12 +262,13 @@ void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, cons
                             float factor, void* grad_x_, float* partial_sums, void* grad_theta) {
   const int64_t segments = segments_of(scales.block);
   with_dtype(dtype, [&](auto zero) {
-    with_grid(grid, [&](auto g) {
+    with_grid(grid, [&](auto the_grid) {
       using T = decltype(zero);
       const auto* grad = static_cast<const T*>(grad_);
       const auto* x = static_cast<const T*>(x_);
       auto* grad_x = static_cast<T*>(grad_x_);
       for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t run, int64_t segment) {
+        const auto g = the_grid;  // a copy: what is written could alias a reference
         const auto *from = x + offset, *dy = grad + offset;
         auto* dx = grad_x + offset;
         if (grad_theta == nullptr)
@@ -343,7 +343,8 @@ void quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t featur
     for_each_token(tokens, features, [&](int64_t token) {
       const auto* from = x + token * features;
       const TokenGrid g = token_grid(from, features, symmetric);
-      unrolled(features, [&](int64_t i) { codes[token * features + i] = g.encode(load(from[i])); });
+      auto* to = codes + token * features;
+      unrolled(features, [&](int64_t i) { to[i] = g.encode(load(from[i])); });
       scale[token] = g.scale;
       zero_point[token] = static_cast<int8_t>(g.zero_point);
     });

@@ -144,7 +144,7 @@ DEEPQAT_DEVICE Vector<T> stored(const float (&x)[kVector]) {
 
 // Two codes. The conversion rounds to nearest, ties to even, subnormals included; it saturates, infinities included, at
 // +-448, to where everything from 448 to 464 rounds anyway; it keeps the sign of zero and makes 0x7f of every NaN. That
-// is E4M3::encode(E4M3::round(v)).
+// is E4M3::quantized(v).
 DEEPQAT_DEVICE __nv_fp8x2_storage_t e4m3_pair(float first, float second) {
   return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
 }
@@ -184,7 +184,7 @@ DEEPQAT_DEVICE Vector<typename G::Code> encoded(const G& grid, const float (&v)[
     return codes;
   }
 #endif
-  unrolled<kVector>([&](int i) { codes.at[i] = grid.encode(grid.round(v[i])); });
+  unrolled<kVector>([&](int i) { codes.at[i] = grid.quantized(v[i]); });
   return codes;
 }
 

@@ -22,7 +22,21 @@ def quantize(
     return codes, reference.pack_bits(inside)
 
 
-def dequantize(codes: Tensor, s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def quantize_with_values(
+    x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, mask, and ``x`` through the grid and back."""
+    return *quantize(x, s0, theta, grid, scale_dtype, mask), fake_quantize(x, s0, theta, grid, scale_dtype)
+
+
+def dequantize(
+    codes: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
     """``codes * scale`` in ``dtype``."""
     spec = _spec(0 if codes.dtype == torch.float8_e4m3fn else 8)
     return reference.dequantize(_rows(codes, s0), _scales(s0, theta, scale_dtype), spec, dtype).reshape(codes.shape)

@@ -31,10 +31,10 @@ int main(int, char** arguments) {
     BFloat16 ours;
     store(x, &ours);
 
-    if (code != grid.encode(rounded) || !same(value_of(code), rounded) || !same(value_of(code), grid.decode(code)) ||
+    if (code != grid.quantized(x) || !same(value_of(code), rounded) || !same(value_of(code), grid.decode(code)) ||
         static_cast<uint16_t>(stored) != ours.bits) {
       std::fprintf(stderr, "0x%08x: code %d and bf16 0x%04x, by arithmetic.h %d and 0x%04x\n", bits_of(x), code,
-                   static_cast<unsigned>(static_cast<uint16_t>(stored)), grid.encode(rounded), ours.bits);
+                   static_cast<unsigned>(static_cast<uint16_t>(stored)), grid.quantized(x), ours.bits);
       return 1;
     }
   }
