@@ -9,7 +9,6 @@ the folder, wait for it. A build that is killed leaves nothing that looks comple
 import fcntl
 import hashlib
 import os
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -61,9 +60,9 @@ class Build:
 
 def build() -> Build:
     """Compile what this machine can compile, unless it has been compiled before."""
-    compiler = cpp_extension.get_cxx_compiler()  # CXX may hold a wrapper and options too
-    if shutil.which(shlex.split(compiler)[0]) is None:
-        return Build(None, False, f"there is no C++ compiler ({compiler!r} is not in PATH; CXX names another)")
+    compiler = cpp_extension.get_cxx_compiler()
+    if shutil.which(compiler) is None:
+        return Build(None, False, f"there is no C++ compiler ({compiler!r} is not in PATH; CXX names one, no options)")
     cuda, why = _can_build_cuda()
     if cuda:
         try:

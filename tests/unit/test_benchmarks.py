@@ -1,0 +1,52 @@
+"""The benchmarks run from end to end and write their tables; what they measure at these sizes means nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *arguments: str, results: Path) -> list[dict[str, str]]:
+    """Run a benchmark with tiny sizes; the rows of all its tables, by column."""
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), "--quick", "--results", str(results)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    text = (results / f"{script}.md").read_text()
+    assert text in done.stdout
+    rows, columns = [], None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else None
+        if cells is None:
+            columns = None
+        elif columns is None:
+            columns = cells
+        elif set(cells) != {"---"}:
+            rows.append(dict(zip(columns, cells, strict=True)))
+    return rows
+
+
+def test_kernels(tmp_path: Path) -> None:
+    """Compiling the reference is left out: it takes minutes."""
+    rows = run("kernels", "--no-compile", results=tmp_path)
+    assert len({row["tensor"] for row in rows}) == 5
+    assert {"forward", "dequantise", "backward", "backward, scale gradient"} <= {row["operation"] for row in rows}
+    for row in rows:
+        assert float(row["fused, ms"]) > 0
+        assert float(row["GB/s"]) > 0
+        assert float(row["eager, ms"]) > 0
+
+
+@pytest.mark.parametrize("part", ("--layer-only", "--model-only"))
+def test_step(part: str, tmp_path: Path) -> None:
+    """With the fp8 GEMM, and with and without activation checkpointing."""
+    rows = run("step", part, "--fp8-gemm", results=tmp_path)
+    names = [row["way"] for row in rows]
+    assert names.count("bf16") == 2
+    assert any(name.endswith("fp8_gemm") for name in names)
+    assert any(name.startswith("w4a16_g32") for name in names)
+    for row in rows:
+        assert float(row["ms"]) > 0
+        assert float(row["peak, MiB"]) > 0
