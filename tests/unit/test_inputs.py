@@ -185,6 +185,10 @@ def test_another_tensor_is_quantised_anew(seed):
             assert count.quantised(tuple(second.shape)) == 1
             assert torch.equal(output, expected("k_proj", second))
             model.q_proj.shared_input._entry = None
+        square = torch.randn(WIDTH, WIDTH).bfloat16()
+        model.q_proj(square)
+        assert torch.equal(model.k_proj(square.t()), expected("k_proj", square.t().clone()))
+        model.q_proj.shared_input._entry = None
         model.q_proj(x)
         before = expected("k_proj", x)
         x.mul_(-2)

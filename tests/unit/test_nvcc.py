@@ -29,7 +29,7 @@ def run(*command: str | Path) -> str:
 @pytest.mark.parametrize("source", sorted(SOURCES.glob("*.cu")), ids=lambda source: source.name)
 def test_kernels_compile_without_warnings_and_stay_in_registers(source, tmp_path):
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
-    report = run("nvcc", *FLAGS, *targets, "-Xptxas", "-v", "-c", source, "-o", tmp_path / "kernels.o")
+    report = run("nvcc", "--threads=0", *FLAGS, *targets, "-Xptxas", "-v", "-c", source, "-o", tmp_path / "kernels.o")
     kernels = [len(re.findall(f"Compiling entry function '.*' for 'sm_{arch}'", report)) for arch in ARCHITECTURES]
     usage = USAGE.findall(report)
     assert kernels[0] > 0 and kernels == kernels[:1] * len(ARCHITECTURES) and len(usage) == sum(kernels)
