@@ -1,11 +1,11 @@
 """Decomposed experts against transformers' own, and what must be refused."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -15,9 +15,14 @@ from model.ranks import RankError
 
 
 class Case:
-    """Fused experts of random sizes with random routing, some experts unhit, and the same ones decomposed."""
+    """Fused experts of random sizes with random routing, some experts unhit, and the same ones decomposed.
 
-    def __init__(self, dtype: torch.dtype):
+    With ``exact_products`` every matrix product is exact in any order, by any kernel: sums of at most 90 integers below
+    2^13, which fit in fp32. The weights of the chosen experts stay random, so that the order in which experts are added
+    up shows in the last bit.
+    """
+
+    def __init__(self, dtype: torch.dtype, exact_products: bool = False):
         seed = int(torch.randint(2**31, ()))
         print(f"seed {seed}")
         self.generator = torch.Generator().manual_seed(seed)
@@ -28,40 +33,40 @@ class Case:
         config = Qwen3MoeConfig(hidden_size=h, moe_intermediate_size=i, num_experts=e)
         config._experts_implementation = "eager"
         self.fused = Qwen3MoeExperts(config).to(dtype)
+        if exact_products:
+            self.fused.act_fn = nn.ReLU()
         self.ours = PerExpertMLPs(e, h, i, self.fused.act_fn).to(dtype)
         with torch.no_grad():
             for parameter in self.fused.parameters():
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=self.generator))
+                parameter.copy_(self.values(parameter.shape, exact_products) * (1.0 if exact_products else 0.3))
             for expert, mlp in enumerate(self.ours.experts()):
                 mlp.gate_proj.weight.copy_(self.fused.gate_up_proj[expert, :i])
                 mlp.up_proj.weight.copy_(self.fused.gate_up_proj[expert, i:])
                 mlp.down_proj.weight.copy_(self.fused.down_proj[expert])
         hit = torch.randperm(e, generator=self.generator)[:used]
         choose = [hit[torch.randperm(used, generator=self.generator)[:k]] for _ in range(t)]
-        self.inputs = torch.randn(t, h, generator=self.generator).to(dtype)
+        self.inputs = self.values((t, h), exact_products).to(dtype)
         self.index, self.weights = torch.stack(choose), torch.rand(t, k, generator=self.generator).to(dtype)
 
     def integer(self, low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=self.generator))
 
-
-def eager_loop(ours: PerExpertMLPs, inputs: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """transformers' eager loop, hit experts only, with gate and up as separate products."""
-    output = torch.zeros_like(inputs)
-    for number, expert in enumerate(ours.experts()):
-        position, token = torch.where(index.t() == number)
-        if len(token):
-            rows = F.silu(expert.gate_proj(inputs[token])) * expert.up_proj(inputs[token])
-            output.index_add_(0, token, (expert.down_proj(rows) * weights[token, position, None]).to(output.dtype))
-    return output
+    def values(self, shape: Sequence[int], exact_products: bool) -> Tensor:
+        """Gaussian, or -1, 0 and 1."""
+        if exact_products:
+            return torch.randint(-1, 2, tuple(shape), generator=self.generator).float()
+        return torch.randn(tuple(shape), generator=self.generator)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("_", range(10))
-def test_bit_equal_to_the_eager_loop(dtype: torch.dtype, _: int):
-    case = Case(dtype)
-    arguments = case.inputs, case.index, case.weights
-    assert torch.equal(case.ours(*arguments), eager_loop(case.ours, *arguments))
+def test_bit_equal_to_transformers_where_matrix_products_are(dtype: torch.dtype, _: int):
+    """Which is all that can be asked: the rows of an expert lie elsewhere in memory there, and gate and up are one
+    product. For either, fp32 products of MKL differ in the last bit, in one of ten random cases on some CPUs."""
+    case = Case(dtype, exact_products=True)
+    with torch.no_grad():
+        ours, theirs = (module(case.inputs, case.index, case.weights) for module in (case.ours, case.fused))
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,10 +110,11 @@ def test_no_tokens_at_all():
 
 def test_choices_of_no_expert_are_left_out():
     """transformers uses the number of experts as "none"."""
-    case = Case(torch.bfloat16)
+    case = Case(torch.bfloat16, exact_products=True)
     index = torch.where(torch.rand(case.index.shape, generator=case.generator) < 0.5, case.ours.num_experts, case.index)
-    arguments = case.inputs, index, case.weights
-    assert torch.equal(case.ours(*arguments), eager_loop(case.ours, *arguments))
+    with torch.no_grad():
+        ours, theirs = (module(case.inputs, index, case.weights) for module in (case.ours, case.fused))
+    assert torch.equal(ours, theirs)
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}

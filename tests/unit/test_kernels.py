@@ -506,6 +506,7 @@ def samples() -> list[tuple[str, tuple]]:
     for x, s0 in (
         (torch.randn(6, 16), torch.full((1,), 0.1)),
         (torch.randn(2, 16, 5).bfloat16().transpose(0, 2), torch.full((5, 4), 0.1)),
+        (torch.randn(16, 5).t(), torch.full((5, 1), 0.1)),
         (torch.randn(0, 8).half(), torch.full((3,), 0.1)),
     ):
         theta, grad = (0.1 * torch.randn(s0.shape)).to(x.dtype), torch.randn_like(x)
