@@ -1,0 +1,428 @@
+"""What quantisation-aware training costs: a QAT step against the bf16 step of the same code, in time and in memory.
+
+    python benchmarks/step.py [--device cuda] [--layer-only | --model-only] [--rounds 40] [--fp8-gemm]
+
+A step is forward and backward. The optimizer is left out: it does the same for both, apart from the few scales, and
+would only bring their ratio closer to 1. Each way has weights of its own, equal at the start, and quantises them in
+every step; the layer gets the gradient of its input as well, as in the middle of a model. Gradients are dropped after
+each step, outside of the time.
+
+- bf16: nn.Linear
+- our schemes, by simulation and by the fp8 GEMM, which the CPU has no fast kernel for: there only with --fp8-gemm
+- the same fp8 fake quantisation as plain PyTorch writes it, and torchao's QAT where torchao is installed
+
+"kept" is what autograd keeps for backward: every storage once, parameters excluded. "peak" is the most that torch's
+allocator gave out during a step beyond what was there before it. Writes ``benchmarks/results/step.md``, on CUDA
+``step_cuda.md``.
+"""
+
+import copy
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3Config, Qwen3ForCausalLM, initialization
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+
+from benchmarks import timing
+from quant import SCHEMES, combine, partial_stats, prepare, prepare_kernels, scales_from_stats
+from quant.spec import FP8_MAX
+
+MIB = 2**20
+GEMM = ", fp8_gemm"  # ends the names of the ways that multiply codes
+# Of bf16's step, at most: by device, computation and activation checkpointing. The CPU has no fast GEMM of codes.
+BARS = {
+    ("cpu", "simulate", False): 1.10,
+    ("cpu", "simulate", True): 1.10,
+    ("cuda", "simulate", False): 1.05,
+    ("cuda", "simulate", True): 1.05,
+    ("cuda", "fp8_gemm", False): 0.95,
+    ("cuda", "fp8_gemm", True): 0.88,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shapes of one part; Qwen3's names for them."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    samples: int
+    tokens: int
+    layers: int = 4
+    vocabulary: int = 4096
+
+    def __str__(self) -> str:
+        return (
+            f"hidden {self.hidden}, intermediate {self.intermediate}, {self.heads} heads, {self.kv_heads} KV heads of "
+            f"{self.head_dim}, {self.samples} x {self.tokens} tokens"
+        )
+
+    def config(self) -> Qwen3Config:
+        """Qwen3 of these shapes."""
+        return Qwen3Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.tokens,
+            tie_word_embeddings=False,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+
+
+SIZES = {
+    "cpu": Size(512, 1536, 8, 2, 64, samples=4, tokens=256),
+    "cuda": Size(4096, 12288, 32, 8, 128, samples=4, tokens=2048),
+    "quick": Size(64, 96, 4, 2, 16, samples=2, tokens=16, layers=2, vocabulary=128),
+}
+
+
+class Layer(nn.Module):
+    """One decoder layer, with what a model would hand it."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        config = size.config()
+        self.layer = Qwen3DecoderLayer(config, 0)
+        self.rotary = Qwen3RotaryEmbedding(config)
+        self.checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        run = partial(self.layer, position_embeddings=self.rotary(x, positions))
+        return checkpoint(run, x, use_reentrant=False) if self.checkpointing else run(x)
+
+
+@dataclass
+class Part:
+    """What is trained for a step: a layer or a model, and its batch.
+
+    Attributes:
+        title: for the result.
+        module: with plain Linears.
+        batch: arguments of the forward.
+        gradient: of the output; None where the output is a loss.
+    """
+
+    title: str
+    module: nn.Module
+    batch: dict[str, Tensor]
+    gradient: Tensor | None
+
+    def forward(self, module: nn.Module) -> Tensor:
+        """The layer's output, or the model's loss."""
+        output = module(**self.batch)
+        return output if isinstance(output, Tensor) else output.loss
+
+    def with_checkpointing(self) -> nn.Module:
+        """A copy that recomputes its layers in backward."""
+        module = copy.deepcopy(self.module)
+        if isinstance(module, Layer):
+            module.checkpointing = True
+        else:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return module
+
+
+def make_parts(size: Size, device: torch.device) -> dict[str, Part]:
+    """The layer and the model, with weights of the size that a trained model has."""
+    parts = {}
+    shape = (size.samples, size.tokens)
+    with initialization.no_init_weights():
+        modules = {"layer": Layer(size), "model": Qwen3ForCausalLM(size.config())}
+    for name, module in modules.items():
+        module.to(device, torch.bfloat16).train()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(1) if parameter.dim() == 1 else parameter.normal_(0, 1 / math.sqrt(parameter.shape[-1]))
+        if name == "layer":
+            x = torch.randn(*shape, size.hidden, device=device, dtype=torch.bfloat16)
+            parts[name] = Part("One decoder layer", module, {"x": x.requires_grad_()}, torch.randn_like(x))
+        else:
+            ids = torch.randint(size.vocabulary, shape, device=device)
+            title = f"A model of {size.layers} layers, vocabulary of {size.vocabulary}, lm_head in bf16, with its loss"
+            parts[name] = Part(title, module, {"input_ids": ids, "labels": ids}, None)
+    return parts
+
+
+# ---- ways to quantise
+
+
+def ours(
+    scheme: str, module: nn.Module, forward: Callable[[], Tensor], *, weight: bool, inputs: bool, fp8_gemm: bool = False
+) -> None:
+    """QuantLinears with absmax scales of the weights and of the inputs of one batch."""
+    chosen = SCHEMES[scheme]
+    quantization = prepare(module, chosen, learn_weight_scale=weight, learn_input_scale=inputs, fp8_gemm=fp8_gemm)
+    assert not quantization.simulated, quantization.simulated
+    with torch.no_grad():
+        for group in quantization.weight_groups:
+            weights = [quantization.layers[name].weight for name in group.members]
+            stats = [partial_stats(w.flatten(), 0, (w.shape[0], w.shape[1]), chosen.weights) for w in weights]
+            group.s0.copy_(scales_from_stats(reduce(combine, stats), chosen.weights))
+        if chosen.activations is None:
+            return
+        quantization.set_fake_quant(weights=False, activations=False)
+        quantization.observe(True)
+        forward()
+        quantization.observe(False)
+        for group in quantization.input_groups:
+            assert group.observer is not None
+            group.s0.copy_(scales_from_stats(group.observer.absmax.reshape(1), chosen.activations))
+        quantization.set_fake_quant(weights=True, activations=True)
+
+
+class EagerLinear(nn.Linear):
+    """fp8 fake quantisation as PyTorch's own operators and their autograd do it, with learned scales."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        # Of the weights and the unit inputs of this benchmark; no time depends on them.
+        scales = (linear.weight.detach().abs().amax().float() / FP8_MAX, torch.tensor(5 / FP8_MAX))
+        self.weight_scale, self.input_scale = (nn.Parameter(s.to(linear.weight.device)) for s in scales)
+
+    @staticmethod
+    def fake_quant(x: Tensor, scale: Tensor) -> Tensor:
+        """Clamped, rounded straight-through, scaled back."""
+        v = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX)
+        v = v + (v.to(torch.float8_e4m3fn).float() - v).detach()
+        return (v * scale).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.fake_quant(x, self.input_scale), self.fake_quant(self.weight, self.weight_scale))
+
+
+def eager_fp8(module: nn.Module, forward: Callable[[], Tensor]) -> None:
+    """Every Linear but lm_head becomes an :class:`EagerLinear`."""
+    for name, linear in list(module.named_modules()):
+        parent, _, leaf = name.rpartition(".")
+        if type(linear) is nn.Linear and leaf != "lm_head":
+            setattr(module.get_submodule(parent), leaf, EagerLinear(linear))
+
+
+def torchao(activations: bool, module: nn.Module, forward: Callable[[], Tensor]) -> None:
+    """torchao's QAT: int4 weights in groups of 32, with or without dynamic int8 activations per token."""
+    from torchao.quantization import quantize_
+    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    int8 = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False) if activations else None
+    int4 = IntxFakeQuantizeConfig(torch.int4, PerGroup(32), is_symmetric=True)
+    config = QATConfig(activation_config=int8, weight_config=int4, step="prepare")
+    quantize_(module, config, filter_fn=lambda m, name: isinstance(m, nn.Linear) and not name.endswith("lm_head"))
+
+
+def make_ways(fp8_gemm: bool) -> dict[str, Callable[[nn.Module, Callable[[], Tensor]], None] | None]:
+    """Name and conversion of each way; None for bf16, which stays as it is."""
+    learned = {
+        "weight scale learned": {"weight": True, "inputs": False},
+        "both learned": {"weight": True, "inputs": True},
+        "both fixed": {"weight": False, "inputs": False},
+    }
+    ways: dict[str, Callable[[nn.Module, Callable[[], Tensor]], None] | None] = {"bf16": None}
+    for name, scales in learned.items():
+        ways[f"fp8_static, {name}"] = partial(ours, "fp8_static", **scales)
+    if fp8_gemm:
+        for name, scales in learned.items():
+            ways[f"fp8_static, {name}{GEMM}"] = partial(ours, "fp8_static", **scales, fp8_gemm=True)
+    ways["w4a16_g32, learned"] = partial(ours, "w4a16_g32", weight=True, inputs=False)
+    ways["w4a16_g32, fixed"] = partial(ours, "w4a16_g32", weight=False, inputs=False)
+    ways["plain PyTorch: fp8 static, both learned"] = eager_fp8
+    if timing.installed("torchao"):
+        ways["torchao: int4 weights in groups of 32"] = partial(torchao, False)
+        ways["torchao: the same, int8 activations per token"] = partial(torchao, True)
+    return ways
+
+
+# ---- measuring
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one way: its times, bytes kept for backward, and peak bytes of a step."""
+
+    time: timing.Timing
+    kept: int
+    peak: int
+
+
+def measure(part: Part, checkpointing: bool, fp8_gemm: bool, rounds: int, device: torch.device) -> dict[str, Measured]:
+    """All ways in turn."""
+    modules = {}
+    for name, convert in make_ways(fp8_gemm).items():
+        module = part.with_checkpointing() if checkpointing else copy.deepcopy(part.module)
+        if convert is not None:
+            convert(module, partial(part.forward, module))
+        modules[name] = module
+
+    def step(module: nn.Module) -> None:
+        part.forward(module).backward(part.gradient)
+
+    def forget(module: nn.Module) -> None:
+        for tensor in (*module.parameters(), *part.batch.values()):
+            tensor.grad = None
+
+    def timed(module: nn.Module) -> float:
+        seconds = timing.seconds_of(partial(step, module), device)
+        forget(module)
+        return seconds
+
+    times = timing.interleave({name: partial(timed, m) for name, m in modules.items()}, rounds, warmup=3)
+    measured = {}
+    for name, module in modules.items():
+        kept = kept_bytes(partial(part.forward, module), module)
+        measured[name] = Measured(times[name], kept, peak_bytes(partial(step, module), device))
+        forget(module)
+    return measured
+
+
+def kept_bytes(forward: Callable[[], Tensor], module: nn.Module) -> int:
+    """Bytes that autograd keeps between forward and backward."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    storages: dict[int, int] = {}
+    alive = []  # a storage that is freed could give its address to the next
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        forward()
+    return sum(storages.values())
+
+
+def peak_bytes(step: Callable[[], None], device: torch.device) -> int:
+    """How far what torch's allocator has given out grows during ``step``."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    # The CPU's allocator keeps no statistics, but tells the profiler of every block.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+# ---- reporting
+
+
+def table(measured: dict[str, Measured], checkpointing: bool) -> list[str]:
+    """One row per way, bf16 first."""
+    base = measured["bf16"]
+    rows = [
+        "| way | ms | least | of bf16 | quartiles | by the least | kept, MiB | of bf16's | peak, MiB | of its peak |",
+        f"|{' --- |' * 10}",
+    ]
+    for name, result in measured.items():
+        time = result.time
+        first, third = time.spread(base.time)
+        cells = [name, f"{time.median * 1e3:.1f}", f"{time.least * 1e3:.1f}"]
+        cells += [f"{time.ratio(base.time):.3f}", f"{first:.3f} to {third:.3f}", f"{time.least / base.time.least:.3f}"]
+        cells += ["", ""] if checkpointing else [f"{result.kept / MIB:.1f}", f"{result.kept / base.kept:.3f}"]
+        cells += [f"{result.peak / MIB:.1f}", f"{result.peak / base.peak:.3f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def misses(measured: dict[str, Measured], device: torch.device, checkpointing: bool) -> list[str]:
+    """Our ways that are slower than the bar, or keep more than bf16."""
+    base, found = measured["bf16"], []
+    for name, result in measured.items():
+        if not name.startswith(tuple(SCHEMES)):
+            continue
+        bar = BARS.get((device.type, "fp8_gemm" if name.endswith(GEMM) else "simulate", checkpointing))
+        ratio = result.time.ratio(base.time)
+        if bar is not None and ratio > bar:
+            found.append(f"{name}: {ratio:.3f} of bf16's step, bar {bar:.2f}")
+        if not checkpointing and result.kept > base.kept:
+            found.append(f"{name}: keeps {result.kept / base.kept:.3f} of bf16's bytes, bar 1")
+    return found
+
+
+def report(sections: list[str], size: Size, rounds: int, device: torch.device, head: str, remark: str) -> str:
+    """The result as Markdown."""
+    bars = [
+        f"{how}{', checkpointing' if checkpointing else ''} {bar:.2f}"
+        for (kind, how, checkpointing), bar in BARS.items()
+        if kind == device.type
+    ]
+    lines = [
+        f"# A QAT step against the bf16 step, {'CUDA' if device.type == 'cuda' else 'CPU'}",
+        "",
+        f"Qwen3 in bf16, {size}. {head} Rounds: {rounds}.",
+        f"`{timing.command()}`",
+        *([f"Note: {remark}."] if remark else []),
+        "",
+        "Forward and backward, no optimizer. ms and ratio: medians over rounds in which all ways take turns; least:",
+        "the round that other jobs disturbed least; quartiles: of the ratios of single rounds. kept: by autograd from",
+        "forward to backward, parameters excluded; peak: what torch's allocator gave out during a step beyond what was",
+        f"there before it. {timing.clock_text(device)}",
+        f"Bars, of bf16's step: {', '.join(bars)}; of the bytes kept: 1.",
+        *sections,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = timing.arguments_of(__doc__, rounds=40)
+    parser.add_argument("--fp8-gemm", action="store_true", help="on the CPU too, where its kernel is slow")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--layer-only", action="store_true")
+    which.add_argument("--model-only", action="store_true")
+    arguments = parser.parse_args()
+    device = timing.chosen_device(arguments.device)
+    load = os.getloadavg()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    remark = prepare_kernels()
+    size = SIZES["quick" if arguments.quick else arguments.device]
+    rounds = 2 if arguments.quick else arguments.rounds
+    fp8_gemm = arguments.fp8_gemm or device.type == "cuda"
+    sections: list[str] = []
+    for name, part in make_parts(size, device).items():
+        if (name == "layer" and arguments.model_only) or (name == "model" and arguments.layer_only):
+            continue
+        for checkpointing in (False, True):
+            measured = measure(part, checkpointing, fp8_gemm, rounds, device)
+            sections += ["", f"## {part.title}{', activation checkpointing' if checkpointing else ''}", ""]
+            sections += [*table(measured, checkpointing), ""]
+            missed = misses(measured, device, checkpointing)
+            sections += [f"- missed by {miss}" for miss in missed] or ["The bar is met."]
+    head = timing.machine(device, load, "transformers", "torchao")
+    timing.write(arguments.results, "step", device, report(sections, size, rounds, device, head, remark))
+
+
+if __name__ == "__main__":
+    main()
