@@ -109,8 +109,8 @@ class QuantRecipe:
     initial_input_scale: float | None = None
     """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
     compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
-    """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, faster
-    where there are fp8 tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9)."""
+    """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
+    tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9)."""
     fake_quant_start: int = 0
     """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never."""
 
@@ -263,7 +263,7 @@ class TrainRecipe:
     activation_checkpointing: bool = False
     """Recompute each block in backward: memory of one block's activations instead of all, a third more compute."""
     compile: bool = False
-    """torch.compile each decoder layer: the first steps take minutes, the others are faster. Not under ZeRO stage 3."""
+    """torch.compile each decoder layer: the first steps take minutes longer. Not under ZeRO stage 3."""
     log_every: int = 1
     """Steps between two log lines and TensorBoard points."""
     clip_stats_every: int = 50

@@ -193,10 +193,19 @@ def build_student(
 
 
 def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
-    """Whether this run multiplies codes. ``auto`` does where that is faster: on the fp8 tensor cores of a GPU."""
+    """Whether this run multiplies codes. ``auto`` does where a GPU has fp8 tensor cores.
+
+    Raises:
+        ValueError: the recipe asks for it on a GPU without them.
+    """
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if recipe.quant.compute == "fp8_gemm" and device.type == "cuda" and not able:
+        raise ValueError(
+            f"quant.compute: 'fp8_gemm', expected auto or simulate: {torch.cuda.get_device_name(device)} has no fp8 "
+            "tensor cores (compute capability 8.9)"
+        )
     if recipe.quant.compute != "auto":
         return recipe.quant.compute == "fp8_gemm"
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return able and recipe.model.dtype == "bfloat16" and get_scheme(recipe.quant.scheme).has_fp8_gemm
 
 

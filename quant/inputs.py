@@ -85,12 +85,12 @@ class SharedInput:
         if torch.compiler.is_compiling() or x.is_inference():
             return make()
         entry = self._entry
-        if entry is None or entry.kind != kind or not _same(entry, x):
+        if entry is None or not _same(entry, x):
             entry = self._entry = _Entry(x.detach(), x._version, kind, make())
         entry.taken += 1
-        if entry.taken == self.consumers:
+        if entry.taken >= self.consumers:
             self.drop()
-        return entry.value
+        return entry.value if entry.kind == kind else make()
 
     def drop(self) -> None:
         """Hold nothing: all layers have taken it, or the scale changed after a forward that did not get to its end."""
@@ -105,5 +105,5 @@ def _same(entry: _Entry, x: Tensor) -> bool:
         and seen.shape == x.shape
         and seen.stride() == x.stride()
         and seen.dtype == x.dtype
-        and x._version == entry.version
+        and x._version == seen._version == entry.version
     )

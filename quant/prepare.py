@@ -99,6 +99,7 @@ class Quantization:
         for name in names:
             self.layers[name].weight_fake_quant = weights
             self.layers[name].input_fake_quant = activations and self.scheme.activations is not None
+        self._recount_inputs()
 
     def fake_quant_state(self) -> dict[str, tuple[bool, bool]]:
         """What is fake-quantised now, (weight, input) by layer; :meth:`restore_fake_quant` takes it back."""
@@ -108,6 +109,18 @@ class Quantization:
         """Set the switches of every layer as :meth:`fake_quant_state` gave them."""
         for name, layer in self.layers.items():
             layer.weight_fake_quant, layer.input_fake_quant = state[name]
+        self._recount_inputs()
+
+    def _recount_inputs(self) -> None:
+        """A quantised input is held until all have taken it that quantise theirs."""
+        sharing = [layer for layer in self.layers.values() if layer.shared_input is not None]
+        for layer in sharing:
+            assert layer.shared_input is not None
+            layer.shared_input.consumers = 0
+            layer.shared_input.drop()
+        for layer in sharing:
+            assert layer.shared_input is not None
+            layer.shared_input.consumers += layer.input_fake_quant
 
     @property
     def observing(self) -> bool:
@@ -147,10 +160,12 @@ def prepare(
 
     Raises:
         ValueError: a pattern matches nothing, nothing is left to quantise, a group is incomplete, a weight is shared
-            with another module, a layer does not fit the scheme, or there is no input scale to learn.
+            with another module, a layer does not fit the scheme, there is no input scale to learn, or no fp8 GEMM.
     """
     if learn_input_scale and scheme.activations is None:
         raise ValueError(f"scheme {scheme.name!r} does not quantise inputs, so there is no input scale to learn")
+    if fp8_gemm and not scheme.has_fp8_gemm:
+        raise ValueError(f"scheme {scheme.name!r} has no fp8 codes per tensor on both sides, which the fp8 GEMM needs")
     modules = dict(model.named_modules())
     exempt_names = _match_exempt(modules, exempt)
     linears = _linears_to_quantise(modules, set(exempt_names))

@@ -1,6 +1,6 @@
 // The arithmetic of fake quantisation, one value at a time, for the CPU and CUDA kernels alike.
 //
-// quant/reference.py is the definition; these functions give its results bit for bit. Both compilers must be told not to
+// quant/reference.py is the definition; these functions give its results bit for bit (see `exponential` for exp(theta)). Both compilers must be told not to
 // contract a*b+c into one rounding (-ffp-contract=off, --fmad=false), or the two backends part ways in the last bit.
 //
 //     v = x * (1/s)                          fp32
@@ -140,9 +140,8 @@ DEEPQAT_INLINE float learned_factor(float theta) { return static_cast<float>(exp
 
 // ---- grids
 
-// Half of the largest step of e4m3 beyond 448, which would go to 480: the code that e4m3 gives up for NaN.
 constexpr float kE4M3Max = 448.0f;
-constexpr float kE4M3RoundsToMax = 464.0f;
+constexpr float kE4M3RoundsToMax = 464.0f;  // halfway to 480, whose code e4m3 gives up for NaN
 constexpr float kE4M3SmallestNormal = 0.015625f;  // 2^-6; below it, and up to twice that, the spacing is 2^-9
 
 // One grid. Every member is a function of v = x / s alone.

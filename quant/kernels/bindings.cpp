@@ -135,6 +135,7 @@ Tensor backward_into(Tensor& grad_x, const Tensor& grad, const Tensor& x_, const
                      int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient) {
   TORCH_CHECK(grad.sizes() == x_.sizes() && grad.scalar_type() == x_.scalar_type(), "grad is ", grad.sizes(), " ",
               grad.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
+  TORCH_CHECK(grad.device() == x_.device(), "grad is on ", grad.device(), ", x on ", x_.device());
   TORCH_CHECK(!theta_gradient || theta.has_value(), "there is no theta to have a gradient");
   const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
@@ -167,6 +168,7 @@ Tensor fake_quantize_backward_(Tensor& grad, const Tensor& x, const Tensor& s0, 
 void masked_into(Tensor& out, const Tensor& grad, const Tensor& mask) {
   TORCH_CHECK(mask.scalar_type() == at::kByte && mask.is_contiguous() && mask.numel() == (grad.numel() + 7) / 8,
               "a mask of ", mask.numel(), " bytes (", mask.scalar_type(), ") does not belong to ", grad.numel(), " elements");
+  TORCH_CHECK(mask.device() == grad.device(), "grad is on ", grad.device(), ", its mask on ", mask.device());
   if (grad.numel() == 0) return;
   DEEPQAT_CALL(masked, grad, grad.const_data_ptr(), mask.const_data_ptr<uint8_t>(),
                dtype_of(grad.scalar_type(), "grad"), grad.numel(), out.mutable_data_ptr());
@@ -231,6 +233,7 @@ Tensor fake_quantize_tokens(const Tensor& x_, bool symmetric) {
 Tensor fake_quantize_tokens_backward(const Tensor& grad_, const Tensor& x_, bool symmetric) {
   TORCH_CHECK(grad_.sizes() == x_.sizes() && grad_.scalar_type() == x_.scalar_type(), "grad is ", grad_.sizes(), " ",
               grad_.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
+  TORCH_CHECK(grad_.device() == x_.device(), "grad is on ", grad_.device(), ", x on ", x_.device());
   const Tensor grad = grad_.contiguous(), x = x_.contiguous();
   const auto [tokens, features] = token_shape(x);
   Tensor grad_x = at::empty(x.sizes(), x.options());

@@ -49,7 +49,12 @@ def check(case: Case) -> None:
     same("fake_quantize", (x, s0, theta, grid, stored), (gx, gs, gt, grid, stored))
     for mask in (False, True):
         same("quantize", (x, s0, theta, grid, stored, mask), (gx, gs, gt, grid, stored, mask))
+        arguments = (grid, stored, mask)
+        same("quantize_with_values", (x, s0, theta, *arguments), (gx, gs, gt, *arguments))
     codes, mask = OPS.quantize(x, s0, theta, grid, stored, True)
+    overwritten = grad.cuda().contiguous().clone()
+    OPS.masked_(overwritten, mask.cuda())
+    assert_same(overwritten.cpu(), OPS.masked(grad, mask), f"masked in place, {what}")
     for dtype in DTYPES:
         same("dequantize", (codes, s0, theta, stored, dtype), (on_gpu(codes), gs, gt, stored, dtype))
     same("masked", (grad, mask), (gg, mask.cuda()))

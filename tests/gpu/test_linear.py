@@ -1,4 +1,4 @@
-"""QuantLinear on a GPU: the fp8 GEMM and simulate against fp64, and compiled decoder layers."""
+"""A quantised Linear on a GPU: the fp8 GEMM and simulate against fp64."""
 
 import pytest
 import torch
