@@ -1,6 +1,7 @@
 """Exported checkpoints in transformers against our own forward, and what the comparison catches."""
 
 import json
+import math
 import random
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from engine.verify import OUR_FORWARD_KL, Comparison, check_layout, compare_with_transformers, windows
 from launch.verify import main
@@ -65,6 +67,10 @@ def exported(
 ) -> tuple[Path, list[torch.Tensor]]:
     """A checkpoint of fresh random weights, quantised and exported, and the tokens that it was calibrated on."""
     source = tiny_checkpoint(directory / "source", kind, seed=random.randrange(2**31), tied=options.pop("tied", False))
+    if options.pop("every_expert", False):
+        config = AutoConfig.from_pretrained(source)
+        config.num_experts_per_tok = config.num_experts
+        config.save_pretrained(source)
     batches = [torch.randint(0, 301, (2, 64)) for _ in range(2)]
     model, quantization = quantised(source, scheme, exempt, batches=batches, **options)
     export_model(model, quantization, source, directory / "export", max_shard_size=40_000)
@@ -91,7 +97,9 @@ CASES = {
     "llama int3": ("llama", INT3, DEFAULT_EXEMPT, {}),
     "dense int4, down exempt": ("qwen3", INT4, NO_DOWN, {}),
     "moe fp8": ("qwen3_moe", FP8, DEFAULT_EXEMPT, {}),
-    "moe int3": ("qwen3_moe", INT3, DEFAULT_EXEMPT, {}),
+    # Where the arithmetic differs by a rounding, a random router sends a token in a thousand to another expert, which
+    # moves that token's KL by 0.1: a bound on a few hundred tokens holds only where nothing is left to route.
+    "moe int3, every expert": ("qwen3_moe", INT3, DEFAULT_EXEMPT, {"every_expert": True}),
     "moe fp8, attention only": ("qwen3_moe", FP8, (*DEFAULT_EXEMPT, r".*\.experts\..*"), {"tied": True}),
 }
 
@@ -110,7 +118,10 @@ def test_transformers_computes_the_logits_of_our_forward(case, tmp_path, seed):
     assert report.ok, report.table()
     only_rounding(report.same_arithmetic, kind, scheme)
     assert report.our_forward.kl < OUR_FORWARD_KL
-    assert abs(report.our_forward.perplexity("ours") / report.our_forward.perplexity("theirs") - 1) < 1e-3
+    # Label by label the log-probabilities differ by sqrt(2 KL) in the mean square, to second order: six deviations.
+    ours = report.our_forward
+    bound = 6 * math.sqrt(2 * max(ours.kl, 0) / ours.predicted) + 1e-5
+    assert abs(math.log(ours.perplexity("ours") / ours.perplexity("theirs"))) < bound
     if kind != "qwen3_moe" and scheme.activations is None:
         only_rounding(report.our_forward, kind, scheme)
     assert (report.full_forward is not None) == (case == "moe fp8")
@@ -118,12 +129,14 @@ def test_transformers_computes_the_logits_of_our_forward(case, tmp_path, seed):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_with_powers_of_two_as_scales_our_forward_is_theirs(kind, tmp_path, seed):
-    """Dividing by 2^k and multiplying with 2^-k are both exact: only the rounding of matrix products is left."""
-    directory, batches = exported(tmp_path, kind, FP8, powers_of_two=True)
+@pytest.mark.parametrize("scheme", [FP8, INT3], ids=lambda scheme: scheme.name)
+def test_with_powers_of_two_as_scales_our_forward_is_theirs(kind, scheme, tmp_path, seed):
+    """Dividing by 2^k and multiplying with 2^-k are both exact, and a code times 2^k is a bf16 number: only rounding
+    of matrix products is left."""
+    directory, batches = exported(tmp_path, kind, scheme, powers_of_two=True)
     report = compare_with_transformers(directory, batches)
     assert report.ok, report.table()
-    only_rounding(report.our_forward, kind, FP8)
+    only_rounding(report.our_forward, kind, scheme)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
