@@ -12,15 +12,15 @@ from model.scales import write_scales
 from quant import Quantization, scales_from_stats
 
 
-def observed_input_scales(quantization: Quantization) -> dict[str, Tensor]:
+def observed_input_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
     """Static activation scales from what the observers saw, the maximum over all ranks; by owner of the scale group.
 
-    A collective. fp32 tensors of shape (1,), equal on every rank.
+    A collective. fp32 tensors of shape (1,), equal on every rank. Of the groups of ``owners`` only, if given.
 
     Raises:
         RankError: on every rank, naming layers whose inputs were never seen or held NaN or Inf.
     """
-    groups = quantization.input_groups
+    groups = [group for group in quantization.input_groups if owners is None or group.owner in owners]
     spec = quantization.scheme.activations
     if not groups or spec is None:
         return {}
@@ -68,7 +68,6 @@ def calibrate_inputs(
         for ids, length in zip(batch["input_ids"], batch["attention_mask"].sum(1).tolist(), strict=True):
             forward(input_ids=ids[None, :length].to(device), use_cache=False)
     quantization.observe(False)
-    observed = observed_input_scales(quantization)
-    write_scales(quantization.input_groups, {owner: observed[owner] for owner in observed if owner in owners})
+    write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
     quantization.restore_fake_quant(before)
     forward.train(was_training)

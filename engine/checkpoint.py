@@ -133,14 +133,14 @@ def load_checkpoint(session: Session, path: Path) -> int:
 
 
 def _rank_state(session: Session) -> dict[str, Any]:
-    """What only this rank knows: random state, observers, which layers are fake-quantised."""
+    """What only this rank knows: random state, observers, which layers are fake-quantised, what events have set."""
     quantization = session.quantization
     return {
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "fake_quant": quantization.fake_quant_state(),
         "observing": quantization.observing,
-        "scale_steps": session.scale_steps,
+        "levers": session.levers.state(),
         "observers": {group.owner: group.observer.state() for group in quantization.input_groups if group.observer},
     }
 
@@ -152,7 +152,7 @@ def _restore_rank_state(session: Session, state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda_rng"])
     quantization.restore_fake_quant(state["fake_quant"])
     quantization.observe(state["observing"])
-    session.scale_steps = state["scale_steps"]
+    session.levers.load(state["levers"])
     for group in quantization.input_groups:
         if group.observer is not None:
             group.observer.load(state["observers"][group.owner])

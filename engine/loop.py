@@ -10,17 +10,23 @@ A user's own schedule is a few lines of Python, run by the same launcher (``deep
     @loop.at(step=1000)
     def on(state): state.quant.enable()
 
+    @loop.when(lambda state: state.last.losses["loss/total"] < 2)
+    def slower(state): state.set_peak_rates(weights=1e-6)
+
     @loop.every(50)
     def probe(state): state.log({"my/value": ...})
 
     loop.run()
 
+The same events can stand in the recipe, under ``schedule``.
+
 Actions run on every rank, so they may use collectives; they must take the same branches on every rank.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,15 +35,18 @@ from torch import Tensor
 from data.loader import Loader, valid_tokens
 from engine.calibrate import calibrate_inputs
 from engine.checkpoint import LATEST, check_resumable, load_checkpoint, save_checkpoint
+from engine.events import add_event
 from engine.export import check_export_dir, export_trained
 from engine.fake_quant import FakeQuant
+from engine.levers import Levers
 from engine.losses import loss_sums
 from engine.metrics import Metrics, Progress, clipped_fractions, peak_memory_bytes
-from engine.optim import peak_learning_rates
+from engine.optim import SCALE_GROUPS, trained_scales
 from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.schedule import Schedule, lr_factor
 from engine.setup import Session, build_loader, say, set_up, start_ranks
 from model.ranks import RankError, errors_on_all_ranks, is_main, reduce_over_ranks, world_size
+from model.zero import gradient_norm
 from quant import weights_changed
 
 Batch = Mapping[str, Tensor]
@@ -52,8 +61,10 @@ class StepResult:
     tokens: int
     grad_norm: float | None
     """Before clipping; None on stage 0 in fp32, where DeepSpeed clips without keeping it."""
+    scale_grad_norm: float | None
+    """The scales' share of it, in the steps that measure quantisation."""
     clipped: dict[str, float]
-    """Clipped fractions by layer, in the steps that measure them."""
+    """Clipped fractions by layer, in the steps that measure quantisation."""
 
 
 @dataclass
@@ -69,6 +80,8 @@ class LoopState:
     last: StepResult | None = None
     """Result of the last step."""
     stopped: bool = False
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """Results of the last evaluation."""
 
     @property
     def recipe(self) -> Recipe:
@@ -84,9 +97,24 @@ class LoopState:
         """Write values to TensorBoard at the current step."""
         self.metrics.log(values, self.step)
 
+    def set_peak_rates(self, **rates: float) -> None:
+        """Peak learning rates by parameter group (weights, embeddings, norms, biases, weight_scales, act_scales)."""
+        self.session.levers.set_peak_rates(**rates)
+
+    def set_loss_weights(self, **weights: float) -> None:
+        """Weights of the losses lm and kd."""
+        self.session.levers.set_loss_weights(**weights)
+
+    def value_of(self, metric: str) -> float | None:
+        """A loss of the last step or a result of the last evaluation; None if there is none of that name yet."""
+        return {**self.evaluation, **(self.last.losses if self.last else {})}.get(metric)
+
     def stop(self) -> None:
         """End the run after this step; what follows the last step (export) still happens."""
         self.stopped = True
+
+
+Action = Callable[[LoopState], object]
 
 
 class Loop:
@@ -101,26 +129,40 @@ class Loop:
             self.schedule.at(0, lambda state: state.quant.disable(observe=start > 0))
         if start > 0:
             self.schedule.at(start, lambda state: state.quant.enable())
+        for event in recipe.schedule:
+            add_event(self.schedule, event)
 
     @classmethod
     def from_recipe(cls, path: str | Path) -> "Loop":
         """A loop from a YAML recipe. Raises RecipeError if it is not a good one."""
         return cls(load_recipe(path))
 
-    def at(self, step: int) -> Callable[[Callable[[LoopState], object]], Callable[[LoopState], object]]:
+    def at(self, step: int) -> Callable[[Action], Action]:
         """Decorator: run the action when ``step`` optimizer steps are done, before the next begins."""
 
-        def register(action: Callable[[LoopState], object]) -> Callable[[LoopState], object]:
+        def register(action: Action) -> Action:
             self.schedule.at(step, action)
             return action
 
         return register
 
-    def every(self, steps: int) -> Callable[[Callable[[LoopState], object]], Callable[[LoopState], object]]:
+    def every(self, steps: int) -> Callable[[Action], Action]:
         """Decorator: run the action after every ``steps``-th optimizer step."""
 
-        def register(action: Callable[[LoopState], object]) -> Callable[[LoopState], object]:
+        def register(action: Action) -> Action:
             self.schedule.every(steps, action)
+            return action
+
+        return register
+
+    def when(self, condition: Callable[[LoopState], bool]) -> Callable[[Action], Action]:
+        """Decorator: run the action once, after the first step at which the condition holds.
+
+        The condition must be the same on every rank, as losses are.
+        """
+
+        def register(action: Action) -> Action:
+            self.schedule.when(condition, action)
             return action
 
         return register
@@ -161,7 +203,6 @@ class Loop:
             raise RankError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
         _set_learning_rates(state)
         quantized = state.quant.enabled
-        state.quant.stale |= not quantized
         every = recipe.train.clip_stats_every
         clip_stats = quantized and every > 0 and (state.step + 1) % every == 0
         # A script that watches the inputs itself keeps what its observers saw.
@@ -169,17 +210,19 @@ class Loop:
         if watch:
             state.quant.quantization.observe(True)
 
+        scale_norm = None
         sums = torch.zeros(3, device=device)
         for batch in batches:
             total, parts = self._loss(session, {name: tensor.to(device) for name, tensor in batch.items()})
             sums += parts
             # DeepSpeed divides by the accumulation steps and averages over the ranks; N already counts both.
             engine.backward(total * (world_size() * recipe.train.gradient_accumulation_steps / valid))
+            if clip_stats and engine.is_gradient_accumulation_boundary():
+                scale_norm = gradient_norm(trained_scales(session.model))
             engine.step()
         weights_changed(session.model)
+        state.quant.stepped()
         norm = engine.get_global_grad_norm()
-
-        session.scale_steps += quantized
 
         clipped = {}
         if clip_stats:
@@ -187,15 +230,15 @@ class Loop:
         if watch:
             state.quant.quantization.observe(False)
         lm, kd, aux = (reduce_over_ranks(sums) / valid).tolist()
-        losses = self._named_losses(lm, kd, aux)
-        return StepResult(losses, valid, tokens, None if norm is None else float(norm), clipped)
+        losses = self._named_losses(session.levers, lm, kd, aux)
+        return StepResult(losses, valid, tokens, None if norm is None else float(norm), scale_norm, clipped)
 
     def _loss(self, session: Session, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of one micro-batch as a sum over its tokens, and its parts [lm, kd, router aux], detached."""
-        loss = self.recipe.loss
+        loss, levers = self.recipe.loss, session.levers
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
         teacher_logits = None
-        if session.teacher is not None:
+        if session.teacher is not None and levers.kd_weight > 0:
             with torch.no_grad():
                 teacher_logits = session.teacher(**inputs).logits
         output = session.engine(**inputs)
@@ -207,7 +250,7 @@ class Loop:
             temperature=loss.temperature,
             chunk_tokens=loss.chunk_tokens,
         )
-        total = loss.lm_weight * sums.lm + loss.kd_weight * sums.kd
+        total = levers.lm_weight * sums.lm + levers.kd_weight * sums.kd
         aux = torch.zeros_like(sums.lm)
         if self.recipe.learnable.router and getattr(output, "aux_loss", None) is not None:
             # A mean over the micro-batch, as transformers defines it; weighted by its tokens like the rest.
@@ -215,11 +258,10 @@ class Loop:
             total = total + aux
         return total, torch.stack([sums.lm.detach(), sums.kd.detach(), aux.detach().float()])
 
-    def _named_losses(self, lm: float, kd: float, aux: float) -> dict[str, float]:
-        loss = self.recipe.loss
-        named = {"loss/total": loss.lm_weight * lm + loss.kd_weight * kd + aux, "loss/lm": lm}
-        if loss.kd_weight:
-            named[f"loss/kd/{loss.kd}"] = kd
+    def _named_losses(self, levers: Levers, lm: float, kd: float, aux: float) -> dict[str, float]:
+        named = {"loss/total": levers.lm_weight * lm + levers.kd_weight * kd + aux, "loss/lm": lm}
+        if levers.kd_weight:
+            named[f"loss/kd/{self.recipe.loss.kd}"] = kd
         if self.recipe.learnable.router:
             named["loss/router_aux"] = aux
         return named
@@ -241,7 +283,9 @@ class Loop:
             if is_main():
                 save_recipe(recipe, output / "recipe.yaml")
         quant = FakeQuant(session)
-        if uncalibrated and recipe.quant.fake_quant_start == 0 and not recipe.train.resume:
+        if recipe.quant.fake_quant_start != 0:
+            session.levers.stale["input"] = uncalibrated
+        elif uncalibrated and not recipe.train.resume:
             say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
             batches = loader.first(recipe.quant.calibration_batches)
             calibrate_inputs(session.engine, session.quantization, uncalibrated, batches, session.device)
@@ -250,7 +294,7 @@ class Loop:
         state = LoopState(session, quant, loader, metrics)
         if recipe.train.resume:
             state.step = load_checkpoint(session, checkpoints)
-            quant.stale = not quant.enabled
+        self.schedule.met = session.levers.met
         return state
 
     def _export(self, state: LoopState) -> None:
@@ -282,13 +326,25 @@ class Loop:
             {
                 **last.losses,
                 **rates,
-                **({} if last.grad_norm is None else {"train/grad_norm": last.grad_norm}),
+                **grad_norms(last),
                 "train/tokens_per_second_per_device": speed,
                 "train/peak_memory_gib": peak_memory_bytes(state.session.device) / 2**30,
                 "train/skipped_steps": engine.skipped_steps,
                 "train/epoch": state.loader.epoch_of(state.step),
             }
         )
+
+
+def grad_norms(step: StepResult) -> dict[str, float]:
+    """What is known of the step's gradient norm: of the whole, and in some steps of weights and of scales."""
+    norms = {}
+    if step.grad_norm is not None:
+        norms["train/grad_norm"] = step.grad_norm
+    if step.scale_grad_norm is not None:
+        norms["train/grad_norm_scales"] = step.scale_grad_norm
+        if step.grad_norm is not None:
+            norms["train/grad_norm_weights"] = math.sqrt(max(0.0, step.grad_norm**2 - step.scale_grad_norm**2))
+    return norms
 
 
 def _check_destinations(recipe: Recipe, checkpoints: Path) -> None:
@@ -307,21 +363,23 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> None:
 def _set_learning_rates(state: LoopState) -> None:
     """The schedule's learning rate of this step, into every parameter group.
 
-    Scales rest while fake quant is off, and warm up from the step in which it starts.
+    Scales rest while their fake quant is off or they are frozen, and warm up from the step in which it starts.
     """
-    optim = state.recipe.optim
+    optim, levers = state.recipe.optim, state.session.levers
     factor = lr_factor(
         state.step,
         total=state.recipe.train.steps,
         warmup=optim.warmup_steps,
         kind=optim.schedule,
         min_ratio=optim.min_lr_ratio,
+        decay=optim.decay_steps,
     )
     # From the recipe, not from the optimizer's state: a resumed run follows the recipe that it is given.
-    peaks = peak_learning_rates(optim)
-    scale_factor = min(factor, (state.session.scale_steps + 1) / max(1, optim.warmup_steps))
+    peaks = levers.peaks()
     for group in state.session.engine.optimizer.param_groups:
-        if group["name"] == "scales":
-            group["lr"] = peaks["scales"] * scale_factor * state.quant.enabled
+        name = group["name"]
+        if name in SCALE_GROUPS:
+            warm = (levers.scale_steps[name] + 1) / max(1, optim.warmup_steps)
+            group["lr"] = peaks[name] * min(factor, warm) * state.quant.learning(name)
         else:
-            group["lr"] = peaks[group["name"]] * factor
+            group["lr"] = peaks[name] * factor

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from engine.recipe import LearnableRecipe, OptimRecipe
 from model.experts import PerExpertMLPs
@@ -22,8 +23,8 @@ SCALE_EPS = 1e-15
 
 @dataclass(frozen=True)
 class OwnedParameter:
-    """A Parameter, the first name that it has in the model, and what it is: weight, bias, norm, router, weight_scale,
-    act_scale or frozen."""
+    """A Parameter, the first name that it has in the model, and what it is: weight, embedding, bias, norm, router,
+    weight_scale, act_scale or frozen."""
 
     name: str
     parameter: nn.Parameter
@@ -33,10 +34,12 @@ class OwnedParameter:
 def classify(model: nn.Module) -> Iterator[OwnedParameter]:
     """Every Parameter of the model once, in module order, with its kind.
 
+    ``embedding`` is the table of the tokens, and lm_head, tied to it or not.
     ``frozen`` are the initial scales s0, which never train. A 1-dimensional ``weight`` is a norm: transformers has
     dozens of norm classes and no common base, and no other layer of its language models has a 1-dimensional weight.
     """
     routers = {id(parameter) for parameter in _router_parameters(model)}
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -44,6 +47,8 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
                 continue
             seen.add(id(parameter))
             kind = "router" if id(parameter) in routers else _kind(module, name, parameter)
+            if kind == "weight" and (module is head or isinstance(module, nn.Embedding)):
+                kind = "embedding"
             yield OwnedParameter(f"{prefix}.{name}" if prefix else name, parameter, kind)
 
 
@@ -76,13 +81,21 @@ def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
                     yield from child.parameters()
 
 
+def trained_scales(model: nn.Module) -> list[nn.Parameter]:
+    """Every theta that trains, once."""
+    kinds = ("weight_scale", "act_scale")
+    return [owned.parameter for owned in classify(model) if owned.kind in kinds and owned.parameter.requires_grad]
+
+
 def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
     """Set ``requires_grad`` of every Parameter as the recipe's ``learnable`` section says, before the engine is made.
 
-    Biases go with the weights. Scales that do not train have no theta at all, so they are not touched here.
+    Biases go with the weights, and embeddings too unless they are left out.
+    Scales that do not train have no theta at all, so they are not touched here.
     """
     trains = {
         "weight": learnable.weight,
+        "embedding": learnable.weight and learnable.embedding,
         "bias": learnable.weight,
         "norm": learnable.norm,
         "router": learnable.router,
@@ -94,26 +107,40 @@ def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
         owned.parameter.requires_grad_(trains[owned.kind])
 
 
+# Kind of a Parameter -> its parameter group. Each group has a learning rate of its own.
+GROUP_OF = {
+    "weight": "weights",
+    "router": "weights",
+    "embedding": "embeddings",
+    "norm": "norms",
+    "bias": "biases",
+    "weight_scale": "weight_scales",
+    "act_scale": "act_scales",
+}
+SCALE_GROUPS = ("weight_scales", "act_scales")
+DECAYING = ("weights", "embeddings")
+
+
 def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
-    """Parameter groups for the optimizer: ``weights``, ``no_decay`` (norms and biases), ``scales`` (theta).
+    """Parameter groups for the optimizer: ``weights`` (routers too), ``embeddings`` (lm_head too), ``norms``,
+    ``biases``, ``weight_scales`` and ``act_scales`` (theta); those that have nothing to train are left out.
 
     Each trainable Parameter is listed once, also where modules share it. Theta is the logarithm of a factor on the
     scale, so its learning rate is a relative step; it has no weight decay, which would pull the scale back to its
-    initial value, and an eps of its own.
+    initial value, and an eps of its own. Norms and biases have none either.
     ``lr`` is 0 until the loop sets it, before every step.
     """
-    members: dict[str, list[nn.Parameter]] = {"weights": [], "no_decay": [], "scales": []}
-    group_of = {"weight_scale": "scales", "act_scale": "scales", "norm": "no_decay", "bias": "no_decay"}
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUP_OF.values()}
     for owned in classify(model):
         if owned.parameter.requires_grad:
-            members[group_of.get(owned.kind, "weights")].append(owned.parameter)
+            members[GROUP_OF[owned.kind]].append(owned.parameter)
     groups: list[dict] = [
         {
             "name": name,
             "params": parameters,
             "lr": 0.0,
-            "weight_decay": optim.weight_decay if name == "weights" else 0.0,
-            "eps": SCALE_EPS if name == "scales" else optim.eps,
+            "weight_decay": optim.weight_decay if name in DECAYING else 0.0,
+            "eps": SCALE_EPS if name in SCALE_GROUPS else optim.eps,
         }
         for name, parameters in members.items()
         if parameters
@@ -125,7 +152,18 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
 
 def peak_learning_rates(optim: OptimRecipe) -> dict[str, float]:
     """What the schedule multiplies, by name of the parameter group."""
-    return {"weights": optim.lr, "no_decay": optim.lr, "scales": optim.scale_lr}
+
+    def own(value: float | None, otherwise: float) -> float:
+        return otherwise if value is None else value
+
+    return {
+        "weights": optim.lr,
+        "embeddings": own(optim.embedding_lr, optim.lr),
+        "norms": own(optim.norm_lr, optim.lr),
+        "biases": optim.lr,
+        "weight_scales": optim.scale_lr,
+        "act_scales": own(optim.act_scale_lr, optim.scale_lr),
+    }
 
 
 class SkippingAdamW(torch.optim.AdamW):

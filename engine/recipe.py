@@ -137,7 +137,9 @@ class LearnableRecipe:
     """What the optimizer trains; everything else is frozen."""
 
     weight: bool = True
-    """Linear weights, embeddings and lm_head, biases. Costs gradients and optimizer state of the whole model."""
+    """Linear weights and biases, embeddings and lm_head. Costs gradients and optimizer state of the whole model."""
+    embedding: bool = True
+    """Embeddings and lm_head, where weight is on; false freezes them."""
     weight_scale: bool = True
     """Scales of the quantised weights (theta of s0 * exp(theta))."""
     act_scale: bool = False
@@ -149,8 +151,9 @@ class LearnableRecipe:
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
-        if not any(asdict(self).values()):
-            yield f"learnable: nothing is learnable, expected at least one of {', '.join(asdict(self))} to be true"
+        switches = {name: on for name, on in asdict(self).items() if name != "embedding"}
+        if not any(switches.values()):
+            yield f"learnable: nothing is learnable, expected at least one of {', '.join(switches)} to be true"
 
 
 @dataclass
@@ -187,15 +190,23 @@ class OptimRecipe:
     """AdamW and the learning rate's way over the steps."""
 
     lr: float = 1e-5
-    """Peak learning rate of weights, norms and routers."""
+    """Peak learning rate of weights, biases and routers, and of what has no rate of its own below."""
+    embedding_lr: float | None = None
+    """Peak learning rate of embeddings and lm_head. null: lr."""
+    norm_lr: float | None = None
+    """Peak learning rate of the norms. null: lr."""
     scale_lr: float = 1e-3
-    """Peak learning rate of the scales; relative, since theta is a logarithm."""
+    """Peak learning rate of the weight scales; relative, since theta is a logarithm."""
+    act_scale_lr: float | None = None
+    """Peak learning rate of the activation scales. null: scale_lr."""
     min_lr_ratio: float = 0.1
     """The learning rates end at this share of their peaks (linear, cosine)."""
     warmup_steps: int = 0
-    """Optimizer steps of linear warm-up from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rates after the warm-up."""
+    """Optimizer steps of linear warm-up from 0; scales warm up anew whenever their fake quant starts."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Course of the learning rates after the warm-up. wsd: constant until the last decay_steps, then linear."""
+    decay_steps: int = 0
+    """Optimizer steps of decay at the end, for schedule wsd."""
     weight_decay: float = 0.0
     """Decay of weights. Scales, norms and biases never decay."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -209,8 +220,17 @@ class OptimRecipe:
         """One line per bad value of this section."""
         yield from _at_least("optim.lr", self.lr, 0)
         yield from _at_least("optim.scale_lr", self.scale_lr, 0)
+        for name in ("embedding_lr", "norm_lr", "act_scale_lr"):
+            value = getattr(self, name)
+            if value is not None:
+                yield from _at_least(f"optim.{name}", value, 0)
         yield from _need(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "between 0 and 1")
         yield from _at_least("optim.warmup_steps", self.warmup_steps, 0)
+        if self.schedule == "wsd":
+            yield from _at_least("optim.decay_steps", self.decay_steps, 1)
+        else:
+            expected = f"0: optim.schedule {self.schedule} has no decay_steps (wsd has)"
+            yield from _need(self.decay_steps == 0, "optim.decay_steps", self.decay_steps, expected)
         yield from _at_least("optim.weight_decay", self.weight_decay, 0)
         yield from _need(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "two numbers in [0, 1)")
         yield from _positive("optim.eps", self.eps)
@@ -286,6 +306,89 @@ class TrainRecipe:
         yield from _at_least("train.keep_checkpoints", self.keep_checkpoints, 1)
 
 
+CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
+
+
+@dataclass
+class EventRecipe:
+    """One change during the run: when it happens (one of at, every, when), and what (at least one of the others)."""
+
+    at: int | None = None
+    """Once, when so many optimizer steps are done and before the next begins."""
+    every: int | None = None
+    """After each so many optimizer steps."""
+    when: str | None = None
+    """Once, after the first step at which this holds: a loss or a result of the evaluation (loss/total, loss/lm,
+    eval/perplexity, ...), one of < <= > >=, and a number."""
+    fake_quant: bool | Literal["weights", "activations"] | None = None
+    """true: of weights and activations; weights, activations: of these alone; false: off."""
+    layers: str | None = None
+    """Regex: fake_quant of the layers whose whole module name matches only."""
+    observe: bool | None = None
+    """Whether observers watch the inputs; starting forgets what they saw. While off they watch unless this is false."""
+    freeze_scales: bool | None = None
+    """true: learned scales rest from now on; false: they train again."""
+    lr: dict[str, float] | None = None
+    """Peak learning rates from now on, by group: weights, embeddings, norms, biases, weight_scales, act_scales."""
+    loss: dict[str, float] | None = None
+    """Weights of the losses from now on: lm, kd."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """One line per bad value of this event, whose path is ``key``."""
+        times = {name: getattr(self, name) for name in ("at", "every", "when") if getattr(self, name) is not None}
+        if len(times) != 1:
+            yield f"{key}: {times or 'no time'}, expected exactly one of at, every, when"
+        if self.at is not None:
+            yield from _at_least(f"{key}.at", self.at, 0)
+        if self.every is not None:
+            yield from _at_least(f"{key}.every", self.every, 1)
+        if self.when is not None:
+            yield from _need(parse_condition(self.when) is not None, f"{key}.when", self.when, "like loss/lm < 2.5")
+        actions = (self.fake_quant, self.observe, self.freeze_scales, self.lr, self.loss)
+        if all(action is None for action in actions):
+            yield f"{key}: nothing happens, expected one of fake_quant, observe, freeze_scales, lr, loss"
+        if self.layers is not None:
+            yield from _need(self.fake_quant is not None, f"{key}.layers", self.layers, "fake_quant beside it")
+            try:
+                re.compile(self.layers)
+            except re.error as error:
+                yield f"{key}.layers: {self.layers!r}, expected a regular expression ({error})"
+        for name, known in (("lr", EVENT_RATES), ("loss", ("lm", "kd"))):
+            for what, value in (getattr(self, name) or {}).items():
+                yield from _need(what in known, f"{key}.{name}", what, f"one of {', '.join(known)}")
+                yield from _at_least(f"{key}.{name}.{what}", value, 0)
+
+
+# Parameter groups of engine.optim, which imports this module.
+EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales")
+
+
+def parse_condition(text: str) -> tuple[str, str, float] | None:
+    """Metric, relation and number of a condition like ``loss/lm < 2.5``; None if it is something else."""
+    match = CONDITION.fullmatch(text.strip())
+    try:
+        return (match["metric"], match["relation"], float(match["value"])) if match else None
+    except ValueError:
+        return None
+
+
+@dataclass
+class EvalRecipe:
+    """Evaluation during training, on held-out samples (data.held_out, data.eval), as the model would be served."""
+
+    every: int = 0
+    """Optimizer steps between two evaluations; also before the first step and after the last. 0: none."""
+    max_batches: int = 0
+    """Micro-batches per rank at most; 0: all of the held-out samples."""
+    best: Literal["lm", "kd", "total"] = "lm"
+    """The loss whose smallest value makes a training checkpoint the best one, which is kept beside the latest."""
+
+    def problems(self) -> Iterator[str]:
+        """One line per bad value of this section."""
+        yield from _at_least("eval.every", self.every, 0)
+        yield from _at_least("eval.max_batches", self.max_batches, 0)
+
+
 @dataclass
 class ExportRecipe:
     """The compressed checkpoint at the end."""
@@ -331,6 +434,10 @@ class Recipe:
     """Optimizer and schedule."""
     loss: LossRecipe = field(default_factory=LossRecipe)
     """Losses and teacher."""
+    schedule: list[EventRecipe] = field(default_factory=list)
+    """What changes during the run, like [{at: 500, fake_quant: weights}, {at: 1000, fake_quant: true}]."""
+    eval: EvalRecipe = field(default_factory=EvalRecipe)
+    """Evaluation during training."""
     export: ExportRecipe = field(default_factory=ExportRecipe)
     """Compressed checkpoint."""
     deepspeed: str = "zero3"
@@ -342,6 +449,11 @@ class Recipe:
     def export_dir(self) -> Path:
         """Where the compressed checkpoint goes."""
         return Path(self.export.dir) if self.export.dir else Path(self.output_dir) / "export"
+
+    def has_teacher(self) -> bool:
+        """Whether the run distils at any step, as the recipe has it."""
+        later = any((event.loss or {}).get("kd", 0) > 0 for event in self.schedule)
+        return self.loss.kd_weight > 0 or later
 
     def validate(self) -> None:
         """Check every value, and values against each other; no file is touched. Call it again after an assignment.
@@ -357,9 +469,12 @@ class Recipe:
             self.optim,
             self.loss,
             self.train,
+            self.eval,
             self.export,
         )
         problems = [problem for section in sections for problem in section.problems()]
+        for index, event in enumerate(self.schedule):
+            problems += event.problems(f"schedule[{index}]")
         problems += self._contradictions()
         if problems:
             raise RecipeError("\n".join(problems))
@@ -367,6 +482,20 @@ class Recipe:
     def _contradictions(self) -> Iterator[str]:
         """Problems that only several sections together show."""
         quant, learn, steps = self.quant, self.learnable, self.train.steps
+        if self.has_teacher() and self.loss.kd_weight == 0 and not self.loss.teacher:
+            yield f"loss.teacher: {self.loss.teacher!r}, expected a directory since an event under schedule sets kd"
+        for index, event in enumerate(self.schedule):
+            if event.at is not None and event.at >= steps > 0:
+                yield f"schedule[{index}].at: {event.at}, expected below train.steps ({steps})"
+            if event.fake_quant in (True, "activations") and quant.scheme in SCHEMES:
+                expected = f"weights or false: quant.scheme {quant.scheme} quantises no activations"
+                good = quant.quantises_activations() or event.fake_quant is True
+                yield from _need(good, f"schedule[{index}].fake_quant", event.fake_quant, expected)
+        if quant.fake_quant_start > 0 and any(event.fake_quant is not None for event in self.schedule):
+            yield (
+                f"quant.fake_quant_start: {quant.fake_quant_start}, expected 0 or -1, "
+                "since events under schedule switch fake quant"
+            )
         yield from _need(self.output_dir != "", "output_dir", self.output_dir, "a directory")
         yield from _need(self.deepspeed != "", "deepspeed", self.deepspeed, "a name in ds_configs/ or a JSON file")
         if quant.scheme in SCHEMES and not quant.quantises_activations():
@@ -399,12 +528,13 @@ class Recipe:
                 f"nothing gives the activation scales of {quant.scheme}"
             )
         # A schedule that never reaches its peak is a mistake; a train.steps below 1 has been reported already.
-        yield from _need(
-            steps < 1 or self.optim.warmup_steps <= steps,
-            "optim.warmup_steps",
-            self.optim.warmup_steps,
-            f"at most {steps} (train.steps)",
-        )
+        for key, taken in (("warmup_steps", self.optim.warmup_steps), ("decay_steps", self.optim.decay_steps)):
+            yield from _need(steps < 1 or taken <= steps, f"optim.{key}", taken, f"at most {steps} (train.steps)")
+        both_ends = self.optim.warmup_steps + self.optim.decay_steps
+        if max(self.optim.warmup_steps, self.optim.decay_steps) <= steps < both_ends:
+            yield (
+                f"optim.warmup_steps, optim.decay_steps: {both_ends} together, expected at most {steps} (train.steps)"
+            )
 
     def validate_files(self) -> None:
         """Check that the files and directories which the recipe reads exist, relative to the current directory.
@@ -413,7 +543,7 @@ class Recipe:
             RecipeError: names every one that is missing, one line each.
         """
         problems = list(_checkpoint_problems("model.path", self.model.path))
-        if self.loss.kd_weight > 0 and self.loss.teacher:
+        if self.has_teacher() and self.loss.teacher:
             problems += _checkpoint_problems("loss.teacher", self.loss.teacher)
         if self.quant.scales is not None and not os.path.isdir(self.quant.scales):
             problems.append(

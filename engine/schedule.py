@@ -1,7 +1,8 @@
 """What changes over the steps: learning rates, and events at chosen steps.
 
 Steps are optimizer steps, counted from 0: an event ``at`` step N runs when N steps are done and before step N begins;
-an event ``every`` N steps runs after each N-th step.
+an event ``every`` N steps runs after each N-th step; an event ``when`` something holds is asked after each step and
+runs once, the first time.
 """
 
 import math
@@ -11,32 +12,47 @@ from typing import Generic, TypeVar
 
 State = TypeVar("State")
 Action = Callable[[State], object]
+Condition = Callable[[State], bool]
+
+KINDS = ("constant", "linear", "cosine", "wsd")
 
 
-def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float) -> float:
+def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float, decay: int = 0) -> float:
     """The share of the peak learning rate at ``step``.
 
-    Linear warm-up over the first ``warmup`` steps (step 0 already moves: 1/warmup), then ``constant``, ``linear`` or
-    ``cosine`` decay from 1 to ``min_ratio``, which the last of ``total`` steps reaches.
+    Linear warm-up over the first ``warmup`` steps (step 0 already moves: 1/warmup), then ``constant``; or ``linear`` or
+    ``cosine`` decay from 1 to ``min_ratio``, which the last of ``total`` steps reaches; or ``wsd``, warm-up, stable,
+    decay (Hu et al. 2024, MiniCPM, arXiv:2404.06395): 1 until the last ``decay`` steps, which go down to ``min_ratio``
+    in a straight line.
     """
+    if kind not in KINDS:
+        raise ValueError(f"unknown learning-rate schedule {kind!r}, expected one of {', '.join(KINDS)}")
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant":
         return 1.0
+    if kind == "wsd":
+        done = step - (total - decay) + 1  # of the steps that decay, this one included
+        return 1.0 - (1.0 - min_ratio) * min(1.0, max(0, done) / max(1, decay))
     progress = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
     if kind == "linear":
         return 1.0 - (1.0 - min_ratio) * progress
-    if kind == "cosine":
-        return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    raise ValueError(f"unknown learning-rate schedule {kind!r}, expected constant, linear or cosine")
+    return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 @dataclass
 class Schedule(Generic[State]):
-    """Events: actions that run before a given step, or after every so many steps, in the order they were added."""
+    """Events: actions that run before a given step, after every so many, or once when a condition holds.
+
+    Events of one step run in the order they were added.
+    """
 
     before: list[tuple[int, Action]] = field(default_factory=list)
     after: list[tuple[int, Action]] = field(default_factory=list)
+    conditional: list[tuple[Condition, Action]] = field(default_factory=list)
+    met: list[int] = field(default_factory=list)
+    """Which of ``conditional`` have run, by position: a checkpoint keeps it, so that a resumed run does not repeat
+    them."""
 
     def at(self, step: int, action: Action) -> None:
         """Run ``action(state)`` once, when ``step`` optimizer steps are done and before the next begins."""
@@ -49,6 +65,10 @@ class Schedule(Generic[State]):
         if steps < 1:
             raise ValueError(f"an event every {steps} steps: expected 1 or more")
         self.after.append((steps, action))
+
+    def when(self, condition: Condition, action: Action) -> None:
+        """Run ``action(state)`` once, after the first step at which ``condition(state)`` is true."""
+        self.conditional.append((condition, action))
 
     def check(self, total: int) -> None:
         """Refuse an event at a step that a run of ``total`` steps never begins. Raises ValueError."""
@@ -68,4 +88,8 @@ class Schedule(Generic[State]):
         """Run what is due after ``done`` steps in all."""
         for interval, action in self.after:
             if done % interval == 0:
+                action(state)
+        for index, (condition, action) in enumerate(self.conditional):
+            if index not in self.met and condition(state):
+                self.met.append(index)
                 action(state)

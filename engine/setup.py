@@ -23,6 +23,7 @@ from data.loader import Loader
 from data.samples import Sample
 from data.text import read_text
 from engine.ds_config import resolve, teacher_config
+from engine.levers import Levers
 from engine.optim import build_optimizer, set_learnable
 from engine.recipe import Recipe, RecipeError
 from model.build import build_model, check_rotary_buffers
@@ -57,8 +58,7 @@ class Session:
     teacher: nn.Module | None
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
-    scale_steps: int = 0
-    """Optimizer steps with fake quant since the scales were measured."""
+    levers: Levers
 
 
 def init_ranks() -> torch.device:
@@ -293,7 +293,7 @@ def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.M
 
 def build_teacher(recipe: Recipe, ds_config: dict[str, Any], device: torch.device, vocab_size: int) -> nn.Module | None:
     """The frozen teacher, None without distillation: an engine without an optimizer under stage 3, else the module."""
-    if recipe.loss.kd_weight == 0 or recipe.loss.teacher is None:
+    if not recipe.has_teacher() or recipe.loss.teacher is None:
         return None
     teacher = build_model(
         recipe.loss.teacher,
@@ -351,5 +351,6 @@ def set_up(
     if training and teacher:
         teacher_model = build_teacher(recipe, ds_config, device, model.config.vocab_size)
     engine = initialize_student(recipe, ds_config, model) if training else initialize_frozen(model, ds_config)
-    session = Session(recipe, ds_config, engine, model, quantization, teacher_model, context.tokenizer, device)
+    levers = Levers(recipe)
+    session = Session(recipe, ds_config, engine, model, quantization, teacher_model, context.tokenizer, device, levers)
     return session, uncalibrated

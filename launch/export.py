@@ -36,9 +36,7 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
     check_export_dir(recipe)
     session, _ = set_up(recipe, start_ranks(recipe), teacher=False)
     load_checkpoint(session, checkpoint)
-    quant = FakeQuant(session)
-    quant.stale = not quant.enabled
-    export_trained(session, quant)
+    export_trained(session, FakeQuant(session))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ the parameters into its fp32 master there, and the next step overwrites whatever
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +23,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_buffers_in_fp32, keep_in_fp32_pattern
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.utils import set_z3_leaf_module
+from deepspeed.utils import (
+    safe_get_full_grad,
+    safe_get_local_grad,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+    set_z3_leaf_module,
+)
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -214,6 +222,74 @@ def keep_frozen_fp32(model: nn.Module) -> Iterator[None]:
     yield
     for parameter, data in kept:
         parameter.data = data.to(parameter.device)
+
+
+def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
+    """Make Adam's moments of single parameters 0. With a gradient of 0 they then do not move.
+
+    The step count is of a whole parameter group: see :func:`reset_optimizer_state`. No collective.
+
+    Args:
+        optimizer: ``engine.optimizer``: DeepSpeed's around torch's, or torch's own.
+        parameters: of its groups.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not any(inner.state.values()):
+        return  # before the first step there are no moments, and DeepSpeed's setter raises
+    for parameter in parameters:
+        for key in ("exp_avg", "exp_avg_sq"):
+            if is_partitioned(parameter):
+                # The setter for a whole parameter cuts the last ranks' share out of it, where one element has none.
+                safe_set_local_optimizer_state(parameter, _zeros_of_partition(parameter), key)
+            elif not hasattr(parameter, "_hp_mapping"):
+                # Stage 0 in fp32: the optimizer is torch's, over the parameters themselves.
+                inner.state[parameter][key].zero_()
+            elif (mapping := parameter._hp_mapping) is not None:  # None: no part of it is this rank's
+                # DeepSpeed 0.19 links parameters to moments after its first group's first step, when the other groups
+                # have none, and never again: safe_set_full_optimizer_state raises for all but the first group.
+                (flat,) = inner.param_groups[mapping.param_group_index]["params"]
+                place = mapping.get_hp_fragment_address()
+                inner.state[flat][key].narrow(0, place.start, place.numel).zero_()
+
+
+def zero_parameters(optimizer: Any, parameters: Sequence[Parameter]) -> None:
+    """Make trained parameters 0, the optimizer's fp32 copies of them and their moments too; a collective."""
+    with gathered(parameters, modifier_rank=0), torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+    for parameter in parameters:
+        if is_partitioned(parameter):
+            safe_set_local_fp32_param(parameter, _zeros_of_partition(parameter))
+        elif hasattr(parameter, "_hp_mapping"):
+            safe_set_full_fp32_param(parameter, torch.zeros_like(parameter, dtype=torch.float32))
+    reset_moments(optimizer, parameters)
+
+
+def _zeros_of_partition(parameter: Parameter) -> Tensor:
+    return torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)  # type: ignore[attr-defined]
+
+
+def gradient_norm(parameters: Iterable[Parameter]) -> float:
+    """L2 norm over all ranks of the gradients, between the last backward of an optimizer step and the step.
+
+    A collective; on stages 0-2 one for each parameter, so not for every step. Parameters without a gradient count as 0.
+    """
+    square = torch.zeros((), dtype=torch.float64)
+    partitioned = False
+    for parameter in parameters:
+        if is_partitioned(parameter):
+            partitioned = True
+            gradient = safe_get_local_grad(parameter)
+            start, stop = local_range(parameter)
+            gradient = None if gradient is None else gradient.flatten()[: stop - start]  # without padding
+        else:
+            gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            square += gradient.double().square().sum().cpu()
+    if partitioned and dist.is_initialized():
+        square = square.to(get_accelerator().current_device_name())
+        dist.all_reduce(square)
+    return math.sqrt(square.item())
 
 
 def reset_optimizer_state(optimizer: Any, group: str) -> None:

@@ -17,12 +17,12 @@ from data.chat import read_chat
 from data.loader import Loader, MicroBatch, valid_tokens
 from data.text import read_text
 from engine.losses import loss_sums
-from engine.optim import parameter_groups, peak_learning_rates, set_learnable
+from engine.optim import SCALE_GROUPS, parameter_groups, peak_learning_rates, set_learnable
 from engine.recipe import Recipe, load_recipe
 from engine.schedule import lr_factor
 from model.build import build_model
 from model.load import load_weights
-from quant import Quantization, ScaleGroup, get_scheme, prepare, scales_from_stats
+from quant import Quantization, get_scheme, prepare, scales_from_stats
 
 RANKS = 2
 
@@ -42,6 +42,7 @@ RANKS = 2
 # 1 + 6e-8 * randn, of each of 45 random models, dense and with experts, 12 times 5 steps.
 SMOOTH_RTOL = 1e-5  # losses of a step without fake quant: 2e-7; ten times that for grad norms: 3e-7
 QUANTIZED_RTOL = 1e-3  # losses of a step with it: 5e-4; ten times that for norms and divergences: 4e-3, 4e-3
+SCALE_NORM_RTOL = 0.1
 WEIGHT_MEAN = 0.05  # of a tensor, in learning rates: 0.005 dense, 0.03 in an expert that few tokens chose
 WEIGHT_MAX = 3.0  # of an element: 2, because Adam's step is as long where the gradient is nothing but rounding
 # A theta's gradient may be a few terms that nearly cancel: so many may differ by more than THETA in learning rates,
@@ -106,20 +107,18 @@ def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
     return model, quantization
 
 
-def theta_factor(group: ScaleGroup) -> torch.Tensor | float:
-    """What the learned part multiplies a scale by."""
-    return 1.0 if group.theta is None else group.theta.exp()
-
-
 @torch.no_grad()
 def measure(quantization: Quantization) -> None:
-    """Scales from the whole weights and from what the observers saw; fake quant is on then. Theta keeps its value."""
+    """Scales from the whole weights and from what the observers saw; theta is 0 and fake quant is on then."""
     spec = quantization.scheme.weights
     for group in quantization.weight_groups:
         absmax = max(quantization.layers[name].weight.abs().max() for name in group.members)
-        group.s0.copy_(scales_from_stats(absmax.reshape(1), spec) / theta_factor(group))
+        group.s0.copy_(scales_from_stats(absmax.reshape(1), spec))
     for group in quantization.input_groups:
-        group.s0.copy_(scales_from_stats(group.observer.absmax.reshape(1), spec) / theta_factor(group))
+        group.s0.copy_(scales_from_stats(group.observer.absmax.reshape(1), spec))
+    for group in (*quantization.weight_groups, *quantization.input_groups):
+        if group.theta is not None:
+            group.theta.zero_()
     quantization.observe(False)
     quantization.set_fake_quant(True, True)
 
@@ -146,8 +145,8 @@ def plain_loop(
     teacher = plain_weights(loss.teacher).requires_grad_(False) if loss.kd_weight else None
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.optim), betas=settings.optim.betas)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    thetas = [p for group in optimizer.param_groups if group["name"] == "scales" for p in group["params"]]
-    result: dict[str, Any] = {"losses": [], "norms": [], "after": [], "quantized": []}
+    thetas = [p for group in optimizer.param_groups if group["name"] in SCALE_GROUPS for p in group["params"]]
+    result: dict[str, Any] = {"losses": [], "norms": [], "scale_norms": [], "after": [], "quantized": []}
     scale_steps = 0
     for step in range(settings.train.steps):
         if step > 0 and step == off.start:
@@ -173,6 +172,7 @@ def plain_loop(
             lm, kd = loss_sums(model(**inputs_of(batch)).logits, batch["labels"], teacher_logits, kd_kind=loss.kd)
             ((lm + loss.kd_weight * kd) / valid).backward()
             sums += torch.stack([lm.detach(), kd.detach()]) / valid
+        result["scale_norms"].append(float(torch.nn.utils.get_total_norm([theta.grad for theta in thetas])))
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, settings.optim.grad_clip)))
         factor = lr_factor(
             step,
@@ -183,7 +183,7 @@ def plain_loop(
         )
         scale_factor = min(factor, scale_steps / settings.optim.warmup_steps) if step not in off else 0.0
         for group in optimizer.param_groups:
-            share = scale_factor if group["name"] == "scales" else factor
+            share = scale_factor if group["name"] in SCALE_GROUPS else factor
             group["lr"] = peak_learning_rates(settings.optim)[group["name"]] * share
         optimizer.step()
         optimizer.zero_grad()
@@ -216,6 +216,8 @@ def assert_equals_plain_loop(path: Path, *, off: range | None = None, without_ta
             assert losses[name] == pytest.approx(loss, rel=rel), (step, name)
         if found["norms"][step] is not None:  # stage 0 in fp32
             assert found["norms"][step] == pytest.approx(expected["norms"][step], rel=10 * rtol), step
+        if found["scale_norms"][step] is not None:  # in the steps that measure it
+            assert found["scale_norms"][step] == pytest.approx(expected["scale_norms"][step], rel=SCALE_NORM_RTOL), step
         assert after.keys() == plain_after.keys()
         scales = [name for name in after if name.endswith("_s0")]
         for name in scales if quantized else ():  # the others are not in use

@@ -82,6 +82,17 @@ def test_rotary_frequencies_stay_fp32_and_no_step_is_skipped(results):
         assert found["skipped"][-1] == 0, key
 
 
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scales_take_little_of_the_norm_that_clips(results, kind, stage, dtype):
+    """Under 1% of it, so that clipping the whole gradient does not throttle the weights for the scales' sake."""
+    found = load_result(results[kind, stage, dtype])
+    measured = [(scales, whole) for scales, whole in zip(found["scale_norms"], found["norms"], strict=True) if scales]
+    assert len(measured) == len(found["norms"]) // 2
+    assert all(scales < 0.01 * whole for scales, whole in measured), measured
+
+
 def test_exactly_what_is_learnable_trains(results):
     """Defaults: weights and weight scales. Norms, routers and initial scales keep their values, all else moves."""
     for (kind, _, dtype), path in results.items():
@@ -99,4 +110,4 @@ def test_exactly_what_is_learnable_trains(results):
                 assert weight.any(), f"{kind}: {name} did not move"
             elif name in before:
                 assert torch.equal(weight, before[name]) == frozen, f"{kind}: {name}"
-        assert found["groups"] == ["weights", "scales"]
+        assert found["groups"] == ["weights", "embeddings", "weight_scales"]

@@ -48,6 +48,23 @@ SWITCH = {
     "loss": PLAIN,
 }
 INTEGER = {"quant": {"fake_quant_start": 2}, "loss": PLAIN, "train": {"steps": 3}, "optim": {"lr": 1e-2}}
+FIRST_LAYER = r"model\.layers\.0\..*"
+EVENTS = {
+    "quant": {"calibration_batches": 0, "fake_quant_start": 0, "initial_input_scale": 2e-4},
+    "learnable": {"act_scale": True, "norm": True},
+    "optim": {"schedule": "constant", "warmup_steps": 0, "norm_lr": 0.0, "embedding_lr": 1e-4, "act_scale_lr": 1e-3},
+    "loss": PLAIN,
+    "train": {"steps": 9, "gradient_accumulation_steps": 1, "clip_stats_every": 1},
+    "schedule": [
+        {"at": 2, "fake_quant": False},
+        {"at": 3, "fake_quant": "weights"},
+        {"at": 4, "fake_quant": True, "layers": FIRST_LAYER},
+        {"at": 5, "freeze_scales": True, "lr": {"norms": 1e-3, "weights": 0.0}, "loss": {"lm": 0.5}},
+        {"when": "loss/total < 1e9", "lr": {"embeddings": 0.0}},
+        {"at": 6, "freeze_scales": False},
+        {"at": 7, "fake_quant": "weights"},
+    ],
+}
 POISON = {"train": {"steps": 3, "gradient_accumulation_steps": 1}, "loss": PLAIN, "optim": {"lr": 1e-2}}
 
 
@@ -93,6 +110,7 @@ RUNS = {
         f"off_{stage}": ("qwen3", "float32", {"stage": stage, "loss": PLAIN, "optim": {"schedule": "constant"}})
         for stage in range(4)
     },
+    **{f"events_{stage}": ("qwen3", "float32", {**EVENTS, "stage": stage}) for stage in range(4)},
     "never": (
         "qwen3",
         "bfloat16",
@@ -298,6 +316,59 @@ def test_fake_quant_switched_off_and_on_equals_a_plain_loop(paths, stage):
     assert_equals_plain_loop(paths[f"off_{stage}"], off=range(2, 4))
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_events_of_a_recipe_move_what_they_name_and_nothing_else(paths, stage):
+    """Step by step which parameters moved; a scale that rests stays where it is although it has trained before."""
+    found = load_result(paths[f"events_{stage}"])
+    first = start_of(paths[f"events_{stage}"])
+    before = {name: first.get(name, torch.zeros_like(value)) for name, value in found["after"][0].items()}
+    moves: list[set[str]] = []
+    for after in found["after"]:
+        moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+        moves.append({kind for name in moved if (kind := kind_of(name))})
+        before = after
+    weights, embedding, norms = {"weight"}, {"embedding"}, {"norm"}
+    theta, inputs, first_inputs = {"weight_theta"}, {"input_theta", "input_theta 0"}, {"input_theta 0"}
+    assert moves == [
+        weights | embedding | theta | inputs,  # the condition holds after this step: embeddings stop
+        weights | theta | inputs,
+        weights,  # off
+        weights | theta,  # of weights alone; all weight scales begin anew
+        weights | theta | first_inputs,
+        norms,  # scales frozen, weights at a learning rate of 0
+        norms | theta | first_inputs,
+        norms | theta,  # inputs off: no momentum moves them
+        norms | theta,
+    ]
+    total = [step["loss/total"] / step["loss/lm"] for step in found["losses"]]
+    assert total == pytest.approx([1.0] * 5 + [0.5] * 4)
+
+
+def kind_of(name: str) -> str | None:
+    """What the name of a parameter says that it is; theta of an input with the first layer apart."""
+    leaf = name.rpartition(".")[2]
+    if leaf.endswith("_s0"):
+        return None
+    if leaf == "input_theta":
+        return "input_theta 0" if ".layers.0." in name else leaf
+    if leaf == "weight_theta":
+        return leaf
+    return "norm" if "norm" in name else "embedding" if "embed" in name or "lm_head" in name else "weight"
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_scales_that_begin_anew_are_measured_from_the_weights_as_they_are(paths, stage):
+    found, spec = load_result(paths[f"events_{stage}"])["after"], SCHEMES["fp8_static"].weights
+    for name, value in found[3].items():
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "weight_s0" and layer.endswith("down_proj"):  # which shares its scale with no other
+            absmax = found[2][f"{layer}.weight"].abs().amax()
+            assert torch.equal(value, scales_from_stats(absmax.view(1), spec)), name
+        if leaf == "input_s0":
+            assert torch.equal(value, found[1][name]), name  # inputs are not in use yet
+            assert torch.equal(found[4][name], value) == (".layers.0." not in name), name
+
+
 def test_without_fake_quant_the_export_is_the_trained_model(paths):
     found = load_result(paths["never"])
     export = load_recipe(paths["never"]).export_dir()
@@ -338,5 +409,6 @@ def test_a_users_schedule_acts_logs_and_stops(paths):
     assert losses == pytest.approx([step["loss/total"] for step in found["losses"]])
     assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3]
     assert [(event.step, event.value) for event in events.Scalars("my/step")] == [(2, 2.0)]
-    assert {"loss/lm", "loss/kd/cakld", "lr/weights", "lr/scales", "train/grad_norm", "train/skipped_steps"} <= tags
+    assert {"loss/lm", "loss/kd/cakld", "lr/weights", "lr/weight_scales"} <= tags
+    assert {"train/grad_norm", "train/grad_norm_scales", "train/skipped_steps"} <= tags
     assert "quant/clipped_weights/model.layers.0.mlp.down_proj" in tags

@@ -38,12 +38,13 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def run(loop: Loop) -> dict[str, Any]:
     """Run the loop and return what came of it, the same on every rank; its engine is destroyed then."""
-    losses, norms, skipped, after = [], [], [], []
+    losses, norms, scale_norms, skipped, after = [], [], [], [], []
 
     @loop.every(1)
     def keep(state: LoopState) -> None:
         losses.append(state.last.losses)
         norms.append(state.last.grad_norm)
+        scale_norms.append(state.last.scale_grad_norm)
         skipped.append(state.session.engine.skipped_steps)
         if loop.recipe.model.dtype == "float32":
             after.append(whole_parameters(state.model))
@@ -60,6 +61,7 @@ def run(loop: Loop) -> dict[str, Any]:
     result = {
         "losses": losses,
         "norms": norms,
+        "scale_norms": scale_norms,
         "skipped": skipped,
         "after": after,
         "weights": weights,
