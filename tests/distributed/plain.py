@@ -42,7 +42,7 @@ RANKS = 2
 # 1 + 6e-8 * randn, of each of 45 random models, dense and with experts, 12 times 5 steps.
 SMOOTH_RTOL = 1e-5  # losses of a step without fake quant: 2e-7; ten times that for grad norms: 3e-7
 QUANTIZED_RTOL = 1e-3  # losses of a step with it: 5e-4; ten times that for norms and divergences: 4e-3, 4e-3
-SCALE_NORM_RTOL = 0.1
+SCALE_NORM_RTOL = 0.01  # of the norm of the scales' gradients: 1e-7; one code that flips moves one of its terms
 WEIGHT_MEAN = 0.05  # of a tensor, in learning rates: 0.005 dense, 0.03 in an expert that few tokens chose
 WEIGHT_MAX = 3.0  # of an element: 2, because Adam's step is as long where the gradient is nothing but rounding
 # A theta's gradient may be a few terms that nearly cancel: so many may differ by more than THETA in learning rates,

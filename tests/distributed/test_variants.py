@@ -47,7 +47,7 @@ SWITCH = {
     "learnable": {"act_scale": True},
     "loss": PLAIN,
 }
-INTEGER = {"quant": {"fake_quant_start": 2}, "loss": PLAIN, "train": {"steps": 3}, "optim": {"lr": 1e-2}}
+INTEGER = {"loss": PLAIN, "train": {"steps": 3, "clip_stats_every": 1}, "optim": {"lr": 1e-2}}
 FIRST_LAYER = r"model\.layers\.0\..*"
 EVENTS = {
     "quant": {"calibration_batches": 0, "fake_quant_start": 0, "initial_input_scale": 2e-4},
@@ -298,6 +298,13 @@ def test_scales_are_measured_from_the_weights_at_the_start(paths, name):
         else:
             assert torch.equal(scale, expected), owner
     assert moved > 0
+
+
+@pytest.mark.parametrize("name", ["switch_w4", "switch_w2"])
+def test_scales_of_groups_take_little_of_the_norm_that_clips(paths, name):
+    """Under 1% with a scale for each 32 weights too; ``test_train`` has scales of whole tensors."""
+    found = load_result(paths[name])
+    assert 0 < found["scale_norms"][-1] < 0.01 * found["norms"][-1]
 
 
 @pytest.mark.parametrize("stage", range(4))
