@@ -77,7 +77,8 @@ class Counts:
 class Rendering:
     """The whole conversation as the template writes it, and the character at which the answer begins."""
 
-    where: str
+    file: str
+    line: int
     text: str
     start: int
     by_content: bool
@@ -89,6 +90,7 @@ def read_chat(
     *,
     max_length: int,
     fields: Mapping[str, str] | None = None,
+    loss_on: Literal["last", "all"] = "last",
     too_long: Literal["drop", "truncate"] = "drop",
     progress: bool = False,
 ) -> tuple[list[Sample], Counts]:
@@ -106,6 +108,8 @@ def read_chat(
     Raises:
         DataError: a file is missing or empty, lines are bad (up to 20 named in one error), or no sample is left.
     """
+    if loss_on != "last":
+        raise DataError("data.loss_on: all: not yet")
     if max_length < 1 or too_long not in ("drop", "truncate"):
         raise DataError(
             f"found max_length {max_length} and too_long {too_long!r}, expected at least 1, and 'drop' or 'truncate'"
@@ -159,21 +163,20 @@ class _Builder:
         self._add(batch)
 
     def _renderings(self, path: Path, bar: tqdm) -> Iterator[Rendering]:
-        before = self.counts.lines
+        before, name = self.counts.lines, str(path)
         for number, line in lines_of(path):
             bar.update(len(line))
             if not line.strip():
                 continue
             self.counts.lines += 1
-            where = f"{path}:{number}"
             try:
                 turns = turns_of(line, self.fields)
                 if turns[-1]["content"].strip():
-                    yield render(turns, self.tokenizer, where)
+                    yield render(turns, self.tokenizer, name, number)
                 else:
                     self.counts.without_target += 1
             except BadLineError as error:
-                self.problems.add(where, str(error))
+                self.problems.add(f"{name}:{number}", str(error))
         if self.counts.lines == before:
             self.problems.add(str(path), "found only blank lines, expected one JSON object per line")
 
@@ -185,7 +188,7 @@ class _Builder:
             try:
                 sample = self._sample(rendering, encoding)
             except BadLineError as error:
-                self.problems.add(rendering.where, str(error))
+                self.problems.add(f"{rendering.file}:{rendering.line}", str(error))
                 continue
             if sample is not None:
                 self.samples.append(sample)
@@ -211,10 +214,15 @@ class _Builder:
         self.counts.without_end += not ended
         answer = ids[first : last + 1]
         labels = [IGNORE] * (len(kept) - 1) + answer
-        return Sample(np.array(kept + answer[:-1], dtype=np.int32), np.array(labels, dtype=np.int32))
+        return Sample(
+            np.array(kept + answer[:-1], dtype=np.int32),
+            np.array(labels, dtype=np.int32),
+            rendering.file,
+            rendering.line,
+        )
 
 
-def render(turns: list[Turn], tokenizer: PreTrainedTokenizerBase, where: str) -> Rendering:
+def render(turns: list[Turn], tokenizer: PreTrainedTokenizerBase, file: str = "", line: int = 0) -> Rendering:
     """Write the conversation with the template and find where its last turn, the assistant's, begins.
 
     Raises:
@@ -227,8 +235,8 @@ def render(turns: list[Turn], tokenizer: PreTrainedTokenizerBase, where: str) ->
             raise BadLineError(
                 "found nothing after the generation prompt, expected the chat template to write the answer"
             )
-        return Rendering(where, text, len(prompt), by_content=False)
-    return Rendering(where, text, _start_of_content(turns, text, tokenizer), by_content=True)
+        return Rendering(file, line, text, len(prompt), by_content=False)
+    return Rendering(file, line, text, _start_of_content(turns, text, tokenizer), by_content=True)
 
 
 def _write(turns: list[Turn], tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = False) -> str:

@@ -30,6 +30,14 @@ class Sample:
 
     input_ids: np.ndarray
     labels: np.ndarray
+    file: str = ""
+    """Where it comes from: one string object per file, so that a million samples stay small."""
+    line: int = 0
+    """Line in the file, from 1; 0 where a sample is no line of it."""
+
+    def where(self) -> str:
+        """``file:line`` as far as it is known, for error messages."""
+        return f"{self.file}:{self.line}" if self.line else self.file
 
 
 class Problems:

@@ -51,8 +51,17 @@ def read_text(
         raise DataError(
             f"{', '.join(map(str, paths))}: found {len(stream)} tokens, expected at least 2 (one to predict)"
         )
-    starts = range(0, len(stream) - 1, block_length)
-    return [Sample(stream[:-1][i : i + block_length], stream[1:][i : i + block_length]) for i in starts]
+    # A block belongs to the file of its first token; the EOS between two files counts for the first of them.
+    ends = np.cumsum([len(part) for part in parts])[1::2]
+    names = [str(path) for path in paths]
+    return [
+        Sample(
+            stream[:-1][start : start + block_length],
+            stream[1:][start : start + block_length],
+            file=names[int(np.searchsorted(ends, start, side="right"))],
+        )
+        for start in range(0, len(stream) - 1, block_length)
+    ]
 
 
 def _tokens(path: Path, backend: Tokenizer, progress: bool) -> np.ndarray:

@@ -1,12 +1,13 @@
 """Activation scales measured in place: forward passes of the unquantised model, under whatever ZeRO stage it lives."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from data.loader import MicroBatch, sample_inputs
 from model.ranks import raise_everywhere, reduce_over_ranks
 from model.scales import write_scales
 from quant import Quantization, scales_from_stats
@@ -46,7 +47,7 @@ def calibrate_inputs(
     forward: nn.Module,
     quantization: Quantization,
     owners: set[str],
-    batches: Iterable[Mapping[str, Tensor]],
+    batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> None:
     """Run ``batches`` through the unquantised model and write the activation scales that they ask for; a collective.
@@ -65,8 +66,8 @@ def calibrate_inputs(
     quantization.observe(True)
     for batch in batches:
         # One sample at a time, without its padding: what padding positions hold is never served.
-        for ids, length in zip(batch["input_ids"], batch["attention_mask"].sum(1).tolist(), strict=True):
-            forward(input_ids=ids[None, :length].to(device), use_cache=False)
+        for ids in sample_inputs(batch):
+            forward(input_ids=ids.to(device), use_cache=False)
     quantization.observe(False)
     write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
     quantization.restore_fake_quant(before)

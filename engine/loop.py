@@ -28,11 +28,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.loader import Loader, valid_tokens
+from data.loader import Loader, model_inputs, real_tokens, valid_tokens
 from engine.calibrate import calibrate_inputs
 from engine.checkpoint import LATEST, check_resumable, load_checkpoint, save_checkpoint
 from engine.events import add_event
@@ -195,9 +196,7 @@ class Loop:
         session, recipe = state.session, self.recipe
         engine, device = session.engine, session.device
         batches = state.loader.step(state.step)
-        counts = torch.tensor(
-            [valid_tokens(batches), sum(int(b["attention_mask"].sum()) for b in batches)], device=device
-        )
+        counts = torch.tensor([valid_tokens(batches), sum(map(real_tokens, batches))], device=device)
         valid, tokens = reduce_over_ranks(counts).tolist()
         if valid == 0:  # the same on every rank, after the reduction
             raise RankError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
@@ -236,7 +235,7 @@ class Loop:
     def _loss(self, session: Session, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of one micro-batch as a sum over its tokens, and its parts [lm, kd, router aux], detached."""
         loss, levers = self.recipe.loss, session.levers
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+        inputs: dict[str, Any] = {**model_inputs(dict(batch)), "use_cache": False}
         teacher_logits = None
         if session.teacher is not None and levers.kd_weight > 0:
             with torch.no_grad():
@@ -277,7 +276,7 @@ class Loop:
             if is_main():
                 output.mkdir(parents=True, exist_ok=True)
         # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
-        loader = build_loader(recipe, context.tokenizer)
+        loader, _ = build_loader(recipe, context.tokenizer)
         session, uncalibrated = set_up(recipe, context)
         with errors_on_all_ranks(OSError):
             if is_main():

@@ -162,27 +162,60 @@ class DataRecipe:
 
     train: list[str]
     """Files to train on, JSONL for chat, plain text for text. Relative to the current directory."""
+    weights: list[float] | None = None
+    """One per file of data.train: the file's share of an epoch's samples is its weight over their sum. An epoch keeps
+    its number of samples: a file may give each of its samples several times, or only some. null: every sample once."""
+    held_out: int | float = 0
+    """Samples taken out of data.train to evaluate on, drawn with data.seed: a number, or below 1 a share. 0: none."""
+    eval: list[str] = field(default_factory=list)
+    """Files to evaluate on, beside the samples held out; read as those of data.train are."""
     kind: Literal["chat", "text"] = "chat"
-    """chat: JSONL conversations, loss on the last assistant turn only; text: plain text, loss on every token."""
+    """chat: JSONL conversations, loss on the assistant's turns; text: plain text, loss on every token."""
+    loss_on: Literal["last", "all"] = "last"
+    """last: of a chat only the last assistant turn is learned; all: every assistant turn."""
     fields: dict[str, str] | None = None
     """For JSONL with keys of its own: {input: question, output: answer}. null: keys are recognised. Only for chat."""
     max_length: int = 2048
-    """Tokens per sample at most (chat) or exactly (text). Activation memory grows with it."""
+    """Tokens per sample at most (chat) or exactly (text), and of a packed row. Activation memory grows with it."""
     too_long: Literal["drop", "truncate"] = "drop"
-    """A chat sample above max_length is dropped, or loses the beginning of its prompt; both are counted."""
+    """A chat sample above max_length is dropped, or loses its beginning; both are counted."""
+    packing: bool = False
+    """Fill rows of max_length tokens with several samples each, which do not see each other. false: a sample per row,
+    padded to the longest of the micro-batch."""
     micro_batch_size: int = 1
-    """Samples per forward and rank. Activation memory grows with it."""
+    """Rows per forward and rank: samples, or with data.packing rows of several. Activation memory grows with it."""
     seed: int = 0
-    """Seed of the order of the samples."""
+    """Seed of the order of the samples, and of the choice of those held out."""
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
         yield from _need(len(self.train) > 0 and "" not in self.train, "data.train", self.train, "at least one file")
+        yield from _need("" not in self.eval, "data.eval", self.eval, "files")
+        if self.weights is not None:
+            yield from self._weight_problems(self.weights)
+        share = isinstance(self.held_out, float)
+        good = 0 < self.held_out < 1 if share and self.held_out else self.held_out >= 0
+        yield from _need(good, "data.held_out", self.held_out, "a number of samples, or a share between 0 and 1")
         if self.kind != "chat":
             yield from _need(self.fields is None, "data.fields", self.fields, f"null with data.kind {self.kind}")
+            yield from _need(self.loss_on == "last", "data.loss_on", self.loss_on, f"last with data.kind {self.kind}")
         yield from _at_least("data.max_length", self.max_length, 2)
         yield from _at_least("data.micro_batch_size", self.micro_batch_size, 1)
         yield from _at_least("data.seed", self.seed, 0)
+
+    def _weight_problems(self, weights: list[float]) -> Iterator[str]:
+        good = all(math.isfinite(weight) and weight > 0 for weight in weights)
+        yield from _need(good, "data.weights", weights, "numbers above 0 (leave a file out of data.train instead of 0)")
+        same = len(weights) == len(self.train)
+        yield from _need(same, "data.weights", weights, f"{len(self.train)} of them, one per file of data.train")
+        once = len({str(Path(file)) for file in self.train}) == len(self.train)
+        yield from _need(once, "data.train", self.train, "each file once: data.weights says how often it is used")
+
+    def weights_by_file(self) -> dict[str, float] | None:
+        """The weights by path, as samples name their file."""
+        if self.weights is None:
+            return None
+        return {str(Path(file)): weight for file, weight in zip(self.train, self.weights, strict=True)}
 
 
 @dataclass
@@ -549,9 +582,10 @@ class Recipe:
             problems.append(
                 f"quant.scales: {_not_there(self.quant.scales)}, expected the directory of a PTQ checkpoint"
             )
-        for index, file in enumerate(self.data.train):
-            if not os.path.isfile(file):
-                problems.append(f"data.train[{index}]: {_not_there(file)}, expected a file")
+        for key, files in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+            for index, file in enumerate(files):
+                if not os.path.isfile(file):
+                    problems.append(f"{key}[{index}]: {_not_there(file)}, expected a file")
         if problems:
             raise RecipeError("\n".join(problems))
 

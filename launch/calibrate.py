@@ -24,7 +24,7 @@ def calibrate(recipe: Recipe) -> None:
     """Measure what the recipe's scheme needs and write the PTQ checkpoint."""
     check_export_dir(recipe)
     context = start_ranks(recipe)
-    loader = build_loader(recipe, context.tokenizer)
+    loader, _ = build_loader(recipe, context.tokenizer)
     session, uncalibrated = set_up(recipe, context, training=False)
     if uncalibrated:
         say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")

@@ -121,7 +121,9 @@ def test_padding_and_valid_tokens(rng):
         for batch in batches:
             rows = [samples[int(number)] for number in batch["input_ids"][:, 0]]
             longest = max(len(row.input_ids) for row in rows)
-            assert all(value.shape == (4, longest) and value.dtype == torch.int64 for value in batch.values())
+            per_row = {name: batch[name] for name in ("input_ids", "labels", "attention_mask")}
+            assert all(value.shape == (4, longest) for value in per_row.values())
+            assert all(value.dtype == torch.int64 for value in batch.values())
             for index, row in enumerate(rows):
                 length = len(row.input_ids)
                 assert batch["input_ids"][index].tolist() == row.input_ids.tolist() + [PAD] * (longest - length)
