@@ -1,11 +1,11 @@
 """Fake quant on and off while training: what ``state.quant`` offers to a schedule."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
 from torch.nn import Parameter
 
+from data.loader import MicroBatch
 from engine.calibrate import calibrate_inputs, observed_input_scales
 from engine.setup import Session
 from model.scales import measure_weight_scales, write_scales
@@ -102,7 +102,7 @@ class FakeQuant:
         self._begin({kind: set(owners) for kind, owners in self.levers.stale.items()})
 
     @contextmanager
-    def as_served(self, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[None]:
+    def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
         """Inside the block everything is fake-quantised with scales that fit, and nothing is observed; a collective.
 
         Args:

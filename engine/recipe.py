@@ -468,7 +468,9 @@ class Recipe:
     loss: LossRecipe = field(default_factory=LossRecipe)
     """Losses and teacher."""
     schedule: list[EventRecipe] = field(default_factory=list)
-    """What changes during the run, like [{at: 500, fake_quant: weights}, {at: 1000, fake_quant: true}]."""
+    """Events. Each has one of at (a step), every (so many steps), when (a condition like loss/lm < 2.5); and some of
+    fake_quant (true, false, weights, activations), layers (regex), observe, freeze_scales, lr (by group), loss (by
+    name)."""
     eval: EvalRecipe = field(default_factory=EvalRecipe)
     """Evaluation during training."""
     export: ExportRecipe = field(default_factory=ExportRecipe)

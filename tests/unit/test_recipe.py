@@ -14,6 +14,7 @@ import yaml
 
 from engine.recipe import (
     DataRecipe,
+    EventRecipe,
     ModelRecipe,
     Recipe,
     RecipeError,
@@ -109,6 +110,11 @@ def test_save_then_load_gives_the_same(tmp_path: Path) -> None:
         section = getattr(recipe, name)
         for item in dataclasses.fields(section):
             setattr(section, item.name, random_value(rng, getattr(section, item.name)))
+    recipe.optim.schedule = "wsd"
+    recipe.schedule = [
+        EventRecipe(at=rng.randrange(1000), fake_quant=rng.choice([True, False, "weights"]), layers=r".*\.0\..*"),
+        EventRecipe(when="loss/lm < 2.5", lr={"weights": rng.random()}, loss={"lm": rng.random()}, freeze_scales=True),
+    ]
     recipe.optim.betas = (rng.random(), rng.random())
     recipe.learnable.weight = True
     recipe.data.fields = {"input": "größe: {odd}", "output": "a'b"}
@@ -415,4 +421,4 @@ def test_shipped_recipe(path: Path) -> None:
     assert (ROOT / "ds_configs" / f"{recipe.deepspeed}.json").is_file()
     if "scales_only" in path.stem:
         learn = recipe.learnable
-        assert dataclasses.astuple(learn) == (False, True, True, False, False)
+        assert dataclasses.astuple(learn) == (False, True, True, True, False, False)
