@@ -90,9 +90,20 @@ class Loader:
         """How many epochs have been seen before ``step``; its whole part is the epoch of the step's first sample."""
         return step * self.samples_per_step / len(self._samples)
 
+    def describe(self, step: int) -> str:
+        """The samples of this rank in a step, for error messages: their numbers."""
+        size = self._micro_batch_size
+        first = step * self.samples_per_step + self._rank * size
+        starts = (first + index * size * self._world for index in range(self._accumulation))
+        ids = [self._index(start + offset) for start in starts for offset in range(size)]
+        return f"rank {self._rank}, step {step}, samples {', '.join(map(str, ids))}"
+
     def _sample(self, position: int) -> Sample:
+        return self._samples[self._index(position)]
+
+    def _index(self, position: int) -> int:
         epoch, index = divmod(position, len(self._samples))
-        return self._samples[_permutation(self._seed, epoch, len(self._samples))[index]]
+        return int(_permutation(self._seed, epoch, len(self._samples))[index])
 
     def _collate(self, samples: list[Sample]) -> MicroBatch:
         shape = (len(samples), max(len(sample.input_ids) for sample in samples))

@@ -20,7 +20,7 @@ Actions run on every rank, so they may use collectives; they must take the same 
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,15 +28,25 @@ from torch import Tensor
 
 from data.loader import Loader, valid_tokens
 from engine.calibrate import calibrate_inputs
-from engine.checkpoint import LATEST, check_resumable, load_checkpoint, save_checkpoint
+from engine.checkpoint import (
+    LATEST,
+    Checkpoint,
+    CheckpointError,
+    check_resumable,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from engine.export import check_export_dir, export_trained
 from engine.fake_quant import FakeQuant
+from engine.faults import SkippedSteps, nan_unless_finite
 from engine.losses import loss_sums
 from engine.metrics import Metrics, Progress, clipped_fractions, peak_memory_bytes
 from engine.optim import peak_learning_rates
 from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.schedule import Schedule, lr_factor
 from engine.setup import Session, build_loader, say, set_up, start_ranks
+from engine.signals import StopRequests
 from model.ranks import RankError, errors_on_all_ranks, is_main, reduce_over_ranks, world_size
 from quant import weights_changed
 
@@ -54,6 +64,8 @@ class StepResult:
     """Before clipping; None on stage 0 in fp32, where DeepSpeed clips without keeping it."""
     clipped: dict[str, float]
     """Clipped fractions by layer, in the steps that measure them."""
+    stop_requested: bool = False
+    """A signal asked at least one rank to stop; the same on all ranks."""
 
 
 @dataclass
@@ -69,6 +81,13 @@ class LoopState:
     last: StepResult | None = None
     """Result of the last step."""
     stopped: bool = False
+    saved_step: int | None = None
+    """Step of the checkpoint that this run wrote last, or was resumed from."""
+    stop_requests: StopRequests = field(default_factory=StopRequests)
+    skipped: SkippedSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.skipped = SkippedSteps(self.recipe.train.max_skipped_steps)
 
     @property
     def recipe(self) -> Recipe:
@@ -126,27 +145,40 @@ class Loop:
         return register
 
     def run(self) -> LoopState:
-        """Set up, train, export. Returns the state after the last step."""
-        recipe, total = self.recipe, self.recipe.train.steps
-        self.schedule.check(total)
+        """Set up, train, export. Returns the state after the last step.
+
+        A signal (see engine/signals.py) ends it after the step it came in, with a checkpoint and without an export.
+        """
+        self.schedule.check(self.recipe.train.steps)
         state = self._start()
+        with state.stop_requests:
+            self._train(state)
+            asked_to_stop = state.last is not None and state.last.stop_requested
+            if state.step != state.saved_step and (asked_to_stop or self.recipe.train.checkpoint_every):
+                self._save(state)
+            if asked_to_stop:
+                say(f"asked to stop: step {state.step} is saved; --train.resume true goes on from there")
+            elif self.recipe.export.enabled:
+                self._export(state)
+        state.metrics.close()
+        return state
+
+    def _train(self, state: LoopState) -> None:
+        """Steps until the last one, or until somebody stops them."""
+        recipe, total = self.recipe, self.recipe.train.steps
         progress = Progress.start(total, state.step)
-        while state.step < total and not state.stopped:
+        asked_to_stop = False
+        while state.step < total and not state.stopped and not asked_to_stop:
             self.schedule.run_before(state.step, state)
             started = time.perf_counter()
             state.last = self._train_step(state)
             state.step += 1
             self._report(state, progress, time.perf_counter() - started)
             self.schedule.run_after(state.step, state)
+            asked_to_stop = state.last.stop_requested
             if recipe.train.checkpoint_every and state.step % recipe.train.checkpoint_every == 0:
-                self._save(state)
+                self._try_to_save(state)
         progress.close()
-        if recipe.train.checkpoint_every and state.step % recipe.train.checkpoint_every:
-            self._save(state)
-        if recipe.export.enabled:
-            self._export(state)
-        state.metrics.close()
-        return state
 
     def _train_step(self, state: LoopState) -> StepResult:
         """One optimizer step: every micro-batch forward and backward, then the update."""
@@ -169,26 +201,33 @@ class Loop:
         if watch:
             state.quant.quantization.observe(True)
 
+        skipped_before = engine.skipped_steps
         sums = torch.zeros(3, device=device)
         for batch in batches:
             total, parts = self._loss(session, {name: tensor.to(device) for name, tensor in batch.items()})
             sums += parts
             # DeepSpeed divides by the accumulation steps and averages over the ranks; N already counts both.
-            engine.backward(total * (world_size() * recipe.train.gradient_accumulation_steps / valid))
+            engine.backward(
+                nan_unless_finite(total) * (world_size() * recipe.train.gradient_accumulation_steps / valid)
+            )
             engine.step()
         weights_changed(session.model)
         norm = engine.get_global_grad_norm()
 
-        session.scale_steps += quantized
+        skipped = engine.skipped_steps > skipped_before
+        session.scale_steps += quantized and not skipped
+        state.skipped.record(state.step, skipped, sums, state.loader)
 
         clipped = {}
         if clip_stats:
             clipped = clipped_fractions(state.quant.quantization)
         if watch:
             state.quant.quantization.observe(False)
-        lm, kd, aux = (reduce_over_ranks(sums) / valid).tolist()
-        losses = self._named_losses(lm, kd, aux)
-        return StepResult(losses, valid, tokens, None if norm is None else float(norm), clipped)
+        # One reduction for the losses and the ranks' wishes to stop.
+        wish = sums.new_tensor([state.stop_requests.requested])
+        lm, kd, aux, wishes = reduce_over_ranks(torch.cat([sums, wish])).tolist()
+        losses = self._named_losses(lm / valid, kd / valid, aux / valid)
+        return StepResult(losses, valid, tokens, None if norm is None else float(norm), clipped, wishes > 0)
 
     def _loss(self, session: Session, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of one micro-batch as a sum over its tokens, and its parts [lm, kd, router aux], detached."""
@@ -228,9 +267,10 @@ class Loop:
         """Everything before the first step."""
         recipe = self.recipe
         output = Path(recipe.output_dir)
-        checkpoints = output / "checkpoints"
-        _check_destinations(recipe, checkpoints)
+        checkpoint = _check_destinations(recipe, output / "checkpoints")
         context = start_ranks(recipe)
+        if checkpoint is not None:
+            verify_checkpoint(checkpoint)
         with errors_on_all_ranks(OSError):
             if is_main():
                 output.mkdir(parents=True, exist_ok=True)
@@ -248,8 +288,8 @@ class Loop:
         metrics = Metrics(output / "tensorboard", output / "recipe.yaml")
         session.engine.train()
         state = LoopState(session, quant, loader, metrics)
-        if recipe.train.resume:
-            state.step = load_checkpoint(session, checkpoints)
+        if checkpoint is not None:
+            state.step = state.saved_step = load_checkpoint(session, checkpoint)
             quant.stale = not quant.enabled
         return state
 
@@ -266,6 +306,15 @@ class Loop:
     def _save(self, state: LoopState) -> None:
         directory = Path(self.recipe.output_dir) / "checkpoints"
         save_checkpoint(state.session, directory, state.step, keep=self.recipe.train.keep_checkpoints)
+        state.saved_step = state.step
+
+    def _try_to_save(self, state: LoopState) -> None:
+        """A checkpoint on the way: the run and the checkpoints before outlive its failure (a full disk)."""
+        try:
+            self._save(state)
+        except CheckpointError as error:
+            at = state.step + self.recipe.train.checkpoint_every
+            say(f"warning: {error}; training goes on, the next attempt is at step {min(at, self.recipe.train.steps)}")
 
     def _report(self, state: LoopState, progress: Progress, seconds: float) -> None:
         """The step's figures to the progress bar and TensorBoard."""
@@ -291,17 +340,22 @@ class Loop:
         )
 
 
-def _check_destinations(recipe: Recipe, checkpoints: Path) -> None:
-    """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError on every rank."""
+def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
+    """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError on every rank.
+
+    Returns:
+        The checkpoint to resume from, if there is to be one.
+    """
     if recipe.export.enabled:
         check_export_dir(recipe)
     if recipe.train.resume:
-        check_resumable(recipe, checkpoints)
-    elif (checkpoints / LATEST).exists():
+        return check_resumable(recipe, checkpoints)
+    if (checkpoints / LATEST).exists():
         raise RecipeError(
             f"output_dir: {recipe.output_dir!r} has checkpoints of an earlier run; "
             "set train.resume to continue it, or name another one"
         )
+    return None
 
 
 def _set_learning_rates(state: LoopState) -> None:

@@ -270,10 +270,12 @@ class TrainRecipe:
     """Steps between two measurements of each layer's clipped fraction; 0: never."""
     checkpoint_every: int = 0
     """Steps between two training checkpoints (weights, optimizer state, data cursor); 0: none."""
-    resume: bool = False
-    """Continue from the latest training checkpoint of output_dir; with the same number of ranks."""
+    resume: bool | str = False
+    """Continue from a training checkpoint of output_dir: true for the latest, best, or a name like step_00001000."""
     keep_checkpoints: int = 2
-    """Latest training checkpoints to keep; each holds 12 to 14 bytes per trained parameter."""
+    """Latest training checkpoints to keep, besides the best; each holds 12 to 14 bytes per trained parameter."""
+    max_skipped_steps: int = 10
+    """The run ends after so many steps in a row whose loss or gradients are not finite; each is left out."""
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
@@ -284,6 +286,10 @@ class TrainRecipe:
         yield from _at_least("train.clip_stats_every", self.clip_stats_every, 0)
         yield from _at_least("train.checkpoint_every", self.checkpoint_every, 0)
         yield from _at_least("train.keep_checkpoints", self.keep_checkpoints, 1)
+        yield from _at_least("train.max_skipped_steps", self.max_skipped_steps, 1)
+        if isinstance(self.resume, str):
+            good = re.fullmatch(r"best|step_\d{8}", self.resume) is not None
+            yield from _need(good, "train.resume", self.resume, "true, false, best, or a name like step_00001000")
 
 
 @dataclass
