@@ -26,96 +26,44 @@ Actions run on every rank, so they may use collectives; they must take the same 
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.loader import Loader, model_inputs, real_tokens, valid_tokens
+from data.loader import model_inputs, real_tokens, valid_tokens
+from engine import quant_stats
 from engine.calibrate import calibrate_inputs
-from engine.checkpoint import LATEST, check_resumable, load_checkpoint, save_checkpoint
+from engine.checkpoint import (
+    LATEST,
+    Checkpoint,
+    CheckpointError,
+    best_checkpoint,
+    check_resumable,
+    load_checkpoint,
+    mark_best,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from engine.events import add_event
 from engine.export import check_export_dir, export_trained
 from engine.fake_quant import FakeQuant
+from engine.faults import nan_unless_finite
+from engine.held_out import evaluate
 from engine.levers import Levers
 from engine.losses import loss_sums
-from engine.metrics import Metrics, Progress, clipped_fractions, peak_memory_bytes
+from engine.metrics import Metrics, Progress, Summary, peak_memory_bytes
 from engine.optim import SCALE_GROUPS, trained_scales
 from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.schedule import Schedule, lr_factor
 from engine.setup import Session, build_loader, say, set_up, start_ranks
+from engine.state import Action, LoopState, StepResult
 from model.ranks import RankError, errors_on_all_ranks, is_main, reduce_over_ranks, world_size
 from model.zero import gradient_norm
 from quant import weights_changed
 
 Batch = Mapping[str, Tensor]
-
-
-@dataclass
-class StepResult:
-    """Means over the valid tokens of one optimizer step, of all ranks."""
-
-    losses: dict[str, float]
-    valid_tokens: int
-    tokens: int
-    grad_norm: float | None
-    """Before clipping; None on stage 0 in fp32, where DeepSpeed clips without keeping it."""
-    scale_grad_norm: float | None
-    """The scales' share of it, in the steps that measure quantisation."""
-    clipped: dict[str, float]
-    """Clipped fractions by layer, in the steps that measure quantisation."""
-
-
-@dataclass
-class LoopState:
-    """What an action gets: the run as it stands, and its levers."""
-
-    session: Session
-    quant: FakeQuant
-    loader: Loader
-    metrics: Metrics
-    step: int = 0
-    """Optimizer steps done."""
-    last: StepResult | None = None
-    """Result of the last step."""
-    stopped: bool = False
-    evaluation: dict[str, float] = field(default_factory=dict)
-    """Results of the last evaluation."""
-
-    @property
-    def recipe(self) -> Recipe:
-        """The run's recipe."""
-        return self.session.recipe
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The student; under stage 3 its Parameters are partitioned."""
-        return self.session.model
-
-    def log(self, values: Mapping[str, float]) -> None:
-        """Write values to TensorBoard at the current step."""
-        self.metrics.log(values, self.step)
-
-    def set_peak_rates(self, **rates: float) -> None:
-        """Peak learning rates by parameter group (weights, embeddings, norms, biases, weight_scales, act_scales)."""
-        self.session.levers.set_peak_rates(**rates)
-
-    def set_loss_weights(self, **weights: float) -> None:
-        """Weights of the losses lm and kd."""
-        self.session.levers.set_loss_weights(**weights)
-
-    def value_of(self, metric: str) -> float | None:
-        """A loss of the last step or a result of the last evaluation; None if there is none of that name yet."""
-        return {**self.evaluation, **(self.last.losses if self.last else {})}.get(metric)
-
-    def stop(self) -> None:
-        """End the run after this step; what follows the last step (export) still happens."""
-        self.stopped = True
-
-
-Action = Callable[[LoopState], object]
 
 
 class Loop:
@@ -169,27 +117,48 @@ class Loop:
         return register
 
     def run(self) -> LoopState:
-        """Set up, train, export. Returns the state after the last step."""
-        recipe, total = self.recipe, self.recipe.train.steps
-        self.schedule.check(total)
+        """Set up, train, export. Returns the state after the last step.
+
+        A signal (see engine/signals.py) ends it after the step it came in, with a checkpoint and without an export.
+        """
+        self.schedule.check(self.recipe.train.steps)
         state = self._start()
-        progress = Progress.start(total, state.step)
+        with state.stop_requests:
+            summary = self._train(state)
+            asked_to_stop = state.last is not None and state.last.stop_requested
+            if not asked_to_stop:
+                self._evaluate(state)
+            if state.step != state.saved_step and (asked_to_stop or self.recipe.train.checkpoint_every):
+                self._save(state)
+            if asked_to_stop:
+                say(f"asked to stop: step {state.step} is saved; --train.resume true goes on from there")
+            elif self.recipe.export.enabled:
+                self._export(state)
+        self._close(state, summary)
+        return state
+
+    def _train(self, state: LoopState) -> Summary:
+        """Steps until the last one, or until somebody stops them."""
+        recipe, total = self.recipe, self.recipe.train.steps
+        summary, progress = Summary(), Progress.start(total, state.step)
+        if state.quant.enabled:
+            self._evaluate(state)  # what training starts from: PTQ
         while state.step < total and not state.stopped:
             self.schedule.run_before(state.step, state)
             started = time.perf_counter()
             state.last = self._train_step(state)
             state.step += 1
+            summary.step(state.last.losses, state.last.tokens, state.last.valid_tokens)
             self._report(state, progress, time.perf_counter() - started)
+            if recipe.eval.every and state.step % recipe.eval.every == 0 and not state.last.stop_requested:
+                self._evaluate(state)
             self.schedule.run_after(state.step, state)
             if recipe.train.checkpoint_every and state.step % recipe.train.checkpoint_every == 0:
-                self._save(state)
+                self._try_to_save(state)
+            if state.last.stop_requested:
+                break
         progress.close()
-        if recipe.train.checkpoint_every and state.step % recipe.train.checkpoint_every:
-            self._save(state)
-        if recipe.export.enabled:
-            self._export(state)
-        state.metrics.close()
-        return state
+        return summary
 
     def _train_step(self, state: LoopState) -> StepResult:
         """One optimizer step: every micro-batch forward and backward, then the update."""
@@ -201,36 +170,42 @@ class Loop:
         if valid == 0:  # the same on every rank, after the reduction
             raise RankError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
         _set_learning_rates(state)
-        quantized = state.quant.enabled
-        every = recipe.train.clip_stats_every
-        clip_stats = quantized and every > 0 and (state.step + 1) % every == 0
+        measures = _measures_quantization(state)
         # A script that watches the inputs itself keeps what its observers saw.
-        watch = clip_stats and not state.quant.quantization.observing
+        watch = measures and not state.quant.quantization.observing
         if watch:
-            state.quant.quantization.observe(True)
+            state.quant.observe(True)
 
         scale_norm = None
+        skipped_before = engine.skipped_steps
         sums = torch.zeros(3, device=device)
         for batch in batches:
             total, parts = self._loss(session, {name: tensor.to(device) for name, tensor in batch.items()})
             sums += parts
             # DeepSpeed divides by the accumulation steps and averages over the ranks; N already counts both.
-            engine.backward(total * (world_size() * recipe.train.gradient_accumulation_steps / valid))
-            if clip_stats and engine.is_gradient_accumulation_boundary():
+            engine.backward(
+                nan_unless_finite(total) * (world_size() * recipe.train.gradient_accumulation_steps / valid)
+            )
+            if measures and engine.is_gradient_accumulation_boundary():
                 scale_norm = gradient_norm(trained_scales(session.model))
             engine.step()
         weights_changed(session.model)
-        state.quant.stepped()
         norm = engine.get_global_grad_norm()
-
-        clipped = {}
-        if clip_stats:
-            clipped = clipped_fractions(state.quant.quantization)
+        skipped = engine.skipped_steps > skipped_before
+        if not skipped:
+            state.quant.stepped()
+        state.skipped.record(state.step, skipped, sums, state.loader)
+        if measures:
+            quant_stats.log(quant_stats.measure(state.quant.quantization), state.metrics, state.step + 1)
         if watch:
-            state.quant.quantization.observe(False)
-        lm, kd, aux = (reduce_over_ranks(sums) / valid).tolist()
-        losses = self._named_losses(session.levers, lm, kd, aux)
-        return StepResult(losses, valid, tokens, None if norm is None else float(norm), scale_norm, clipped)
+            state.quant.observe(False)
+
+        # One reduction for the losses and the ranks' wishes to stop.
+        wish = sums.new_tensor([state.stop_requests.requested])
+        lm, kd, aux, wishes = reduce_over_ranks(torch.cat([sums, wish])).tolist()
+        losses = self._named_losses(session.levers, lm / valid, kd / valid, aux / valid)
+        norm = None if norm is None else float(norm)
+        return StepResult(losses, valid, tokens, norm, scale_norm, skipped, wishes > 0)
 
     def _loss(self, session: Session, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of one micro-batch as a sum over its tokens, and its parts [lm, kd, router aux], detached."""
@@ -269,14 +244,15 @@ class Loop:
         """Everything before the first step."""
         recipe = self.recipe
         output = Path(recipe.output_dir)
-        checkpoints = output / "checkpoints"
-        _check_destinations(recipe, checkpoints)
+        checkpoint = _check_destinations(recipe, output / "checkpoints")
         context = start_ranks(recipe)
+        if checkpoint is not None:
+            verify_checkpoint(checkpoint)
         with errors_on_all_ranks(OSError):
             if is_main():
                 output.mkdir(parents=True, exist_ok=True)
         # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
-        loader, _ = build_loader(recipe, context.tokenizer)
+        loader, held_out = build_loader(recipe, context.tokenizer)
         session, uncalibrated = set_up(recipe, context)
         with errors_on_all_ranks(OSError):
             if is_main():
@@ -284,17 +260,42 @@ class Loop:
         quant = FakeQuant(session)
         if recipe.quant.fake_quant_start != 0:
             session.levers.stale["input"] = uncalibrated
-        elif uncalibrated and not recipe.train.resume:
+        elif uncalibrated and checkpoint is None:
             say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
             batches = loader.first(recipe.quant.calibration_batches)
             calibrate_inputs(session.engine, session.quantization, uncalibrated, batches, session.device)
-        metrics = Metrics(output / "tensorboard", output / "recipe.yaml")
         session.engine.train()
-        state = LoopState(session, quant, loader, metrics)
-        if recipe.train.resume:
-            state.step = load_checkpoint(session, checkpoints)
+        step = load_checkpoint(session, checkpoint) if checkpoint is not None else 0
         self.schedule.met = session.levers.met
-        return state
+        metrics = Metrics(output / "tensorboard", output / "recipe.yaml", done=step)
+        saved = step if checkpoint is not None else None
+        return LoopState(session, quant, loader, held_out, metrics, step=step, saved_step=saved)
+
+    def _evaluate(self, state: LoopState) -> None:
+        """Losses on the held-out samples as the model would be served now, into the state and TensorBoard."""
+        if not self.recipe.eval.every or state.evaluated_step == state.step or state.held_out is None:
+            return
+        state.evaluation = evaluate(state, lambda batch: self._loss(state.session, batch)[1])
+        state.evaluated_step = state.step
+        state.log(state.evaluation)
+        figures = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in state.evaluation.items())
+        say(f"step {state.step}: held-out {figures}")
+
+    def _close(self, state: LoopState, summary: Summary) -> None:
+        """The last lines that a person reads."""
+        skipped = state.session.engine.skipped_steps
+        if summary.steps:
+            state.metrics.results(self.recipe, {**summary.last, **state.evaluation})
+            peak = peak_memory_bytes(state.session.device)
+            say(summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluation=state.evaluation))
+        best = best_checkpoint(self._checkpoints)
+        if best is not None:
+            say(f"best checkpoint: {self._checkpoints / best.name}, {best.metric} {best.value:.4f}")
+        state.metrics.close()
+
+    @property
+    def _checkpoints(self) -> Path:
+        return Path(self.recipe.output_dir) / "checkpoints"
 
     def _export(self, state: LoopState) -> None:
         """Export; if that fails, a training checkpoint keeps the work."""
@@ -307,8 +308,21 @@ class Loop:
             raise
 
     def _save(self, state: LoopState) -> None:
-        directory = Path(self.recipe.output_dir) / "checkpoints"
-        save_checkpoint(state.session, directory, state.step, keep=self.recipe.train.keep_checkpoints)
+        save_checkpoint(state.session, self._checkpoints, state.step, keep=self.recipe.train.keep_checkpoints)
+        state.saved_step = state.step
+        metric = f"eval/{self.recipe.eval.best}"
+        if state.evaluated_step == state.step and metric in state.evaluation:
+            best, value = best_checkpoint(self._checkpoints), state.evaluation[metric]
+            if best is None or best.metric != metric or value < best.value:
+                mark_best(self._checkpoints, state.step, metric, value)
+
+    def _try_to_save(self, state: LoopState) -> None:
+        """A checkpoint on the way: the run and the checkpoints before outlive its failure (a full disk)."""
+        try:
+            self._save(state)
+        except CheckpointError as error:
+            at = state.step + self.recipe.train.checkpoint_every
+            say(f"warning: {error}; training goes on, the next attempt is at step {min(at, self.recipe.train.steps)}")
 
     def _report(self, state: LoopState, progress: Progress, seconds: float) -> None:
         """The step's figures to the progress bar and TensorBoard."""
@@ -316,7 +330,6 @@ class Loop:
         assert last is not None
         speed = last.tokens / world_size() / seconds
         progress.step({"loss": last.losses["loss/total"], "tok/s/dev": speed})
-        state.log(last.clipped)
         if state.step % self.recipe.train.log_every:
             return
         engine = state.session.engine
@@ -325,7 +338,7 @@ class Loop:
             {
                 **last.losses,
                 **rates,
-                **grad_norms(last),
+                **_grad_norms(last),
                 "train/tokens_per_second_per_device": speed,
                 "train/peak_memory_gib": peak_memory_bytes(state.session.device) / 2**30,
                 "train/skipped_steps": engine.skipped_steps,
@@ -334,7 +347,7 @@ class Loop:
         )
 
 
-def grad_norms(step: StepResult) -> dict[str, float]:
+def _grad_norms(step: StepResult) -> dict[str, float]:
     """What is known of the step's gradient norm: of the whole, and in some steps of weights and of scales."""
     norms = {}
     if step.grad_norm is not None:
@@ -346,17 +359,28 @@ def grad_norms(step: StepResult) -> dict[str, float]:
     return norms
 
 
-def _check_destinations(recipe: Recipe, checkpoints: Path) -> None:
-    """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError on every rank."""
+def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
+    """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError on every rank.
+
+    Returns:
+        The checkpoint to resume from, if there is to be one.
+    """
     if recipe.export.enabled:
         check_export_dir(recipe)
     if recipe.train.resume:
-        check_resumable(recipe, checkpoints)
-    elif (checkpoints / LATEST).exists():
+        return check_resumable(recipe, checkpoints)
+    if (checkpoints / LATEST).exists():
         raise RecipeError(
             f"output_dir: {recipe.output_dir!r} has checkpoints of an earlier run; "
             "set train.resume to continue it, or name another one"
         )
+    return None
+
+
+def _measures_quantization(state: LoopState) -> bool:
+    """Whether the step that begins is one that measures quantisation."""
+    every = state.recipe.train.clip_stats_every
+    return state.quant.enabled and every > 0 and (state.step + 1) % every == 0
 
 
 def _set_learning_rates(state: LoopState) -> None:

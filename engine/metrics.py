@@ -1,32 +1,41 @@
-"""What people see: a progress bar, TensorBoard, one line per figure that matters. Rank 0 writes, nobody else."""
+"""What people see: a progress bar, TensorBoard, a summary at the end. Rank 0 writes, nobody else."""
 
+import math
 import resource
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from model.ranks import is_main, reduce_over_ranks
-from model.scales import clipped_weight_fractions
-from quant import Quantization
+from engine.recipe import Recipe
+from model.ranks import is_main
 
 
 class Metrics:
     """TensorBoard files in ``<output_dir>/tensorboard``; on ranks other than 0 every method does nothing.
 
-    Tags: ``loss/total``, ``loss/lm``, ``loss/kd/<kind>``, ``loss/router_aux``; ``lr/<group>``; ``train/grad_norm``,
-    ``train/tokens_per_second_per_device``, ``train/peak_memory_gib``, ``train/skipped_steps``, ``train/epoch``;
-    ``quant/clipped_weights/<layer>``, ``quant/clipped_inputs/<layer>`` (fractions of elements outside the range).
+    Tags: ``loss/...``, ``kd/...``, ``eval/...``; ``lr/<group>``; ``train/...`` (grad norms of all, of weights and of
+    scales, tokens per second and device, peak memory, skipped steps, epoch); ``quant/...`` (see engine.quant_stats).
     """
 
-    def __init__(self, directory: Path, recipe: Path) -> None:
-        """Open files in ``directory`` and show the text of the ``recipe`` file on the page."""
-        self.writer = SummaryWriter(str(directory)) if is_main() else None
+    def __init__(self, directory: Path, recipe: Path, *, done: int = 0) -> None:
+        """Open files in ``directory`` and show the text of the ``recipe`` file on the page.
+
+        Args:
+            directory: where the files go.
+            recipe: YAML file.
+            done: steps of the run so far. Points after it, of a run that went on from here before, are hidden.
+        """
+        self.writer = SummaryWriter(str(directory), purge_step=done + 1 if done else None) if is_main() else None
         if self.writer is not None:
-            self.writer.add_text("recipe", f"```yaml\n{recipe.read_text(encoding='utf-8')}\n```")
+            self.writer.add_text("recipe", f"```yaml\n{recipe.read_text(encoding='utf-8')}\n```", done)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add one point per value at ``step`` (optimizer steps done)."""
@@ -34,10 +43,37 @@ class Metrics:
             for name, value in values.items():
                 self.writer.add_scalar(name, float(value), step)
 
+    def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
+        """Add a histogram; of finite values only, and none of none."""
+        finite = np.array([value for value in values if math.isfinite(value)])
+        if self.writer is not None and len(finite):
+            self.writer.add_histogram(tag, finite, step)
+
+    def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
+        """Add what ``draw`` gives, which is called on rank 0 only."""
+        if self.writer is not None:
+            self.writer.add_figure(tag, draw(), step)
+
+    def results(self, recipe: Recipe, results: Mapping[str, float]) -> None:
+        """Knobs and results of the run, side by side with other runs on the page's HPARAMS tab."""
+        if self.writer is not None:
+            # In the same folder: by default TensorBoard shows a second run, named by the time.
+            self.writer.add_hparams(flat_knobs(recipe), dict(results), run_name=".")
+
     def close(self) -> None:
         """Write out what is buffered."""
         if self.writer is not None:
             self.writer.close()
+
+
+def flat_knobs(recipe: Recipe) -> dict[str, Any]:
+    """Every knob by its path, as TensorBoard takes it: numbers, truth values, and text for the rest."""
+    knobs: dict[str, Any] = {}
+    for section, values in asdict(recipe).items():
+        for name, value in values.items() if isinstance(values, dict) else [("", values)]:
+            plain = value if isinstance(value, bool | int | float | str) else str(value)
+            knobs[f"{section}.{name}".rstrip(".")] = plain
+    return knobs
 
 
 @dataclass
@@ -63,28 +99,42 @@ class Progress:
         self.bar.close()
 
 
+@dataclass
+class Summary:
+    """Adds a run up: what the last lines of its output say."""
+
+    started: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    tokens: int = 0
+    valid_tokens: int = 0
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+
+    def step(self, losses: Mapping[str, float], tokens: int, valid_tokens: int) -> None:
+        """One optimizer step of this process is done."""
+        self.steps += 1
+        self.tokens += tokens
+        self.valid_tokens += valid_tokens
+        self.first = self.first or dict(losses)
+        self.last = dict(losses)
+
+    def text(self, *, devices: int, skipped: int, peak_bytes: int, evaluation: Mapping[str, float]) -> str:
+        """The summary, a line per thing."""
+        seconds = time.perf_counter() - self.started
+        lines = [
+            f"{self.steps:,} steps, {self.tokens:,} tokens ({self.valid_tokens:,} with a target) in "
+            f"{time.strftime('%H:%M:%S', time.gmtime(seconds))}, "
+            f"{self.tokens / max(seconds, 1e-9) / devices:,.0f} tokens/s per device, "
+            f"at most {peak_bytes / 2**30:.2f} GiB on rank 0" + (f", {skipped} steps left out" if skipped else "")
+        ]
+        for name, value in self.last.items():
+            lines.append(f"{name:<24} {self.first.get(name, math.nan):>10.4f} -> {value:.4f}")
+        lines += [f"{name:<24} {value:>10.4f}" for name, value in evaluation.items()]
+        return "\n".join(lines)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory that this process held so far: the allocator's on CUDA, resident (ru_maxrss, in KiB) on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def clipped_fractions(quantization: Quantization) -> dict[str, float]:
-    """Fraction of elements outside the range, per scale group: of the weights, and of the inputs that were observed.
-
-    A collective: weights are counted where they lie, in the partitions. Input fractions cover the passes since the
-    observers were switched on; groups that saw nothing are left out.
-    """
-    fractions = {
-        f"quant/clipped_weights/{owner}": fraction for owner, fraction in clipped_weight_fractions(quantization).items()
-    }
-    groups = quantization.input_groups
-    if not groups:
-        return fractions
-    observers = [group.observer for group in groups if group.observer is not None]
-    counts = torch.tensor([[int(observer.clipped), observer.total] for observer in observers], dtype=torch.float64)
-    for group, (clipped, total) in zip(groups, reduce_over_ranks(counts).tolist(), strict=True):
-        if total:
-            fractions[f"quant/clipped_inputs/{group.owner}"] = clipped / total
-    return fractions

@@ -323,10 +323,12 @@ class TrainRecipe:
     """Steps between two measurements of each layer's clipped fraction; 0: never."""
     checkpoint_every: int = 0
     """Steps between two training checkpoints (weights, optimizer state, data cursor); 0: none."""
-    resume: bool = False
-    """Continue from the latest training checkpoint of output_dir; with the same number of ranks."""
+    resume: bool | str = False
+    """Continue from a training checkpoint of output_dir: true for the latest, best, or a name like step_00001000."""
     keep_checkpoints: int = 2
-    """Latest training checkpoints to keep; each holds 12 to 14 bytes per trained parameter."""
+    """Latest training checkpoints to keep, besides the best; each holds 12 to 14 bytes per trained parameter."""
+    max_skipped_steps: int = 10
+    """The run ends after so many steps in a row whose loss or gradients are not finite; each is left out."""
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
@@ -337,6 +339,10 @@ class TrainRecipe:
         yield from _at_least("train.clip_stats_every", self.clip_stats_every, 0)
         yield from _at_least("train.checkpoint_every", self.checkpoint_every, 0)
         yield from _at_least("train.keep_checkpoints", self.keep_checkpoints, 1)
+        yield from _at_least("train.max_skipped_steps", self.max_skipped_steps, 1)
+        if isinstance(self.resume, str):
+            good = re.fullmatch(r"best|step_\d{8}", self.resume) is not None
+            yield from _need(good, "train.resume", self.resume, "true, false, best, or a name like step_00001000")
 
 
 CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
@@ -410,16 +416,14 @@ class EvalRecipe:
     """Evaluation during training, on held-out samples (data.held_out, data.eval), as the model would be served."""
 
     every: int = 0
-    """Optimizer steps between two evaluations; also before the first step and after the last. 0: none."""
-    max_batches: int = 0
-    """Micro-batches per rank at most; 0: all of the held-out samples."""
+    """Optimizer steps between two evaluations; also after the last step, and before the first if fake quant is on. 0:
+    none. Training checkpoints have to fall on evaluations: train.checkpoint_every is a multiple of it."""
     best: Literal["lm", "kd", "total"] = "lm"
     """The loss whose smallest value makes a training checkpoint the best one, which is kept beside the latest."""
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
         yield from _at_least("eval.every", self.every, 0)
-        yield from _at_least("eval.max_batches", self.max_batches, 0)
 
 
 @dataclass
@@ -526,6 +530,14 @@ class Recipe:
                 expected = f"weights or false: quant.scheme {quant.scheme} quantises no activations"
                 good = quant.quantises_activations() or event.fake_quant is True
                 yield from _need(good, f"schedule[{index}].fake_quant", event.fake_quant, expected)
+        held_out = self.data.held_out or self.data.eval
+        if self.eval.every and not held_out:
+            yield f"eval.every: {self.eval.every}, expected 0, or samples to evaluate on (data.held_out, data.eval)"
+        if self.eval.every > 0 and self.train.checkpoint_every % self.eval.every:
+            expected = f"a multiple of eval.every ({self.eval.every}), so that each checkpoint has been evaluated"
+            yield f"train.checkpoint_every: {self.train.checkpoint_every}, expected {expected}"
+        if self.eval.best != "lm":
+            yield from _need(self.has_teacher(), "eval.best", self.eval.best, "lm: there is no teacher")
         if quant.fake_quant_start > 0 and any(event.fake_quant is not None for event in self.schedule):
             yield (
                 f"quant.fake_quant_start: {quant.fake_quant_start}, expected 0 or -1, "

@@ -8,12 +8,13 @@ The run's recipe lies in the checkpoint. Use as many ranks as trained it.
 import argparse
 from pathlib import Path
 
-from engine.checkpoint import load_checkpoint
+from engine.checkpoint import load_checkpoint, read_checkpoint, verify_checkpoint
 from engine.export import check_export_dir, export_trained
 from engine.fake_quant import FakeQuant
 from engine.recipe import Recipe, load_recipe
 from engine.setup import set_up, start_ranks
 from launch.exits import clean_exit
+from model.ranks import errors_on_all_ranks
 
 
 def main() -> None:
@@ -34,8 +35,12 @@ def main() -> None:
 def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
     """Rebuild the run's engine without its teacher, load its state, export."""
     check_export_dir(recipe)
-    session, _ = set_up(recipe, start_ranks(recipe), teacher=False)
-    load_checkpoint(session, checkpoint)
+    context = start_ranks(recipe)
+    with errors_on_all_ranks(OSError, ValueError):
+        found = read_checkpoint(checkpoint)
+    verify_checkpoint(found)
+    session, _ = set_up(recipe, context, teacher=False)
+    load_checkpoint(session, found)
     export_trained(session, FakeQuant(session))
 
 

@@ -8,6 +8,7 @@ Weights are measured from the partitions: each rank takes the absolute maxima of
 the maxima (a few bytes per scale) gives the scale. No weight is gathered.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from quant import (
     needs_search,
     partial_clipped,
     partial_errors,
+    partial_squares,
     partial_stats,
     scales_from_errors,
     scales_from_stats,
@@ -132,38 +134,71 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
     return values
 
 
-def clipped_weight_fractions(quantization: Quantization) -> dict[str, float]:
-    """Fraction of the weights outside the range of their scale, by owner of the scale group; a collective.
+@dataclass(frozen=True)
+class WeightStatistics:
+    """How the weights of one layer fit their scales now."""
 
-    Every rank counts in its own partition, with the scales as the forward uses them. Scales are gathered, weights not.
+    clipped: float
+    """Fraction of the weights outside the range."""
+    error: float
+    """Squared quantisation error over the squared weights."""
+    scale: float
+    """Geometric mean of the effective scales."""
+
+
+def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]:
+    """Statistics of every layer's weight, by the layer's name; a collective.
+
+    Every rank looks at its own partition, with the scales as the forward uses them. Scales are gathered, weights not.
     """
     spec = quantization.scheme.weights
     groups = quantization.weight_groups
-    counts: list[int] = []
+    names, sums, scales = [], [], []
+    for bucket in _buckets(groups):
+        parameters = [p for group in bucket for p in (group.s0, group.theta) if p is not None]
+        with gathered(parameters), torch.no_grad():
+            for name in (name for group in bucket for name in group.members):
+                layer = quantization.layers[name]
+                names.append(name)
+                sums.append(_local_sums(layer, spec))
+                scales.append(layer.weight_scale().log().mean().cpu())
+    whole = torch.stack(sums)
+    # Where weights are not partitioned, every rank has counted all of them.
+    if is_partitioned(groups[0].s0):
+        whole = reduce_over_ranks(whole)
+    return {
+        name: WeightStatistics(
+            clipped / (quantization.layers[name].in_features * quantization.layers[name].out_features),
+            error / energy if energy else 0.0,
+            math.exp(scale),
+        )
+        for name, (clipped, error, energy), scale in zip(names, whole.tolist(), scales, strict=True)
+    }
+
+
+def input_scales(quantization: Quantization) -> dict[str, float]:
+    """Every effective activation scale, by owner of its group; a collective under ZeRO-3."""
+    groups = quantization.input_groups
+    found = {}
     for bucket in _buckets(groups):
         parameters = [p for group in bucket for p in (group.s0, group.theta) if p is not None]
         with gathered(parameters), torch.no_grad():
             for group in bucket:
-                layers = [quantization.layers[name] for name in group.members]
-                counts.append(sum(_local_clipped(layer, spec) for layer in layers))
-    clipped = torch.tensor(counts, dtype=torch.float64)
-    # Where weights are not partitioned, every rank has counted all of them.
-    if is_partitioned(groups[0].s0):
-        clipped = reduce_over_ranks(clipped)
-    fractions = {}
-    for group, count in zip(groups, clipped.tolist(), strict=True):
-        layers = [quantization.layers[name] for name in group.members]
-        fractions[group.owner] = count / sum(layer.in_features * layer.out_features for layer in layers)
-    return fractions
+                scale = quantization.layers[group.owner].input_scale()
+                assert scale is not None
+                found[group.owner] = scale.item()
+    return found
 
 
-def _local_clipped(layer: QuantLinear, spec: TensorSpec) -> int:
-    """How many of the weights in this rank's range lie outside the range of their scales; the scales are gathered."""
+def _local_sums(layer: QuantLinear, spec: TensorSpec) -> Tensor:
+    """Clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the CPU."""
     start, _ = local_range(layer.weight)
     shape = (layer.out_features, layer.in_features)
     local = local_data(layer.weight)
     # An offloaded partition is on the CPU, what is gathered on the GPU.
-    return int(partial_clipped(local, start, shape, layer.weight_scale().to(local.device), spec))
+    scale = layer.weight_scale().to(local.device)
+    clipped = partial_clipped(local, start, shape, scale, spec)
+    return torch.cat([clipped.double().view(1), partial_squares(local, start, shape, scale, spec)]).cpu()
 
 
 def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, spec: TensorSpec) -> Tensor:

@@ -105,6 +105,25 @@ def partial_clipped(flat: Tensor, start: int, shape: tuple[int, int], scale: Ten
     return clipped
 
 
+def partial_squares(flat: Tensor, start: int, shape: tuple[int, int], scale: Tensor, spec: TensorSpec) -> Tensor:
+    """Squared quantisation error, and squared values, summed over one range of a weight; fp64 [2].
+
+    The first over the second is the relative error of the weight, its inverse the signal-to-noise ratio.
+
+    Args:
+        flat, start, shape, spec: as in :func:`partial_stats`.
+        scale: the whole effective scale, fp32.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
+    for scales, rows in _by_scale(flat, start, shape, spec):
+        for part in _chunks(scales, rows.shape[1]):
+            for piece in rows[part.start - scales.start : part.stop - scales.start].split(_CHUNK, dim=1):
+                values = piece.float()
+                error = fake_quant(values, scale.view(-1, 1)[part], _per_row(spec)).sub_(values)
+                sums += torch.stack([t.square().sum(dtype=torch.float64) for t in (error, values)])
+    return sums
+
+
 def _by_scale(flat: Tensor, start: int, shape: tuple[int, int], spec: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
     """The range as at most three views ``[scales, values]``, each with the slice of the flattened scales it belongs to.
 

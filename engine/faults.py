@@ -1,0 +1,57 @@
+"""Steps whose loss or gradients are not finite: left out, counted, and the end of the run when they do not stop.
+
+DeepSpeed leaves such a step out by itself, on all ranks together, since it looks at the gradient norm over all ranks
+(``engine.optim.SkippingAdamW`` does where there is no optimizer of DeepSpeed's). Neither parameters nor moments nor
+step counts of Adam move then.
+"""
+
+import torch
+from torch import Tensor
+
+from data.loader import Loader
+from engine.setup import say
+from model.ranks import RankError, gather_objects
+
+
+def nan_unless_finite(loss: Tensor) -> Tensor:
+    """The loss, which sends NaN backward if it is not finite.
+
+    A loss may be infinite where its gradients are finite; with NaN in every gradient the step is left out then too, on
+    all ranks and without another collective.
+    """
+    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+
+
+class SkippedSteps:
+    """Counts steps that were left out, says so, and stops the run after too many in a row."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        """``train.max_skipped_steps``."""
+        self.in_a_row = 0
+
+    def record(self, step: int, skipped: bool, losses: Tensor, loader: Loader) -> None:
+        """After step ``step`` (from 0); a collective if it was skipped.
+
+        Args:
+            step: number of the step.
+            skipped: whether it was left out; the same on all ranks.
+            losses: this rank's sums of the step's losses, before a reduction.
+            loader: knows the samples of the step.
+
+        Raises:
+            RankError: it was the last one allowed in a row.
+        """
+        if not skipped:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        finite = bool(losses.isfinite().all())
+        found = f"  {loader.describe(step)}: loss {'finite' if finite else 'not finite'}"
+        text = "\n".join([f"step {step}: the loss or its gradients are not finite", *gather_objects(found)])
+        if self.in_a_row >= self.limit:
+            raise RankError(
+                f"{text}\n{self.in_a_row} steps in a row were left out (train.max_skipped_steps): the run does not "
+                "recover by itself. Weights, scales and optimizer state are as before them"
+            )
+        say(f"warning: {text}\n  left out ({self.in_a_row} in a row; the run ends at {self.limit})")

@@ -1,0 +1,93 @@
+"""The run as it stands: what the loop keeps from step to step, and what an action of a schedule gets."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from data.held_out import HeldOut
+from data.loader import Loader
+from engine.fake_quant import FakeQuant
+from engine.faults import SkippedSteps
+from engine.metrics import Metrics
+from engine.recipe import Recipe
+from engine.setup import Session
+from engine.signals import StopRequests
+
+
+@dataclass
+class StepResult:
+    """Means over the valid tokens of one optimizer step, of all ranks."""
+
+    losses: dict[str, float]
+    valid_tokens: int
+    tokens: int
+    """Positions that hold a token of a sample, padding left out."""
+    grad_norm: float | None
+    """Before clipping; None on stage 0 in fp32, where DeepSpeed clips without keeping it."""
+    scale_grad_norm: float | None
+    """The scales' share of it, in the steps that measure quantisation."""
+    skipped: bool
+    """The loss or its gradients were not finite, and nothing was updated."""
+    stop_requested: bool
+    """A signal asked at least one rank to stop; the same on all ranks."""
+
+
+@dataclass
+class LoopState:
+    """What an action gets: the run as it stands, and its levers."""
+
+    session: Session
+    quant: FakeQuant
+    loader: Loader
+    held_out: HeldOut | None
+    metrics: Metrics
+    step: int = 0
+    """Optimizer steps done."""
+    last: StepResult | None = None
+    """Result of the last step."""
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """Results of the last evaluation."""
+    evaluated_step: int | None = None
+    """Step of the last evaluation."""
+    saved_step: int | None = None
+    """Step of the checkpoint that this run wrote last, or was resumed from."""
+    stopped: bool = False
+    stop_requests: StopRequests = field(default_factory=StopRequests)
+    skipped: SkippedSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.skipped = SkippedSteps(self.recipe.train.max_skipped_steps)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The run's recipe."""
+        return self.session.recipe
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The student; under stage 3 its Parameters are partitioned."""
+        return self.session.model
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Write values to TensorBoard at the current step."""
+        self.metrics.log(values, self.step)
+
+    def set_peak_rates(self, **rates: float) -> None:
+        """Peak learning rates by parameter group (weights, embeddings, norms, biases, weight_scales, act_scales)."""
+        self.session.levers.set_peak_rates(**rates)
+
+    def set_loss_weights(self, **weights: float) -> None:
+        """Weights of the losses lm and kd."""
+        self.session.levers.set_loss_weights(**weights)
+
+    def value_of(self, metric: str) -> float | None:
+        """A loss of the last step or a result of the last evaluation; None if there is none of that name yet."""
+        return {**self.evaluation, **(self.last.losses if self.last else {})}.get(metric)
+
+    def stop(self) -> None:
+        """End the run after this step; what follows the last step (export) still happens."""
+        self.stopped = True
+
+
+Action = Callable[[LoopState], object]
