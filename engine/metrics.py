@@ -57,8 +57,10 @@ class Metrics:
     def results(self, recipe: Recipe, results: Mapping[str, float]) -> None:
         """Knobs and results of the run, side by side with other runs on the page's HPARAMS tab."""
         if self.writer is not None:
-            # In the same folder: by default TensorBoard shows a second run, named by the time.
-            self.writer.add_hparams(flat_knobs(recipe), dict(results), run_name=".")
+            # Each result is also a scalar, which must not add a point to a curve. run_name: the same folder; by default
+            # TensorBoard shows a second run, named by the time.
+            final = {f"final/{name}": value for name, value in results.items()}
+            self.writer.add_hparams(flat_knobs(recipe), final, run_name=".")
 
     def close(self) -> None:
         """Write out what is buffered."""

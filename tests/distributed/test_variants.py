@@ -92,6 +92,7 @@ RUNS = {
         "float32",
         {"stage": 1, "learnable": {**FIXED, "act_scale": True}, "train": {"steps": 2}, "quant": CLIPPING},
     ),
+    "noembed": ("qwen3", "float32", {"stage": 3, "learnable": {"embedding": False}, "train": {"steps": 2}}),
     "router": ("qwen3_moe", "float32", ROUTER),
     "router_recomputed": (
         "qwen3_moe",
@@ -165,20 +166,21 @@ def changed(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern"),
+    ("name", "pattern", "groups"),
     [
-        ("scalesonly", ("weight_theta", "input_theta")),
-        ("onlynorm", ("norm.weight",)),
-        ("onlyact", ("input_theta",)),
+        ("scalesonly", ("weight_theta", "input_theta"), ["weight_scales", "act_scales"]),
+        ("onlynorm", ("norm.weight",), ["norms"]),
+        ("onlyact", ("input_theta",), ["act_scales"]),
+        ("noembed", ("proj.weight", "weight_theta"), ["weights", "weight_scales"]),
     ],
 )
-def test_exactly_what_is_learnable_is_in_the_optimizer_and_changes(paths, name, pattern):
+def test_exactly_what_is_learnable_is_in_the_optimizer_and_changes(paths, name, pattern, groups):
     found = load_result(paths[name])
     expected = {key for key in found["weights"] if key.endswith(pattern)}
     assert len(expected) >= 8 and set(found["requires_grad"]) == expected
     assert set(found["optimized"]) == expected
     assert changed(paths[name]) == expected
-    assert found["groups"] == (["no_decay"] if name == "onlynorm" else ["scales"])
+    assert found["groups"] == groups
 
 
 def test_scales_only_lowers_the_distillation_loss_from_its_first_step_on(paths):
@@ -418,4 +420,17 @@ def test_a_users_schedule_acts_logs_and_stops(paths):
     assert [(event.step, event.value) for event in events.Scalars("my/step")] == [(2, 2.0)]
     assert {"loss/lm", "loss/kd/cakld", "lr/weights", "lr/weight_scales"} <= tags
     assert {"train/grad_norm", "train/grad_norm_scales", "train/skipped_steps"} <= tags
-    assert "quant/clipped_weights/model.layers.0.mlp.down_proj" in tags
+    assert {"quant/weight_error_db_worst", "quant/clipped_weights_most", "quant/clipped_inputs_most"} <= tags
+    histograms = {
+        "quant/weight_scales_log2",
+        "quant/input_scales_log2",
+        "quant/clipped_weights",
+        "quant/clipped_inputs",
+    }
+    assert histograms | {"quant/weight_error_db"} <= set(events.Tags()["histograms"])
+    assert [event.step for event in events.Images("quant/weight_error_by_layer")] == [1, 2, 3]
+    (recipe,) = events.Tensors("recipe/text_summary")
+    assert (
+        recipe.tensor_proto.string_val[0].decode()
+        == f"```yaml\n{(Path(settings.output_dir) / 'recipe.yaml').read_text()}\n```"
+    )
