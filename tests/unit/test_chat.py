@@ -232,7 +232,7 @@ def test_a_token_across_the_boundary_is_a_target_and_counted(tmp_path):
     assert learned(samples[0], tokenizer) == f" the fox{END}"
     assert learned(samples[1], tokenizer) == END + END
     assert counts.straddling == 1
-    assert "1 whose answer begins inside a token" in counts.summary()
+    assert "1 answers that begin inside a token" in counts.summary()
 
 
 THINKING = (
@@ -252,7 +252,7 @@ def test_answer_is_found_by_content_where_the_prompt_is_no_prefix(tmp_path):
     )
     samples, counts = read_chat([path], tokenizer, max_length=100)
     assert [learned(sample, tokenizer) for sample in samples] == [f"42{END}", f"42{END}", f"12{END}"]
-    assert counts.by_content == 3 and "3 whose answer was found by its content" in counts.summary()
+    assert counts.by_content == 3 and "3 answers found by their content" in counts.summary()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_answer_without_end_token_keeps_its_own_whitespace(tmp_path):
         [write(tmp_path / "a.jsonl", {"input": "a", "output": "b\n\n"})], tokenizer, max_length=99
     )
     assert learned(sample, tokenizer) == "b\n\n"
-    assert counts.without_end == 1 and "1 without an end-of-turn token" in counts.summary()
+    assert counts.without_end == 1 and "1 answers without an end-of-turn token" in counts.summary()
 
 
 @pytest.mark.parametrize("kind", [chatml, writes_bos])
@@ -370,7 +370,7 @@ BAD_LINES: list[tuple[object, str]] = [
     (turns(("user", "a"), ("asistant", "b")), r"messages\[1\]\.role: found a string \"asistant\", expected one of"),
     (turns((["user"], "a"), ("assistant", "b")), r"messages\[0\]\.role: found a list"),
     (turns(("user", "a"), ("assistant", None)), r"messages\[1\]\.content: found null, expected a string"),
-    (turns(("user", [{"type": "text"}]), ("assistant", "b")), r"messages\[0\]\.content: found a list"),
+    (turns(("user", [{"type": "text"}]), ("assistant", "b")), r"messages\[0\]\.content\[0\]: found an object"),
     (turns(("user", "a"), ("user", "b")), r"found the roles \['user', 'user'\], expected an assistant turn"),
     (turns(("assistant", "a"), ("user", "b")), "found nothing before the last assistant turn"),
     ({**turns(("system", "a"), ("user", "b"), ("assistant", "c")), "system": "d"}, "found a system turn and"),
