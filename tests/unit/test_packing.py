@@ -187,6 +187,9 @@ def compare(
     model = tiny_model(kind, seed=rng.randrange(1000), dtype=dtype)
     model.config._attn_implementation = attention
     model.config._experts_implementation = "eager"  # takes the tiny experts' odd sizes
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = module.num_experts  # all of them: which experts are the best two may turn on the last bit
     if checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -195,9 +198,11 @@ def compare(
     (loader,) = loaders(samples, micro_batch_size=rng.randint(1, 3), packed_length=longest, seed=rng.randrange(1000))
     (batch,) = loader.step(0)
     packed = compute(model, [batch])
+    without = {name: value for name, value in batch.items() if name != "position_ids"}
+    joined = compute(model, [without])
     singles = [pad(samples, [[index]], PAD) for index in batch["sample_ids"].tolist()]
     alone = compute(model, singles)
-    return apart(packed, alone), apart(alone, compute(model.float(), singles))
+    return apart(packed, alone), apart(alone, compute(model.float(), singles)), apart(joined, alone)
 
 
 # fp32: at most 1e-6 over 150 seeds of each case; bf16: 2e-4 for the loss, 2e-2 for the others, which is less than what
