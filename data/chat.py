@@ -1,43 +1,41 @@
-"""Chat JSONL to samples whose only targets are the tokens of the last assistant turn.
+"""Chat JSONL to samples whose only targets are the tokens of the last assistant turn, or of all of them.
 
-The mask comes from the chat template's own output. The conversation is rendered twice: up to the last assistant turn
-with the generation prompt, which is what the model will be given when it serves, and whole. The second text is
-tokenised, once, and every token behind the end of the first is a target: just what the model has to write by itself.
-Searching the tokens for a marker such as ``<|im_start|>assistant`` instead would need a rule per template and finds
-what users typed, too.
+The mask comes from the chat template's own output: `data.template` finds the characters of the conversation's
+rendering that the assistant has to write, from behind the generation prompt to the end of its turn. The text is
+tokenised, once and whole, and the tokens of these characters are the targets: just what the model has to write by
+itself. Searching the tokens for a marker such as ``<|im_start|>assistant`` instead would need a rule per template and
+finds what users typed, too.
 
-The first target is the first token of the answer. The last one is the end-of-turn token that the template writes
-after it (``<|im_end|>``); whitespace behind that token is written by the template alone and is no target. Nothing
-behind the last target is kept: attention is causal, so it could not matter.
+The first target of a turn is the first token of the answer. The last one is the end-of-turn token that the template
+writes after it (``<|im_end|>``); whitespace behind that token is written by the template alone and is no target.
+Nothing behind the last target is kept: attention is causal, so it could not matter.
 
-Where exactness takes more than that:
+Where exactness takes more than that, and is counted by turns:
 
-- A template may write the generation prompt otherwise than the finished turn (it opens ``<think>`` in the prompt and
-  strips it from the turn). The place of the answer is then found by rendering the turn once more with a marker in
-  place of its content: what stands between the template's own text before and after must be a part of the content, or
-  the line is an error. Counted as ``by_content``.
+- A template may write the generation prompt otherwise than the finished turn, or a turn otherwise once others follow.
+  The turn is then found by its content, or the line is an error (see `data.template`). Counted as ``by_content``.
 - A token may begin in the prompt and end in the answer. If the prompt alone ends with that very token it is given,
   else the model has to write it, so it is a target. Counted as ``straddling``.
 - A template may write no special token after the answer (the next turn's role ends it). Then the last target is the
   last token of the answer. Counted as ``without_end``, because such a model learns from this data not when to stop.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import jinja2
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from data.jsonl import BadLineError, Turn, check_fields, lines_of, turns_of
+from data.jsonl import BadLineError, check_fields, conversation_of, lines_of
 from data.samples import IGNORE, DataError, Problems, Sample, check_files, plain_backend
+from data.template import Answer, LossOn, Rendering, Template
 
 BATCH = 1024  # conversations tokenised at a time: enough for all cores, little enough text in memory
-MARKER = "deepqat-answer-5b1e"
 
 
 @dataclass
@@ -50,11 +48,12 @@ class Counts:
     tokens: int = 0  # input positions of all samples
     targets: int = 0  # of these, the ones with a label
     too_long: int = 0  # dropped: longer than max_length (or, when truncating, the answer alone is)
-    truncated: int = 0  # kept, the beginning of the prompt cut off
-    without_target: int = 0  # dropped: the answer is empty
-    by_content: int = 0  # kept: the generation prompt is no prefix of the conversation
-    straddling: int = 0  # kept: a token reaches from the prompt into the answer and is a target
-    without_end: int = 0  # kept: no special token ends the answer
+    truncated: int = 0  # kept, the beginning cut off
+    targets_cut: int = 0  # tokens of earlier answers that are no targets any more in these
+    without_target: int = 0  # dropped: there is no answer, or it is empty
+    by_content: int = 0  # kept answers: not found by the renderings around them but by their content
+    straddling: int = 0  # kept answers: a token reaches from the prompt into the answer and is a target
+    without_end: int = 0  # kept answers: no special token ends them
 
     def summary(self) -> str:
         """One line for people: what was kept, what was dropped and why, and anything unusual about the masks."""
@@ -66,22 +65,43 @@ class Counts:
         )
         unusual = {
             "truncated": self.truncated,
-            "whose answer was found by its content": self.by_content,
-            "whose answer begins inside a token": self.straddling,
-            "without an end-of-turn token": self.without_end,
+            "targets cut away with it": self.targets_cut,
+            "answers found by their content": self.by_content,
+            "answers that begin inside a token": self.straddling,
+            "answers without an end-of-turn token": self.without_end,
         }
         return text + "".join(f"; {count:,} {name}" for name, count in unusual.items() if count)
 
 
 @dataclass(frozen=True, slots=True)
-class Rendering:
-    """The whole conversation as the template writes it, and the character at which the answer begins."""
+class Line:
+    """A rendered line and its place."""
 
+    rendering: Rendering
     file: str
-    line: int
-    text: str
-    start: int
-    by_content: bool
+    number: int
+
+    def where(self) -> str:
+        """``file:line``"""
+        return f"{self.file}:{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A text's tokens, and the characters ``[left, right)`` of each; `Encoding` builds both anew at every access."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Tokens ``first`` to ``last``, both included, of an assistant turn."""
+
+    first: int
+    last: int
+    straddling: bool
+    ended: bool
 
 
 def read_chat(
@@ -90,7 +110,7 @@ def read_chat(
     *,
     max_length: int,
     fields: Mapping[str, str] | None = None,
-    loss_on: Literal["last", "all"] = "last",
+    loss_on: LossOn = "last",
     too_long: Literal["drop", "truncate"] = "drop",
     progress: bool = False,
 ) -> tuple[list[Sample], Counts]:
@@ -101,18 +121,19 @@ def read_chat(
         tokenizer: a fast tokenizer with a chat template.
         max_length: the most input positions of a sample (the end-of-turn token is only predicted, so it is not one).
         fields: our field names to the files' keys, for files of another form.
-        too_long: a longer sample is dropped, or loses the beginning of its prompt (a BOS token is kept) and is dropped
-            only if no position of the prompt would be left to predict the answer's first token from.
+        loss_on: which assistant turns are learned, the last one or all.
+        too_long: a longer sample is dropped, or loses its beginning (a BOS token is kept), and is dropped only if no
+            position would be left to predict the last answer's first token from. An earlier answer whose beginning, or
+            what it is predicted from, is cut off is no target any more.
         progress: show a progress bar.
 
     Raises:
         DataError: a file is missing or empty, lines are bad (up to 20 named in one error), or no sample is left.
     """
-    if loss_on != "last":
-        raise DataError("data.loss_on: all: not yet")
-    if max_length < 1 or too_long not in ("drop", "truncate"):
+    if max_length < 1 or too_long not in ("drop", "truncate") or loss_on not in ("last", "all"):
         raise DataError(
-            f"found max_length {max_length} and too_long {too_long!r}, expected at least 1, and 'drop' or 'truncate'"
+            f"found max_length {max_length}, too_long {too_long!r} and loss_on {loss_on!r}, expected at least 1, "
+            "'drop' or 'truncate', and 'last' or 'all'"
         )
     check_fields(fields)
     paths = check_files(files)
@@ -120,7 +141,7 @@ def read_chat(
         raise DataError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, expected one to write turns with"
         )
-    builder = _Builder(tokenizer, fields, max_length, truncate=too_long == "truncate")
+    builder = _Builder(tokenizer, fields, max_length, loss_on, truncate=too_long == "truncate")
     size = sum(path.stat().st_size for path in paths)
     with tqdm(total=size, unit="B", unit_scale=True, desc="chats", delay=1, disable=not progress) as bar:
         for path in paths:
@@ -137,10 +158,17 @@ class _Builder:
     """Renderings to samples, with everything counted."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, str] | None, max_length: int, *, truncate: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        fields: Mapping[str, str] | None,
+        max_length: int,
+        loss_on: LossOn,
+        *,
+        truncate: bool,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.template = Template(tokenizer)
         self.fields = fields
+        self.loss_on: LossOn = loss_on
         self.backend = plain_backend(tokenizer)
         self.max_length = max_length
         self.truncate = truncate
@@ -154,15 +182,15 @@ class _Builder:
     def read(self, path: Path, bar: tqdm) -> None:
         """Add one file, a batch of lines at a time."""
         self.counts.files += 1
-        batch: list[Rendering] = []
-        for rendering in self._renderings(path, bar):
-            batch.append(rendering)
+        batch: list[Line] = []
+        for line in self._lines(path, bar):
+            batch.append(line)
             if len(batch) == BATCH:
                 self._add(batch)
                 batch = []
         self._add(batch)
 
-    def _renderings(self, path: Path, bar: tqdm) -> Iterator[Rendering]:
+    def _lines(self, path: Path, bar: tqdm) -> Iterator[Line]:
         before, name = self.counts.lines, str(path)
         for number, line in lines_of(path):
             bar.update(len(line))
@@ -170,25 +198,26 @@ class _Builder:
                 continue
             self.counts.lines += 1
             try:
-                turns = turns_of(line, self.fields)
-                if turns[-1]["content"].strip():
-                    yield render(turns, self.tokenizer, name, number)
-                else:
-                    self.counts.without_target += 1
+                rendering = self.template.render(conversation_of(line, self.fields), self.loss_on)
             except BadLineError as error:
                 self.problems.add(f"{name}:{number}", str(error))
+                continue
+            if rendering.answers:
+                yield Line(rendering, name, number)
+            else:
+                self.counts.without_target += 1
         if self.counts.lines == before:
-            self.problems.add(str(path), "found only blank lines, expected one JSON object per line")
+            self.problems.add(name, "found only blank lines, expected one JSON object per line")
 
-    def _add(self, batch: list[Rendering]) -> None:
+    def _add(self, batch: list[Line]) -> None:
         if self.problems.count:
             return  # there will be no samples: finish looking for bad lines
-        encodings = self.backend.encode_batch([rendering.text for rendering in batch], add_special_tokens=False)
-        for rendering, encoding in zip(batch, encodings, strict=True):
+        encodings = self.backend.encode_batch([line.rendering.text for line in batch], add_special_tokens=False)
+        for line, encoding in zip(batch, encodings, strict=True):
             try:
-                sample = self._sample(rendering, encoding)
+                sample = self._sample(line, encoding)
             except BadLineError as error:
-                self.problems.add(f"{rendering.file}:{rendering.line}", str(error))
+                self.problems.add(line.where(), str(error))
                 continue
             if sample is not None:
                 self.samples.append(sample)
@@ -196,108 +225,99 @@ class _Builder:
                 self.counts.tokens += len(sample.input_ids)
                 self.counts.targets += int((sample.labels != IGNORE).sum())
 
-    def _sample(self, rendering: Rendering, encoding: Encoding) -> Sample | None:
-        first, straddling = first_target(encoding, rendering, self.backend)
-        ids = encoding.ids
-        if not 0 < first < len(ids):
-            raise BadLineError(
-                f"found the answer to begin at token {first} of {len(ids)}, expected tokens on both sides"
-            )
-        last, ended = last_target(encoding, rendering.text, first, self.special)
-        kept = _cut(ids[:first], last + 1 - first, self.max_length, self.bos)
-        if kept is None or (len(kept) < first and not self.truncate):
+    def _sample(self, line: Line, encoding: Encoding) -> Sample | None:
+        text, tokens = line.rendering.text, Tokens(encoding.ids, encoding.offsets)
+        turns = [targets_of(answer, tokens, text, self.backend, self.special) for answer in line.rendering.answers]
+        length = turns[-1].last  # of the input: the last target is only predicted
+        ids = np.array(tokens.ids[: length + 1], dtype=np.int32)
+        begin, keeps_bos = self._cut(ids, turns[-1].first)
+        if begin is None or (begin > 0 and not self.truncate):
             self.counts.too_long += 1
             return None
-        self.counts.truncated += len(kept) < first
-        self.counts.by_content += rendering.by_content
-        self.counts.straddling += straddling
-        self.counts.without_end += not ended
-        answer = ids[first : last + 1]
-        labels = [IGNORE] * (len(kept) - 1) + answer
-        return Sample(
-            np.array(kept + answer[:-1], dtype=np.int32),
-            np.array(labels, dtype=np.int32),
-            rendering.file,
-            rendering.line,
-        )
+        labels = np.full(length, IGNORE, dtype=np.int32)
+        for turn in turns:
+            if turn.first > begin:  # so that what predicts its first token is there
+                labels[turn.first - 1 : turn.last] = ids[turn.first : turn.last + 1]
+            else:
+                self.counts.targets_cut += turn.last + 1 - turn.first
+        self.counts.truncated += begin > 0
+        self.counts.by_content += sum(answer.by_content for answer in line.rendering.answers)
+        self.counts.straddling += sum(turn.straddling for turn in turns)
+        self.counts.without_end += sum(not turn.ended for turn in turns)
+        inputs, labels = ids[begin:length], labels[begin:]
+        if keeps_bos:
+            inputs, labels = np.append(ids[:1], inputs), np.append(np.int32(IGNORE), labels)
+        # Copies, where they are cut: a view would keep the whole conversation in memory.
+        return Sample(inputs.copy(), labels.copy(), line.file, line.number)
+
+    def _cut(self, ids: np.ndarray, first: int) -> tuple[int | None, bool]:
+        """How many tokens to cut off so that the rest fits, and whether BOS is put before the rest again.
+
+        None if not one token would be left before the last answer, which begins with token ``first``.
+        """
+        excess = len(ids) - 1 - self.max_length
+        if excess <= 0:
+            return 0, False
+        if excess >= first:
+            return None, False
+        keeps_bos = bool(ids[0] == self.bos) and excess + 1 < first
+        return excess + keeps_bos, keeps_bos
 
 
-def render(turns: list[Turn], tokenizer: PreTrainedTokenizerBase, file: str = "", line: int = 0) -> Rendering:
-    """Write the conversation with the template and find where its last turn, the assistant's, begins.
+def targets_of(answer: Answer, tokens: Tokens, text: str, backend: Tokenizer, special: set[int]) -> Targets:
+    """The tokens of a turn that are targets.
 
     Raises:
-        BadLineError: the template refuses the conversation, or the answer cannot be located exactly.
+        BadLineError: the turn has no token of its own, or nothing stands before it.
     """
-    prompt = _write(turns[:-1], tokenizer, add_generation_prompt=True)
-    text = _write(turns, tokenizer)
-    if text.startswith(prompt):
-        if not text[len(prompt) :].strip():
-            raise BadLineError(
-                "found nothing after the generation prompt, expected the chat template to write the answer"
-            )
-        return Rendering(file, line, text, len(prompt), by_content=False)
-    return Rendering(file, line, text, _start_of_content(turns, text, tokenizer), by_content=True)
-
-
-def _write(turns: list[Turn], tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = False) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
-    except (jinja2.TemplateError, TypeError) as error:
-        roles = [turn["role"] for turn in turns]
-        raise BadLineError(f"found the roles {roles}, which the chat template refuses: {error}") from error
-
-
-def _start_of_content(turns: list[Turn], text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Where the answer begins in ``text``, from what the template writes around a marker in the answer's place."""
-    content = turns[-1]["content"]
-    marked = _write([*turns[:-1], {"role": "assistant", "content": MARKER}], tokenizer)
-    before, _, after = marked.partition(MARKER)
-    end = len(text) - len(after)
-    written = text[len(before) : end]
-    exact = marked.count(MARKER) == 1 and text.startswith(before) and text.endswith(after)
-    if not exact or not written.strip() or written not in content:
+    first, straddling = first_target(tokens, text, answer.start, backend)
+    last, ended = last_target(tokens, text, first, answer.end, special)
+    if not 0 < first <= last:
         raise BadLineError(
-            "found a chat template whose generation prompt is not how it begins the finished conversation, and which "
-            f"writes {written[:60]!r} for the last assistant turn, expected (a part of) its content: the loss mask "
-            "cannot be exact, mend the template or the turn"
+            f"found the answer to begin at token {first} of {len(tokens.ids)} and to end at {last}, expected tokens "
+            "in it and before it"
         )
-    return len(before)
+    return Targets(first, last, straddling, ended)
 
 
-def first_target(encoding: Encoding, rendering: Rendering, backend: Tokenizer) -> tuple[int, bool]:
+def first_target(tokens: Tokens, text: str, start: int, backend: Tokenizer) -> tuple[int, bool]:
     """Index of the first target (one past the last token if there is none), and whether it begins in the prompt."""
-    start = rendering.start
-    offsets = encoding.offsets
+    offsets = tokens.offsets
     # A token without characters (a prefix that the tokenizer puts before a word) belongs to what it stands before.
     inside = (index for index, (left, right) in enumerate(offsets) if left >= start or right > start)
     first = next(inside, len(offsets))
     if first == len(offsets) or offsets[first][0] >= start:
         return first, False
-    given = backend.encode(rendering.text[:start], add_special_tokens=False).ids
-    if given == encoding.ids[: first + 1]:
+    given = backend.encode(text[:start], add_special_tokens=False).ids
+    if given == tokens.ids[: first + 1]:
         return first + 1, False
     return first, True
 
 
-def last_target(encoding: Encoding, text: str, first: int, special: set[int]) -> tuple[int, bool]:
-    """Index of the last token that is a target, and whether it is a special one, which ends the turn."""
-    last = end = len(encoding.ids) - 1
-    offsets = encoding.offsets
+def last_target(tokens: Tokens, text: str, first: int, stop: int, special: set[int]) -> tuple[int, bool]:
+    """Index of the last token that is a target, and whether it is a special one, which ends the turn.
+
+    Args:
+        tokens: of the whole text.
+        text: the conversation.
+        first: index of the first target.
+        stop: character at which the turn ends.
+        special: ids of the special tokens.
+
+    Raises:
+        BadLineError: a token holds the end of this turn and the beginning of the next.
+    """
+    offsets = tokens.offsets
+    last = end = bisect_right(offsets, stop, lo=min(first, len(offsets)), key=lambda offset: offset[1]) - 1
+    if last + 1 < len(offsets) and offsets[last + 1][0] < stop:
+        left, right = offsets[last + 1]
+        inside, outside = text[left:stop].strip(), text[stop:right].strip()
+        if inside and outside:
+            raise BadLineError(
+                f"found one token for {text[left:right]!r}, the end of an answer and the beginning of what follows, "
+                "expected the chat template to keep them apart"
+            )
+        last = end = last + bool(inside)
     while end > first and not text[slice(*offsets[end])].strip():
         end -= 1
-    return (end, True) if encoding.ids[end] in special else (last, False)
-
-
-def _cut(prompt: list[int], targets: int, max_length: int, bos: int | None) -> list[int] | None:
-    """The end of the prompt that leaves at most ``max_length`` input positions, None if not one token of it fits.
-
-    The last target is no input, so ``p`` prompt tokens and ``t`` targets make ``p + t - 1`` positions.
-    """
-    room = max_length + 1 - targets
-    if room < 1:
-        return None
-    if len(prompt) <= room:
-        return prompt
-    if room > 1 and prompt[0] == bos:
-        return [prompt[0], *prompt[1 - room :]]
-    return prompt[-room:]
+    return (end, True) if tokens.ids[end] in special else (last, False)

@@ -19,13 +19,13 @@ def split(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[
 
     Args:
         samples: all of them.
-        held_out: how many to hold out, or, between 0 and 1, which share of them (rounded up).
+        held_out: how many to hold out, or, between 0 and 1, which share of them (at least one).
         seed: of the choice.
 
     Raises:
         DataError: no sample would be left to train on.
     """
-    count = math.ceil(held_out * len(samples)) if isinstance(held_out, float) else held_out
+    count = max(1, round(held_out * len(samples))) if isinstance(held_out, float) else held_out
     if count >= len(samples):
         raise DataError(
             f"data.held_out: {held_out} is {count:,} of {len(samples):,} samples, expected some to be left to train on"

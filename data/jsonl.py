@@ -1,23 +1,29 @@
-"""Lines of JSONL to turns, in the three forms that chat data comes in.
+"""Lines of JSONL to conversations, in the three forms that chat data comes in.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
     {"input": "...", "output": "..."}          with "instruction" beside or instead of "input" (Alpaca)
 
-Each may have a ``system`` beside it. A line whose form is not plain is an error, never a guess: training on half of
-a line looks like training. A field map (``{"input": "question", "output": "answer"}``: our name to the file's key)
-says it for other files; then only the mapped keys are read, and every line must have them.
+Each may have a ``system`` beside it, and ``tools``: a list of function schemas for the chat template. A message may
+have ``tool_calls``, ``tool_call_id``, ``name`` and ``reasoning_content``; its content is a string or a list of text
+parts (``{"type": "text", "text": "..."}``), and null only beside ``tool_calls``.
+
+A line whose form is not plain is an error, never a guess: training on half of a line looks like training. A field map
+(``{"input": "question", "output": "answer"}``: our name to the file's key) says it for other files; then only the
+mapped keys are read, and every line must have them.
 """
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.samples import DataError
 
-Turn = dict[str, str]
-"""``{"role": "system" | "developer" | "user" | "assistant" | "tool", "content": str}``, what a chat template reads."""
+Turn = dict[str, Any]
+"""What a chat template reads: ``role`` (system, developer, user, assistant or tool), ``content`` (str, list of text
+parts, or None beside tool calls), and where given ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``."""
 
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool", **ROLES}
@@ -25,6 +31,14 @@ PAIR = ("instruction", "input", "output")
 FORMS = "exactly one of 'messages', 'conversations' or 'input' (or 'instruction') with 'output'"
 REMEDY = "name the file's keys in the field map (data.fields: {input: question, output: answer})"
 BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The turns up to the last assistant turn, and the schemas of the tools that it may call."""
+
+    turns: list[Turn]
+    tools: list[dict[str, Any]] | None
 
 
 class BadLineError(ValueError):
@@ -42,18 +56,18 @@ def check_fields(fields: Mapping[str, str] | None) -> None:
     """Raise `DataError` unless the field map is None or describes exactly one of the three forms."""
     if fields is None:
         return
-    known = ("messages", "conversations", *PAIR, "system")
+    known = ("messages", "conversations", *PAIR, "system", "tools")
     unknown = [name for name in fields if name not in known]
     if unknown:
         raise DataError(
             f"data.fields maps {unknown}, expected names out of {list(known)}, each mapped to a key of the file"
         )
     if _form(fields) is None:
-        raise DataError(f"data.fields maps {list(fields)}, expected {FORMS}, and optionally 'system'")
+        raise DataError(f"data.fields maps {list(fields)}, expected {FORMS}, and optionally 'system' and 'tools'")
 
 
-def turns_of(line: bytes, fields: Mapping[str, str] | None) -> list[Turn]:
-    """The turns of a line up to its last assistant turn; what comes after that cannot be answered for.
+def conversation_of(line: bytes, fields: Mapping[str, str] | None) -> Conversation:
+    """The conversation of a line up to its last assistant turn; what comes after that cannot be answered for.
 
     Raises:
         BadLineError: saying what was found and what was expected.
@@ -70,21 +84,34 @@ def turns_of(line: bytes, fields: Mapping[str, str] | None) -> list[Turn]:
     if form is None:
         raise BadLineError(f"found the keys {list(row)}, expected {FORMS}; {REMEDY}")
     names = {name: (fields or {}).get(name, name) for name in values}
-    return _up_to_answer(_with_system(_TURNS[form](values, names), values, names))
+    turns = _up_to_answer(_with_system(_TURNS[form](values, names), values, names))
+    return Conversation(turns, _tools(values, names))
 
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=_without_doubles)
     except UnicodeDecodeError as error:
         raise BadLineError(
             f"found bytes that are not UTF-8 ({error.reason} at byte {error.start}), expected UTF-8"
         ) from error
+    except BadLineError:
+        raise
     except (ValueError, RecursionError) as error:
         raise BadLineError(f"found invalid JSON ({error}), expected one object per line") from error
     if not isinstance(row, dict):
         raise BadLineError(f"found {_shown(row)}, expected an object")
     return row
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are there once: of a key that is there twice, json keeps the last value and says nothing."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in keys if keys.count(key) > 1)
+        raise BadLineError(f"found the key {_shown(double)} twice in one object, expected it once")
+    return values
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
@@ -108,16 +135,96 @@ def _from_list(values: Mapping[str, Any], names: Mapping[str, str], form: str) -
             raise BadLineError(
                 f"{name}[{index}]: found {_shown(turn)}, expected an object with {role_key!r} and {text_key!r}"
             )
-        for key in (role_key, text_key):
-            if key not in turn:
-                raise BadLineError(
-                    f"{name}[{index}]: found the keys {list(turn)}, expected {role_key!r} and {text_key!r}"
-                )
-        role = turn[role_key]
-        if not isinstance(role, str) or role not in roles:
-            raise BadLineError(f"{name}[{index}].{role_key}: found {_shown(role)}, expected one of {list(roles)}")
-        result.append({"role": roles[role], "content": _text(turn[text_key], f"{name}[{index}].{text_key}")})
+        role = _role(turn, f"{name}[{index}]", role_key, text_key, roles)
+        result.append({"role": role, **_said(turn, f"{name}[{index}]", text_key, role)})
     return result
+
+
+def _role(turn: dict[str, Any], place: str, role_key: str, text_key: str, roles: Mapping[str, str]) -> str:
+    for key in (role_key, text_key):
+        if key not in turn and not (key == text_key and turn.get("tool_calls")):
+            raise BadLineError(f"{place}: found the keys {list(turn)}, expected {role_key!r} and {text_key!r}")
+    role = turn[role_key]
+    if not isinstance(role, str) or role not in roles:
+        raise BadLineError(f"{place}.{role_key}: found {_shown(role)}, expected one of {list(roles)}")
+    return roles[role]
+
+
+def _said(turn: dict[str, Any], place: str, text_key: str, role: str) -> Turn:
+    """Content and tool calls of a turn, with the other keys that chat templates read."""
+    said: Turn = {"content": turn.get(text_key)}
+    if turn.get("tool_calls") is not None:
+        if role != "assistant":
+            raise BadLineError(f"{place}: found 'tool_calls' in a turn of role {role!r}, expected them of 'assistant'")
+        said["tool_calls"] = _tool_calls(turn["tool_calls"], f"{place}.tool_calls")
+    if said["content"] is None and role == "assistant" and "tool_calls" not in said:
+        raise BadLineError(f"{place}.{text_key}: found null, expected a string, or tool_calls beside it")
+    if isinstance(said["content"], list):
+        said["content"] = _parts(said["content"], f"{place}.{text_key}")
+    elif said["content"] is not None or "tool_calls" not in said:
+        said["content"] = _text(said["content"], f"{place}.{text_key}")
+    for key in ("reasoning_content", "name", "tool_call_id"):
+        if turn.get(key) not in (None, ""):
+            said[key] = _text(turn[key], f"{place}.{key}")
+    return said
+
+
+def _parts(parts: list[Any], place: str) -> list[dict[str, str]]:
+    """The text parts of a content that is a list; there is nothing here to train other kinds of parts with."""
+    if not parts:
+        raise BadLineError(f"{place}: found an empty list, expected a string or at least one text part")
+    for index, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or "text" not in part:
+            raise BadLineError(
+                f'{place}[{index}]: found {_shown(part)}, expected a text part {{"type": "text", "text": "..."}}'
+            )
+    return [{"type": "text", "text": _text(part["text"], f"{place}[{i}].text")} for i, part in enumerate(parts)]
+
+
+def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects: templates write them as JSON, and servers parse them for it too."""
+    if not isinstance(calls, list) or not calls:
+        raise BadLineError(f"{place}: found {_shown(calls)}, expected a list of at least one call")
+    result = []
+    for index, call in enumerate(calls):
+        where = f"{place}[{index}]"
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadLineError(f"{where}: found {_shown(call)}, expected an object with 'function' and its 'name'")
+        whole = {**function, "arguments": _arguments(function.get("arguments"), f"{where}.arguments")}
+        result.append({**call, "function": whole} if "function" in call else whole)
+    return result
+
+
+def _arguments(arguments: Any, place: str) -> dict[str, Any]:
+    value = {} if arguments is None else arguments
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, object_pairs_hook=_without_doubles) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise BadLineError(
+                f"{place}: found {_shown(arguments)}, expected an object, or one as JSON ({error})"
+            ) from error
+    if not isinstance(value, dict):
+        raise BadLineError(f"{place}: found {_shown(arguments)}, expected an object, or one as JSON")
+    return value
+
+
+def _tools(values: Mapping[str, Any], names: Mapping[str, str]) -> list[dict[str, Any]] | None:
+    """The function schemas beside a conversation."""
+    tools = values.get("tools")
+    if tools in (None, []):
+        return None
+    name = repr(names["tools"])
+    if not isinstance(tools, list):
+        raise BadLineError(f"{name}: found {_shown(tools)}, expected a list of function schemas")
+    for index, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadLineError(
+                f"{name}[{index}]: found {_shown(tool)}, expected an object with 'function' and its 'name'"
+            )
+    return tools
 
 
 def _from_messages(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Turn]:

@@ -13,7 +13,7 @@ of a fixed cyclic permutation of the file, going on where the epoch before ended
 of two samples of one file differ by at most one.
 
 With packing the epochs' numbers of rows differ, as other neighbours fill the bins; to find the row at a position, the
-epochs before it are packed too, once (some three seconds per epoch and million samples).
+epochs before it are packed too, once (about a second per epoch and million samples).
 """
 
 from bisect import bisect_right

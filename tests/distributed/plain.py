@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from data.chat import read_chat
-from data.loader import Loader, MicroBatch, valid_tokens
+from data.loader import Loader, MicroBatch, model_inputs, sample_inputs, valid_tokens
 from data.text import read_text
 from engine.losses import loss_sums
 from engine.optim import SCALE_GROUPS, parameter_groups, peak_learning_rates, set_learnable
@@ -51,8 +51,15 @@ THETA, THETAS_APART = 0.1, {"weight": 1, "input": 2}
 
 
 def inputs_of(batch: MicroBatch) -> dict[str, torch.Tensor]:
-    """What a model's forward takes of a micro-batch."""
-    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    """What a model's forward takes of a micro-batch; of a packed one with the mask written out."""
+    inputs = model_inputs(batch)
+    if "position_ids" in batch:
+        rows, length = batch["input_ids"].shape
+        mask = torch.eye(length, dtype=torch.bool).repeat(rows, 1, 1)
+        for row, start, end in batch["spans"].tolist():
+            mask[row, start:end, start:end] = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        inputs["attention_mask"] = mask[:, None]
+    return inputs
 
 
 def plain_loaders(settings: Recipe) -> list[Loader]:
@@ -73,6 +80,7 @@ def plain_loaders(settings: Recipe) -> list[Loader]:
             world=RANKS,
             seed=settings.data.seed,
             pad_token_id=tokenizer.pad_token_id,
+            packed_length=settings.data.max_length if settings.data.packing else None,
         )
         for rank in range(RANKS)
     ]
@@ -100,9 +108,9 @@ def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
     if settings.quant.fake_quant_start == 0:
         for loader in plain_loaders(settings):
             for batch in loader.first(settings.quant.calibration_batches):
-                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+                for ids in sample_inputs(batch):
                     with torch.no_grad():
-                        model(input_ids=ids[None, mask.bool()])
+                        model(input_ids=ids)
         measure(quantization)
     return model, quantization
 

@@ -104,6 +104,11 @@ RUNS = {
     "losses": ("qwen3", "float32", {"stage": 3, "optim": {"lr": 0.0, "scale_lr": 0.0}}),
     "fields": ("qwen3", "float32", {"stage": 3, "train": {"steps": 2}}),
     "text": ("qwen3", "float32", {"stage": 2, "train": {"steps": 2}, "loss": PLAIN}),
+    "packed": (
+        "qwen3",
+        "float32",
+        {"stage": 3, "train": {"steps": 2, "activation_checkpointing": True}, "data": {"packing": True}},
+    ),
     **{f"switch_{stage}": ("qwen3", "float32", {**SWITCH, "stage": stage}) for stage in range(4)},
     "switch_w4": ("even", "bfloat16", {**INTEGER, "stage": 3, "quant": {"fake_quant_start": 2, "scheme": "w4a16_g32"}}),
     "switch_w2": ("even", "bfloat16", {**INTEGER, "stage": 3, "quant": {"fake_quant_start": 2, "scheme": "w2a16_g32"}}),
@@ -263,6 +268,12 @@ def test_text_has_a_target_at_every_token(paths):
     batches = [batch for loader in plain_loaders(settings) for batch in loader.step(0)]
     assert valid_tokens(batches) == sum(batch["input_ids"].numel() for batch in batches)
     assert_equals_plain_loop(paths["text"])
+
+
+def test_packed_rows_equal_a_plain_loop_with_the_mask_written_out(paths):
+    batches = plain_loaders(load_recipe(paths["packed"]))[0].step(0)
+    assert max(len(batch["sample_ids"]) for batch in batches) > 2, "two rows of one sample each"
+    assert_equals_plain_loop(paths["packed"])
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -139,6 +139,59 @@ def test_exactly_the_last_answer_is_learned(kind, tmp_path, rng):
     assert counts.tokens == sum(len(s.input_ids) for s in samples)
 
 
+def learned_turns(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The text of each run of targets, after checking that they agree with the inputs."""
+    valid = (sample.labels != IGNORE).tolist()
+    assert valid[-1]
+    runs: list[list[int]] = []
+    for position, label in enumerate(sample.labels.tolist()):
+        if not valid[position]:
+            continue
+        assert position + 1 == len(valid) or sample.input_ids[position + 1] == label
+        if not (position and valid[position - 1]):
+            runs.append([])
+        runs[-1].append(label)
+    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exactly_all_answers_are_learned(kind, tmp_path, rng):
+    tokenizer, end = kind(rng)
+    conversations = [conversation(rng) for _ in range(60)]
+    path = write(tmp_path / "chat.jsonl", *({"messages": turns} for turns in conversations))
+    samples, counts = read_chat([path], tokenizer, max_length=10_000, loss_on="all")
+    last, _ = read_chat([path], tokenizer, max_length=10_000)
+    assert counts.samples == len(samples) == 60 and counts.without_end == counts.by_content == 0
+    for turns, sample, only_last in zip(conversations, samples, last, strict=True):
+        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+        if kind is swallows_whitespace:
+            answers = [answer.lstrip() for answer in answers]
+        if kind is normalising:
+            answers = [normalizers.NFC().normalize_str(answer) for answer in answers]
+        found = [run.rstrip("\n" if kind is swallows_whitespace else "") for run in learned_turns(sample, tokenizer)]
+        assert found == [answer + end for answer in answers]
+        assert sample.input_ids.tolist() == only_last.input_ids.tolist()
+        targets = only_last.labels != IGNORE
+        assert sample.labels[targets].tolist() == only_last.labels[targets].tolist()
+    assert counts.targets == sum(int((s.labels != IGNORE).sum()) for s in samples)
+
+
+def test_blank_and_opening_answers_are_context(tmp_path):
+    tokenizer = tiny_tokenizer()
+    opening = messages(("assistant", "Hello."), ("user", "a"), ("assistant", "b"))
+    blank = messages(("user", "a"), ("assistant", " "), ("user", "c"), ("assistant", "d"), ("user", "e"))
+    nothing = messages(("user", "a"), ("assistant", ""))
+    ends_blank = messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "\n"))
+    path = write(tmp_path / "a.jsonl", *({"messages": turns} for turns in (opening, blank, nothing, ends_blank)))
+    samples, counts = read_chat([path], tokenizer, max_length=1000, loss_on="all")
+    assert [learned_turns(sample, tokenizer) for sample in samples] == [["b" + END], ["d" + END], ["b" + END]]
+    assert (counts.lines, counts.without_target) == (4, 1)
+    assert [(sample.file, sample.line) for sample in samples] == [(str(path), 1), (str(path), 2), (str(path), 4)]
+    assert samples[2].where() == f"{path}:4" and samples[0].file is samples[1].file
+    _, counts = read_chat([path], tokenizer, max_length=1000)
+    assert (counts.samples, counts.without_target) == (2, 2)
+
+
 def test_bos_stands_once(tmp_path, rng):
     tokenizer, _ = writes_bos(rng)
     (sample,), _ = read_chat([write(tmp_path / "a.jsonl", GOOD)], tokenizer, max_length=100)
@@ -232,7 +285,7 @@ def test_a_token_across_the_boundary_is_a_target_and_counted(tmp_path):
     assert learned(samples[0], tokenizer) == f" the fox{END}"
     assert learned(samples[1], tokenizer) == END + END
     assert counts.straddling == 1
-    assert "1 whose answer begins inside a token" in counts.summary()
+    assert "1 answers that begin inside a token" in counts.summary()
 
 
 THINKING = (
@@ -252,7 +305,7 @@ def test_answer_is_found_by_content_where_the_prompt_is_no_prefix(tmp_path):
     )
     samples, counts = read_chat([path], tokenizer, max_length=100)
     assert [learned(sample, tokenizer) for sample in samples] == [f"42{END}", f"42{END}", f"12{END}"]
-    assert counts.by_content == 3 and "3 whose answer was found by its content" in counts.summary()
+    assert counts.by_content == 3 and "3 answers found by their content" in counts.summary()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +352,7 @@ def test_answer_without_end_token_keeps_its_own_whitespace(tmp_path):
         [write(tmp_path / "a.jsonl", {"input": "a", "output": "b\n\n"})], tokenizer, max_length=99
     )
     assert learned(sample, tokenizer) == "b\n\n"
-    assert counts.without_end == 1 and "1 without an end-of-turn token" in counts.summary()
+    assert counts.without_end == 1 and "1 answers without an end-of-turn token" in counts.summary()
 
 
 @pytest.mark.parametrize("kind", [chatml, writes_bos])
@@ -370,7 +423,7 @@ BAD_LINES: list[tuple[object, str]] = [
     (turns(("user", "a"), ("asistant", "b")), r"messages\[1\]\.role: found a string \"asistant\", expected one of"),
     (turns((["user"], "a"), ("assistant", "b")), r"messages\[0\]\.role: found a list"),
     (turns(("user", "a"), ("assistant", None)), r"messages\[1\]\.content: found null, expected a string"),
-    (turns(("user", [{"type": "text"}]), ("assistant", "b")), r"messages\[0\]\.content: found a list"),
+    (turns(("user", [{"type": "text"}]), ("assistant", "b")), r"messages\[0\]\.content\[0\]: found an object"),
     (turns(("user", "a"), ("user", "b")), r"found the roles \['user', 'user'\], expected an assistant turn"),
     (turns(("assistant", "a"), ("user", "b")), "found nothing before the last assistant turn"),
     ({**turns(("system", "a"), ("user", "b"), ("assistant", "c")), "system": "d"}, "found a system turn and"),
@@ -461,3 +514,219 @@ def test_summary_is_one_line():
         "1,000 samples of 1,200 lines in 1 file, 4,000 tokens, 1,000 of them targets (25.0%); "
         "dropped 150 too long, 50 without target"
     )
+
+
+# ------------------------------------------------------------------- templates that write a turn in more than one way
+
+# Like Qwen 3's: thinking is written for the last turn (an empty block where there is none) and for those behind the
+# last question, and left out of the turns before it.
+QWEN = """\
+{%- if tools %}{{ '<|im_start|>system\n# Tools\n' }}
+  {%- for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{{ '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+  {%- set content = m.content if m.content is string else '' %}
+  {%- if m.role == 'assistant' %}
+    {%- set thought = m.reasoning_content if m.reasoning_content is string else '' %}
+    {%- if '</think>' in content %}
+      {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+      {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if loop.index0 > ns.last and (loop.last or thought) %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}
+    {{- content }}
+    {%- for call in m.tool_calls or [] %}
+      {%- set call = call.function or call %}
+      {{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
+      {{- call.arguments | tojson }}{{ '}\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+  {%- else %}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+# Like the R1 distillations': the prompt opens the thinking, finished turns have none.
+OPENED = """\
+{%- for m in messages %}{% if m.role == 'assistant' %}
+{{- '<|im_start|>A:' + m.content.split('</think>')[-1] + '<|im_end|>' }}
+{%- else %}{{ '<|im_start|>Q:' + m.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>A:<think>\n' }}{% endif %}"""
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": 30}}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds é", "parameters": {"type": "object"}}}
+CALLED = '\n<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_call>'
+
+
+def read_rows(tmp_path: Path, template: str, *rows: object, **settings: object) -> tuple[list[list[str]], Counts]:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    samples, counts = read_chat([write(tmp_path / "a.jsonl", *rows)], tokenizer, max_length=10_000, **settings)
+    return [learned_turns(sample, tokenizer) for sample in samples], counts
+
+
+def test_thinking_is_learned_where_the_whole_conversation_has_it(tmp_path):
+    thought = messages(
+        ("user", "42?"),
+        ("assistant", "<think>\nuser\n</think>\n\n42"),
+        ("user", "42"),
+        ("assistant", "<think>x</think>42"),
+    )
+    separate = [
+        *messages(("user", "42?")),
+        {"role": "assistant", "content": "42", "reasoning_content": "user"},
+        *messages(("user", "42")),
+        {"role": "assistant", "content": "42", "reasoning_content": "x"},
+    ]
+    rows = [{"messages": thought}, {"messages": separate}]
+    last = f"<think>\nx\n</think>\n\n42{END}"
+    assert read_rows(tmp_path, QWEN, *rows)[0] == [[last]] * 2
+    found, counts = read_rows(tmp_path, QWEN, *rows, loss_on="all")
+    assert found == [[f"42{END}", last]] * 2
+    assert counts.by_content == 2  # the first turn of each: alone it would have its thinking
+    plain = {"messages": messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))}
+    assert read_rows(tmp_path, QWEN, plain, loss_on="all")[0] == [[f"b{END}", f"<think>\n\n</think>\n\nd{END}"]]
+
+
+def test_thinking_that_the_prompt_opens(tmp_path):
+    rows = {
+        "messages": messages(("user", "Q:b"), ("assistant", "<think>b</think>b"), ("user", "b"), ("assistant", "b b"))
+    }
+    found, counts = read_rows(tmp_path, OPENED, rows, loss_on="all")
+    assert found == [[f"b{END}", f"b b{END}"]] and counts.by_content == 2
+    assert read_rows(tmp_path, OPENED, rows)[0] == [[f"b b{END}"]]
+
+
+@pytest.mark.parametrize(
+    "call", [CALL, CALL["function"], {**CALL, "function": {"name": "add", "arguments": '{"a": 12, "b": 30}'}}]
+)
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}])
+def test_tools(call, content, tmp_path):
+    turns = [
+        *messages(("user", "12 plus 30?")),
+        {"role": "assistant", **content, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "1", "name": "add"},
+        {"role": "assistant", "content": "It is 42."},
+    ]
+    row = {"messages": turns, "tools": [TOOL]}
+    final = f"<think>\n\n</think>\n\nIt is 42.{END}"
+    assert read_rows(tmp_path, QWEN, row)[0] == [[final]]
+    # The call is behind the last question: by itself it would open with an empty thought.
+    assert read_rows(tmp_path, QWEN, row, loss_on="all")[0] == [[f"{CALLED}{END}", final]]
+    assert read_rows(tmp_path, QWEN, {**row, "messages": turns[:2]})[0] == [[f"<think>\n\n</think>\n\n{CALLED}{END}"]]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = QWEN
+    (sample,), _ = read_chat([tmp_path / "a.jsonl"], tokenizer, max_length=10_000)
+    assert "Adds é" in whole(sample, tokenizer)
+
+
+def test_what_the_template_would_leave_out_is_an_error(tmp_path):
+    def refused(template: str, row: object, message: str) -> None:
+        with pytest.raises(DataError, match=rf"a\.jsonl:1: {message}"):
+            read_rows(tmp_path, template, row)
+
+    simple = tiny_tokenizer().chat_template
+    refused(simple, {**GOOD, "tools": [TOOL]}, "found the tool 'add', which the chat template does not write")
+    called = [*messages(("user", "a")), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    refused(simple, {"messages": called}, "found turn 1's call of 'add', which the chat template does not write")
+    thinking = [*messages(("user", "a")), {"role": "assistant", "content": "b", "reasoning_content": "Hm."}]
+    refused(
+        simple, {"messages": thinking}, "found turn 1's 'reasoning_content' 'Hm.', which the chat template does not"
+    )
+    surrogate = {**TOOL, "function": {"name": "add", "description": "\ud83d"}}
+    refused(QWEN, {**GOOD, "tools": [surrogate]}, "found half of a surrogate pair at character")
+    refused(
+        "{{ messages[0].content.nothing.at_all() }}", GOOD, r"found the roles \['user', 'assistant'\], which .* refuses"
+    )
+    refused("{{ 1 // 0 }}", GOOD, "found the roles .* refuses: integer division")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["m['content'].replace('A', 'Z') if not loop.last else m['content']", "m['content'] ~ ('!' if loop.last else '')"],
+)
+def test_an_earlier_answer_that_cannot_be_located_is_an_error(content, tmp_path):
+    template = THINKING.replace("CONTENT", f"({content})").replace("<think>\n", "")
+    row = {"messages": messages(("user", "a"), ("assistant", "Abc"), ("user", "a"), ("assistant", "d"))}
+    with pytest.raises(DataError, match=r"a\.jsonl:1: found a chat template whose generation prompt .* turn 1, "):
+        read_rows(tmp_path, template, row, loss_on="all")
+
+
+def test_one_token_for_an_answer_and_what_follows_is_an_error(tmp_path):
+    tokenizer = words_tokenizer(
+        "{% for m in messages %}{{ m.content if m.role == 'assistant' else '. ' ~ m.content ~ ' ' }}{% endfor %}"
+    )
+    row = {"messages": messages(("user", "12"), ("assistant", "f"), ("assistant", "ox"))}
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: found one token for ' fox', the end of an answer and the beginning"
+    ):
+        read_chat([write(tmp_path / "a.jsonl", row)], tokenizer, max_length=99, loss_on="all")
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+LISTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}{{ part.text }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BOTH = LISTS.replace("{% for part", "{% if m.content is string %}{{ m.content }}{% else %}{% for part").replace(
+    "{{ '<|im_end|>", "{% endif %}{{ '<|im_end|>"
+)
+
+
+@pytest.mark.parametrize(("template", "joined"), [(None, "b\nc"), (LISTS, "bc"), (BOTH, "bc")])
+def test_text_parts_are_joined_or_passed_on_as_the_template_takes_them(template, joined, tmp_path):
+    template = template or tiny_tokenizer().chat_template
+    several = {
+        "messages": [{"role": "user", "content": parts("a", "x")}, {"role": "assistant", "content": parts("b", "c")}]
+    }
+    found, _ = read_rows(tmp_path, template, several, GOOD)
+    assert found == [[joined + END], ["42" + END]]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    samples, _ = read_chat([tmp_path / "a.jsonl"], tokenizer, max_length=1000, loss_on="all")
+    user = joined.replace("b", "a").replace("c", "x")
+    assert whole(samples[0], tokenizer) == f"<|im_start|>user\n{user}{END}\n<|im_start|>assistant\n{joined}{END}"
+    assert "What is 12 plus 30?" in whole(samples[1], tokenizer)
+
+
+@pytest.mark.parametrize("kind", [chatml, writes_bos])
+def test_too_long_with_all_answers(kind, tmp_path, rng):
+    """The last answer stays whole; an earlier one stays a target if its first token's predecessor is still there."""
+    tokenizer, _ = kind(rng)
+    bos = kind is writes_bos
+    path = write(tmp_path / "a.jsonl", *({"messages": conversation(rng)} for _ in range(40)))
+    full, _ = read_chat([path], tokenizer, max_length=10_000, loss_on="all")
+    limit = sorted(len(sample.input_ids) for sample in full)[rng.randrange(5, 35)]
+    only_last, last_counts = read_chat([path], tokenizer, max_length=limit, too_long="truncate")
+    samples, counts = read_chat([path], tokenizer, max_length=limit, loss_on="all", too_long="truncate")
+    assert (counts.samples, counts.too_long, counts.truncated) == (
+        last_counts.samples,
+        last_counts.too_long,
+        last_counts.truncated,
+    )
+    originals, lost = {sample.line: sample for sample in full}, 0
+    for sample, last in zip(samples, only_last, strict=True):
+        original = originals[sample.line]
+        assert sample.input_ids.tolist() == last.input_ids.tolist()
+        length = len(original.input_ids)
+        if length <= limit:
+            assert sample.labels.tolist() == original.labels.tolist()
+            continue
+        keeps_bos = bos and bool(sample.input_ids[0] == tokenizer.bos_token_id)
+        cut = length - len(sample.labels) + keeps_bos
+        expected = original.labels.copy()
+        end = cut
+        if cut and original.labels[cut - 1] != IGNORE:  # the cut goes through an answer, which is lost whole
+            while original.labels[end] != IGNORE:
+                end += 1
+        expected[:end] = IGNORE
+        assert sample.labels.tolist() == [IGNORE] * keeps_bos + expected[cut:].tolist()
+        lost += int((original.labels != IGNORE).sum() - (sample.labels != IGNORE).sum())
+    assert counts.targets_cut == lost
+    assert not lost or f"{lost:,} targets cut away with it" in counts.summary()
+    dropped, drop_counts = read_chat([path], tokenizer, max_length=limit, loss_on="all")
+    assert len(dropped) == sum(len(sample.input_ids) <= limit for sample in full)
+    assert drop_counts.targets_cut == 0 and drop_counts.too_long == 40 - len(dropped)
