@@ -176,7 +176,8 @@ class Loop:
             self._report(state, progress, time.perf_counter() - started)
             self.schedule.run_after(state.step, state)
             asked_to_stop = state.last.stop_requested
-            if recipe.train.checkpoint_every and state.step % recipe.train.checkpoint_every == 0:
+            every = recipe.train.checkpoint_every
+            if every and state.step % every == 0 and state.step < total:  # run() saves the last
                 self._try_to_save(state)
         progress.close()
 
