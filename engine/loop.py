@@ -153,7 +153,8 @@ class Loop:
             if recipe.eval.every and state.step % recipe.eval.every == 0 and not state.last.stop_requested:
                 self._evaluate(state)
             self.schedule.run_after(state.step, state)
-            if recipe.train.checkpoint_every and state.step % recipe.train.checkpoint_every == 0:
+            every = recipe.train.checkpoint_every
+            if every and state.step % every == 0 and state.step < total:  # run() saves the last
                 self._try_to_save(state)
             if state.last.stop_requested:
                 break
@@ -276,6 +277,7 @@ class Loop:
         if not self.recipe.eval.every or state.evaluated_step == state.step or state.held_out is None:
             return
         state.evaluation = evaluate(state, lambda batch: self._loss(state.session, batch)[1])
+        state.first_evaluation = state.first_evaluation or state.evaluation
         state.evaluated_step = state.step
         state.log(state.evaluation)
         figures = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in state.evaluation.items())
@@ -287,7 +289,8 @@ class Loop:
         if summary.steps:
             state.metrics.results(self.recipe, {**summary.last, **state.evaluation})
             peak = peak_memory_bytes(state.session.device)
-            say(summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluation=state.evaluation))
+            evaluations = (state.first_evaluation, state.evaluation)
+            say(summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluations=evaluations))
         best = best_checkpoint(self._checkpoints)
         if best is not None:
             say(f"best checkpoint: {self._checkpoints / best.name}, {best.metric} {best.value:.4f}")

@@ -120,8 +120,8 @@ class Summary:
         self.first = self.first or dict(losses)
         self.last = dict(losses)
 
-    def text(self, *, devices: int, skipped: int, peak_bytes: int, evaluation: Mapping[str, float]) -> str:
-        """The summary, a line per thing."""
+    def text(self, *, devices: int, skipped: int, peak_bytes: int, evaluations: tuple[Mapping, Mapping]) -> str:
+        """The summary, a line per thing; ``evaluations`` are the first and the last."""
         seconds = time.perf_counter() - self.started
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens ({self.valid_tokens:,} with a target) in "
@@ -129,9 +129,8 @@ class Summary:
             f"{self.tokens / max(seconds, 1e-9) / devices:,.0f} tokens/s per device, "
             f"at most {peak_bytes / 2**30:.2f} GiB on rank 0" + (f", {skipped} steps left out" if skipped else "")
         ]
-        for name, value in self.last.items():
-            lines.append(f"{name:<24} {self.first.get(name, math.nan):>10.4f} -> {value:.4f}")
-        lines += [f"{name:<24} {value:>10.4f}" for name, value in evaluation.items()]
+        first, last = {**self.first, **evaluations[0]}, {**self.last, **evaluations[1]}
+        lines += [f"{name:<24} {first.get(name, math.nan):>10.4f} -> {value:.4f}" for name, value in last.items()]
         return "\n".join(lines)
 
 

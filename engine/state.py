@@ -48,6 +48,8 @@ class LoopState:
     """Result of the last step."""
     evaluation: dict[str, float] = field(default_factory=dict)
     """Results of the last evaluation."""
+    first_evaluation: dict[str, float] = field(default_factory=dict)
+    """Results of the first evaluation of this process."""
     evaluated_step: int | None = None
     """Step of the last evaluation."""
     saved_step: int | None = None

@@ -37,7 +37,7 @@ def clean_exit() -> Iterator[None]:
         except Exception:
             if world_size() == 1:
                 raise
-            # In one piece: ranks share the stream.
-            print(f"error on rank {rank()}:\n{traceback.format_exc()}", end="", file=sys.stderr, flush=True)
+            # In one piece, since ranks share the stream, and below rank 0's progress bar.
+            print(f"\nerror on rank {rank()}:\n{traceback.format_exc()}", end="", file=sys.stderr, flush=True)
             os._exit(1)
     shut_down()
