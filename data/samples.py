@@ -60,7 +60,7 @@ class Problems:
         more = self.count - len(self._texts)
         rest = [f"... and {more:,} more bad lines"] if more else []
         lines = "1 bad line" if self.count == 1 else f"{self.count:,} bad lines"
-        raise DataError("\n".join([f"{lines} in the training data:", *self._texts, *rest]))
+        raise DataError("\n".join([f"{lines} in the data:", *self._texts, *rest]))
 
 
 def check_files(files: Sequence[str | Path]) -> list[Path]:

@@ -50,3 +50,11 @@ def test_step(part: str, tmp_path: Path) -> None:
     for row in rows:
         assert float(row["ms"]) > 0
         assert float(row["peak, MiB"]) > 0
+
+
+def test_packing(tmp_path: Path) -> None:
+    rows = run("packing", results=tmp_path)
+    assert len(rows) == 5
+    padding = {row["way"]: float(row["padding"].rstrip("%")) for row in rows}
+    assert padding["packed"] < padding["padded to the longest"] < padding["padded to the maximum"]
+    assert all(float(row["real tokens/s"].replace(",", "")) > 0 for row in rows)

@@ -436,7 +436,7 @@ BAD_LINES: list[tuple[object, str]] = [
 def test_a_bad_line_is_named(line, message, tmp_path):
     good = write(tmp_path / "good.jsonl", GOOD)
     bad = write(tmp_path / "bad.jsonl", GOOD, "", line, GOOD)
-    with pytest.raises(DataError, match=rf"(?s)^1 bad line in the training data:\n\S*/bad\.jsonl:3: {message}"):
+    with pytest.raises(DataError, match=rf"(?s)^1 bad line in the data:\n\S*/bad\.jsonl:3: {message}"):
         read_chat([good, bad], tiny_tokenizer(), max_length=100)
 
 
@@ -453,7 +453,7 @@ def test_bad_lines_are_reported_together(tmp_path):
     with pytest.raises(DataError) as caught:
         read_chat([path, other], tiny_tokenizer(), max_length=100)
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"{len(BAD_LINES) + 1} bad lines in the training data:"
+    assert lines[0] == f"{len(BAD_LINES) + 1} bad lines in the data:"
     assert [line.split(": ")[0] for line in lines[1:-1]] == [f"{path}:{n}" for n in range(1, MAX_PROBLEMS + 1)]
     assert lines[-1] == f"... and {len(BAD_LINES) + 1 - MAX_PROBLEMS} more bad lines"
 

@@ -182,8 +182,8 @@ def apart(one: Result, other: Result) -> dict[str, float]:
 
 def compare(
     kind: str, dtype: torch.dtype, attention: str, rng: random.Random, *, checkpointing: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Packed against one sample at a time, and the latter against itself in fp32."""
+) -> dict[str, float]:
+    """Packed against one sample at a time."""
     model = tiny_model(kind, seed=rng.randrange(1000), dtype=dtype)
     model.config._attn_implementation = attention
     model.config._experts_implementation = "eager"  # takes the tiny experts' odd sizes
@@ -196,20 +196,18 @@ def compare(
     longest = rng.randint(12, 40)
     samples = make(rng, 14, longest)
     (loader,) = loaders(samples, micro_batch_size=rng.randint(1, 3), packed_length=longest, seed=rng.randrange(1000))
-    (batch,) = loader.step(0)
+    batch = max((loader.step(k)[0] for k in range(3)), key=lambda batch: len(batch["sample_ids"]))
     packed = compute(model, [batch])
-    without = {name: value for name, value in batch.items() if name != "position_ids"}
-    joined = compute(model, [without])
     singles = [pad(samples, [[index]], PAD) for index in batch["sample_ids"].tolist()]
     alone = compute(model, singles)
-    return apart(packed, alone), apart(alone, compute(model.float(), singles)), apart(joined, alone)
+    return apart(packed, alone)
 
 
-# fp32: at most 1e-6 over 150 seeds of each case; bf16: 2e-4 for the loss, 2e-2 for the others, which is less than what
-# bf16 itself costs against fp32 (up to 5e-3 and 0.3). Where a sample sees another one, the logits are 0.5 apart.
+# The most of 200 seeds of each case: 1e-6 in fp32; in bf16 2e-3, 7e-3 and 2e-2, where bf16 itself is 2e-2 (logits) and
+# 5e-2 (gradients) from fp32. Without the borders the logits are 0.3 to 1.5 apart, unless every row is one sample.
 BOUNDS = {
     torch.float32: {"loss": 1e-5, "logits": 1e-5, "gradients": 1e-5},
-    torch.bfloat16: {"loss": 2e-3, "logits": 5e-2, "gradients": 1e-1},
+    torch.bfloat16: {"loss": 2e-2, "logits": 3e-2, "gradients": 6e-2},
 }
 
 
@@ -218,7 +216,7 @@ BOUNDS = {
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_packed_samples_compute_what_each_computes_alone(kind, attention, dtype, rng):
     for checkpointing in (False, True):
-        difference, _ = compare(kind, dtype, attention, rng, checkpointing=checkpointing)
+        difference = compare(kind, dtype, attention, rng, checkpointing=checkpointing)
         assert all(difference[name] < bound for name, bound in BOUNDS[dtype].items()), difference
 
 

@@ -1,6 +1,7 @@
 """The recipe: what is read, what is refused, and what the refusal says. Every error names the key's path."""
 
 import dataclasses
+import math
 import os
 import random
 import re
@@ -89,6 +90,31 @@ def test_field_map_and_lists_from_the_command_line(tmp_path: Path) -> None:
     recipe = parse_recipe([*argv, "--data.train", "[a.jsonl, b.jsonl]"], check_files=False)
     assert recipe.data.fields == {"input": "question", "output": "answer"}
     assert recipe.data.train == ["a.jsonl", "b.jsonl"]
+
+
+def test_held_out_is_a_number_or_a_share(tmp_path: Path) -> None:
+    for text, value in (("5", 5), ("0.25", 0.25)):
+        recipe = parse_recipe(["--config", str(write(tmp_path)), "--data.held_out", text], check_files=False)
+        assert recipe.data.held_out == value and type(recipe.data.held_out) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"kind": "text", "loss_on": "all"}, "data.loss_on: 'all', expected last with data.kind text"),
+        ({"weights": [1.0, 2.0]}, "data.weights: [1.0, 2.0], expected 1 of them, one per file of data.train"),
+        ({"weights": [0.0]}, "data.weights: [0.0], expected numbers above 0"),
+        ({"weights": [math.nan]}, "data.weights: [nan], expected numbers above 0"),
+        ({"train": ["a", "./a"], "weights": [1.0, 1.0]}, "data.train: ['a', './a'], expected each file once"),
+        ({"held_out": -1}, "data.held_out: -1, expected a number of samples, or a share between 0 and 1"),
+        ({"held_out": 1.0}, "data.held_out: 1.0, expected a number of samples, or a share between 0 and 1"),
+        ({"held_out": math.nan}, "data.held_out: nan, expected a number of samples"),
+        ({"eval": [""]}, "data.eval: [''], expected files"),
+    ],
+)
+def test_bad_values_of_the_data_section(values: dict[str, Any], problem: str) -> None:
+    found = list(DataRecipe(**({"train": ["a"]} | values)).problems())
+    assert len(found) == 1 and found[0].startswith(problem)
 
 
 def random_value(rng: random.Random, value: Any) -> Any:
@@ -336,6 +362,7 @@ def test_files_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch
         (tmp_path / name).mkdir()
     recipe = minimal()
     recipe.loss.kd_weight, recipe.loss.teacher, recipe.quant.scales = 1.0, "teacher", "ptq"
+    recipe.data.eval = ["eval.jsonl"]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError) as error:
         recipe.validate_files()
@@ -345,11 +372,13 @@ def test_files_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch
         f"loss.teacher: 'teacher' {here}, expected config.json in that directory (a Hugging Face checkpoint)",
         f"quant.scales: 'ptq' {here}, expected the directory of a PTQ checkpoint",
         f"data.train[0]: 'train.jsonl' {here}, expected a file",
+        f"data.eval[0]: 'eval.jsonl' {here}, expected a file",
     ]
     for name in ("model", "teacher"):
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "ptq").mkdir()
     (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "eval.jsonl").write_text("")
     recipe.validate_files()
     recipe.model.path = str(tmp_path / "no")
     with pytest.raises(RecipeError, match=r"no', expected a directory with config\.json"):
