@@ -338,7 +338,7 @@ def load_checkpoint(session: Session, checkpoint: Checkpoint) -> int:
     # DeepSpeed writes the partitions of frozen parameters (initial scales) without dropping hpZ's copies of them.
     forget_secondary_copies(session.model)
     weights_changed(session.model)
-    _restore_settings(session, states)
+    _restore_settings(session, states, merge=not same)
     if same:
         _restore_random_states(states[0])
     else:
@@ -375,7 +375,7 @@ def _restore_random_states(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
 
 
-def _restore_settings(session: Session, states: list[dict[str, Any]]) -> None:
+def _restore_settings(session: Session, states: list[dict[str, Any]], *, merge: bool) -> None:
     """What was on, and what the observers saw: this rank's own state, or those of all ranks of another number."""
     quantization, state = session.quantization, states[0]
     quantization.restore_fake_quant(state["fake_quant"])
@@ -384,4 +384,4 @@ def _restore_settings(session: Session, states: list[dict[str, Any]]) -> None:
     for group in quantization.input_groups:
         if group.observer is not None:
             seen = [one["observers"][group.owner] for one in states]
-            group.observer.load(seen[0] if len(states) == 1 else merge_observers(seen))
+            group.observer.load(merge_observers(seen) if merge else seen[0])

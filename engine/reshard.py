@@ -35,6 +35,7 @@ from model.zero import (
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+@torch.no_grad()
 def load_resharded(session: Session, path: Path, layouts: list[list[OptimizerPiece]], stage: int) -> None:
     """Parameters, masters, moments, step counts and the engine's counters from a checkpoint of ``len(layouts)`` ranks.
 

@@ -258,7 +258,7 @@ def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
     """This rank's pieces, by the first name that a parameter has in the model; padding belongs to none."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     pieces = []
-    if hasattr(optimizer, "fp16_groups"):  # stage 3, in pieces of a parameter group
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which takes a parameter group in pieces
         for group, parameters in enumerate(optimizer.fp16_groups):
             offset = 0
             for parameter in parameters:
@@ -284,9 +284,10 @@ def flat_masters(optimizer: Any) -> list[Tensor]:
     return [settings["params"][0] for settings in optimizer.param_groups]
 
 
+@torch.no_grad()
 def use_masters(model: nn.Module, optimizer: Any) -> None:
     """Make the model's trained parameters those of the flat fp32 tensors; a collective on stages 1-3."""
-    if not hasattr(optimizer, "fp16_groups"):
+    if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
         optimizer.update_lp_params()
         return
     parameters = dict(model.named_parameters())
