@@ -17,7 +17,7 @@ import json
 import os
 import random
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ import torch
 
 from engine.checkpoint_files import CheckedFiles, file_crc32, replace_text, sync_directory, write_text
 from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
+from engine.reshard import load_resharded, merge_observers, reseed
 from engine.setup import Session, say
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, world_size
-from model.zero import forget_secondary_copies, stage
+from model.zero import OptimizerPiece, forget_secondary_copies, optimizer_pieces, stage, use_masters
 from quant import weights_changed
 
 LATEST = "latest"
@@ -310,32 +311,46 @@ def verify_checkpoint(checkpoint: Checkpoint) -> None:
 def load_checkpoint(session: Session, checkpoint: Checkpoint) -> int:
     """Load a verified checkpoint into the session; returns the steps done. A collective.
 
+    At the number of ranks that wrote it, DeepSpeed loads it, and everything is as it was. At another one masters,
+    moments and scales are those that were saved, observers are merged and the random states are new.
+
     Raises:
-        RankError: it is of another number of ranks or another ZeRO stage, or not what DeepSpeed wrote.
+        RankError: it is of another ZeRO stage, or does not fit the model.
     """
+    ranks = range(checkpoint.world_size)
+    same = checkpoint.world_size == world_size()
     with errors_on_all_ranks(OSError, ValueError):
-        if checkpoint.world_size != world_size():
-            raise ValueError(
-                f"{checkpoint.path} was written by {checkpoint.world_size} rank(s), this run has {world_size()}"
-            )
         if checkpoint.stage != stage(session.ds_config):
             raise ValueError(
                 f"{checkpoint.path} was written under ZeRO stage {checkpoint.stage}, this run's is "
                 f"{stage(session.ds_config)}: set deepspeed in the recipe to what it was"
             )
-        own = torch.load(checkpoint.path / f"rank_{rank()}.pt", weights_only=True)
-    session.engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
+        states = [
+            torch.load(checkpoint.path / f"rank_{old}.pt", weights_only=True) for old in ((rank(),) if same else ranks)
+        ]
+        if not same and checkpoint.stage > 0:
+            layouts = [[OptimizerPiece(*piece) for piece in state["pieces"]] for state in states]
+            load_resharded(session, checkpoint.path, layouts, checkpoint.stage)
+    if same or checkpoint.stage == 0:  # stage 0 keeps everything on every rank
+        session.engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
+    else:
+        use_masters(session.model, session.engine.optimizer)
     # DeepSpeed writes the partitions of frozen parameters (initial scales) without dropping hpZ's copies of them.
     forget_secondary_copies(session.model)
     weights_changed(session.model)
-    _restore_rank_state(session, own)
+    _restore_settings(session, states, merge=not same)
+    if same:
+        _restore_random_states(states[0])
+    else:
+        reseed(session.recipe.train.seed, checkpoint.step)
     barrier()
-    say(f"resumed: {checkpoint.path} ({checkpoint.step} steps done)")
+    moved = "" if same else f", written by {checkpoint.world_size} rank(s), now {world_size()}"
+    say(f"resumed: {checkpoint.path} ({checkpoint.step} steps done{moved})")
     return checkpoint.step
 
 
 def _rank_state(session: Session) -> dict[str, Any]:
-    """What only this rank knows: random state, observers, which layers are fake-quantised, what events have set."""
+    """What only this rank knows: random state, observers, switches, what events have set, where its pieces lie."""
     quantization = session.quantization
     name, keys, *position = np.random.get_state()
     return {
@@ -346,21 +361,27 @@ def _rank_state(session: Session) -> dict[str, Any]:
         "fake_quant": quantization.fake_quant_state(),
         "observing": quantization.observing,
         "levers": session.levers.state(),
+        "pieces": [astuple(piece) for piece in optimizer_pieces(session.model, session.engine.optimizer)],
         "observers": {group.owner: group.observer.state() for group in quantization.input_groups if group.observer},
     }
 
 
-def _restore_rank_state(session: Session, state: dict[str, Any]) -> None:
-    quantization = session.quantization
+def _restore_random_states(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["rng"])
     if state["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda_rng"])
     random.setstate(state["python_rng"])
     name, keys, *position = state["numpy_rng"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
+
+
+def _restore_settings(session: Session, states: list[dict[str, Any]], *, merge: bool) -> None:
+    """What was on, and what the observers saw: this rank's own state, or those of all ranks of another number."""
+    quantization, state = session.quantization, states[0]
     quantization.restore_fake_quant(state["fake_quant"])
     quantization.observe(state["observing"])
     session.levers.load(state["levers"])
     for group in quantization.input_groups:
         if group.observer is not None:
-            group.observer.load(state["observers"][group.owner])
+            seen = [one["observers"][group.owner] for one in states]
+            group.observer.load(merge_observers(seen) if merge else seen[0])

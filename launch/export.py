@@ -2,7 +2,7 @@
 
     deepspeed --num_gpus 8 launch/export.py --checkpoint runs/qwen3_4b/checkpoints/step_00001000 --out served/qwen3_4b
 
-The run's recipe lies in the checkpoint. Use as many ranks as trained it.
+The run's recipe lies in the checkpoint. Any number of ranks will do that can hold it.
 """
 
 import argparse

@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -312,3 +313,63 @@ def reset_optimizer_state(optimizer: Any, group: str) -> None:
         for parameter in parameters:
             for value in inner.state.get(parameter, {}).values():
                 value.zero_()
+
+
+@dataclass(frozen=True)
+class OptimizerPiece:
+    """What of a trained parameter this rank's optimizer holds, on stages 1-3.
+
+    Elements ``start`` to ``stop`` of the row-major flattened parameter lie from ``offset`` on in the flat fp32 tensor
+    number ``group`` (:func:`flat_masters`), and so do their moments.
+    """
+
+    name: str
+    group: int
+    offset: int
+    start: int
+    stop: int
+
+
+def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
+    """This rank's pieces, by the first name that a parameter has in the model; padding belongs to none."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    pieces = []
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which takes a parameter group in pieces
+        for group, parameters in enumerate(optimizer.fp16_groups):
+            offset = 0
+            for parameter in parameters:
+                pieces.append(OptimizerPiece(names[id(parameter)], group, offset, *local_range(parameter)))
+                offset += _partition(parameter).ds_numel  # type: ignore[attr-defined]
+    else:
+        for parameter in model.parameters():
+            mapping = getattr(parameter, "_hp_mapping", None)  # None too where this rank holds nothing of it
+            if mapping is not None:
+                part, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+                stop = part.start + part.numel
+                group = mapping.param_group_index
+                pieces.append(OptimizerPiece(names[id(parameter)], group, flat.start, part.start, stop))
+    return [piece for piece in pieces if piece.start < piece.stop]
+
+
+def flat_masters(optimizer: Any) -> list[Tensor]:
+    """The flat fp32 tensors that hold this rank's pieces, keys of ``optimizer.state``; stages 1-3."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        if optimizer.swap_optimizer:
+            raise ValueError("optimizer state on NVMe is not in memory: resume with as many ranks as there were")
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return [settings["params"][0] for settings in optimizer.param_groups]
+
+
+@torch.no_grad()
+def use_masters(model: nn.Module, optimizer: Any) -> None:
+    """Make the model's trained parameters those of the flat fp32 tensors; a collective on stages 1-3."""
+    if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        optimizer.update_lp_params()
+        return
+    parameters = dict(model.named_parameters())
+    masters = flat_masters(optimizer)
+    optimizer.checkpoint_event_prologue()  # small parameters that stay gathered have no partitions between steps
+    for piece in optimizer_pieces(model, optimizer):
+        master = masters[piece.group][piece.offset : piece.offset + piece.stop - piece.start]
+        local_data(parameters[piece.name]).copy_(master)
+    optimizer.checkpoint_event_epilogue()

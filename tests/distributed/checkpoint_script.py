@@ -28,6 +28,7 @@ from tests.distributed.train_script import run
 
 STOPS = (1, 3)  # steps after which the resumed run is interrupted: before and after fake quant starts
 KILLED_AT = 3
+SPOILED = ("nothing", "other_ranks", "cut", "gone", "flipped", "dangling")
 
 
 def main() -> None:
@@ -54,10 +55,10 @@ def main() -> None:
         trained = load_recipe(checkpoints / "step_00000005" / "recipe.yaml")
         trained.export.dir = f"{directory}/out_{stage}"
         export_checkpoint(trained, checkpoints / "step_00000005")
-    other_ranks(directory, checkpoints)
-    errors["resume without a checkpoint"] = failure(Loop(resumed(recipe, directory / "nothing")).run)
-    errors["another number of ranks"] = failure(Loop(resumed(recipe, directory / "other_ranks")).run)
-    errors["a damaged checkpoint"] = failure(Loop(resumed(recipe, directory / "damaged")).run)
+    spoil(directory, checkpoints)
+    for name in SPOILED:
+        errors[name] = failure(Loop(resumed(recipe, directory / name)).run)
+    keep(directory, "offered", Loop(resumed(recipe, directory / "flipped", "step_00000004")))
     anew = resumed(recipe, Path(recipe.output_dir))
     errors["not resumed"] = failure(Loop(replace(anew, train=replace(anew.train, resume=False))).run)
     (directory / f"errors_{rank()}.json").write_text(json.dumps(errors))
@@ -81,21 +82,35 @@ def keep(directory: Path, name: str, loop: Loop) -> None:
     gc.collect()
 
 
-def resumed(recipe: Recipe, output_dir: Path) -> Recipe:
+def resumed(recipe: Recipe, output_dir: Path, which: bool | str = True) -> Recipe:
     """The recipe, to be resumed from the checkpoints in ``output_dir``, without an export."""
     export_off = replace(recipe.export, enabled=False)
-    train = replace(recipe.train, resume=True)
+    train = replace(recipe.train, resume=which)
     return replace(recipe, output_dir=str(output_dir), export=export_off, train=train)
 
 
-def other_ranks(directory: Path, checkpoints: Path) -> None:
-    """Copies of a checkpoint: one that says it has 3 ranks, one whose ``latest`` names what is not there."""
+def spoil(directory: Path, checkpoints: Path) -> None:
+    """Copies of the checkpoints, with something wrong in the latest."""
     if is_main():
-        shutil.copytree(checkpoints, directory / "other_ranks" / "checkpoints")
-        for path in (directory / "other_ranks" / "checkpoints").glob("step_*/state.json"):
-            path.write_text(json.dumps({**json.loads(path.read_text()), "world_size": 3}))
-        (directory / "damaged" / "checkpoints").mkdir(parents=True)
-        (directory / "damaged" / "checkpoints" / LATEST).write_text("step_00000009")
+        for name in SPOILED[1:]:
+            shutil.copytree(checkpoints, directory / name / "checkpoints")
+        state, cut, gone, flipped = (
+            directory / name / "checkpoints" / "step_00000005" / file
+            for name, file in (
+                ("other_ranks", "state.json"),
+                ("cut", "rank_1.pt"),
+                ("gone", "state.json"),
+                ("flipped", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+            )
+        )
+        state.write_text(json.dumps({**json.loads(state.read_text()), "world_size": 3}))
+        cut.write_bytes(cut.read_bytes()[:-1])
+        gone.unlink()
+        flipped = next(flipped.parent.glob(f"*{flipped.name}"))  # bf16_ may stand before it
+        content = bytearray(flipped.read_bytes())
+        content[len(content) // 2] ^= 4
+        flipped.write_bytes(content)
+        (directory / "dangling" / "checkpoints" / LATEST).write_text("step_00000009")
     barrier()
 
 
