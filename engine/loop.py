@@ -28,19 +28,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.loader import Loader, model_inputs, real_tokens, valid_tokens
+from data.loader import Loader, MicroBatch, real_tokens, valid_tokens
+from engine.cache_teacher import open_cached_teacher
 from engine.calibrate import calibrate_inputs
 from engine.checkpoint import LATEST, check_resumable, load_checkpoint, save_checkpoint
 from engine.events import add_event
 from engine.export import check_export_dir, export_trained
 from engine.fake_quant import FakeQuant
+from engine.forward import forward_losses
+from engine.kd import Distillation
 from engine.levers import Levers
-from engine.losses import loss_sums
+from engine.losses import DIAGNOSTICS, NamedTokenLoss, Objective, TokenLoss
 from engine.metrics import Metrics, Progress, clipped_fractions, peak_memory_bytes
 from engine.optim import SCALE_GROUPS, trained_scales
 from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
@@ -49,8 +51,6 @@ from engine.setup import Session, build_loader, say, set_up, start_ranks
 from model.ranks import RankError, errors_on_all_ranks, is_main, reduce_over_ranks, world_size
 from model.zero import gradient_norm
 from quant import weights_changed
-
-Batch = Mapping[str, Tensor]
 
 
 @dataclass
@@ -124,6 +124,7 @@ class Loop:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.schedule: Schedule[LoopState] = Schedule()
+        self.token_losses: list[NamedTokenLoss] = []
         start = recipe.quant.fake_quant_start
         if start != 0:
             # Observers have nobody to watch for in a run that never quantises.
@@ -165,6 +166,22 @@ class Loop:
         def register(action: Action) -> Action:
             self.schedule.when(condition, action)
             return action
+
+        return register
+
+    def token_loss(self, name: str, *, weight: float) -> Callable[[TokenLoss], TokenLoss]:
+        """Decorator: add a loss per token with a weight, logged as ``loss/<name>``; see engine.losses.TokenLoss.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        taken = ("total", "lm", "kd", "router_aux", *DIAGNOSTICS, *(loss.name for loss in self.token_losses))
+        if name in taken:
+            raise ValueError(f"loss {name!r}: expected another name than {', '.join(taken)}")
+
+        def register(function: TokenLoss) -> TokenLoss:
+            self.token_losses.append(NamedTokenLoss(name, weight, function))
+            return function
 
         return register
 
@@ -210,12 +227,11 @@ class Loop:
             state.quant.quantization.observe(True)
 
         scale_norm = None
-        sums = torch.zeros(3, device=device)
+        sums: dict[str, Tensor] = {}
         for batch in batches:
-            total, parts = self._loss(session, {name: tensor.to(device) for name, tensor in batch.items()})
-            sums += parts
-            # DeepSpeed divides by the accumulation steps and averages over the ranks; N already counts both.
-            engine.backward(total * (world_size() * recipe.train.gradient_accumulation_steps / valid))
+            total, parts = self._loss(state, {name: tensor.to(device) for name, tensor in batch.items()}, valid)
+            sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+            engine.backward(total)
             if clip_stats and engine.is_gradient_accumulation_boundary():
                 scale_norm = gradient_norm(trained_scales(session.model))
             engine.step()
@@ -228,42 +244,48 @@ class Loop:
             clipped = clipped_fractions(state.quant.quantization)
         if watch:
             state.quant.quantization.observe(False)
-        lm, kd, aux = (reduce_over_ranks(sums) / valid).tolist()
-        losses = self._named_losses(session.levers, lm, kd, aux)
+        means = reduce_over_ranks(torch.stack(list(sums.values()))) / valid
+        losses = dict(zip(sums, means.tolist(), strict=True))
+        losses = {"loss/total": self._total(session.levers, losses), **losses}
         return StepResult(losses, valid, tokens, None if norm is None else float(norm), scale_norm, clipped)
 
-    def _loss(self, session: Session, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of one micro-batch as a sum over its tokens, and its parts [lm, kd, router aux], detached."""
-        loss, levers = self.recipe.loss, session.levers
-        inputs: dict[str, Any] = {**model_inputs(dict(batch)), "use_cache": False}
-        teacher_logits = None
-        if session.teacher is not None and levers.kd_weight > 0:
-            with torch.no_grad():
-                teacher_logits = session.teacher(**inputs).logits
-        output = session.engine(**inputs)
-        sums = loss_sums(
-            output.logits,
-            batch["labels"],
-            teacher_logits,
-            kd_kind=loss.kd,
-            temperature=loss.temperature,
+    def _loss(self, state: LoopState, batch: MicroBatch, valid: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """What to differentiate for one micro-batch, and the sums over its tokens, by the names that are logged.
+
+        DeepSpeed divides by the accumulation steps and averages over the ranks; ``valid`` already counts both.
+        """
+        loss, session = self.recipe.loss, state.session
+        levers = session.levers
+        scale = world_size() * self.recipe.train.gradient_accumulation_steps / valid
+        objective = Objective(
+            lm_weight=levers.lm_weight,
+            kd_weight=levers.kd_weight,
+            kd=Distillation(loss.kd, loss.temperature, loss.top_k or 1, loss.tail),
+            token_losses=tuple(self.token_losses),
             chunk_tokens=loss.chunk_tokens,
         )
-        total = levers.lm_weight * sums.lm + levers.kd_weight * sums.kd
-        aux = torch.zeros_like(sums.lm)
-        if self.recipe.learnable.router and getattr(output, "aux_loss", None) is not None:
-            # A mean over the micro-batch, as transformers defines it; weighted by its tokens like the rest.
-            aux = output.aux_loss * session.model.router_aux_loss_coef * valid_tokens([dict(batch)])
-            total = total + aux
-        return total, torch.stack([sums.lm.detach(), sums.kd.detach(), aux.detach().float()])
-
-    def _named_losses(self, levers: Levers, lm: float, kd: float, aux: float) -> dict[str, float]:
-        named = {"loss/total": levers.lm_weight * lm + levers.kd_weight * kd + aux, "loss/lm": lm}
-        if levers.kd_weight:
-            named[f"loss/kd/{self.recipe.loss.kd}"] = kd
+        distil = session.teacher is not None and levers.kd_weight > 0
+        every = loss.diagnostics_every
+        diagnostics = distil and every > 0 and (state.step + 1) % every == 0
+        found = forward_losses(session, batch, objective, scale=scale, distil=distil, diagnostics=diagnostics)
+        names = {"kd": f"loss/kd/{loss.kd}", **{name: f"kd/{name}" for name in DIAGNOSTICS}}
+        sums = {names.get(name, f"loss/{name}"): value for name, value in found.sums.items()}
+        total = found.total
         if self.recipe.learnable.router:
-            named["loss/router_aux"] = aux
-        return named
+            aux = getattr(found.output, "aux_loss", None)
+            sums["loss/router_aux"] = torch.zeros_like(sums["loss/lm"])
+            if aux is not None:
+                # A mean over the micro-batch, as transformers defines it; weighted by its tokens like the rest.
+                aux = aux * session.model.router_aux_loss_coef * valid_tokens([batch])
+                sums["loss/router_aux"] = aux.detach().float()
+                total = total + aux * scale
+        return total, sums
+
+    def _total(self, levers: Levers, losses: Mapping[str, float]) -> float:
+        """The total of logged losses, with their weights."""
+        weights = {"loss/lm": levers.lm_weight, f"loss/kd/{self.recipe.loss.kd}": levers.kd_weight}
+        weights |= {f"loss/{loss.name}": loss.weight for loss in self.token_losses} | {"loss/router_aux": 1.0}
+        return sum(weight * losses[name] for name, weight in weights.items() if weight and name in losses)
 
     def _start(self) -> LoopState:
         """Everything before the first step."""
@@ -277,7 +299,9 @@ class Loop:
                 output.mkdir(parents=True, exist_ok=True)
         # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
         loader, _ = build_loader(recipe, context.tokenizer)
+        cached = open_cached_teacher(recipe, loader.samples, context.tokenizer)
         session, uncalibrated = set_up(recipe, context)
+        session.teacher = cached or session.teacher
         with errors_on_all_ranks(OSError):
             if is_main():
                 save_recipe(recipe, output / "recipe.yaml")

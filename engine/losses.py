@@ -90,8 +90,14 @@ class TeacherHidden:
     vocabulary: int | None = None
 
 
-Teacher = TeacherHidden | TopK
-"""A TopK has a row for each valid position, in row-major order."""
+class TeacherTopK(NamedTuple):
+    """A cached teacher: a row of ``top`` for each valid position, row-major; ``vocabulary`` as above."""
+
+    top: TopK
+    vocabulary: int | None = None
+
+
+Teacher = TeacherHidden | TeacherTopK
 
 
 class LossResult(NamedTuple):
@@ -142,8 +148,11 @@ def chunked_losses(
     objective = objective or Objective()
     _check(hidden, weight, labels, teacher)
     positions = (labels.flatten() != IGNORE).nonzero().squeeze(-1)  # [N]
-    if isinstance(teacher, TopK) and len(teacher.log_probs) != len(positions):
-        raise ValueError(f"the teacher has {len(teacher.log_probs)} rows, expected one for each valid position")
+    if isinstance(teacher, TeacherTopK) and len(teacher.top.indices) != len(positions):
+        raise ValueError(
+            f"the teacher has {len(teacher.top.indices)} rows, expected one for each of the {len(positions)} valid "
+            "positions"
+        )
     wanted = [
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     ]
@@ -158,6 +167,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, teacher: Teacher | No
         raise ValueError(
             f"hidden states {tuple(hidden.shape)} and labels {tuple(labels.shape)} differ in their leading dimensions"
         )
+    if isinstance(teacher, TeacherTopK) and (teacher.vocabulary or 0) > weight.shape[0]:
+        raise ValueError(f"{teacher.vocabulary} common tokens, but a vocabulary of {weight.shape[0]}")
     if not isinstance(teacher, TeacherHidden):
         return
     if teacher.hidden.shape[:-1] != labels.shape:
@@ -199,7 +210,7 @@ class _ChunkedLosses(torch.autograd.Function):
             rows = flat.index_select(0, positions[chunk])  # [C, H]
             logits = student(rows)  # [C, V]; becomes its own gradient, block by block
             of_teacher = teacher(chunk)
-            for block in _blocks(logits):
+            for block in row_blocks(logits):
                 _losses_of_block(
                     logits[block], of_teacher(block), labels[chunk][block], job, values[:, chunk][:, block]
                 )
@@ -234,8 +245,8 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Rows of a chunk that are worked through at a time."""
+def row_blocks(logits: Tensor) -> Iterator[slice]:
+    """Rows of a chunk of logits [C, V] that are worked through at a time."""
     limit = BLOCK_ELEMENTS.get(logits.device.type, BLOCK_ELEMENTS["cuda"])
     size = max(1, limit // logits.shape[1])
     return (slice(start, start + size) for start in range(0, logits.shape[0], size))
@@ -265,8 +276,9 @@ def _teacher_rows(teacher: Teacher | None, positions: Tensor) -> Callable[[slice
     """A chunk of positions to a function that gives the teacher of a block of its rows."""
     if teacher is None:
         return lambda chunk: lambda block: None
-    if isinstance(teacher, TopK):
-        return lambda chunk: lambda block: TopK(*(tensor[chunk][block] for tensor in teacher))
+    if isinstance(teacher, TeacherTopK):
+        top = teacher.top
+        return lambda chunk: lambda block: TopK(*(tensor[chunk][block] for tensor in top))
     flat = teacher.hidden.reshape(-1, teacher.hidden.shape[-1])
     bias = teacher.bias[: teacher.vocabulary] if teacher.bias is not None else None
     project = _Projection(teacher.weight[: teacher.vocabulary], bias)
@@ -293,7 +305,8 @@ def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tens
         gradient.add_(log_q.exp(), alpha=factor)
         gradient.scatter_add_(-1, targets, targets.new_full(targets.shape, -factor, dtype=gradient.dtype))
     if teacher is not None:
-        common = teacher.shape[-1] if isinstance(teacher, Tensor) else student.shape[-1]
+        assert job.teacher is not None
+        common = job.teacher.vocabulary or student.shape[-1]
         ours = student[:, :common]
         log_q = log_q if common == student.shape[-1] else F.log_softmax(ours, dim=-1)
         weight = objective.kd_weight * job.scale

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from data.samples import IGNORE
 from engine import losses
 from engine.kd import KD_KINDS, TOP_K_KINDS, Distillation, TopK, distil, take_top_k, top_indices
-from engine.losses import DIAGNOSTICS, NamedTokenLoss, Objective, TeacherHidden, chunked_losses
+from engine.losses import DIAGNOSTICS, NamedTokenLoss, Objective, TeacherHidden, TeacherTopK, chunked_losses
 from tests.definitions import kd_loss, lm_loss
 
 
@@ -375,7 +375,7 @@ def test_a_cached_teacher_is_the_one_that_it_was_made_of(seed, tail):
     for k in (12, 5, 1):
         objective = Objective(0.5, 1.0, Distillation("kl_top_k", top_k=k, tail=tail), chunk_tokens=4)
         live, gradients = case.found(objective)
-        found, others = case.found(objective, teacher=cached)
+        found, others = case.found(objective, teacher=TeacherTopK(cached))
         torch.testing.assert_close(found.sums["kd"], live.sums["kd"])
         for a, b in zip(gradients, others, strict=True):
             torch.testing.assert_close(a, b)
@@ -457,7 +457,9 @@ def test_bad_arguments_say_what_was_expected():
     with pytest.raises(ValueError, match="7 common tokens"):
         chunked_losses(hidden, weight, None, labels, TeacherHidden(hidden, weight[:6], None, 7))
     with pytest.raises(ValueError, match="has 4 rows"):
-        chunked_losses(hidden, weight, None, labels, TopK(torch.zeros(4, 2), torch.zeros(4, 2).long(), torch.zeros(4)))
+        chunked_losses(
+            hidden, weight, None, labels, TeacherTopK(TopK(torch.zeros(4, 2), torch.zeros(4, 2).long(), torch.zeros(4)))
+        )
     with pytest.raises(ValueError, match="one of kl, rkl"):
         Distillation("kll")
     with pytest.raises(ValueError, match="at least 1"):
