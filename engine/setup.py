@@ -392,7 +392,10 @@ def load_teacher(recipe: Recipe, context: RunContext, path: str, logits: int) ->
         if problem := changes_logits(model.config):
             raise ValueError(f"loss.teacher: {path}: {problem}")
         _, linear = output_head(model)
-        vocabulary = common_vocabulary(context.tokenizer, logits, linear.out_features)
+        try:
+            vocabulary = common_vocabulary(context.tokenizer, logits, linear.out_features)
+        except ValueError as error:
+            raise ValueError(f"loss.teacher: {path}: {error}") from error
     if vocabulary is not None:
         say(
             f"distillation compares the {vocabulary:,} tokens of the tokenizer: the student has {logits:,} logits, "
