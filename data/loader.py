@@ -91,7 +91,7 @@ class Loader:
                 f"found {found:,} {rows}, expected at least the {self.rows_per_step:,} that one step takes "
                 f"({sizes}): give more data or smaller steps"
             )
-        self._samples = samples
+        self.samples = samples
         self._micro_batch_size = micro_batch_size
         self._accumulation = gradient_accumulation_steps
         self._rank = rank
@@ -102,8 +102,8 @@ class Loader:
     def step(self, k: int) -> list[MicroBatch]:
         """This rank's micro-batches of step ``k`` (from 0), as many as gradient_accumulation_steps."""
         if self._packed_length is None:
-            return [pad(self._samples, rows, self._pad) for rows in self._rows(k)]
-        return [pack_rows(self._samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
+            return [pad(self.samples, rows, self._pad) for rows in self._rows(k)]
+        return [pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
 
     def first(self, count: int) -> Iterator[MicroBatch]:
         """This rank's first ``count`` micro-batches of the run, for calibration; as many on every rank."""
@@ -117,7 +117,7 @@ class Loader:
     def describe(self, step: int) -> str:
         """The samples of this rank in a step, for error messages: number, and file and line where known."""
         ids = [i for rows in self._rows(step) for row in rows for i in row]
-        names = [f"{i} ({where})" if (where := self._samples[i].where()) else str(i) for i in ids[:SHOWN]]
+        names = [f"{i} ({where})" if (where := self.samples[i].where()) else str(i) for i in ids[:SHOWN]]
         more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
         return f"rank {self._rank}, step {step}, samples {', '.join(names)}{more}"
 

@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from data.samples import IGNORE
-from engine.losses import loss_sums
 from engine.setup import initialize_frozen
 from model.build import build_model
 from model.compressed import load_compressed
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
+
+BLOCK_ELEMENTS = 2**24  # of the fp32 copies of logits
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """input_ids [B, T], attention_mask [B, T] -> logits [B, T, V]"""
@@ -126,11 +128,19 @@ def evaluate_text(
         if mine >= len(batches):
             labels.fill_(IGNORE)
         inputs, labels, mask = (tensor.to(device) for tensor in (inputs, labels, mask))
-        lm = loss_sums(forward(inputs, mask), labels).lm.double()
-        total += torch.stack([lm, (labels != IGNORE).sum().double()])
+        total += torch.stack([_nll(forward(inputs, mask), labels), (labels != IGNORE).sum().double()])
     nll, tokens = reduce_over_ranks(total).tolist()
     assert tokens == len(text.token_ids), f"{tokens} tokens were predicted of {len(text.token_ids)}"
     return Perplexity(int(tokens), text.words, text.bytes, -nll)
+
+
+def _nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the negative log-likelihoods of the labels, fp64; ``logits`` [B, T, V] become fp32 some rows at a time."""
+    rows = max(1, BLOCK_ELEMENTS // logits.shape[-1])
+    blocks = zip(logits.flatten(0, 1).split(rows), labels.flatten().split(rows), strict=True)
+    return torch.stack(
+        [F.cross_entropy(some.float(), them, ignore_index=IGNORE, reduction="sum").double() for some, them in blocks]
+    ).sum()
 
 
 def _windows(text: EvalText, length: int) -> list[tuple[list[int], list[int]]]:

@@ -27,13 +27,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.loader import model_inputs, real_tokens, valid_tokens
+from data.loader import MicroBatch, real_tokens, valid_tokens
 from engine import quant_stats
+from engine.cache_teacher import open_cached_teacher
 from engine.calibrate import calibrate_inputs
 from engine.checkpoint import (
     LATEST,
@@ -50,20 +50,21 @@ from engine.events import add_event
 from engine.export import check_export_dir, export_trained
 from engine.fake_quant import FakeQuant
 from engine.faults import nan_unless_finite
+from engine.forward import forward_losses
 from engine.held_out import evaluate
+from engine.kd import Distillation
 from engine.levers import Levers
-from engine.losses import loss_sums
+from engine.losses import DIAGNOSTICS, NamedTokenLoss, Objective, TokenLoss
 from engine.metrics import Metrics, Progress, Summary, peak_memory_bytes
 from engine.optim import SCALE_GROUPS, trained_scales
 from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
 from engine.schedule import Schedule, lr_factor
-from engine.setup import Session, build_loader, say, set_up, start_ranks
+from engine.setup import build_loader, say, set_up, start_ranks
 from engine.state import Action, LoopState, StepResult
+from engine.teacher import CachedTeacher
 from model.ranks import RankError, errors_on_all_ranks, is_main, reduce_over_ranks, world_size
 from model.zero import gradient_norm
 from quant import weights_changed
-
-Batch = Mapping[str, Tensor]
 
 
 class Loop:
@@ -72,6 +73,7 @@ class Loop:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.schedule: Schedule[LoopState] = Schedule()
+        self.token_losses: list[NamedTokenLoss] = []
         start = recipe.quant.fake_quant_start
         if start != 0:
             # Observers have nobody to watch for in a run that never quantises.
@@ -113,6 +115,22 @@ class Loop:
         def register(action: Action) -> Action:
             self.schedule.when(condition, action)
             return action
+
+        return register
+
+    def token_loss(self, name: str, *, weight: float) -> Callable[[TokenLoss], TokenLoss]:
+        """Decorator: add a loss per token with a weight, logged as ``loss/<name>``; see engine.losses.TokenLoss.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        taken = ("total", "lm", "kd", "router_aux", *DIAGNOSTICS, *(loss.name for loss in self.token_losses))
+        if name in taken:
+            raise ValueError(f"loss {name!r}: expected another name than {', '.join(taken)}")
+
+        def register(function: TokenLoss) -> TokenLoss:
+            self.token_losses.append(NamedTokenLoss(name, weight, function))
+            return function
 
         return register
 
@@ -163,7 +181,7 @@ class Loop:
 
     def _train_step(self, state: LoopState) -> StepResult:
         """One optimizer step: every micro-batch forward and backward, then the update."""
-        session, recipe = state.session, self.recipe
+        session = state.session
         engine, device = session.engine, session.device
         batches = state.loader.step(state.step)
         counts = torch.tensor([valid_tokens(batches), sum(map(real_tokens, batches))], device=device)
@@ -179,14 +197,11 @@ class Loop:
 
         scale_norm = None
         skipped_before = engine.skipped_steps
-        sums = torch.zeros(3, device=device)
+        sums: dict[str, Tensor] = {}
         for batch in batches:
-            total, parts = self._loss(session, {name: tensor.to(device) for name, tensor in batch.items()})
-            sums += parts
-            # DeepSpeed divides by the accumulation steps and averages over the ranks; N already counts both.
-            engine.backward(
-                nan_unless_finite(total) * (world_size() * recipe.train.gradient_accumulation_steps / valid)
-            )
+            total, parts = self._loss(state, {name: tensor.to(device) for name, tensor in batch.items()}, valid)
+            sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+            engine.backward(nan_unless_finite(total))
             if measures and engine.is_gradient_accumulation_boundary():
                 scale_norm = gradient_norm(trained_scales(session.model))
             engine.step()
@@ -195,51 +210,60 @@ class Loop:
         skipped = engine.skipped_steps > skipped_before
         if not skipped:
             state.quant.stepped()
-        state.skipped.record(state.step, skipped, sums, state.loader)
+        state.skipped.record(state.step, skipped, torch.stack(list(sums.values())), state.loader)
         if measures:
             quant_stats.log(quant_stats.measure(state.quant.quantization), state.metrics, state.step + 1)
         if watch:
             state.quant.observe(False)
 
         # One reduction for the losses and the ranks' wishes to stop.
-        wish = sums.new_tensor([state.stop_requests.requested])
-        lm, kd, aux, wishes = reduce_over_ranks(torch.cat([sums, wish])).tolist()
-        losses = self._named_losses(session.levers, lm / valid, kd / valid, aux / valid)
+        wish = float(state.stop_requests.requested)
+        own = torch.stack(list(sums.values()))
+        *means, wishes = reduce_over_ranks(torch.cat([own / valid, own.new_tensor([wish])])).tolist()
+        losses = dict(zip(sums, means, strict=True))
+        losses = {"loss/total": self._total(session.levers, losses), **losses}
         norm = None if norm is None else float(norm)
         return StepResult(losses, valid, tokens, norm, scale_norm, skipped, wishes > 0)
 
-    def _loss(self, session: Session, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of one micro-batch as a sum over its tokens, and its parts [lm, kd, router aux], detached."""
-        loss, levers = self.recipe.loss, session.levers
-        inputs: dict[str, Any] = {**model_inputs(dict(batch)), "use_cache": False}
-        teacher_logits = None
-        if session.teacher is not None and levers.kd_weight > 0:
-            with torch.no_grad():
-                teacher_logits = session.teacher(**inputs).logits
-        output = session.engine(**inputs)
-        sums = loss_sums(
-            output.logits,
-            batch["labels"],
-            teacher_logits,
-            kd_kind=loss.kd,
-            temperature=loss.temperature,
+    def _loss(self, state: LoopState, batch: MicroBatch, valid: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """What to differentiate for one micro-batch, and the sums over its tokens, by the names that are logged.
+
+        DeepSpeed divides by the accumulation steps and averages over the ranks; ``valid`` already counts both.
+        """
+        loss, session = self.recipe.loss, state.session
+        levers = session.levers
+        scale = world_size() * self.recipe.train.gradient_accumulation_steps / valid
+        objective = Objective(
+            lm_weight=levers.lm_weight,
+            kd_weight=levers.kd_weight,
+            kd=Distillation(loss.kd, loss.temperature, loss.top_k or 1, loss.tail),
+            token_losses=tuple(self.token_losses),
             chunk_tokens=loss.chunk_tokens,
         )
-        total = levers.lm_weight * sums.lm + levers.kd_weight * sums.kd
-        aux = torch.zeros_like(sums.lm)
-        if self.recipe.learnable.router and getattr(output, "aux_loss", None) is not None:
-            # A mean over the micro-batch, as transformers defines it; weighted by its tokens like the rest.
-            aux = output.aux_loss * session.model.router_aux_loss_coef * valid_tokens([dict(batch)])
-            total = total + aux
-        return total, torch.stack([sums.lm.detach(), sums.kd.detach(), aux.detach().float()])
-
-    def _named_losses(self, levers: Levers, lm: float, kd: float, aux: float) -> dict[str, float]:
-        named = {"loss/total": levers.lm_weight * lm + levers.kd_weight * kd + aux, "loss/lm": lm}
-        if levers.kd_weight:
-            named[f"loss/kd/{self.recipe.loss.kd}"] = kd
+        # A cache holds training samples, none of those that are held out.
+        known = torch.is_grad_enabled() or not isinstance(session.teacher, CachedTeacher)
+        distil = session.teacher is not None and levers.kd_weight > 0 and known
+        every = loss.diagnostics_every
+        diagnostics = distil and every > 0 and (state.step + 1) % every == 0
+        found = forward_losses(session, batch, objective, scale=scale, distil=distil, diagnostics=diagnostics)
+        names = {"kd": f"loss/kd/{loss.kd}", **{name: f"kd/{name}" for name in DIAGNOSTICS}}
+        sums = {names.get(name, f"loss/{name}"): value for name, value in found.sums.items()}
+        total = found.total
         if self.recipe.learnable.router:
-            named["loss/router_aux"] = aux
-        return named
+            aux = getattr(found.output, "aux_loss", None)
+            sums["loss/router_aux"] = torch.zeros_like(sums["loss/lm"])
+            if aux is not None:
+                # A mean over the micro-batch, as transformers defines it; weighted by its tokens like the rest.
+                aux = aux * session.model.router_aux_loss_coef * valid_tokens([batch])
+                sums["loss/router_aux"] = aux.detach().float()
+                total = total + aux * scale
+        return total, sums
+
+    def _total(self, levers: Levers, losses: Mapping[str, float]) -> float:
+        """The total of logged losses, with their weights."""
+        weights = {"loss/lm": levers.lm_weight, f"loss/kd/{self.recipe.loss.kd}": levers.kd_weight}
+        weights |= {f"loss/{loss.name}": loss.weight for loss in self.token_losses} | {"loss/router_aux": 1.0}
+        return sum(weight * losses[name] for name, weight in weights.items() if weight and name in losses)
 
     def _start(self) -> LoopState:
         """Everything before the first step."""
@@ -254,7 +278,9 @@ class Loop:
                 output.mkdir(parents=True, exist_ok=True)
         # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
         loader, held_out = build_loader(recipe, context.tokenizer)
+        cached = open_cached_teacher(recipe, loader.samples, context.tokenizer)
         session, uncalibrated = set_up(recipe, context)
+        session.teacher = cached or session.teacher
         with errors_on_all_ranks(OSError):
             if is_main():
                 save_recipe(recipe, output / "recipe.yaml")
@@ -276,7 +302,10 @@ class Loop:
         """Losses on the held-out samples as the model would be served now, into the state and TensorBoard."""
         if not self.recipe.eval.every or state.evaluated_step == state.step or state.held_out is None:
             return
-        state.evaluation = evaluate(state, lambda batch: self._loss(state.session, batch)[1])
+        means = evaluate(state, lambda batch: self._loss(state, batch, 1)[1])
+        means = {"loss/total": self._total(state.session.levers, means), **means}
+        state.evaluation = {name.replace("loss/", "eval/"): value for name, value in means.items()}
+        state.evaluation["eval/perplexity"] = math.exp(min(means["loss/lm"], 700.0))
         state.first_evaluation = state.first_evaluation or state.evaluation
         state.evaluated_step = state.step
         state.log(state.evaluation)
@@ -313,10 +342,11 @@ class Loop:
     def _save(self, state: LoopState) -> None:
         save_checkpoint(state.session, self._checkpoints, state.step, keep=self.recipe.train.keep_checkpoints)
         state.saved_step = state.step
-        metric = f"eval/{self.recipe.eval.best}"
+        best = self.recipe.eval.best
+        metric = f"eval/kd/{self.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
         if state.evaluated_step == state.step and metric in state.evaluation:
-            best, value = best_checkpoint(self._checkpoints), state.evaluation[metric]
-            if best is None or best.metric != metric or value < best.value:
+            before, value = best_checkpoint(self._checkpoints), state.evaluation[metric]
+            if before is None or before.metric != metric or value < before.value:
                 mark_best(self._checkpoints, state.step, metric, value)
 
     def _try_to_save(self, state: LoopState) -> None:

@@ -28,6 +28,7 @@ from typing import Literal, cast
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from engine.kd import CACHED_KINDS, TOP_K_KINDS
 from quant import DEFAULT_EXEMPT, SCHEMES
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
@@ -278,15 +279,27 @@ class LossRecipe:
     """Weight of the language modelling loss."""
     kd_weight: float = 0.0
     """Weight of the distillation loss; 0 loads no teacher."""
-    kd: Literal["kl", "rkl", "mse", "cakld", "kd"] = "cakld"
+    kd: Literal["kl", "rkl", "mse", "cakld", "kd", "kl_top_k", "r_kl_top_k"] = "cakld"
     """kl: KL(teacher||student); rkl: KL(student||teacher); cakld: both, mixed by the teacher's confidence in the label;
-    kd: kl at loss.temperature; mse: squared difference of the logits."""
+    kd: kl at loss.temperature; mse: squared difference of the logits; kl_top_k: kl on the teacher's loss.top_k most
+    likely tokens; r_kl_top_k: rkl on the student's. engine/kd.py has the formulas."""
     temperature: float = 1.0
     """Temperature of kd: kd; the other kinds have none."""
+    top_k: int | None = None
+    """Tokens of kl_top_k and r_kl_top_k, and that launch/cache_teacher.py keeps per position; like 100."""
+    tail: bool = False
+    """kl_top_k, r_kl_top_k: one more bucket for all other tokens, instead of renormalising without them."""
     teacher: str | None = None
-    """Directory of the teacher's checkpoint, often model.path. It is frozen, and sharded too under stage 3."""
-    chunk_tokens: int = 1024
-    """Tokens whose fp32 logits exist at once: chunk_tokens * vocabulary * 4 bytes, a few times."""
+    """Directory of the teacher's checkpoint, often model.path. It is frozen, and sharded too under stage 3. self: the
+    student without fake quant, which takes no memory and needs frozen weights, norms and routers."""
+    teacher_cache: str | None = None
+    """Directory that launch/cache_teacher.py wrote: training reads the teacher's loss.top_k tokens from there and loads
+    no teacher. Only for kl_top_k."""
+    diagnostics_every: int = 0
+    """Steps between two measurements of kd/forward_kl, kd/backward_kl and kd/top1_agreement, whatever loss.kd is; 0:
+    never. Needs a teacher in memory."""
+    chunk_tokens: int = 512
+    """Tokens whose logits exist at once, of student and teacher: 2 * chunk_tokens * vocabulary * 2 bytes in bf16."""
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
@@ -294,13 +307,33 @@ class LossRecipe:
         yield from _at_least("loss.kd_weight", self.kd_weight, 0)
         if self.lm_weight == 0 and self.kd_weight == 0:
             yield "loss.lm_weight, loss.kd_weight: both 0, expected at least one above 0: there is no loss"
-        if self.kd_weight > 0 and not self.teacher:
+        if self.kd_weight > 0 and not self.teacher and self.teacher_cache is None:
             yield f"loss.teacher: {self.teacher!r}, expected a directory since loss.kd_weight is {self.kd_weight}"
         yield from _positive("loss.temperature", self.temperature)
         if self.kd != "kd":
             expected = f"1.0: loss.kd {self.kd} has no temperature (loss.kd kd has)"
             yield from _need(self.temperature == 1, "loss.temperature", self.temperature, expected)
+        if self.kd in TOP_K_KINDS:
+            expected = f"a number of tokens, like 100: loss.kd is {self.kd}"
+            yield from _need(self.top_k is not None, "loss.top_k", self.top_k, expected)
+        elif self.tail:
+            yield f"loss.tail: {self.tail}, expected false: loss.kd {self.kd} is of the whole vocabulary"
+        if self.top_k is not None:
+            yield from _at_least("loss.top_k", self.top_k, 1)
+        yield from _at_least("loss.diagnostics_every", self.diagnostics_every, 0)
+        if self.teacher_cache is not None:
+            yield from self._cache_problems()
         yield from _at_least("loss.chunk_tokens", self.chunk_tokens, 1)
+
+    def _cache_problems(self) -> Iterator[str]:
+        """A cache holds the teacher's own K tokens alone."""
+        yield from _need(self.teacher_cache != "", "loss.teacher_cache", self.teacher_cache, "a directory")
+        expected = "kl_top_k: with loss.teacher_cache only the teacher's most likely tokens are known"
+        yield from _need(self.kd in CACHED_KINDS, "loss.kd", self.kd, expected)
+        expected = "a directory or null: loss.teacher_cache is there so that no teacher runs"
+        yield from _need(self.teacher != "self", "loss.teacher", self.teacher, expected)
+        expected = "0: loss.teacher_cache does not hold the distributions that are compared"
+        yield from _need(self.diagnostics_every == 0, "loss.diagnostics_every", self.diagnostics_every, expected)
 
 
 @dataclass
@@ -521,8 +554,15 @@ class Recipe:
     def _contradictions(self) -> Iterator[str]:
         """Problems that only several sections together show."""
         quant, learn, steps = self.quant, self.learnable, self.train.steps
-        if self.has_teacher() and self.loss.kd_weight == 0 and not self.loss.teacher:
+        named = self.loss.teacher or self.loss.teacher_cache
+        if self.has_teacher() and self.loss.kd_weight == 0 and not named:
             yield f"loss.teacher: {self.loss.teacher!r}, expected a directory since an event under schedule sets kd"
+        moving = [f"learnable.{name}" for name in ("weight", "norm", "router") if getattr(learn, name)]
+        if self.has_teacher() and self.loss.teacher == "self" and moving:
+            yield (
+                f"loss.teacher: 'self', expected {' and '.join(moving)} to be false, or a directory: a student that "
+                "changes would be taught by what it has become"
+            )
         for index, event in enumerate(self.schedule):
             if event.at is not None and event.at >= steps > 0:
                 yield f"schedule[{index}].at: {event.at}, expected below train.steps ({steps})"
@@ -590,8 +630,15 @@ class Recipe:
             RecipeError: names every one that is missing, one line each.
         """
         problems = list(_checkpoint_problems("model.path", self.model.path))
-        if self.has_teacher() and self.loss.teacher:
-            problems += _checkpoint_problems("loss.teacher", self.loss.teacher)
+        if self.has_teacher() and self.loss.teacher_cache is not None:
+            # The teacher itself need not be there any more.
+            if not os.path.isfile(os.path.join(self.loss.teacher_cache, "manifest.json")):
+                problems.append(
+                    f"loss.teacher_cache: {_not_there(self.loss.teacher_cache)}, expected a directory that "
+                    "launch/cache_teacher.py wrote, with manifest.json"
+                )
+        elif self.has_teacher() and self.loss.teacher not in (None, "self"):
+            problems += _checkpoint_problems("loss.teacher", str(self.loss.teacher))
         if self.quant.scales is not None and not os.path.isdir(self.quant.scales):
             problems.append(
                 f"quant.scales: {_not_there(self.quant.scales)}, expected the directory of a PTQ checkpoint"

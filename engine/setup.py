@@ -7,6 +7,7 @@ and activations can only be calibrated after it, because the forward needs the e
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,10 +29,12 @@ from engine.ds_config import resolve, teacher_config
 from engine.levers import Levers
 from engine.optim import build_optimizer, set_learnable
 from engine.recipe import Recipe, RecipeError
+from engine.teacher import ModelTeacher, SelfTeacher, Teacher, common_vocabulary, first_difference
 from model.build import build_model, check_rotary_buffers
 from model.experts import PerExpertMLPs
+from model.head import LMHead, changes_logits, install_head, output_head, remove_head
 from model.load import load_weights
-from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere, rank, world_size
+from model.ranks import errors_on_all_ranks, is_main, listed, rank, world_size
 from model.scales import load_scales, measure_weight_scales, write_scales
 from model.zero import forget_secondary_copies, init_process_group, keep_frozen_fp32, partition_new_parameters, stage
 from quant import Quantization, get_scheme, prepare, prepare_kernels
@@ -57,10 +60,14 @@ class Session:
     engine: deepspeed.DeepSpeedEngine
     model: PreTrainedModel
     quantization: Quantization
-    teacher: nn.Module | None
+    teacher: Teacher | None
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     levers: Levers
+    head: LMHead | None = None
+    """The student's lm_head, where the losses of training are computed; None in a session that does not train."""
+    head_checked: bool = False
+    """Whether a forward has shown that the model returns what lm_head gives."""
 
 
 def init_ranks() -> torch.device:
@@ -197,7 +204,7 @@ def _check_packing(recipe: Recipe) -> None:
 
 
 def build_student(
-    recipe: Recipe, ds_config: dict[str, Any], device: torch.device
+    recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, training: bool = True
 ) -> tuple[PreTrainedModel, Quantization]:
     """The student with weights loaded, Linears quantised and what trains switched on; scales hold no values yet."""
     model = build_model(
@@ -208,6 +215,9 @@ def build_student(
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation,
     )
+    if training:
+        with errors_on_all_ranks(ValueError):
+            _check_head(model, recipe.quant.exempt)
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
     say(f"weights: {report.summary()}")
     with errors_on_all_ranks(ValueError):
@@ -233,6 +243,18 @@ def build_student(
     if quantization.simulated:
         say(f"sides that are no multiples of 16, so no fp8 GEMM: {listed(quantization.simulated)}")
     return model, quantization
+
+
+def _check_head(model: PreTrainedModel, exempt: Sequence[str]) -> None:
+    """Refuse, before weights are read, a model whose losses cannot be computed from its hidden states."""
+    if problem := changes_logits(model.config):
+        raise ValueError(problem)
+    name, _ = output_head(model)
+    if not any(re.fullmatch(pattern, name) for pattern in exempt):
+        raise ValueError(
+            f"quant.exempt: {list(exempt)}, expected a pattern that matches {name}: losses are computed through it in "
+            "the model's dtype"
+        )
 
 
 def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
@@ -334,28 +356,70 @@ def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.M
     return engine
 
 
-def build_teacher(recipe: Recipe, ds_config: dict[str, Any], device: torch.device, vocab_size: int) -> nn.Module | None:
-    """The frozen teacher, None without distillation: an engine without an optimizer under stage 3, else the module."""
-    if not recipe.has_teacher() or recipe.loss.teacher is None:
+def build_teacher(recipe: Recipe, context: RunContext, logits: int) -> Teacher | None:
+    """The teacher that is a model of its own; None where there is none, or it is the student itself or a cache."""
+    path = recipe.loss.teacher
+    if not recipe.has_teacher() or recipe.loss.teacher_cache or path is None or path == "self":
         return None
-    teacher = build_model(
-        recipe.loss.teacher,
-        teacher_config(ds_config),
+    return load_teacher(recipe, context, path, logits)
+
+
+def load_teacher(recipe: Recipe, context: RunContext, path: str, logits: int) -> ModelTeacher:
+    """A frozen model to distil from; under stage 3 an engine without an optimizer.
+
+    Args:
+        recipe: the run.
+        context: what :func:`start_ranks` gave.
+        path: directory of the teacher's checkpoint.
+        logits: how many the student has per token.
+
+    Raises:
+        RankError: on every rank: its tokenizer is another one, or lacks, it has no logit for a token, or its logits are
+            not what lm_head gives.
+    """
+    with errors_on_all_ranks(OSError, ValueError):
+        if os.path.realpath(path) != os.path.realpath(recipe.model.path):
+            _check_same_tokens(recipe, context.tokenizer, path)
+    model = build_model(
+        path,
+        teacher_config(context.ds_config),
         dtype=DTYPES[recipe.model.dtype],
-        device=device,
+        device=context.device,
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation,
     )
-    difference = None
-    if teacher.config.vocab_size != vocab_size:
-        difference = (
-            f"loss.teacher: {recipe.loss.teacher} has a vocabulary of {teacher.config.vocab_size}, "
-            f"the student {vocab_size}: distillation compares token by token and needs the same"
+    with errors_on_all_ranks(ValueError):
+        if problem := changes_logits(model.config):
+            raise ValueError(f"loss.teacher: {path}: {problem}")
+        _, linear = output_head(model)
+        try:
+            vocabulary = common_vocabulary(context.tokenizer, logits, linear.out_features)
+        except ValueError as error:
+            raise ValueError(f"loss.teacher: {path}: {error}") from error
+    if vocabulary is not None:
+        say(
+            f"distillation compares the {vocabulary:,} tokens of the tokenizer: the student has {logits:,} logits, "
+            f"the teacher {linear.out_features:,}"
         )
-    raise_everywhere(difference)
-    report = load_weights(teacher, recipe.loss.teacher, method=recipe.model.load)
+    report = load_weights(model, path, method=recipe.model.load)
     say(f"teacher: {report.summary()}")
-    return initialize_frozen(teacher, ds_config)
+    its_head = remove_head(model).requires_grad_(False)
+    return ModelTeacher(initialize_frozen(model, context.ds_config), its_head, vocabulary)
+
+
+def _check_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a teacher to whom a token id means something else."""
+    try:
+        theirs = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"loss.teacher: {path} has no tokenizer to compare with the student's: distillation compares token by "
+            f"token ({error})"
+        ) from error
+    if difference := first_difference(tokenizer, theirs):
+        raise ValueError(f"loss.teacher: {path} has another tokenizer: {difference}")
 
 
 def start_ranks(recipe: Recipe) -> RunContext:
@@ -382,18 +446,24 @@ def set_up(
         recipe: the run.
         context: what :func:`start_ranks` gave.
         training: with an optimizer; else the engine only runs forward.
-        teacher: load the teacher that the recipe names, for training.
+        teacher: with what computes the losses of training, and the teacher that the recipe names (a cache is opened by
+            who has the samples).
 
     Returns:
         The session, and the owners of input groups whose scales are still to be calibrated (see engine.calibrate).
     """
     device, ds_config = context.device, context.ds_config
-    model, quantization = build_student(recipe, ds_config, device)
+    model, quantization = build_student(recipe, ds_config, device, training=training and teacher)
     uncalibrated = initial_scales(recipe, model, quantization)
-    teacher_model = None
+    head, its_teacher = None, None
     if training and teacher:
-        teacher_model = build_teacher(recipe, ds_config, device, model.config.vocab_size)
+        with errors_on_all_ranks(ValueError):
+            head = install_head(model)
+        its_teacher = build_teacher(recipe, context, head.out_features)
     engine = initialize_student(recipe, ds_config, model) if training else initialize_frozen(model, ds_config)
-    levers = Levers(recipe)
-    session = Session(recipe, ds_config, engine, model, quantization, teacher_model, context.tokenizer, device, levers)
+    if head is not None and recipe.has_teacher() and recipe.loss.teacher == "self":
+        its_teacher = SelfTeacher(engine, head, quantization)
+    session = Session(
+        recipe, ds_config, engine, model, quantization, its_teacher, context.tokenizer, device, Levers(recipe), head
+    )
     return session, uncalibrated

@@ -1,8 +1,8 @@
 """The training that a recipe describes in one process without DeepSpeed: an fp32 model, autograd, AdamW.
 
-What the runs on two ranks are compared with, step by step. It shares the losses, the layers and the parameter groups
-with the engine, which have tests of their own; the sums over ranks and micro-batches, clipping, learning rates and the
-switching on of fake quant are written out here.
+What the runs on two ranks are compared with, step by step. It shares the layers and the parameter groups with the
+engine, which have tests of their own; the losses, the sums over ranks and micro-batches, clipping, learning rates and
+the switching on of fake quant are written out here.
 """
 
 from pathlib import Path
@@ -15,14 +15,15 @@ from transformers import AutoTokenizer
 
 from data.chat import read_chat
 from data.loader import Loader, MicroBatch, model_inputs, sample_inputs, valid_tokens
+from data.samples import IGNORE
 from data.text import read_text
-from engine.losses import loss_sums
 from engine.optim import SCALE_GROUPS, parameter_groups, peak_learning_rates, set_learnable
 from engine.recipe import Recipe, load_recipe
 from engine.schedule import lr_factor
 from model.build import build_model
 from model.load import load_weights
 from quant import Quantization, get_scheme, prepare, scales_from_stats
+from tests.definitions import kd_loss, lm_loss
 
 RANKS = 2
 
@@ -115,6 +116,18 @@ def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
     return model, quantization
 
 
+def plain_losses(
+    kind: str, logits: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the valid tokens: language modelling, and distillation (0 without a teacher); in fp64."""
+    valid = labels != IGNORE
+    student = logits[valid].double()
+    lm = lm_loss(student, labels[valid]).sum()
+    if teacher is None:
+        return lm, torch.zeros_like(lm)
+    return lm, kd_loss(kind, student, teacher[valid].double(), labels[valid]).sum()
+
+
 @torch.no_grad()
 def measure(quantization: Quantization) -> None:
     """Scales from the whole weights and from what the observers saw; theta is 0 and fake quant is on then."""
@@ -177,7 +190,7 @@ def plain_loop(
             if teacher is not None:
                 with torch.no_grad():
                     teacher_logits = teacher(**inputs_of(batch)).logits
-            lm, kd = loss_sums(model(**inputs_of(batch)).logits, batch["labels"], teacher_logits, kd_kind=loss.kd)
+            lm, kd = plain_losses(loss.kd, model(**inputs_of(batch)).logits, teacher_logits, batch["labels"])
             ((lm + loss.kd_weight * kd) / valid).backward()
             sums += torch.stack([lm.detach(), kd.detach()]) / valid
         result["scale_norms"].append(float(torch.nn.utils.get_total_norm([theta.grad for theta in thetas])))

@@ -13,10 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 from data.loader import valid_tokens
-from engine.losses import KD_KINDS
+from engine.kd import KD_KINDS
 from engine.recipe import load_recipe
 from quant import SCHEMES, needs_search, scales_from_stats
 from quant.reference import fake_quant
+from tests.definitions import kd_loss
 from tests.distributed.launcher import ROOT, run_ranks
 from tests.distributed.plain import (
     assert_equals_plain_loop,
@@ -101,7 +102,11 @@ RUNS = {
     ),
     "recomputed": ("qwen3", "float32", {"stage": 2, "train": {"activation_checkpointing": True, "steps": 3}}),
     "stored": ("qwen3", "float32", {"stage": 2, "train": {"steps": 3}}),
-    "losses": ("qwen3", "float32", {"stage": 3, "optim": {"lr": 0.0, "scale_lr": 0.0}}),
+    "losses": (
+        "qwen3",
+        "float32",
+        {"stage": 3, "optim": {"lr": 0.0, "scale_lr": 0.0}, "train": {"steps": len(KD_KINDS)}},
+    ),
     "fields": ("qwen3", "float32", {"stage": 3, "train": {"steps": 2}}),
     "text": ("qwen3", "float32", {"stage": 2, "train": {"steps": 2}, "loss": PLAIN}),
     "packed": (
@@ -147,7 +152,8 @@ def paths(tmp_path_factory):
         sections = {key: dict(value) if isinstance(value, dict) else value for key, value in sections.items()}
         if name == "losses":
             # Far from the student, so that the directions of the divergences and the confidence matter.
-            sections["loss"] = {"teacher": str(tiny_checkpoint(directory / "model-teacher", "qwen3", seed=1))}
+            teacher = tiny_checkpoint(directory / "model-teacher", "qwen3", seed=1)
+            sections["loss"] = {"teacher": str(teacher), "top_k": 5}
         if name == "fields":
             fields = {"input": "question", "output": "reply"}
             sections["data"] = {"train": [str(directory / "fields.jsonl")], "fields": fields}
@@ -224,18 +230,6 @@ def test_activation_checkpointing_changes_no_bit(paths, stored, recomputed):
         assert name.endswith("_s0") or torch.equal(found["weights"][name], weight), name
 
 
-def written_out(kind: str, student: torch.Tensor, teacher: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """The formulas of DESIGN for one token in fp64, straight from the probabilities; logits [V]."""
-    q, p = student.double().softmax(-1), teacher.double().softmax(-1)
-    if kind == "mse":
-        return (student.double() - teacher.double()).square().mean()
-    if kind == "kd":
-        q, p = (student.double() / 2).softmax(-1), (teacher.double() / 2).softmax(-1)
-        return 4 * (p * (p / q).log()).sum()
-    kl, rkl = (p * (p / q).log()).sum(), (q * (q / p).log()).sum()
-    return {"kl": kl, "rkl": rkl, "cakld": p[label] * rkl + (1 - p[label]) * kl}[kind]
-
-
 def test_every_distillation_loss_through_the_loop_equals_its_formula(paths):
     settings = load_recipe(paths["losses"])
     found = load_result(paths["losses"])
@@ -247,10 +241,11 @@ def test_every_distillation_loss_through_the_loop_equals_its_formula(paths):
         for batch in (batch for loader in loaders for batch in loader.step(step)):
             with torch.no_grad():
                 ours, theirs = model(**inputs_of(batch)).logits, teacher(**inputs_of(batch)).logits
-            for row, position in (batch["labels"] != -100).nonzero().tolist():
-                label = batch["labels"][row, position]
-                total += float(written_out(kind, ours[row, position], theirs[row, position], label))
-                valid += 1
+            mask = batch["labels"] != -100
+            logits = ours[mask].double(), theirs[mask].double()
+            temperature = 2.0 if kind == "kd" else 1.0
+            values = kd_loss(kind, *logits, batch["labels"][mask], temperature=temperature, top_k=5)
+            total, valid = total + float(values.sum()), valid + len(values)
         loss = found["losses"][step]
         assert set(loss) == {"loss/total", "loss/lm", f"loss/kd/{kind}"}
         # fp8 codes are discontinuous: where a GEMM of another batch shape rounds differently, a code may flip.

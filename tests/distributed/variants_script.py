@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from data.loader import Loader, MicroBatch
+from engine.kd import KD_KINDS
 from engine.loop import Loop, LoopState
-from engine.losses import KD_KINDS
 from model.ranks import is_main, rank
 from tests.distributed.train_script import run, whole_parameters
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.kd import KD_KINDS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,3 +60,13 @@ def test_packing(tmp_path: Path) -> None:
     padding = {row["way"]: float(row["padding"].rstrip("%")) for row in rows}
     assert padding["packed"] < padding["padded to the longest"] < padding["padded to the maximum"]
     assert all(float(row["real tokens/s"].replace(",", "")) > 0 for row in rows)
+
+
+def test_kd_loss(tmp_path: Path) -> None:
+    """Times of all losses, and peaks that do not grow with the logits."""
+    rows = run("kd_loss", results=tmp_path)
+    times = [row for row in rows if "loss" in row]
+    assert {f"chunked, {kind}" for kind in KD_KINDS} <= {row["loss"] for row in times}
+    assert all(float(row["ms"]) >= 0 for row in times)
+    peaks = [row for row in rows if "T" in row]
+    assert len(peaks) == 6 and all("fp32 [T, V]" in row["direct, kl"] for row in peaks)

@@ -30,6 +30,9 @@ from quant import DEFAULT_EXEMPT
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
 
+CACHED = "--loss.kd_weight 1 --loss.kd kl_top_k --loss.top_k 5 --loss.teacher_cache c"
+FROZEN = "--learnable.weight false"
+
 MINIMAL = """\
 model: {path: model}
 data: {train: [train.jsonl]}
@@ -242,7 +245,10 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("--train.steps 1.5", "train.steps: Expected a int. Got value: 1.5"),
         ("--train.steps true", "train.steps: Expected a int. Got value: True"),
         ("--learnable.norm 1", "learnable.norm: Expected a bool. Got value: 1"),
-        ("--loss.kd foo", "loss.kd: Expected one of ['kl', 'rkl', 'mse', 'cakld', 'kd']. Got value: foo"),
+        (
+            "--loss.kd foo",
+            "loss.kd: Expected one of ['kl', 'rkl', 'mse', 'cakld', 'kd', 'kl_top_k', 'r_kl_top_k']. Got",
+        ),
         ("--optim.betas [0.9]", "optim.betas: Expected a tuple with 2 elements. Got value: [0.9]"),
         ("--data.train a.jsonl", "data.train: Expected a list. Got value: a.jsonl"),
         ("left over", "unrecognized arguments: left over"),
@@ -297,6 +303,16 @@ def test_required_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         ("--loss.kd_weight 1", "loss.teacher: None, expected a directory since loss.kd_weight is 1.0"),
         ("--loss.kd kd --loss.temperature 0", "loss.temperature: 0.0, expected a number above 0"),
         ("--loss.kd kl --loss.temperature 2", "loss.temperature: 2.0, expected 1.0: loss.kd kl has no temperature"),
+        ("--loss.kd kl_top_k", "loss.top_k: None, expected a number of tokens, like 100: loss.kd is kl_top_k"),
+        ("--loss.kd r_kl_top_k --loss.top_k 0", "loss.top_k: 0, expected at least 1"),
+        ("--loss.kd kl --loss.tail true", "loss.tail: True, expected false: loss.kd kl is of the whole vocabulary"),
+        ("--loss.diagnostics_every -1", "loss.diagnostics_every: -1, expected at least 0"),
+        ("--loss.kd_weight 1 --loss.teacher self", "loss.teacher: 'self', expected learnable.weight"),
+        (f"{CACHED} --loss.kd cakld", "loss.kd: 'cakld', expected kl_top_k: with loss.teacher_cache"),
+        (f"{CACHED} --loss.kd r_kl_top_k", "loss.kd: 'r_kl_top_k', expected kl_top_k"),
+        (f"{CACHED} --loss.diagnostics_every 5", "loss.diagnostics_every: 5, expected 0"),
+        (f"{CACHED} --loss.teacher_cache=", "loss.teacher_cache: ''"),
+        (f"{CACHED} {FROZEN} --loss.teacher self", "loss.teacher: 'self', expected a directory or null"),
         ("--loss.chunk_tokens 0", "loss.chunk_tokens: 0, expected at least 1"),
         ("--train.steps 0", "train.steps: 0, expected at least 1"),
         ("--train.gradient_accumulation_steps 0", "train.gradient_accumulation_steps: 0, expected at least 1"),
@@ -329,6 +345,10 @@ def test_bad_values(tmp_path: Path, capsys: pytest.CaptureFixture[str], options:
         "--learnable.weight false --learnable.act_scale true",
         "--loss.lm_weight 0 --loss.kd_weight 1 --loss.teacher t",
         "--loss.kd_weight 1 --loss.teacher t --loss.kd kd --loss.temperature 2",
+        "--loss.kd_weight 1 --loss.teacher t --loss.kd r_kl_top_k --loss.top_k 5 --loss.tail true",
+        f"--loss.kd_weight 1 --loss.teacher self {FROZEN}",
+        CACHED,
+        f"{CACHED} --loss.teacher t --loss.tail true",
         "--optim.grad_clip 0",
         "--optim.warmup_steps 10",
     ],
@@ -393,6 +413,30 @@ def test_a_teacher_that_is_not_used_is_not_looked_for(tmp_path: Path, monkeypatc
     recipe = minimal()
     recipe.loss.teacher = "nowhere"
     recipe.validate_files()
+
+
+def test_a_cached_teacher_is_looked_for_and_not_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("")
+    recipe = minimal()
+    recipe.loss.kd_weight, recipe.loss.teacher, recipe.loss.teacher_cache = 1.0, "nowhere", "cache"
+    with pytest.raises(RecipeError, match=r"loss.teacher_cache: 'cache' .*cache_teacher\.py wrote"):
+        recipe.validate_files()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "manifest.json").write_text("{}")
+    recipe.validate_files()
+
+
+def test_the_student_is_no_teacher_while_it_changes() -> None:
+    recipe = minimal()
+    recipe.loss.kd_weight, recipe.loss.teacher = 1.0, "self"
+    recipe.learnable.norm = True
+    with pytest.raises(RecipeError, match=r"expected learnable\.weight and learnable\.norm to be false"):
+        recipe.validate()
+    recipe.learnable.weight = recipe.learnable.norm = False
+    recipe.validate()
 
 
 def test_parse_recipe_checks_files(

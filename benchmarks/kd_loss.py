@@ -1,0 +1,210 @@
+"""What the losses through lm_head cost, in time and in memory, against the same losses written with torch's operators.
+
+    python benchmarks/kd_loss.py [--device cuda] [--rounds 5] [--no-memory | --no-time]
+
+Both sides take hidden states of student and teacher to the gradients of the student's hidden states (and of its
+lm_head where that trains), with all GEMMs that this needs. "direct" has whole logits of both, one fp32 copy of each,
+and torch's autograd of one loss: ``kl`` alone is the plain KL that the bar is about. "chunked" is engine.losses.
+
+"peak" is the most that torch's allocator gave out during forward and backward beyond what was there before. The direct
+form runs only where it is predicted to stay under 16 GiB and under 70% of the memory that is free; elsewhere the table
+says what it would take, by its measured bytes per token at T = 1024. Writes ``benchmarks/results/kd_loss.md``, on CUDA
+``kd_loss_cuda.md``.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import timing
+from benchmarks.step import peak_bytes
+from engine.kd import KD_KINDS, Distillation
+from engine.losses import Objective, TeacherHidden, chunked_losses
+
+MIB, GIB = 2**20, 2**30
+BAR = 1.2  # of the direct form with one plain KL, at T = 1024
+LARGEST_DIRECT = 16 * GIB
+TOKENS, QUICK_TOKENS = (1024, 2048, 4096, 8192), (16, 32, 64)
+VOCABULARIES, QUICK_VOCABULARIES = (32_000, 151_936), (300, 1000)
+HIDDEN, QUICK_HIDDEN = 1024, 32
+
+
+class Problem:
+    """Hidden states and lm_heads of a student and a teacher, bf16; T positions, all with a target."""
+
+    def __init__(self, tokens: int, vocabulary: int, hidden: int, device: torch.device, train_head: bool) -> None:
+        options = {"device": device, "dtype": torch.bfloat16}
+        self.hidden = torch.randn(tokens, hidden, **options).requires_grad_()
+        self.teacher_hidden = torch.randn(tokens, hidden, **options)
+        self.weight, self.teacher_weight = (
+            torch.randn(vocabulary, hidden, **options).mul_(2 / math.sqrt(hidden)) for _ in range(2)
+        )
+        self.weight.requires_grad_(train_head)
+        self.labels = torch.randint(vocabulary, (tokens,), device=device)
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.hidden.grad = self.weight.grad = None
+
+    def direct(self, kind: str) -> None:
+        """Logits whole, losses by torch's operators."""
+        with torch.no_grad():
+            teacher = F.linear(self.teacher_hidden, self.teacher_weight)
+        student = F.linear(self.hidden, self.weight)
+        direct_loss(kind, student, teacher, self.labels).backward()
+
+    def chunked(self, objective: Objective) -> None:
+        """The engine's way."""
+        teacher = TeacherHidden(self.teacher_hidden, self.teacher_weight) if objective.kd_weight else None
+        chunked_losses(self.hidden, self.weight, None, self.labels, teacher, objective).total.backward()
+
+
+def direct_loss(kind: str, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    """``kl``; or ``lm + cakld`` as one would write it."""
+    log_q, log_p = F.log_softmax(student.float(), dim=-1), F.log_softmax(teacher.float(), dim=-1)
+    if kind == "kl":
+        return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+    p = log_p.exp()
+    forward = (p * (log_p - log_q)).sum(-1)
+    reverse = (log_q.exp() * (log_q - log_p)).sum(-1)
+    confidence = p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return (confidence * reverse + (1 - confidence) * forward).sum() + F.nll_loss(log_q, labels, reduction="sum")
+
+
+def objectives() -> dict[str, Objective]:
+    """What the chunked form is measured with."""
+    kinds = {kind: Objective(0.0, 1.0, Distillation(kind, 2.0 if kind == "kd" else 1.0)) for kind in KD_KINDS}
+    return {
+        **kinds,
+        "kl_top_k, tail": Objective(0.0, 1.0, Distillation("kl_top_k", tail=True)),
+        "r_kl_top_k, tail": Objective(0.0, 1.0, Distillation("r_kl_top_k", tail=True)),
+        "lm": Objective(1.0, 0.0),
+        "lm + kl": Objective(1.0, 1.0, Distillation("kl")),
+        "lm + cakld": Objective(1.0, 1.0, Distillation("cakld")),
+    }
+
+
+def timed(problem: Problem, work: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one forward and backward."""
+    seconds = timing.seconds_of(work, device)
+    problem.forget()
+    return seconds
+
+
+def time_table(tokens: int, vocabulary: int, hidden: int, rounds: int, device: torch.device) -> tuple[list[str], float]:
+    """All losses at one size, in turn; and the ratio that has a bar."""
+    trained = Problem(tokens, vocabulary, hidden, device, train_head=True)
+    frozen = Problem(tokens, vocabulary, hidden, device, train_head=False)
+    ways = {"direct, kl": (trained, partial(trained.direct, "kl"))}
+    ways["direct, lm + cakld"] = (trained, partial(trained.direct, "lm + cakld"))
+    for name, objective in objectives().items():
+        ways[f"chunked, {name}"] = (trained, partial(trained.chunked, objective))
+    ways["direct, kl, lm_head frozen"] = (frozen, partial(frozen.direct, "kl"))
+    ways["chunked, kl, lm_head frozen"] = (frozen, partial(frozen.chunked, objectives()["kl"]))
+    times = timing.interleave({name: partial(timed, *way, device) for name, way in ways.items()}, rounds, warmup=1)
+    lines = ["| loss | ms | of direct kl | quartiles |", "| --- | --- | --- | --- |"]
+    for name, time in times.items():
+        base = times["direct, kl, lm_head frozen" if name.endswith("frozen") else "direct, kl"]
+        first, third = time.spread(base)
+        lines.append(f"| {name} | {time.median * 1e3:.0f} | {time.ratio(base):.2f} | {first:.2f} to {third:.2f} |")
+    return lines, times["chunked, kl"].ratio(times["direct, kl"])
+
+
+def available(device: torch.device) -> int:
+    """Bytes that are free now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def measured_peak(problem: Problem, work: Callable[[], None], device: torch.device) -> int:
+    """Bytes of one forward and backward."""
+    peak = peak_bytes(work, device)
+    problem.forget()
+    return peak
+
+
+def memory_table(tokens: tuple[int, ...], vocabulary: int, hidden: int, device: torch.device) -> list[str]:
+    """Peaks by T. What grows with T in the chunked form is the gradient of the hidden states, listed beside it."""
+    lines = [
+        "| T | direct, kl | direct, lm + cakld | chunked, lm + cakld | of it hidden states | lm_head trains |",
+        f"|{' --- |' * 6}",
+    ]
+    per_token: dict[str, float] = {}
+    objective = objectives()["lm + cakld"]
+    for count in tokens:
+        frozen = Problem(count, vocabulary, hidden, device, train_head=False)
+        cells = [str(count)]
+        for kind in ("kl", "lm + cakld"):
+            # Before the first measurement: twelve fp32 tensors are more than either takes.
+            predicted = count * per_token.get(kind, 12 * 4 * vocabulary)
+            first = kind not in per_token
+            if (predicted < LARGEST_DIRECT or first) and predicted < 0.7 * available(device):
+                peak = measured_peak(frozen, partial(frozen.direct, kind), device)
+                per_token.setdefault(kind, peak / count)
+                in_logits = peak / (4 * count * vocabulary)
+                cells.append(f"{peak / MIB:,.0f} ({in_logits:.1f} fp32 [T, V])")
+            else:
+                cells.append(f"predicted {predicted / MIB:,.0f}, not run")
+        peak = measured_peak(frozen, partial(frozen.chunked, objective), device)
+        cells += [f"{peak / MIB:,.1f}", f"{2 * count * hidden / MIB:.1f}"]
+        trained = Problem(count, vocabulary, hidden, device, train_head=True)
+        peak = measured_peak(trained, partial(trained.chunked, objective), device)
+        cells.append(f"{peak / MIB:,.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = timing.arguments_of(__doc__, rounds=5)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--no-memory", action="store_true")
+    which.add_argument("--no-time", action="store_true")
+    arguments = parser.parse_args()
+    device = timing.chosen_device(arguments.device)
+    load = os.getloadavg()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    quick = arguments.quick
+    tokens, vocabularies = (QUICK_TOKENS, QUICK_VOCABULARIES) if quick else (TOKENS, VOCABULARIES)
+    hidden, rounds = (QUICK_HIDDEN, 2) if quick else (HIDDEN, arguments.rounds)
+    sections: list[str] = []
+    for vocabulary in vocabularies:
+        if not arguments.no_time:
+            rows, ratio = time_table(tokens[0], vocabulary, hidden, rounds, device)
+            verdict = "The bar is met." if ratio <= BAR else f"- missed: {ratio:.2f} of direct kl, bar {BAR}"
+            sections += ["", f"## Time at T = {tokens[0]}, V = {vocabulary}", "", *rows, "", verdict]
+        if not arguments.no_memory:
+            rows = memory_table(tokens, vocabulary, hidden, device)
+            sections += ["", f"## Peak memory at V = {vocabulary}, MiB", "", *rows]
+    head = timing.machine(device, load)
+    text = [
+        f"# Losses through lm_head in chunks against whole logits, {'CUDA' if device.type == 'cuda' else 'CPU'}",
+        "",
+        f"bf16, hidden size {hidden}, every position has a target, {Objective().chunk_tokens} tokens per chunk, "
+        f"K = {Distillation().top_k}. {head} Rounds: {rounds}.",
+        f"`{timing.command()}`",
+        "",
+        "Forward and backward from the hidden states of student and teacher, GEMMs included; lm_head trains unless it",
+        "says frozen. ms and ratio: medians over rounds in which all ways take turns; quartiles: of the ratios of",
+        "single rounds. peak: what torch's allocator gave out beyond what was there before; lm_head frozen but in the",
+        f"last column. {timing.clock_text(device)}",
+        f"Bar: chunked kl at most {BAR} of direct kl at T = {tokens[0]}.",
+        *sections,
+    ]
+    timing.write(arguments.results, "kd_loss", device, "\n".join(text) + "\n")
+
+
+if __name__ == "__main__":
+    main()

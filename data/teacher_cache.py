@@ -1,0 +1,288 @@
+"""What a teacher says of every target of a list of samples, on disk: written once, read by training without a teacher.
+
+Position p is the p-th target (label that is not -100) of the samples, in their order and in order inside each: those of
+sample i are ``offsets[i] .. offsets[i + 1]``. A directory holds flat arrays, little endian and memory-mapped, so that a
+rank reads the rows of its batch and nothing else; 8 K + 12 bytes per position:
+
+=================== ============== =================================================================================
+file                type, shape    content
+=================== ============== =================================================================================
+``offsets``         int64 [n + 1]  see above
+``indices``         int32 [P, K]   the K most likely tokens, most likely first, equal ones by id
+``log_probs``       fp32 [P, K]    their log-probabilities
+``log_tail``        fp32 [P]       log of the probability of all other tokens
+``logsumexp``       fp32 [P]       of the logits: a log-probability plus this is the logit
+``label_log_probs`` fp32 [P]       log-probability of the target itself
+``manifest.json``                  sizes, checksums, and digests of what the arrays were made of
+=================== ============== =================================================================================
+
+The manifest is written last and the directory renamed after it, so that what is there under its name is complete.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from data.samples import IGNORE, Sample
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+DTYPES = {
+    "offsets": "<i8",
+    "indices": "<i4",
+    "log_probs": "<f4",
+    "log_tail": "<f4",
+    "logsumexp": "<f4",
+    "label_log_probs": "<f4",
+}
+CHECKED_BYTES = 2**26  # per checksum, so that ranks can share out the checking
+DIGEST_BYTES = 2**20  # read at three places of each weight file
+
+
+class CacheError(ValueError):
+    """A cache cannot be used; the text names the directory, what is wrong and the remedy."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a cache was made of.
+
+    Attributes:
+        top_k: K.
+        vocabulary: token ids that the probabilities are of, from 0.
+        samples, positions: n and P.
+        samples_digest, tokenizer_digest, teacher_digest: see the functions below.
+        teacher: directory of the teacher, as it was given.
+        checksums: CRC-32 of each ``CHECKED_BYTES`` of each file.
+    """
+
+    top_k: int
+    vocabulary: int
+    samples: int
+    positions: int
+    samples_digest: str
+    tokenizer_digest: str
+    teacher_digest: str
+    teacher: str
+    checksums: dict[str, list[int]]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the arrays."""
+        wide, flat = (self.positions, self.top_k), (self.positions,)
+        shapes = dict.fromkeys(DTYPES, flat)
+        return shapes | {"offsets": (self.samples + 1,), "indices": wide, "log_probs": wide}
+
+
+# ---- digests
+
+
+def digest_of_samples(samples: Sequence[Sample]) -> str:
+    """Of tokens and labels, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        digest.update(len(sample.input_ids).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(sample.input_ids, dtype="<i4").data)
+        digest.update(np.ascontiguousarray(sample.labels, dtype="<i4").data)
+    return digest.hexdigest()
+
+
+def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of the meaning of each token id."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.blake2b(json.dumps(vocabulary).encode(), digest_size=16).hexdigest()
+
+
+def digest_of_checkpoint(path: str | Path) -> str:
+    """Of config.json whole, and of name, size, beginning, middle and end of every weight file."""
+    digest = hashlib.blake2b((Path(path) / "config.json").read_bytes(), digest_size=16)
+    for file in sorted(Path(path).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as stream:
+            for start in (0, size // 2, max(0, size - DIGEST_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(DIGEST_BYTES))
+    return digest.hexdigest()
+
+
+def offsets_of(samples: Sequence[Sample]) -> np.ndarray:
+    """First position of each sample, and one past the last: int64 [n + 1]."""
+    counts = np.fromiter(((sample.labels != IGNORE).sum() for sample in samples), np.int64, len(samples))
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+# ---- writing
+
+
+def create(directory: Path, manifest: Manifest) -> None:
+    """Empty files of their final size; one process does this. A full disk shows here.
+
+    Raises:
+        OSError: a directory of that name exists, or there is no room.
+    """
+    directory.mkdir(parents=True)
+    for name, shape in manifest.shapes().items():
+        size = int(np.prod(shape)) * np.dtype(DTYPES[name]).itemsize
+        with open(directory / name, "wb") as stream:
+            if size:
+                os.posix_fallocate(stream.fileno(), 0, size)
+
+
+class Writer:
+    """Writes rows into the files that :func:`create` made; any number of processes at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files = {name: os.open(directory / name, os.O_WRONLY) for name in DTYPES}
+
+    def write(self, start: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Rows from position ``start`` on, by name of the array."""
+        for name, array in arrays.items():
+            data = np.ascontiguousarray(array, dtype=DTYPES[name])
+            row = data.itemsize * int(np.prod(data.shape[1:]))
+            view, at = memoryview(data.tobytes()), start * row
+            while view:
+                written = os.pwrite(self._files[name], view, at)
+                view, at = view[written:], at + written
+
+    def close(self) -> None:
+        """Wait until everything is on the disk."""
+        for file in self._files.values():
+            os.fsync(file)
+            os.close(file)
+
+
+def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[str, dict[int, int]]:
+    """CRC-32 by file and index of the block, of every ``of``-th block from the ``share``-th on."""
+    blocks = [
+        (name, index)
+        for name, shape in manifest.shapes().items()
+        for index in range(-(-int(np.prod(shape)) * np.dtype(DTYPES[name]).itemsize // CHECKED_BYTES))
+    ]
+    found: dict[str, dict[int, int]] = {name: {} for name in DTYPES}
+    for name, index in blocks[share::of]:
+        with open(directory / name, "rb") as stream:
+            stream.seek(index * CHECKED_BYTES)
+            found[name][index] = zlib.crc32(stream.read(CHECKED_BYTES))
+    return found
+
+
+def finish(partial: Path, directory: Path, manifest: Manifest) -> None:
+    """Write the manifest and give the directory its name."""
+    with open(partial / MANIFEST, "w", encoding="utf-8") as stream:
+        json.dump({"format": FORMAT, **asdict(manifest)}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.rename(partial, directory)
+
+
+# ---- reading
+
+
+class TeacherCache:
+    """A cache that is open for reading.
+
+    Args:
+        directory: what ``launch/cache_teacher.py`` wrote.
+
+    Raises:
+        CacheError: it is incomplete, of another format, or a file has not the size that the manifest says.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.manifest = _read_manifest(self.directory)
+        self._arrays: dict[str, np.ndarray] = {}
+        for name, shape in self.manifest.shapes().items():
+            path = self.directory / name
+            size = int(np.prod(shape)) * np.dtype(DTYPES[name]).itemsize
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                state = "is not there" if found is None else f"has {found:,} bytes"
+                raise CacheError(f"{path} {state}, expected {size:,} bytes: the cache is damaged, write it again")
+            # An empty file cannot be mapped.
+            self._arrays[name] = (
+                np.memmap(path, DTYPES[name], "r", shape=shape) if size else np.empty(shape, DTYPES[name])
+            )
+
+    def verify(self, share: int, of: int) -> None:
+        """Compare this share of the checksums.
+
+        Raises:
+            CacheError: names the first file that differs.
+        """
+        for name, blocks in checksums(self.directory, self.manifest, share, of).items():
+            expected = self.manifest.checksums.get(name, [])
+            for index, found in blocks.items():
+                if index >= len(expected) or expected[index] != found:
+                    raise CacheError(
+                        f"{self.directory / name}: bytes {index * CHECKED_BYTES:,} onwards are not what was written: "
+                        "the cache is damaged, write it again"
+                    )
+
+    def check_made_of(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, teacher: str | None) -> None:
+        """Refuse a cache of other samples, tokens or, where its directory is there, another teacher.
+
+        Raises:
+            CacheError: says which.
+        """
+        again = "write it again with launch/cache_teacher.py"
+        if self.manifest.samples != len(samples):
+            raise CacheError(
+                f"{self.directory} is of {self.manifest.samples:,} samples, the recipe's data of "
+                f"{len(samples):,}: {again}"
+            )
+        if self.manifest.tokenizer_digest != digest_of_tokenizer(tokenizer):
+            raise CacheError(f"{self.directory} was made with another tokenizer: {again}")
+        if self.manifest.samples_digest != digest_of_samples(samples):
+            raise CacheError(
+                f"{self.directory} is of other samples than the recipe's data (files, data.max_length, data.too_long, "
+                f"data.loss_on, data.held_out, chat template): {again}"
+            )
+        there = teacher is not None and (Path(teacher) / "config.json").is_file()
+        if there and self.manifest.teacher_digest != digest_of_checkpoint(str(teacher)):
+            raise CacheError(
+                f"{self.directory} is of another teacher ({self.manifest.teacher}) than loss.teacher, "
+                f"{teacher}: {again}"
+            )
+
+    def rows(self, sample_ids: Sequence[int]) -> np.ndarray:
+        """Positions of the targets of some samples, one sample after the other, int64."""
+        offsets = self._arrays["offsets"]
+        spans = [np.arange(offsets[i], offsets[i + 1]) for i in sample_ids]
+        return np.concatenate(spans) if spans else np.empty(0, np.int64)
+
+    def top_k(self, rows: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """``log_probs`` fp32 [R, K], ``indices`` int64 [R, K] and ``log_tail`` fp32 [R] of some positions."""
+        log_probs, indices, log_tail = (
+            torch.from_numpy(np.array(self._arrays[name][rows])) for name in ("log_probs", "indices", "log_tail")
+        )
+        return log_probs, indices.long(), log_tail
+
+    def array(self, name: str) -> np.ndarray:
+        """A whole array, mapped."""
+        return self._arrays[name]
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise CacheError(f"{directory} has no {MANIFEST}, expected a directory that launch/cache_teacher.py wrote")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        found = values.pop("format")
+        if found != FORMAT:
+            raise CacheError(f"{path} is of format {found!r}, expected {FORMAT}: write the cache again")
+        return Manifest(**values)
+    except CacheError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CacheError(f"{path} is damaged ({error}): write the cache again") from error

@@ -1,0 +1,228 @@
+"""Distillation losses of a few tokens over the whole vocabulary, in value and in the closed form of their gradient.
+
+With ``z`` and ``t`` the student's and the teacher's logits of one token, ``q = softmax(z)`` and ``p = softmax(t)``:
+
+============== =====================================================================================================
+kind           loss
+============== =====================================================================================================
+``kl``         KL(p || q) = sum_v p (log p - log q), forward KL (Hinton et al. 2015, arXiv:1503.02531)
+``rkl``        KL(q || p), reverse KL (Gu et al. 2023, MiniLLM, arXiv:2306.08543)
+``cakld``      c KL(q || p) + (1 - c) KL(p || q), c = p(label), detached (Du et al. 2024, BitDistiller,
+               arXiv:2402.10631; there c is a mean over a data set, here and in AngelSlim it is taken per token)
+``kd``         T^2 KL(p_T || q_T) with both softmaxes at temperature T (Hinton et al. 2015)
+``mse``        mean over the vocabulary of (z - t)^2
+``kl_top_k``   KL(p' || q') on S, the teacher's K most likely tokens, p' = p / p(S) and q' = q / q(S)
+``r_kl_top_k`` KL(q' || p') on S, the student's K most likely tokens
+============== =====================================================================================================
+
+With ``tail`` the last two are not renormalised: all tokens outside S form one more bucket, of mass p(tail) and q(tail),
+and the divergence is that of the K + 1 buckets. Then a student that moves mass out of S pays for it.
+
+The gradients with respect to z:
+
+    KL(p || q)               q - p                          (kd: T (q_T - p_T))
+    KL(q || p)               q (log q - log p - KL)
+    mse                      2 (z - t) / V
+    KL(p' || q') on S        q' - p' inside S, 0 outside; with a tail q - p inside S and q - q p(tail) / q(tail) outside
+    KL(q' || p') on S        q' (log q' - log p' - KL) inside, 0 outside; with a tail q (log q(b) - log p(b) - KL),
+                             b the token's bucket
+
+AngelSlim (angelslim/compressor/distill/loss.py at 67394ce) defines the same kinds. It writes K into the name
+(``kl_top_1000``), where K is ``loss.top_k`` here; its means are those of a micro-batch, ours are taken over the whole
+optimizer step; it has no tail; and what it does with masked tokens is left to the arithmetic.
+
+What is fixed here:
+
+* **Ties** in the K most likely tokens go to the lower token id. bf16 logits tie often, and ``torch.topk`` promises
+  nothing, so that a teacher that was cached elsewhere could have chosen other tokens.
+* **Logits of -inf** (a masked vocabulary): a term whose first factor is 0 counts 0, whatever the other model says, so
+  that both models may mask; a token that only the second factor's model masks makes the divergence +inf. For ``mse``
+  two masked logits differ by 0.
+* **NaN** in any logit of a token gives NaN.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KD_KINDS = ("kl", "rkl", "cakld", "kd", "mse", "kl_top_k", "r_kl_top_k")
+TOP_K_KINDS = ("kl_top_k", "r_kl_top_k")
+CACHED_KINDS = ("kl_top_k",)
+"""What a cached teacher can serve: it holds nothing of the tokens outside its own K but their mass."""
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """One distillation loss. ``temperature`` is of ``kd``, ``top_k`` and ``tail`` are of the kinds on K tokens."""
+
+    kind: str = "cakld"
+    temperature: float = 1.0
+    top_k: int = 100
+    tail: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KD_KINDS:
+            raise ValueError(f"unknown distillation loss {self.kind!r}, expected one of {', '.join(KD_KINDS)}")
+        if self.top_k < 1 or not self.temperature > 0:
+            raise ValueError(
+                f"top_k {self.top_k} and temperature {self.temperature}: expected at least 1 and a number above 0"
+            )
+
+
+class TopK(NamedTuple):
+    """The K most likely tokens of R positions: ``log_probs`` [R, K], ``indices`` int64 [R, K], ``log_tail`` [R].
+
+    Log-probabilities are those of the whole vocabulary, in descending order; ``log_tail`` is the logarithm of the
+    probability of all other tokens.
+    """
+
+    log_probs: Tensor
+    indices: Tensor
+    log_tail: Tensor
+
+    def first(self, k: int) -> "TopK":
+        """Only the first ``k``; the others join the tail."""
+        if k >= self.log_probs.shape[-1]:
+            return self
+        rest = torch.cat([self.log_probs[:, k:], self.log_tail.unsqueeze(-1)], -1).logsumexp(-1)
+        return TopK(self.log_probs[:, :k], self.indices[:, :k], rest)
+
+
+def top_indices(logits: Tensor, k: int) -> Tensor:
+    """Token ids of the ``k`` largest of ``logits`` [R, V], largest first, equal ones by id; int64 [R, min(k, V)]."""
+    # A float's bits, read as an integer, order like the float where its sign is +, and reversed where it is -. Adding
+    # 0 makes -0 and +0 the same bits.
+    bits = (logits.float() + 0.0).view(torch.int32)
+    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    vocabulary = logits.shape[-1]
+    rank += torch.arange(vocabulary - 1, -1, -1, device=logits.device)
+    return rank.topk(min(k, vocabulary), dim=-1).indices
+
+
+def take_top_k(logits: Tensor, log_probs: Tensor, k: int) -> TopK:
+    """The ``k`` most likely tokens by ``logits`` [R, V], whose log-softmax is ``log_probs``."""
+    indices = top_indices(logits, k)
+    return TopK(log_probs.gather(-1, indices), indices, _log_tail(log_probs, indices))
+
+
+def distil(
+    spec: Distillation,
+    student: Tensor,
+    log_q: Tensor,
+    teacher: Tensor | TopK,
+    labels: Tensor,
+    *,
+    gradient: Tensor | None = None,
+    weight: float = 1.0,
+) -> Tensor:
+    """The distillation loss of R tokens.
+
+    Args:
+        spec: which loss.
+        student: logits [R, V], fp32.
+        log_q: their log-softmax.
+        teacher: logits [R, V], fp32, or what a cache holds of them.
+        labels: int64 [R], each below V.
+        gradient: [R, V]; ``weight`` times the gradient of each token's loss is added to its row.
+        weight: see ``gradient``.
+
+    Returns:
+        The loss per token, [R].
+    """
+    if spec.kind in TOP_K_KINDS:
+        return _on_top_k(spec, student, log_q, teacher, gradient, weight)
+    assert isinstance(teacher, Tensor), f"{spec.kind} needs the teacher's logits"
+    if spec.kind == "mse":
+        return _mse(student, teacher, gradient, weight)
+    if spec.kind == "kd":
+        log_q = F.log_softmax(student / spec.temperature, dim=-1)
+        log_p = F.log_softmax(teacher / spec.temperature, dim=-1)
+        value = forward_kl(log_p, log_q, gradient, weight * spec.temperature)
+        return value.mul_(spec.temperature**2)
+    log_p = F.log_softmax(teacher, dim=-1)
+    if spec.kind == "kl":
+        return forward_kl(log_p, log_q, gradient, weight)
+    if spec.kind == "rkl":
+        return reverse_kl(log_p, log_q, gradient, weight)
+    confidence = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1).exp_()
+    reverse = reverse_kl(log_p, log_q, gradient, weight * confidence.unsqueeze(-1))
+    forward = forward_kl(log_p, log_q, gradient, weight * (1 - confidence).unsqueeze(-1))
+    return confidence * reverse + (1 - confidence) * forward
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
+    """KL(p || q) per row, and ``weight`` (a number, or [R, 1]) times its gradient added to ``gradient``."""
+    p = log_p.exp()
+    value = _log_ratio(p, log_p, log_q).mul_(p).sum(-1)
+    if gradient is not None:
+        gradient.add_(p.neg_().add_(log_q.exp()).mul_(weight))
+    return value
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
+    """KL(q || p) per row, and ``weight`` (a number, or [R, 1]) times its gradient added to ``gradient``."""
+    q = log_q.exp()
+    ratio = _log_ratio(q, log_q, log_p)
+    value = (ratio * q).sum(-1)
+    if gradient is not None:
+        gradient.add_(ratio.sub_(value.unsqueeze(-1)).mul_(q).mul_(weight))
+    return value
+
+
+def _log_ratio(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+    """log a - log b, 0 where a is 0 (there it may be NaN or infinite, and a times it has to be 0)."""
+    return torch.sub(log_a, log_b).masked_fill_(a == 0, 0.0)
+
+
+def _mse(student: Tensor, teacher: Tensor, gradient: Tensor | None, weight: float) -> Tensor:
+    difference = torch.sub(student, teacher)
+    difference.masked_fill_((student == teacher) & student.isinf(), 0.0)
+    vocabulary = student.shape[-1]
+    value = difference.square().mean(-1)
+    if gradient is not None:
+        gradient.add_(difference, alpha=2 * weight / vocabulary)
+    return value
+
+
+def _on_top_k(
+    spec: Distillation, student: Tensor, log_q: Tensor, teacher: Tensor | TopK, gradient: Tensor | None, weight: float
+) -> Tensor:
+    """``kl_top_k`` and ``r_kl_top_k``: the divergence of K tokens or K + 1 buckets."""
+    if spec.kind == "r_kl_top_k":
+        assert isinstance(teacher, Tensor), "the student's K tokens need the teacher's logits"
+        log_p_all = F.log_softmax(teacher, dim=-1)
+        indices = top_indices(student, spec.top_k)
+        top = TopK(log_p_all.gather(-1, indices), indices, _log_tail(log_p_all, indices))
+    elif isinstance(teacher, TopK):
+        top = teacher.first(spec.top_k)
+    else:
+        top = take_top_k(teacher, F.log_softmax(teacher, dim=-1), spec.top_k)
+    divergence = forward_kl if spec.kind == "kl_top_k" else reverse_kl
+    inside = log_q.gather(-1, top.indices)  # [R, K]
+    if not spec.tail:
+        log_p, log_q_here = F.log_softmax(top.log_probs, dim=-1), F.log_softmax(inside, dim=-1)
+        local = None if gradient is None else torch.zeros_like(inside)
+        value = divergence(log_p, log_q_here, local, weight)
+        if gradient is not None and local is not None:
+            gradient.scatter_add_(-1, top.indices, local)
+        return value
+    log_q_tail = _log_tail(log_q, top.indices).unsqueeze(-1)
+    log_p = torch.cat([top.log_probs, top.log_tail.unsqueeze(-1)], -1)  # [R, K + 1]
+    buckets = torch.cat([inside, log_q_tail], -1)
+    # The gradient with respect to the buckets' own logits; a token outside S has its share q / q(tail) of its bucket's.
+    local = None if gradient is None else torch.zeros_like(buckets)
+    value = divergence(log_p, buckets, local, weight)
+    if gradient is not None and local is not None:
+        share = log_q.sub(log_q_tail).exp_().scatter_(-1, top.indices, 0.0)
+        # Without a token outside S there is no tail: -inf - -inf.
+        share.masked_fill_(log_q_tail == -torch.inf, 0.0)
+        gradient.add_(share.mul_(local[:, -1:])).scatter_add_(-1, top.indices, local[:, :-1])
+    return value
+
+
+def _log_tail(log_probs: Tensor, indices: Tensor) -> Tensor:
+    """Logarithm of the probability of all tokens but ``indices``; not log(1 - p(S)), which cancels. [R]"""
+    return log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)

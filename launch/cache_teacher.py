@@ -1,0 +1,32 @@
+"""Write the teacher's most likely tokens for every target of the training samples, so that training needs no teacher.
+
+    deepspeed --num_gpus 8 launch/cache_teacher.py --config R.yaml [--out DIR] [--section.field value ...]
+
+Reads ``model`` (for its tokenizer), ``data``, ``loss.teacher`` and ``loss.top_k`` of the recipe; under ZeRO stage 3
+the teacher is sharded. DIR is ``loss.teacher_cache`` unless it is given, and must lie on a disk that all ranks see.
+Training with the same recipe and ``loss.teacher_cache: DIR`` then reads it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from engine.cache_teacher import check_recipe, write_cache
+from engine.recipe import exit_on_recipe_error, parse_recipe
+from launch.exits import clean_exit
+
+
+def main() -> None:
+    """Check the recipe, then run the teacher."""
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--out", type=Path)
+    given, rest = options.parse_known_args(sys.argv[1:])
+    recipe = parse_recipe(rest, check_files=False)
+    with exit_on_recipe_error():
+        out = check_recipe(recipe, given.out)
+    with clean_exit():
+        write_cache(recipe, out)
+
+
+if __name__ == "__main__":
+    main()

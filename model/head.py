@@ -1,0 +1,119 @@
+"""lm_head as the place where the losses are computed.
+
+transformers' forward ends in lm_head and returns what it gives as ``logits``. An :class:`LMHead` can be asked to
+compute something else from the hidden states that it gets, for the time of one forward: so the model's own forward
+stays what runs (with the auxiliary loss of a MoE, and whatever a model does around its layers), under ZeRO-3 the
+engine's hooks gather the weight for it and reduce its gradient, and no [tokens, vocabulary] tensor has to exist.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+Task = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""hidden states [B, T, H], weight [V, H], bias [V] or None -> what the model returns as its logits"""
+
+# By name, the value with which it changes nothing. Beside None, which never does.
+CHANGES_LOGITS = {
+    "final_logit_softcapping": None,  # gemma2, gemma3, nanochat, ...
+    "logits_soft_cap": None,  # recurrent_gemma
+    "output_logit_soft_cap": None,  # xlstm
+    "logit_scale": 1.0,  # cohere
+    "logits_scaling": 1.0,  # granite
+    "lm_head_multiplier": 1.0,  # falcon_h1
+    "output_multiplier": 1.0,
+}
+
+
+class LMHead(nn.Linear):
+    """An nn.Linear that computes something else while :meth:`computing`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Takes over the Parameter objects of ``linear``, so that tied ones stay tied and partitioned ones so."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self._task: Task | None = None
+        self.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., H] to logits [..., V], or to what the task makes of it."""
+        if self._task is None:
+            return F.linear(input, self.weight, self.bias)
+        return self._task(input, self.weight, self.bias)
+
+    @contextmanager
+    def computing(self, task: Task) -> Iterator[None]:
+        """Inside the block a forward of the model returns what ``task`` gives as its logits."""
+        if self._task is not None:
+            raise RuntimeError("lm_head computes a task already: these blocks must not nest")
+        self._task = task
+        try:
+            yield
+        finally:
+            self._task = None
+
+
+def changes_logits(config: PretrainedConfig) -> str | None:
+    """Why losses cannot be computed from the hidden states of a model: its logits are more than lm_head's output."""
+    text = config.get_text_config()
+    found = [
+        f"{name}: {value}"
+        for name, neutral in CHANGES_LOGITS.items()
+        if (value := getattr(text, name, None)) not in (None, neutral)
+    ]
+    if not found:
+        return None
+    return (
+        f"{type(config).__name__} ({config.model_type}) changes its logits after lm_head ({', '.join(found)} in "
+        "config.json), expected logits that are lm_head's output: losses and distillation of such models are not "
+        "supported"
+    )
+
+
+def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
+    """Name and module of the model's output embedding.
+
+    Raises:
+        ValueError: there is none, or it is no plain nn.Linear.
+    """
+    module = model.get_output_embeddings()
+    if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, LMHead):
+        raise ValueError(
+            f"the output embedding of {type(model).__name__} is a {type(module).__name__}, expected an nn.Linear: its "
+            "losses are computed from the hidden states. A quantised one has to be exempt (quant.exempt)"
+        )
+    return next(name for name, child in model.named_modules() if child is module), module
+
+
+def install_head(model: PreTrainedModel) -> LMHead:
+    """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters.
+
+    After ``quant.prepare`` (which quantises plain Linears) and before ``deepspeed.initialize`` (which hooks modules).
+
+    Raises:
+        ValueError: see :func:`output_head` and :func:`changes_logits`.
+    """
+    if problem := changes_logits(model.config):
+        raise ValueError(problem)
+    name, linear = output_head(model)
+    head = linear if isinstance(linear, LMHead) else LMHead(linear)
+    model.set_submodule(name, head)
+    return head
+
+
+def remove_head(model: PreTrainedModel) -> LMHead:
+    """Take lm_head out of a model that only runs forward: it then returns its hidden states as logits.
+
+    Under ZeRO-3 nothing gathers the weight then but who computes with it (``model.zero.gathered``). Before
+    ``deepspeed.initialize``.
+
+    Raises:
+        ValueError: see :func:`install_head`.
+    """
+    head = install_head(model)
+    model.set_submodule(output_head(model)[0], nn.Identity())
+    return head
