@@ -1,10 +1,12 @@
 """The events of a recipe as actions of the loop: one line of YAML does what one line of Python would."""
 
 import operator
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.recipe import EventRecipe, parse_condition
 from engine.schedule import Schedule
+from quant import Quantization
 
 if TYPE_CHECKING:
     from engine.loop import LoopState
@@ -24,6 +26,28 @@ def add_event(schedule: "Schedule[LoopState]", event: EventRecipe) -> None:
         schedule.every(event.every, act)
     else:
         schedule.when(lambda state: holds(event.when or "", state), act)
+
+
+def check_events(events: Sequence[EventRecipe], quantization: Quantization, groups: Iterable[str]) -> None:
+    """Refuse, before the first step, events that would fail or do nothing when their time comes.
+
+    Args:
+        events: of the recipe.
+        quantization: knows the layers.
+        groups: names of the optimizer's parameter groups.
+
+    Raises:
+        ValueError: a pattern matches no layer, or nothing trains of a group whose rate is to change.
+    """
+    known = list(groups)
+    for index, event in enumerate(events):
+        try:
+            quantization.matching(event.layers)
+        except ValueError as error:
+            raise ValueError(f"schedule[{index}].layers: {error}") from error
+        for name in event.lr or {}:
+            if name not in known:
+                raise ValueError(f"schedule[{index}].lr: nothing of {name} trains, only {', '.join(known)} (learnable)")
 
 
 def apply_event(event: EventRecipe, state: "LoopState") -> None:

@@ -46,7 +46,7 @@ from engine.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from engine.events import add_event
+from engine.events import add_event, check_events
 from engine.export import check_export_dir, export_trained
 from engine.fake_quant import FakeQuant
 from engine.faults import nan_unless_finite
@@ -139,7 +139,10 @@ class Loop:
 
         A signal (see engine/signals.py) ends it after the step it came in, with a checkpoint and without an export.
         """
-        self.schedule.check(self.recipe.train.steps)
+        try:
+            self.schedule.check(self.recipe.train.steps)
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
         state = self._start()
         with state.stop_requests:
             summary = self._train(state)
@@ -281,6 +284,9 @@ class Loop:
         cached = open_cached_teacher(recipe, loader.samples, context.tokenizer)
         session, uncalibrated = set_up(recipe, context)
         session.teacher = cached or session.teacher
+        with errors_on_all_ranks(ValueError):
+            groups = [group["name"] for group in session.engine.optimizer.param_groups]
+            check_events(recipe.schedule, session.quantization, groups)
         with errors_on_all_ranks(OSError):
             if is_main():
                 save_recipe(recipe, output / "recipe.yaml")

@@ -83,11 +83,11 @@ def error_picture(errors: dict[str, float], step: int) -> Figure:
     values = np.full((max(1, len(places)), depth), np.nan)
     for (place, index), found in squares.items():
         values[places.index(place), index] = np.mean(found)
-    figure = Figure(figsize=(3 + 0.2 * depth, 1.2 + 0.35 * len(places)), layout="constrained")
+    figure = Figure(figsize=(max(5.5, 3 + 0.2 * depth), 1.2 + 0.35 * len(places)), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(values, aspect="auto", cmap="viridis")
     axes.set_yticks(range(len(places)), places)
     axes.set_xlabel("decoder layer")
-    axes.set_title(f"quantisation error of the weights, dB, step {step}", fontsize="medium")
-    figure.colorbar(image, ax=axes)
+    axes.set_title(f"error of the weights, step {step}", fontsize="medium")
+    figure.colorbar(image, ax=axes, label="dB")
     return figure

@@ -91,15 +91,23 @@ class Quantization:
         Raises:
             ValueError: the pattern matches no layer.
         """
+        for name in self.matching(pattern):
+            self.layers[name].weight_fake_quant = weights
+            self.layers[name].input_fake_quant = activations and self.scheme.activations is not None
+        self._recount_inputs()
+
+    def matching(self, pattern: str | None) -> list[str]:
+        """Names of the layers that the regex matches in full; all of them without one.
+
+        Raises:
+            ValueError: the pattern matches no layer.
+        """
         names = [name for name in self.layers if pattern is None or re.fullmatch(pattern, name)]
         if not names:
             raise ValueError(
                 f"pattern {pattern!r} matches no quantised layer; names look like {_examples(self.layers)}"
             )
-        for name in names:
-            self.layers[name].weight_fake_quant = weights
-            self.layers[name].input_fake_quant = activations and self.scheme.activations is not None
-        self._recount_inputs()
+        return names
 
     def fake_quant_state(self) -> dict[str, tuple[bool, bool]]:
         """What is fake-quantised now, (weight, input) by layer; :meth:`restore_fake_quant` takes it back."""

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from engine.loop import Batch, Loop, LoopState
+from data.loader import MicroBatch
+from engine.loop import Loop, LoopState
 from engine.recipe import load_recipe
-from engine.setup import Session
 from launch.exits import clean_exit
 from model.ranks import barrier, is_main, rank
 from tests.distributed.train_script import run, whole_parameters
@@ -45,11 +46,11 @@ class BadLoss(Loop):
         self.now = state.step
         return super()._train_step(state)
 
-    def _loss(self, session: Session, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        total, parts = super()._loss(session, batch)
+    def _loss(self, state: LoopState, batch: MicroBatch, valid: int) -> tuple[Tensor, dict[str, Tensor]]:
+        total, sums = super()._loss(state, batch, valid)
         if rank() == 1 and self.now in self.steps:
-            return total + torch.inf, parts + torch.inf
-        return total, parts
+            return total + torch.inf, {name: value + torch.inf for name, value in sums.items()}
+        return total, sums
 
 
 class Raises(Loop):
@@ -57,11 +58,11 @@ class Raises(Loop):
 
     calls = 0
 
-    def _loss(self, session: Session, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, state: LoopState, batch: MicroBatch, valid: int) -> tuple[Tensor, dict[str, Tensor]]:
         self.calls += 1
         if rank() == 1 and self.calls == 4:
             raise ZeroDivisionError("planted in the middle of a step")
-        return super()._loss(session, batch)
+        return super()._loss(state, batch, valid)
 
 
 def main() -> None:

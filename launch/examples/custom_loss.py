@@ -1,0 +1,23 @@
+"""A loss of one's own beside the recipe's: the z-loss, which keeps the softmax's normaliser near 1.
+
+    deepspeed --num_gpus 8 launch/examples/custom_loss.py --config my_recipe.yaml
+
+z = (log sum_v exp(logit_v))^2 per token (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 5). It is computed
+where all losses are, on a few tokens' logits at a time; autograd gives its gradient. TensorBoard shows ``loss/z``.
+"""
+
+from engine.loop import Loop
+from engine.recipe import parse_recipe
+from launch.exits import clean_exit
+
+loop = Loop(parse_recipe())
+
+
+@loop.token_loss("z", weight=1e-4)
+def z_loss(chunk):
+    """``chunk.student`` are fp32 logits [C, V]; beside them ``chunk.teacher`` (or None) and ``chunk.labels``."""
+    return chunk.student.logsumexp(-1).square()
+
+
+with clean_exit():
+    loop.run()
