@@ -247,6 +247,11 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
                 f"zero_optimization.{key}: leave it out: it rounds what is gathered for the forward, scales too, but "
                 "not what is gathered for the export, so the two would compute different things"
             )
+    if config.get("bf16", {}).get("check_grad_overflow", True) is not True:
+        problems.append(
+            "bf16.check_grad_overflow: leave it out: without it a step whose gradients are not finite is taken on some "
+            "stages, and every weight is NaN after it"
+        )
     for section, model in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
         try:
             model(**config.get(section, {}))

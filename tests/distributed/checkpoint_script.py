@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,7 @@ def main() -> None:
     @loop.every(KILLED_AT)
     def kill(state: LoopState) -> None:
         if rank() == 1:
+            (directory / "killed_at").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
     loop.run()

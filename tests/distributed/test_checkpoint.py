@@ -6,6 +6,7 @@ saw (interrupted before), the scales that were measured then (interrupted after)
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def runs(tmp_path_factory):
             )
     result = launch(SCRIPT, str(directory), *map(str, STAGES), timeout=400)
     assert (directory / "errors_1.json").exists(), f"failed before the run that is killed:\n{result.stdout[-8000:]}"
+    # The launcher takes a second to see it; the other rank may be in a collective.
+    assert time.time() - float((directory / "killed_at").read_text()) < 60
     assert result.returncode != 0 and f"exits with return code = {-signal.SIGKILL}" in result.stdout, result.stdout
     return directory
 

@@ -82,7 +82,7 @@ def test_equal_values_and_foreign_keys_are_kept(tmp_path: Path) -> None:
         "train_batch_size": 30,
         "train_micro_batch_size_per_gpu": 3,
         "gradient_clipping": 0,
-        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "bf16": {"enabled": True, "immediate_grad_update": True},
         "data_types": {"grad_accum_dtype": "bf16"},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 12345, "stage3_prefetch_bucket_size": "auto"},
         "steps_per_print": 10,
@@ -216,6 +216,10 @@ def test_every_key_that_deepspeed_reads_is_sorted() -> None:
         ({"zero_optimization": {"stage": 7}}, ": zero_optimization.stage: Input should be 0, 1, 2"),
         ({"zero_optimization": {"stage": 3, "stge": 1}}, ": zero_optimization.stge: Extra inputs are not permitted"),
         ({"zero_optimization": {"stage": 3}, "bf16": {"on": 1}}, ": bf16.on: Extra inputs are not permitted, found 1"),
+        (
+            {"zero_optimization": {"stage": 2}, "bf16": {"check_grad_overflow": False}},
+            ": bf16.check_grad_overflow: leave it out: without it a step whose gradients are not finite is taken",
+        ),
         ({"zero_optimization": {"stage": 3}, "wandb": "auto"}, ': wandb: the recipe has no value for "auto"'),
     ],
 )

@@ -131,6 +131,17 @@ def random_value(rng: random.Random, value: Any) -> Any:
     return value
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("false", False), ("best", "best"), ("step_00000012", "step_00000012")]
+)
+def test_what_to_resume_from(tmp_path: Path, text: str, value: bool | str) -> None:
+    argv = ["--config", str(write(tmp_path)), "--train.resume", text]
+    path = write(tmp_path)
+    path.write_text(MINIMAL.replace("steps: 10", f"steps: 10, resume: {text}"), encoding="utf-8")
+    for recipe in (load_recipe(path), parse_recipe(argv, check_files=False)):
+        assert recipe.train.resume == value and type(recipe.train.resume) is type(value)
+
+
 def test_save_then_load_gives_the_same(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     rng = random.Random(seed)
@@ -320,6 +331,9 @@ def test_required_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         ("--train.clip_stats_every -1", "train.clip_stats_every: -1, expected at least 0"),
         ("--train.checkpoint_every -1", "train.checkpoint_every: -1, expected at least 0"),
         ("--train.keep_checkpoints 0", "train.keep_checkpoints: 0, expected at least 1"),
+        ("--train.max_skipped_steps 0", "train.max_skipped_steps: 0, expected at least 1"),
+        ("--train.resume step_12", "train.resume: 'step_12', expected true, false, best, or a name like step_00001000"),
+        ("--train.resume ../step_00000012", "train.resume: '../step_00000012', expected true, false, best"),
         ("--export.max_shard_size 5XB", "export.max_shard_size: '5XB' is not a size"),
         ("--deepspeed=", "deepspeed: ''"),
         ("--output_dir=", "output_dir: ''"),
