@@ -418,7 +418,7 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
 
 def _measures_quantization(state: LoopState) -> bool:
     """Whether the step that begins is one that measures quantisation."""
-    every = state.recipe.train.clip_stats_every
+    every = state.recipe.train.quant_stats_every
     return state.quant.enabled and every > 0 and (state.step + 1) % every == 0
 
 

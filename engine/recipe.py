@@ -352,8 +352,9 @@ class TrainRecipe:
     """torch.compile each decoder layer: the first steps take minutes longer. Not under ZeRO stage 3."""
     log_every: int = 1
     """Steps between two log lines and TensorBoard points."""
-    clip_stats_every: int = 50
-    """Steps between two measurements of each layer's clipped fraction; 0: never."""
+    quant_stats_every: int = 50
+    """Steps between two looks at the quantisation for TensorBoard: scales, clipped fractions, errors by layer, and the
+    scales' share of the grad norm. 0: never."""
     checkpoint_every: int = 0
     """Steps between two training checkpoints (weights, optimizer state, data cursor); 0: none."""
     resume: bool | str = False
@@ -369,7 +370,7 @@ class TrainRecipe:
         yield from _at_least("train.gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         yield from _at_least("train.seed", self.seed, 0)
         yield from _at_least("train.log_every", self.log_every, 1)
-        yield from _at_least("train.clip_stats_every", self.clip_stats_every, 0)
+        yield from _at_least("train.quant_stats_every", self.quant_stats_every, 0)
         yield from _at_least("train.checkpoint_every", self.checkpoint_every, 0)
         yield from _at_least("train.keep_checkpoints", self.keep_checkpoints, 1)
         yield from _at_least("train.max_skipped_steps", self.max_skipped_steps, 1)

@@ -170,7 +170,7 @@ def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, sc
         "data": {"kind": "text", "train": [str(out / "train.txt")], "max_length": LENGTH, "micro_batch_size": 8},
         "quant": {"scheme": scheme or SCHEMES[0], "fake_quant_start": 0 if scheme else -1},
         "learnable": {"norm": True},
-        "train": {"steps": steps, "clip_stats_every": 10},
+        "train": {"steps": steps, "quant_stats_every": 10},
         "optim": {"lr": lr, "scale_lr": 1e-2, "warmup_steps": min(10, steps)},
         "export": {"dir": str(out / name)},
         "deepspeed": "zero3",

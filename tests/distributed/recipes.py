@@ -36,7 +36,7 @@ def write_recipe(
     contents: dict[str, Any] = {
         "model": {"path": str(model), "dtype": dtype},
         "data": {"train": [str(chats)], "max_length": 128, "micro_batch_size": 2},
-        "train": {"steps": STEPS, "gradient_accumulation_steps": 2, "clip_stats_every": 2},
+        "train": {"steps": STEPS, "gradient_accumulation_steps": 2, "quant_stats_every": 2},
         "optim": {"lr": 1e-3, "scale_lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "grad_clip": 0.5},
         "loss": {"kd_weight": 0.5, "kd": "cakld", "teacher": str(model)},
         "quant": {"calibration_batches": 2},

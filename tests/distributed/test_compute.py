@@ -12,7 +12,7 @@ from tests.tiny import TEXT, tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "compute_script.py"
 PLAIN = {"kd_weight": 0.0, "teacher": None}
-THREE = {"train": {"steps": 3, "gradient_accumulation_steps": 3, "clip_stats_every": 0}, "loss": PLAIN}
+THREE = {"train": {"steps": 3, "gradient_accumulation_steps": 3, "quant_stats_every": 0}, "loss": PLAIN}
 LAYERS = 14  # two decoder layers
 STEPS = 3
 

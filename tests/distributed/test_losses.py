@@ -50,7 +50,7 @@ def base(tmp_path_factory):
     jobs = []
 
     def add(kind, name, checkpoint, /, *, stage, dtype="float32", **sections):
-        sections["train"] = {"steps": 2, "clip_stats_every": 1, **sections.get("train", {})}
+        sections["train"] = {"steps": 2, "quant_stats_every": 1, **sections.get("train", {})}
         write_recipe(base, name, models[checkpoint], data, stage=stage, dtype=dtype, **sections)
         jobs.append([kind, name])
 
@@ -71,7 +71,7 @@ def base(tmp_path_factory):
     plain = base / "plain3.json"
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
     plain.write_text(json.dumps({"zero_optimization": zero}))
-    sections = {"train": {"steps": 4, "clip_stats_every": 0}, "deepspeed": str(plain)}
+    sections = {"train": {"steps": 4, "quant_stats_every": 0}, "deepspeed": str(plain)}
     add("train", "gathers_live", "llama", stage=3, loss={"teacher": str(wide)}, **sections)
     add("train", "gathers_none", "llama", stage=3, loss={"kd_weight": 0.0}, **sections)
     add_refused(base, add, wide)

@@ -48,14 +48,14 @@ SWITCH = {
     "learnable": {"act_scale": True},
     "loss": PLAIN,
 }
-INTEGER = {"loss": PLAIN, "train": {"steps": 3, "clip_stats_every": 1}, "optim": {"lr": 1e-2}}
+INTEGER = {"loss": PLAIN, "train": {"steps": 3, "quant_stats_every": 1}, "optim": {"lr": 1e-2}}
 FIRST_LAYER = r"model\.layers\.0\..*"
 EVENTS = {
     "quant": {"calibration_batches": 0, "fake_quant_start": 0, "initial_input_scale": 2e-4},
     "learnable": {"act_scale": True, "norm": True},
     "optim": {"schedule": "constant", "warmup_steps": 0, "norm_lr": 0.0, "embedding_lr": 1e-4, "act_scale_lr": 1e-3},
     "loss": PLAIN,
-    "train": {"steps": 9, "gradient_accumulation_steps": 1, "clip_stats_every": 1},
+    "train": {"steps": 9, "gradient_accumulation_steps": 1, "quant_stats_every": 1},
     "schedule": [
         {"at": 2, "fake_quant": False},
         {"at": 3, "fake_quant": "weights"},
@@ -134,7 +134,7 @@ RUNS = {
     **{f"poison_{stage}": ("qwen3", "bfloat16", {**POISON, "stage": stage}) for stage in range(4)},
     "poison_fp32_0": ("qwen3", "float32", {**POISON, "stage": 0}),
     "poison_fp32_3": ("qwen3", "float32", {**POISON, "stage": 3}),
-    "user": ("qwen3", "bfloat16", {"stage": 3, "train": {"clip_stats_every": 1}, "export": {"enabled": True}}),
+    "user": ("qwen3", "bfloat16", {"stage": 3, "train": {"quant_stats_every": 1}, "export": {"enabled": True}}),
 }
 
 

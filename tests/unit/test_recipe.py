@@ -328,7 +328,7 @@ def test_required_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         ("--train.steps 0", "train.steps: 0, expected at least 1"),
         ("--train.gradient_accumulation_steps 0", "train.gradient_accumulation_steps: 0, expected at least 1"),
         ("--train.log_every 0", "train.log_every: 0, expected at least 1"),
-        ("--train.clip_stats_every -1", "train.clip_stats_every: -1, expected at least 0"),
+        ("--train.quant_stats_every -1", "train.quant_stats_every: -1, expected at least 0"),
         ("--train.checkpoint_every -1", "train.checkpoint_every: -1, expected at least 0"),
         ("--train.keep_checkpoints 0", "train.keep_checkpoints: 0, expected at least 1"),
         ("--train.max_skipped_steps 0", "train.max_skipped_steps: 0, expected at least 1"),
