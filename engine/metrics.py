@@ -117,8 +117,8 @@ class Summary:
         self.steps += 1
         self.tokens += tokens
         self.valid_tokens += valid_tokens
-        self.first = self.first or dict(losses)
-        self.last = dict(losses)
+        self.first = {**losses, **self.first}
+        self.last |= losses  # some are measured in some steps only
 
     def text(self, *, devices: int, skipped: int, peak_bytes: int, evaluations: tuple[Mapping, Mapping]) -> str:
         """The summary, a line per thing; ``evaluations`` are the first and the last."""
