@@ -620,6 +620,12 @@ def test_tools(call, content, tmp_path):
     assert "Adds é" in whole(sample, tokenizer)
 
 
+def test_arguments_are_json_for_templates_that_write_them_as_they_are(tmp_path):
+    template = QWEN.replace("{{- call.arguments | tojson }}", "{{- call.arguments + '' }}")
+    turns = [*messages(("user", "a")), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    assert read_rows(tmp_path, template, {"messages": turns})[0] == [[f"<think>\n\n</think>\n\n{CALLED}{END}"]]
+
+
 def test_what_the_template_would_leave_out_is_an_error(tmp_path):
     def refused(template: str, row: object, message: str) -> None:
         with pytest.raises(DataError, match=rf"a\.jsonl:1: {message}"):
