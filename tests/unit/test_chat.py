@@ -597,6 +597,15 @@ def test_thinking_that_the_prompt_opens(tmp_path):
     assert read_rows(tmp_path, OPENED, rows)[0] == [[f"b b{END}"]]
 
 
+def test_reasoning_is_learned_where_only_its_content_shows_its_place(tmp_path):
+    template = OPENED.replace(
+        "+ m.content.split", "+ '<think>' + (m.reasoning_content or '') + '</think>' + m.content.split"
+    )
+    row = {"messages": [*messages(("user", "b")), {"role": "assistant", "content": "b", "reasoning_content": "b?"}]}
+    found, counts = read_rows(tmp_path, template, row)
+    assert found == [[f"b?</think>b{END}"]] and counts.by_content == 1
+
+
 @pytest.mark.parametrize(
     "call", [CALL, CALL["function"], {**CALL, "function": {"name": "add", "arguments": '{"a": 12, "b": 30}'}}]
 )
@@ -703,9 +712,14 @@ def test_too_long_with_all_answers(kind, tmp_path, rng):
     """The last answer stays whole; an earlier one stays a target if its first token's predecessor is still there."""
     tokenizer, _ = kind(rng)
     bos = kind is writes_bos
-    path = write(tmp_path / "a.jsonl", *({"messages": conversation(rng)} for _ in range(40)))
+    short = messages(("user", "a"), ("assistant", "b"))
+    path = write(tmp_path / "a.jsonl", {"messages": short}, {"messages": [*short, *conversation(rng)[-2:], *short]})
     full, _ = read_chat([path], tokenizer, max_length=10_000, loss_on="all")
-    limit = sorted(len(sample.input_ids) for sample in full)[rng.randrange(5, 35)]
+    for limit in range(len(full[0].input_ids), len(full[1].input_ids)):  # a cut at every place
+        check_cut(path, tokenizer, limit, full, bos)
+
+
+def check_cut(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int, full: list[Sample], bos: bool) -> None:
     only_last, last_counts = read_chat([path], tokenizer, max_length=limit, too_long="truncate")
     samples, counts = read_chat([path], tokenizer, max_length=limit, loss_on="all", too_long="truncate")
     assert (counts.samples, counts.too_long, counts.truncated) == (
@@ -735,4 +749,4 @@ def test_too_long_with_all_answers(kind, tmp_path, rng):
     assert not lost or f"{lost:,} targets cut away with it" in counts.summary()
     dropped, drop_counts = read_chat([path], tokenizer, max_length=limit, loss_on="all")
     assert len(dropped) == sum(len(sample.input_ids) <= limit for sample in full)
-    assert drop_counts.targets_cut == 0 and drop_counts.too_long == 40 - len(dropped)
+    assert drop_counts.targets_cut == 0 and drop_counts.too_long == len(full) - len(dropped)
