@@ -15,7 +15,8 @@ A row is a sample, padded on the right to the longest of its micro-batch; or, pa
 the borders from, when it gets no attention mask and no cache (``find_packed_sequence_indices`` of its masking_utils):
 attention is then causal within each sample, and blind beyond it. Padding at the end of a packed row is a sample of its
 own to it, so nobody attends to padding, and padding attends to nobody. Flash attention reads the same borders only in
-batches of one row.
+batches of one row. The experts of a MoE compute padding in both kinds of batch; its router's auxiliary loss leaves
+padding out where there is an attention mask, so it counts the few padding positions of packed rows.
 """
 
 import itertools

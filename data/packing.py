@@ -2,8 +2,8 @@
 
 Best fit: a sample goes into the fullest bin that still has room for it. Within a window of `WINDOW` consecutive samples
 the long ones are placed first (best-fit decreasing), because what is left over is then filled by short ones; a window
-bounds the work per sample, and costs at most the last bins of each window. On lengths as chats have them, more than 98
-positions of 100 hold a token.
+bounds the work per sample, and costs at most the last bins of each window. In rows of 512, 97.7% of the positions hold
+a token of GSM8K's chats, and more than 99% where more of the samples are short.
 
 Samples are placed whole: a sample that is cut in two would train its second half without its context.
 """

@@ -13,6 +13,7 @@ writes behind the content (tool calls, the end-of-turn token) must be what it wr
 one. If any of this does not hold, the turn cannot be found exactly, and the line is an error.
 """
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -73,7 +74,9 @@ class Template:
         return Rendering(writing.text, answers)
 
     def _formatted(self, turn: Turn) -> Turn:
-        """The turn with its content in a form that the template writes."""
+        """The turn with its content and the arguments of its calls in a form that the template writes."""
+        if "tool_calls" in turn and not self._takes_objects:
+            turn = {**turn, "tool_calls": [_with_text_arguments(call) for call in turn["tool_calls"]]}
         content = turn["content"]
         if isinstance(content, list) and not self._takes_parts:
             # A newline between parts, as vLLM has it for such templates.
@@ -84,17 +87,28 @@ class Template:
 
     @cached_property
     def _takes_strings(self) -> bool:
-        return MARKER in self._tried(MARKER)
+        return MARKER in self._tried({"role": "user", "content": MARKER})
 
     @cached_property
     def _takes_parts(self) -> bool:
         """Whether a list of text parts is written as text, and not as Python or JSON shows a list."""
-        written = self._tried([{"type": "text", "text": f"{MARKER}{i}"} for i in range(2)])
+        parts = [{"type": "text", "text": f"{MARKER}{i}"} for i in range(2)]
+        written = self._tried({"role": "user", "content": parts})
         return all(f"{MARKER}{i}" in written for i in range(2)) and "'text'" not in written and '"text"' not in written
 
-    def _tried(self, content: Any) -> str:
+    @cached_property
+    def _takes_objects(self) -> bool:
+        """Whether arguments of calls may be objects: some templates write them as they are, and want their JSON."""
+        call = {"id": "000000000", "type": "function", "function": {"name": MARKER, "arguments": {}}}
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": None}
+        objects = self._tried(question, {**answer, "tool_calls": [call]})
+        return MARKER in objects or MARKER not in self._tried(
+            question, {**answer, "tool_calls": [_with_text_arguments(call)]}
+        )
+
+    def _tried(self, *turns: Turn) -> str:
         try:
-            return _write(self._tokenizer, [{"role": "user", "content": content}], None)
+            return _write(self._tokenizer, list(turns), None)
         except BadLineError:
             return ""
 
@@ -195,6 +209,12 @@ class _Writing:
                 f"found {what} {text[:60]!r}, which the chat template does not write, expected a template that does "
                 "(or the text in the turn's content)"
             )
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    text = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {**call, "function": text} if "function" in call else text
 
 
 def plain(content: Any) -> str:

@@ -44,7 +44,7 @@ def test_held_out_samples_are_not_trained_on(folder):
     assert held_out is not None and len(held_out.samples) == 14
     # The six of the evaluation file come behind those that were held out.
     assert [Path(sample.file).name for sample in held_out.samples[8:]] == ["c.jsonl"] * 6
-    trained = {(s.file, s.line) for s in loader._samples}
+    trained = {(s.file, s.line) for s in loader.samples}
     assert len(trained) == 32 and not trained & {(s.file, s.line) for s in held_out.samples}
     assert build(folder)[1] is None
 
@@ -54,12 +54,12 @@ def test_packing_weights_and_loss_on(folder):
     (batch,) = loader.step(0)
     assert "position_ids" in batch and batch["input_ids"].shape == (1, 128)
     ids = [i for row in range(loader._order.rows_in_epoch(0)) for i in loader._order.row(row)]
-    assert sum(loader._samples[i].file.endswith("b.jsonl") for i in ids) == 30 and len(ids) == 40
+    assert sum(loader.samples[i].file.endswith("b.jsonl") for i in ids) == 30 and len(ids) == 40
 
 
 def test_weights_of_text_files(folder):
     loader, _ = build(folder, ("a.txt", "b.txt"), kind="text", max_length=16, weights=[1.0, 1.0])
-    names = [Path(sample.file).name for sample in loader._samples]
+    names = [Path(sample.file).name for sample in loader.samples]
     assert set(names) == {"a.txt", "b.txt"} and names == sorted(names)
     taken = [names[loader.step(k)[0]["sample_ids"][0]] for k in range(len(names))]
     assert abs(taken.count("a.txt") - taken.count("b.txt")) <= 1

@@ -597,6 +597,15 @@ def test_thinking_that_the_prompt_opens(tmp_path):
     assert read_rows(tmp_path, OPENED, rows)[0] == [[f"b b{END}"]]
 
 
+def test_reasoning_is_learned_where_only_its_content_shows_its_place(tmp_path):
+    template = OPENED.replace(
+        "+ m.content.split", "+ '<think>' + (m.reasoning_content or '') + '</think>' + m.content.split"
+    )
+    row = {"messages": [*messages(("user", "b")), {"role": "assistant", "content": "b", "reasoning_content": "b?"}]}
+    found, counts = read_rows(tmp_path, template, row)
+    assert found == [[f"b?</think>b{END}"]] and counts.by_content == 1
+
+
 @pytest.mark.parametrize(
     "call", [CALL, CALL["function"], {**CALL, "function": {"name": "add", "arguments": '{"a": 12, "b": 30}'}}]
 )
@@ -618,6 +627,12 @@ def test_tools(call, content, tmp_path):
     tokenizer.chat_template = QWEN
     (sample,), _ = read_chat([tmp_path / "a.jsonl"], tokenizer, max_length=10_000)
     assert "Adds é" in whole(sample, tokenizer)
+
+
+def test_arguments_are_json_for_templates_that_write_them_as_they_are(tmp_path):
+    template = QWEN.replace("{{- call.arguments | tojson }}", "{{- call.arguments + '' }}")
+    turns = [*messages(("user", "a")), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    assert read_rows(tmp_path, template, {"messages": turns})[0] == [[f"<think>\n\n</think>\n\n{CALLED}{END}"]]
 
 
 def test_what_the_template_would_leave_out_is_an_error(tmp_path):
@@ -697,9 +712,14 @@ def test_too_long_with_all_answers(kind, tmp_path, rng):
     """The last answer stays whole; an earlier one stays a target if its first token's predecessor is still there."""
     tokenizer, _ = kind(rng)
     bos = kind is writes_bos
-    path = write(tmp_path / "a.jsonl", *({"messages": conversation(rng)} for _ in range(40)))
+    short = messages(("user", "a"), ("assistant", "b"))
+    path = write(tmp_path / "a.jsonl", {"messages": short}, {"messages": [*short, *conversation(rng)[-2:], *short]})
     full, _ = read_chat([path], tokenizer, max_length=10_000, loss_on="all")
-    limit = sorted(len(sample.input_ids) for sample in full)[rng.randrange(5, 35)]
+    for limit in range(len(full[0].input_ids), len(full[1].input_ids)):  # a cut at every place
+        check_cut(path, tokenizer, limit, full, bos)
+
+
+def check_cut(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int, full: list[Sample], bos: bool) -> None:
     only_last, last_counts = read_chat([path], tokenizer, max_length=limit, too_long="truncate")
     samples, counts = read_chat([path], tokenizer, max_length=limit, loss_on="all", too_long="truncate")
     assert (counts.samples, counts.too_long, counts.truncated) == (
@@ -729,4 +749,4 @@ def test_too_long_with_all_answers(kind, tmp_path, rng):
     assert not lost or f"{lost:,} targets cut away with it" in counts.summary()
     dropped, drop_counts = read_chat([path], tokenizer, max_length=limit, loss_on="all")
     assert len(dropped) == sum(len(sample.input_ids) <= limit for sample in full)
-    assert drop_counts.targets_cut == 0 and drop_counts.too_long == 40 - len(dropped)
+    assert drop_counts.targets_cut == 0 and drop_counts.too_long == len(full) - len(dropped)

@@ -93,6 +93,7 @@ BAD: dict[str, Callable[[random.Random], bytes]] = {
     "content of another type": lambda rng: changed(rng, 0, content=other(rng, str, list)),
     "an empty list of parts": lambda rng: changed(rng, 0, content=[]),
     "an image": lambda rng: changed(rng, 0, content=[{"type": "image_url", "image_url": {"url": "data:"}}]),
+    "a part of another kind": lambda rng: changed(rng, 0, content=[{"type": "thinking", "text": text(rng)}]),
     "a part without text": lambda rng: changed(rng, 0, content=[{"type": "text"}]),
     "a part of another type": lambda rng: changed(rng, 0, content=[other(rng, dict)]),
     "a part's text of another type": lambda rng: changed(rng, 0, content=[{"type": "text", "text": other(rng, str)}]),

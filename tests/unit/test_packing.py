@@ -63,8 +63,8 @@ def test_chat_lengths_fill_their_bins(rng):
 
 
 def test_best_fit():
-    """10 | 7 + 3 | 6 + 4: the 3 goes where it leaves nothing, not where there is room first."""
-    assert pack(np.array([3, 4, 6, 7, 10]), 10).tolist() == [1, 2, 2, 1, 0]
+    """10 | 7 + 3 | 5: the 3 goes where it leaves nothing, not where there is most room."""
+    assert pack(np.array([3, 5, 10, 7]), 10).tolist() == [1, 2, 0, 1]
 
 
 # ------------------------------------------------------------------------------------------------------- the stream

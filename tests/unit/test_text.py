@@ -134,3 +134,15 @@ def test_errors(tmp_path):
     assert read_text([good], tokenizer, 8)
     with pytest.raises(DataError, match="no EOS token to join 2 files"):
         read_text([good, good], tokenizer, 8)
+
+
+def test_a_block_belongs_to_the_file_of_its_first_token(tmp_path):
+    tokenizer = tiny_tokenizer()
+    paths = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
+    expected = []
+    for path, text in zip(paths, ("12 plus 30", "is", "42, said the fox."), strict=True):
+        path.write_text(text)
+        # The EOS between two files counts for the first.
+        expected += [str(path)] * (len(tokenizer(text, add_special_tokens=False).input_ids) + (path != paths[-1]))
+    samples = read_text(paths, tokenizer, 1)
+    assert [sample.where() for sample in samples] == expected[:-1]
