@@ -3,8 +3,8 @@
     python benchmarks/kd_loss.py [--device cuda] [--rounds 5] [--no-memory | --no-time]
 
 Both sides take hidden states of student and teacher to the gradients of the student's hidden states (and of its
-lm_head where that trains), with all GEMMs that this needs. "direct" has whole logits of both, one fp32 copy of each, and
-torch's autograd of one loss: ``kl`` alone is the plain KL that the bar is about. "chunked" is engine.losses.
+lm_head where that trains), with all GEMMs that this needs. "direct" has whole logits of both, one fp32 copy of each,
+and torch's autograd of one loss: ``kl`` alone is the plain KL that the bar is about. "chunked" is engine.losses.
 
 "peak" is the most that torch's allocator gave out during forward and backward beyond what was there before. The direct
 form runs only where it is predicted to stay under 16 GiB and under 70% of the memory that is free; elsewhere the table
