@@ -28,9 +28,10 @@ def kd_loss(kind, student, teacher, labels, *, temperature=1.0, top_k=1, tail=Fa
     if kind == "mse":
         return (student - teacher).square().sum(-1) / student.shape[-1]
     chosen = (teacher if kind == "kl_top_k" else student).detach().topk(min(top_k, student.shape[-1])).indices
-    p, q = p.gather(-1, chosen), q.gather(-1, chosen)
+    inside = [x.gather(-1, chosen) for x in (p, q)]
     if tail:
-        p, q = (torch.cat([x, (1 - x.sum(-1, keepdim=True)).clamp(min=0)], -1) for x in (p, q))
+        outside = [x.scatter(-1, chosen, 0.0).sum(-1, keepdim=True) for x in (p, q)]
+        p, q = (torch.cat(pair, -1) for pair in zip(inside, outside, strict=True))
     else:
-        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+        p, q = (x / x.sum(-1, keepdim=True) for x in inside)
     return kl(p, q) if kind == "kl_top_k" else kl(q, p)
