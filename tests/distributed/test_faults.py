@@ -131,7 +131,7 @@ def test_an_infinite_loss_with_finite_gradients_moves_nothing(ran, name):
     for found in (first, second):
         assert found["skipped"] == [0, 1, 1]
         assert found["weights"] and found["moments"][0] > 0 and found["moments"][1]
-        assert found["scale_steps"] == [1, 1]
+        assert found["warm_up"] == [1, 1]
         assert found["moved_at_last"] and found["finite"]
 
 
