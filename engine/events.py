@@ -2,22 +2,19 @@
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from engine.recipe import EventRecipe, parse_condition
 from engine.schedule import Schedule
+from engine.state import LoopState
 from quant import Quantization
-
-if TYPE_CHECKING:
-    from engine.loop import LoopState
 
 RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
-def add_event(schedule: "Schedule[LoopState]", event: EventRecipe) -> None:
+def add_event(schedule: Schedule[LoopState], event: EventRecipe) -> None:
     """Add a recipe's event to the schedule."""
 
-    def act(state: "LoopState") -> None:
+    def act(state: LoopState) -> None:
         apply_event(event, state)
 
     if event.at is not None:
@@ -50,7 +47,7 @@ def check_events(events: Sequence[EventRecipe], quantization: Quantization, grou
                 raise ValueError(f"schedule[{index}].lr: nothing of {name} trains, only {', '.join(known)} (learnable)")
 
 
-def apply_event(event: EventRecipe, state: "LoopState") -> None:
+def apply_event(event: EventRecipe, state: LoopState) -> None:
     """Do what the event says."""
     if event.fake_quant is False:
         state.quant.disable(layers=event.layers, observe=event.observe is not False)
@@ -70,7 +67,7 @@ def apply_event(event: EventRecipe, state: "LoopState") -> None:
         state.set_loss_weights(**event.loss)
 
 
-def holds(text: str, state: "LoopState") -> bool:
+def holds(text: str, state: LoopState) -> bool:
     """Whether a condition like ``loss/lm < 2.5`` holds; False while there is no such value."""
     condition = parse_condition(text)
     assert condition is not None, text
