@@ -35,8 +35,8 @@ from quant import weights_changed
 LATEST = "latest"
 BEST = "best.json"
 STEPS = "step_????????"
-# Of data, what may differ in a resumed run: where the files lie, and how a step's rows are shared out.
-MOVABLE = {"train", "eval", "micro_batch_size"}
+# Of data, what may differ in a resumed run: what is not trained on, and how a step's rows are shared out.
+MOVABLE = {"eval", "micro_batch_size"}
 
 
 class CheckpointError(RankError):
@@ -265,6 +265,8 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
     except (OSError, ValueError) as error:
         raise RecipeError(f"train.resume: {error}") from error
     old, new = asdict(before.data), asdict(recipe.data)
+    # Files may be moved, but not renamed, left out or added.
+    old["train"], new["train"] = ([Path(file).name for file in data["train"]] for data in (old, new))
     keys = [key for key in new if key not in MOVABLE and old[key] != new[key]]
     changed = [f"data.{key} (was {old[key]!r}, is {new[key]!r})" for key in keys]
     changed += _rows_problem(before, found.world_size, recipe, int(os.environ.get("WORLD_SIZE", "1")))

@@ -193,3 +193,6 @@ def test_other_samples_or_another_dtype_are_refused(tmp_path, monkeypatch):
     moved = recipe(tmp_path, micro_batch_size=2)
     moved.data.train = ["elsewhere/train.jsonl"]
     assert check_resumable(moved, tmp_path).step == 1
+    moved.data.train.append("more.jsonl")
+    with pytest.raises(RecipeError, match=r"data.train \(was \['train.jsonl'\], is \['train.jsonl', 'more.jsonl'\]\)"):
+        check_resumable(moved, tmp_path)
