@@ -1,8 +1,10 @@
 """The session's model as a checkpoint that others load."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
+from data.loader import MicroBatch
 from engine.fake_quant import FakeQuant
 from engine.recipe import Recipe, RecipeError, parse_size
 from engine.setup import Session, say
@@ -42,14 +44,15 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
     say(f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {files}, {report.seconds:.1f} s")
 
 
-def export_trained(session: Session, quant: FakeQuant) -> None:
+def export_trained(session: Session, quant: FakeQuant, batches: Iterable[MicroBatch] = ()) -> None:
     """Write what was trained to the recipe's export directory; a collective.
 
     A run that never quantises (``quant.fake_quant_start: -1``) writes a plain checkpoint. Where the last steps trained
-    without fake quant, the scales are those of an earlier model and are measured again first.
+    without fake quant, the scales are those of an earlier model and are measured again first, on ``batches`` where
+    nobody watched the inputs.
     """
     compressed = session.recipe.quant.fake_quant_start != -1
     if compressed and quant.stale:
         say("the last steps trained without fake quant: measuring the scales for the export again")
-        quant.measure()
+        quant.measure(batches)
     export(session, session.recipe.export_dir(), compressed=compressed)

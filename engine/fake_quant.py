@@ -44,29 +44,27 @@ class FakeQuant:
     def enable(self, *, weights: bool = True, activations: bool = True, layers: str | None = None) -> None:
         """Fake quant as said in all layers, or in those whose whole name the regex ``layers`` matches.
 
-        Scales that the model has outgrown are measured again, in a collective. Observers go on watching what rests.
+        Scales that the model has outgrown are measured again, in a collective. Inputs that rest are watched.
 
         Raises:
             ValueError: the pattern matches no layer.
             RankError: a weight holds NaN or Inf, or the observers of an input that is to be quantised saw nothing.
         """
+        self._switch(weights, activations, layers, observe=True)
+
+    def disable(self, *, layers: str | None = None, observe: bool = True) -> None:
+        """Fake quant off in all layers, or in those that match; observers on, unless it is not to come back."""
+        self._switch(False, False, layers, observe=observe)
+
+    def _switch(self, weights: bool, activations: bool, layers: str | None, *, observe: bool) -> None:
         before = self._active()
-        was_observing = self.quantization.observing
         self.quantization.set_fake_quant(weights, activations, layers)
         now = self._active()
         self._begin({kind: now[kind] - before[kind] for kind in now})
         self._rest({kind: before[kind] - now[kind] for kind in now})
-        if was_observing and len(now["input"]) == len(self.quantization.input_groups):
-            self.quantization.observe(False)
-
-    def disable(self, *, layers: str | None = None, observe: bool = True) -> None:
-        """Fake quant off in all layers, or in those that match; observers on, unless it is not to come back."""
-        before = self._active()
-        self.quantization.set_fake_quant(False, False, layers)
-        now = self._active()
-        self._rest({kind: before[kind] - now[kind] for kind in now})
-        if observe != self.quantization.observing:
-            self.quantization.observe(observe)
+        watch = observe and len(now["input"]) < len(self.quantization.input_groups)
+        if watch != self.quantization.observing:  # starting again would forget what was seen
+            self.quantization.observe(watch)
 
     def observe(self, on: bool) -> None:
         """Start or stop watching inputs; starting forgets what was seen before."""
@@ -97,9 +95,19 @@ class FakeQuant:
             if learn.weight or learn.norm or learn.router:  # else the model stays what the scales were measured on
                 self.levers.stale[kind] |= set(self._groups(kind)) - active[kind]
 
-    def measure(self) -> None:
-        """Measure every stale scale again, so that an export has what the model needs; a collective."""
+    def measure(self, batches: Iterable[MicroBatch] = ()) -> None:
+        """Measure every stale scale again, so that an export has what the model needs; a collective.
+
+        Args:
+            batches: measure inputs that no observer watches.
+        """
+        self._calibrate_unwatched(batches)
         self._begin({kind: set(owners) for kind, owners in self.levers.stale.items()})
+
+    def _calibrate_unwatched(self, batches: Iterable[MicroBatch]) -> None:
+        stale = self.levers.stale["input"]
+        if stale and not self.quantization.observing:
+            calibrate_inputs(self.session.engine, self.quantization, stale, batches, self.session.device)
 
     @contextmanager
     def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
@@ -111,11 +119,8 @@ class FakeQuant:
         quantization = self.quantization
         flags, observing = quantization.fake_quant_state(), quantization.observing
         seen = [group.observer.state() for group in quantization.input_groups if group.observer is not None]
-        stale = {kind: set(owners) for kind, owners in self.levers.stale.items()}
-        if not observing and stale["input"]:
-            calibrate_inputs(self.session.engine, quantization, stale["input"], batches, self.session.device)
-            stale["input"] = set()
-        self._write(stale)
+        self._calibrate_unwatched(batches)
+        self._write(self.levers.stale)
         quantization.observe(False)
         quantization.set_fake_quant(weights=True, activations=True)
         weights_changed(self.session.model)
@@ -155,9 +160,12 @@ class FakeQuant:
             self.levers.stale[kind] -= measured
 
     def _rest(self, owners: dict[str, set[str]]) -> None:
-        """Groups go out of use: without moments their thetas stay where they are."""
+        """Groups go out of use: without moments their thetas stay where they are; their observers begin anew."""
         for kind, resting in owners.items():
             reset_moments(self.session.engine.optimizer, self._thetas(kind, resting))
+            for group in (self._groups(kind)[owner] for owner in resting):
+                if group.observer is not None:
+                    group.observer.reset()
 
     def _write(self, owners: dict[str, set[str]]) -> None:
         """Scales of groups from the weights as they are and from the observers; a collective."""

@@ -338,7 +338,8 @@ class Loop:
     def _export(self, state: LoopState) -> None:
         """Export; if that fails, a training checkpoint keeps the work."""
         try:
-            export_trained(state.session, state.quant)
+            batches = state.loader.first(max(1, self.recipe.quant.calibration_batches))
+            export_trained(state.session, state.quant, batches)
         except RankError:
             if not self.recipe.train.checkpoint_every:
                 say("the export failed; saving a training checkpoint for launch/export.py")

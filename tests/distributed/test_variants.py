@@ -63,7 +63,8 @@ EVENTS = {
         {"at": 5, "freeze_scales": True, "lr": {"norms": 1e-3, "weights": 0.0}, "loss": {"lm": 0.5}},
         {"when": "loss/total < 1e9", "lr": {"embeddings": 0.0}},
         {"at": 6, "freeze_scales": False},
-        {"at": 7, "fake_quant": "weights"},
+        {"at": 7, "fake_quant": "weights"},  # observers watch the inputs again, from which those at 8 get their scales
+        {"at": 8, "fake_quant": True},
     ],
 }
 POISON = {"train": {"steps": 3, "gradient_accumulation_steps": 1}, "loss": PLAIN, "optim": {"lr": 1e-2}}
@@ -353,7 +354,7 @@ def test_events_of_a_recipe_move_what_they_name_and_nothing_else(paths, stage):
         norms,  # scales frozen, weights at a learning rate of 0
         norms | theta | first_inputs,
         norms | theta,  # inputs off: no momentum moves them
-        norms | theta,
+        norms | theta | inputs,
     ]
     total = [step["loss/total"] / step["loss/lm"] for step in found["losses"]]
     assert total == pytest.approx([1.0] * 5 + [0.5] * 4)
@@ -382,6 +383,7 @@ def test_scales_that_begin_anew_are_measured_from_the_weights_as_they_are(paths,
         if leaf == "input_s0":
             assert torch.equal(value, found[1][name]), name  # inputs are not in use yet
             assert torch.equal(found[4][name], value) == (".layers.0." not in name), name
+            assert torch.equal(found[7][name], found[4][name]) and not torch.equal(found[8][name], found[7][name]), name
 
 
 def test_without_fake_quant_the_export_is_the_trained_model(paths):
