@@ -7,7 +7,7 @@ and ``state.json``, the manifest: bytes and CRC-32 of every file. Everything is 
 step's name, is replaced by a rename. So a directory without ``.partial`` was whole when it got its name, whatever
 interrupted the run, and what happened to it since shows in the manifest.
 
-``best.json`` names the step with the best value of a metric (:func:`mark_best`), which stays when older ones go.
+``best.json`` names the step with the best value of a metric (:func:`mark_if_best`), which stays when older ones go.
 
 ZeRO's state holds no half-accumulated gradients, so checkpoints are taken at optimizer steps. The data cursor is the
 step itself: the loader's batches are a function of the step. At another number of ranks see ``engine/reshard.py``.
@@ -138,8 +138,13 @@ def _make_current(directory: Path, partial: Path, final: Path, keep: int) -> Non
     partial.rename(final)
     sync_directory(directory)
     replace_text(directory / LATEST, final.name)
+    _remove_old(directory, final.name, keep)
+
+
+def _remove_old(directory: Path, newest: str, keep: int) -> None:
+    """Remove all steps up to ``newest`` but the last ``keep`` of them and the best."""
     best = best_checkpoint(directory)
-    older = [path for path in sorted(directory.glob(STEPS)) if path.name <= final.name]
+    older = [path for path in sorted(directory.glob(STEPS)) if path.name <= newest]
     for old in older[:-keep]:
         if best is None or old.name != best.name:
             # Renamed first: a directory that is not whole must not look so, however this ends.
@@ -162,8 +167,12 @@ def _not_written(directory: Path, partial: Path, files: CheckedFiles, error: Ran
     return gather_objects(text)[0]
 
 
-def mark_best(directory: Path, step: int, metric: str, value: float) -> None:
-    """Make an existing checkpoint the best one; it stays until another is marked. A collective.
+def mark_if_best(directory: Path, step: int, metric: str, value: float, *, keep: int) -> None:
+    """Make an existing checkpoint the best one if its value is the smallest so far; it stays until another is. A
+    collective.
+
+    The one that was the best before goes, unless it is among the last ``keep``. Rank 0 compares: another rank may read
+    the file before or after it is replaced.
 
     Raises:
         RankError: there is no checkpoint of that step, or the file could not be written.
@@ -173,8 +182,10 @@ def mark_best(directory: Path, step: int, metric: str, value: float) -> None:
         if is_main():
             if not (directory / name / "state.json").is_file():
                 raise ValueError(f"{directory} has no checkpoint {name} to mark as the best: save it first")
-            best = asdict(Best(name, step, metric, value))
-            replace_text(directory / BEST, json.dumps(best, indent=1))
+            before = best_checkpoint(directory)
+            if before is None or before.metric != metric or value < before.value:
+                replace_text(directory / BEST, json.dumps(asdict(Best(name, step, metric, value)), indent=1))
+                _remove_old(directory, name, keep)
 
 
 def best_checkpoint(directory: Path) -> Best | None:

@@ -42,7 +42,7 @@ from engine.checkpoint import (
     best_checkpoint,
     check_resumable,
     load_checkpoint,
-    mark_best,
+    mark_if_best,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -352,9 +352,8 @@ class Loop:
         best = self.recipe.eval.best
         metric = f"eval/kd/{self.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
         if state.evaluated_step == state.step and metric in state.evaluation:
-            before, value = best_checkpoint(self._checkpoints), state.evaluation[metric]
-            if before is None or before.metric != metric or value < before.value:
-                mark_best(self._checkpoints, state.step, metric, value)
+            keep = self.recipe.train.keep_checkpoints
+            mark_if_best(self._checkpoints, state.step, metric, state.evaluation[metric], keep=keep)
 
     def _try_to_save(self, state: LoopState) -> None:
         """A checkpoint on the way: the run and the checkpoints before outlive its failure (a full disk)."""

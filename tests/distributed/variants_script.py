@@ -122,8 +122,16 @@ def user(loop: Loop, seen: dict[str, Any]) -> None:
         state.stop()
 
 
+def heldout(loop: Loop, seen: dict[str, Any]) -> None:
+    """What each evaluation found; it comes before the actions of its step."""
+
+    @loop.every(1)
+    def keep(state: LoopState) -> None:
+        seen.setdefault("evaluations", []).append(dict(state.evaluation))
+
+
 ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
-    action.__name__: action for action in (losses, switch, off, poison, empty, user)
+    action.__name__: action for action in (losses, switch, off, poison, empty, user, heldout)
 }
 
 

@@ -13,7 +13,7 @@ from engine.checkpoint import (
     best_checkpoint,
     check_resumable,
     find_checkpoint,
-    mark_best,
+    mark_if_best,
     read_checkpoint,
     verify_checkpoint,
 )
@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_written_is_counted_removed_and_not_raised(tmp_pat
 def test_latest_and_best_and_names_are_found(tmp_path):
     for step in (1, 2, 3):
         write_step(tmp_path, step)
-    mark_best(tmp_path, 2, "eval/perplexity", 5.5)
+    mark_if_best(tmp_path, 2, "eval/perplexity", 5.5, keep=3)
     assert best_checkpoint(tmp_path) == Best("step_00000002", 2, "eval/perplexity", 5.5)
     found = {which: find_checkpoint(tmp_path, which) for which in (True, "best", "step_00000001")}
     assert [checkpoint.step for checkpoint in found.values()] == [3, 2, 1]
@@ -89,11 +89,13 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     for step in range(1, 7):
         write_step(tmp_path, step, keep=2)
         if step == 2:
-            mark_best(tmp_path, 2, "loss", 1.0)
+            mark_if_best(tmp_path, 2, "loss", 1.0, keep=2)
+        if step == 4:
+            mark_if_best(tmp_path, 4, "loss", 1.5, keep=2)  # is not
         if step == 5:
-            mark_best(tmp_path, 5, "loss", 0.5)
+            mark_if_best(tmp_path, 5, "loss", 0.5, keep=2)
         kept[step] = [int(name[-8:]) for name in names(tmp_path)]
-    assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [2, 4, 5], 6: [5, 6]}
+    assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [4, 5], 6: [5, 6]}
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -107,7 +109,7 @@ def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tm
 
 def test_a_checkpoint_that_is_not_there_is_no_best_one(tmp_path):
     with pytest.raises(RankError, match="no checkpoint step_00000004 to mark as the best: save it first"):
-        mark_best(tmp_path, 4, "loss", 1.0)
+        mark_if_best(tmp_path, 4, "loss", 1.0, keep=2)
     assert best_checkpoint(tmp_path) is None
     with pytest.raises(ValueError, match=r"has no best\.json"):
         find_checkpoint(tmp_path, "best")
