@@ -1,6 +1,6 @@
 """What the losses through lm_head cost, in time and in memory, against the same losses written with torch's operators.
 
-    python benchmarks/kd_loss.py [--device cuda] [--rounds 5] [--no-memory | --no-time]
+    python benchmarks/kd_loss.py [--device cuda] [--rounds 5] [--vocabulary V] [--no-memory | --no-time]
 
 Both sides take hidden states of student and teacher to the gradients of the student's hidden states (and of its
 lm_head where that trains), with all GEMMs that this needs. "direct" has whole logits of both, one fp32 copy of each,
@@ -168,6 +168,7 @@ def memory_table(tokens: tuple[int, ...], vocabulary: int, hidden: int, device: 
 def main() -> None:
     """Measure, print, write."""
     parser = timing.arguments_of(__doc__, rounds=5)
+    parser.add_argument("--vocabulary", type=int, help="only this one")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--no-memory", action="store_true")
     which.add_argument("--no-time", action="store_true")
@@ -178,6 +179,7 @@ def main() -> None:
     torch.manual_seed(0)
     quick = arguments.quick
     tokens, vocabularies = (QUICK_TOKENS, QUICK_VOCABULARIES) if quick else (TOKENS, VOCABULARIES)
+    vocabularies = (arguments.vocabulary,) if arguments.vocabulary else vocabularies
     hidden, rounds = (QUICK_HIDDEN, 2) if quick else (HIDDEN, arguments.rounds)
     sections: list[str] = []
     for vocabulary in vocabularies:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine import quant_stats
 from engine.cache_teacher import check_recipe, write_cache
 from engine.loop import Loop, LoopState
 from engine.losses import LossChunk
@@ -74,9 +75,15 @@ def train(path: Path) -> dict[str, Any]:
             seen["gathers"] = mode.sizes
             state.stop()
 
-    @loop.every(1)
-    def keep(state: LoopState) -> None:
-        seen["clipped"].append(dict(state.last.clipped))
+    if name in ("self", "original"):
+
+        @loop.at(0)
+        def watch(state: LoopState) -> None:
+            state.quant.observe(True)
+
+        @loop.every(1)
+        def keep(state: LoopState) -> None:
+            seen["clipped"].append(quant_stats.measure(state.quant.quantization).clipped_inputs)
 
     return {**run(loop), "seen": seen}
 

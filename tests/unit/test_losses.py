@@ -304,7 +304,11 @@ def logits_of_one_token(student, teacher, spec, label=0):
     return value[0], gradient[0]
 
 
-SPECS = [Distillation(kind, top_k=k, tail=tail) for kind in KD_KINDS for k, tail in ((2, False), (2, True), (4, True))]
+SPECS = [
+    Distillation(kind, top_k=k, tail=tail)
+    for kind in KD_KINDS
+    for k, tail in ((2, False), (2, True), (3, True), (4, True))
+]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.top_k}-{spec.tail}")
