@@ -23,11 +23,12 @@ test test-full: export OMP_NUM_THREADS = 1
 quickstart: $(STAMP)
 	$(VENV)/bin/python launch/quickstart.py
 
+# Two files of tests at a time: a launch of two ranks leaves the cores idle while it starts.
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -m "not full"
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not full"
 
 test-full: $(STAMP)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
