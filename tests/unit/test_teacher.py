@@ -39,7 +39,7 @@ def test_the_forward_is_the_originals_and_nothing_changes(student):
     with at_head(head.weight, head.bias) as teacher:
         assert not teacher.hidden.requires_grad and not teacher.weight.requires_grad
         found, expected = F.linear(teacher.hidden, teacher.weight).float(), original(input_ids=ids).logits.float()
-        # The same arithmetic, 0 where BLAS gives the same bits again; with layer 0 left quantised 0.06 to 0.12 (60 seeds).
+        # The same arithmetic, 0 where BLAS gives the same bits again; with layer 0 left quantised 0.06 to 0.12.
         assert (found - expected).norm() < 0.01 * expected.norm()
     assert quantization.fake_quant_state() == before and model.training and quantization.observing
     for group, state in zip(quantization.input_groups, states, strict=True):
