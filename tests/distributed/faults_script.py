@@ -201,7 +201,7 @@ def not_finite(directory: Path, name: str) -> None:
         {
             "weights": all(torch.equal(before[key], after[key]) for key in before),
             "moments": [len(moments), all(map(equal, moments, moments_after))],
-            "scale_steps": [warm, warm_after],
+            "warm_up": [warm, warm_after],
             "skipped": result["skipped"],
             "moved_at_last": any(not torch.equal(after[key], result["weights"][key]) for key in after),
             "finite": all(bool(weight.isfinite().all()) for weight in result["weights"].values()),
