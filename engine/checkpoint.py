@@ -7,7 +7,7 @@ and ``state.json``, the manifest: bytes and CRC-32 of every file. Everything is 
 step's name, is replaced by a rename. So a directory without ``.partial`` was whole when it got its name, whatever
 interrupted the run, and what happened to it since shows in the manifest.
 
-``best.json`` names the step with the best value of a metric (:func:`mark_best`), which stays when older ones go.
+``best.json`` names the step with the best value of a metric (:func:`mark_if_best`), which stays when older ones go.
 
 ZeRO's state holds no half-accumulated gradients, so checkpoints are taken at optimizer steps. The data cursor is the
 step itself: the loader's batches are a function of the step. At another number of ranks see ``engine/reshard.py``.
@@ -88,7 +88,7 @@ def save_checkpoint(session: Session, directory: Path, step: int, *, keep: int) 
         _save_engine(session, files, directory, partial.name)
         files.save(_rank_state(session), partial / f"rank_{rank()}.pt")
         reports = gather_objects((files.written, files.failure))
-        with errors_on_all_ranks(OSError):
+        with errors_on_all_ranks(OSError, ValueError):
             if failure := next((failure for _, failure in reports if failure), None):
                 raise OSError(failure)
             if is_main():
@@ -162,19 +162,28 @@ def _not_written(directory: Path, partial: Path, files: CheckedFiles, error: Ran
     return gather_objects(text)[0]
 
 
-def mark_best(directory: Path, step: int, metric: str, value: float) -> None:
-    """Make an existing checkpoint the best one; it stays until another is marked. A collective.
+def mark_if_best(directory: Path, step: int, metric: str, value: float) -> None:
+    """Make an existing checkpoint the best one if its value is less than the best one's; a collective.
+
+    It stays until another is marked. Rank 0 alone compares: another rank may see its new file before it has read the
+    old one, or on a shared disk not at all. A mark of another metric gives way, and that of an earlier checkpoint of
+    the same step, which this one has replaced.
 
     Raises:
-        RankError: there is no checkpoint of that step, or the file could not be written.
+        CheckpointError: there is no checkpoint of that step, or the file could not be read or written.
     """
     name = f"step_{step:08d}"
-    with errors_on_all_ranks(OSError, ValueError):
-        if is_main():
-            if not (directory / name / "state.json").is_file():
-                raise ValueError(f"{directory} has no checkpoint {name} to mark as the best: save it first")
-            best = asdict(Best(name, step, metric, value))
-            replace_text(directory / BEST, json.dumps(best, indent=1))
+    try:
+        with errors_on_all_ranks(OSError, ValueError):
+            if is_main():
+                if not (directory / name / "state.json").is_file():
+                    raise ValueError(f"{directory} has no checkpoint {name} to mark as the best: save it first")
+                before = best_checkpoint(directory)
+                if before is None or before.metric != metric or before.name == name or value < before.value:
+                    best = asdict(Best(name, step, metric, value))
+                    replace_text(directory / BEST, json.dumps(best, indent=1))
+    except RankError as error:
+        raise CheckpointError(f"{directory / BEST} was not written: {error}") from error
 
 
 def best_checkpoint(directory: Path) -> Best | None:

@@ -9,11 +9,12 @@ import torch
 
 from engine.checkpoint import (
     Best,
+    CheckpointError,
     _make_current,
     best_checkpoint,
     check_resumable,
     find_checkpoint,
-    mark_best,
+    mark_if_best,
     read_checkpoint,
     verify_checkpoint,
 )
@@ -76,7 +77,7 @@ def test_a_file_that_cannot_be_written_is_counted_removed_and_not_raised(tmp_pat
 def test_latest_and_best_and_names_are_found(tmp_path):
     for step in (1, 2, 3):
         write_step(tmp_path, step)
-    mark_best(tmp_path, 2, "eval/perplexity", 5.5)
+    mark_if_best(tmp_path, 2, "eval/perplexity", 5.5)
     assert best_checkpoint(tmp_path) == Best("step_00000002", 2, "eval/perplexity", 5.5)
     found = {which: find_checkpoint(tmp_path, which) for which in (True, "best", "step_00000001")}
     assert [checkpoint.step for checkpoint in found.values()] == [3, 2, 1]
@@ -89,12 +90,28 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     for step in range(1, 7):
         write_step(tmp_path, step, keep=2)
         if step == 2:
-            mark_best(tmp_path, 2, "loss", 1.0)
+            mark_if_best(tmp_path, 2, "loss", 1.0)
         if step == 5:
-            mark_best(tmp_path, 5, "loss", 0.5)
+            mark_if_best(tmp_path, 5, "loss", 0.5)
         kept[step] = [int(name[-8:]) for name in names(tmp_path)]
     assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [2, 4, 5], 6: [5, 6]}
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path):
+    def marked(step, value, metric="eval/lm"):
+        write_step(tmp_path, step, keep=1)
+        mark_if_best(tmp_path, step, metric, value)
+        best = best_checkpoint(tmp_path)
+        return best.step, best.value
+
+    assert [marked(1, 3.0), marked(2, 2.0), marked(3, 2.5)] == [(1, 3.0), (2, 2.0), (2, 2.0)]
+    # Resumed from before it, the run comes to step 2 again: what was the best is not there any more.
+    assert marked(2, 2.2) == (2, 2.2)
+    assert marked(3, 5.0, "eval/total") == (3, 5.0)
+    (tmp_path / "best.json").write_text("{")
+    with pytest.raises(CheckpointError, match="expected name, step, metric and value"):
+        mark_if_best(tmp_path, 3, "eval/lm", 1.0)
 
 
 def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tmp_path):
@@ -107,7 +124,7 @@ def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tm
 
 def test_a_checkpoint_that_is_not_there_is_no_best_one(tmp_path):
     with pytest.raises(RankError, match="no checkpoint step_00000004 to mark as the best: save it first"):
-        mark_best(tmp_path, 4, "loss", 1.0)
+        mark_if_best(tmp_path, 4, "loss", 1.0)
     assert best_checkpoint(tmp_path) is None
     with pytest.raises(ValueError, match=r"has no best\.json"):
         find_checkpoint(tmp_path, "best")
