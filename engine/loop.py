@@ -42,7 +42,7 @@ from engine.checkpoint import (
     best_checkpoint,
     check_resumable,
     load_checkpoint,
-    mark_best,
+    mark_if_best,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -77,7 +77,7 @@ class Loop:
         start = recipe.quant.fake_quant_start
         if start != 0:
             # Observers have nobody to watch for in a run that never quantises.
-            self.schedule.at(0, lambda state: state.quant.disable(observe=start > 0))
+            self.schedule.at(0, lambda state: state.quant.disable(observe=not recipe.never_quantises()))
         if start > 0:
             self.schedule.at(start, lambda state: state.quant.enable())
         for event in recipe.schedule:
@@ -352,9 +352,7 @@ class Loop:
         best = self.recipe.eval.best
         metric = f"eval/kd/{self.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
         if state.evaluated_step == state.step and metric in state.evaluation:
-            before, value = best_checkpoint(self._checkpoints), state.evaluation[metric]
-            if before is None or before.metric != metric or value < before.value:
-                mark_best(self._checkpoints, state.step, metric, value)
+            mark_if_best(self._checkpoints, state.step, metric, state.evaluation[metric])
 
     def _try_to_save(self, state: LoopState) -> None:
         """A checkpoint on the way: the run and the checkpoints before outlive its failure (a full disk)."""
