@@ -66,8 +66,12 @@ def calibrate_inputs(
     quantization.observe(True)
     for batch in batches:
         # One sample at a time, without its padding: what padding positions hold is never served.
-        for ids in sample_inputs(batch):
-            forward(input_ids=ids.to(device), use_cache=False)
+        samples = list(sample_inputs(batch)) or [batch["input_ids"][:1]]
+        # Rows hold unequal numbers of samples when they are packed or the last ones, and a forward is a collective
+        # under ZeRO-3: who has fewer repeats its last one, which changes no maximum.
+        most = reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX)
+        for index in range(int(most)):
+            forward(input_ids=samples[min(index, len(samples) - 1)].to(device), use_cache=False)
     quantization.observe(False)
     write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
     quantization.restore_fake_quant(before)

@@ -88,7 +88,7 @@ def save_checkpoint(session: Session, directory: Path, step: int, *, keep: int) 
         _save_engine(session, files, directory, partial.name)
         files.save(_rank_state(session), partial / f"rank_{rank()}.pt")
         reports = gather_objects((files.written, files.failure))
-        with errors_on_all_ranks(OSError):
+        with errors_on_all_ranks(OSError, ValueError):
             if failure := next((failure for _, failure in reports if failure), None):
                 raise OSError(failure)
             if is_main():
@@ -168,24 +168,28 @@ def _not_written(directory: Path, partial: Path, files: CheckedFiles, error: Ran
 
 
 def mark_if_best(directory: Path, step: int, metric: str, value: float, *, keep: int) -> None:
-    """Make an existing checkpoint the best one if its value is the smallest so far; it stays until another is. A
-    collective.
+    """Make an existing checkpoint the best one if its value is less than the best one's; a collective.
 
-    The one that was the best before goes, unless it is among the last ``keep``. Rank 0 compares: another rank may read
-    the file before or after it is replaced.
+    It stays until another is marked; the one before goes then, unless it is among the last ``keep``. Rank 0 alone
+    compares: another rank may see its new file before it has read the old one, or on a shared disk not at all. A mark
+    of another metric gives way, and that of an earlier checkpoint of the same step, which this one has replaced.
 
     Raises:
-        RankError: there is no checkpoint of that step, or the file could not be written.
+        CheckpointError: there is no checkpoint of that step, or the file could not be read or written.
     """
     name = f"step_{step:08d}"
-    with errors_on_all_ranks(OSError, ValueError):
-        if is_main():
-            if not (directory / name / "state.json").is_file():
-                raise ValueError(f"{directory} has no checkpoint {name} to mark as the best: save it first")
-            before = best_checkpoint(directory)
-            if before is None or before.metric != metric or value < before.value:
-                replace_text(directory / BEST, json.dumps(asdict(Best(name, step, metric, value)), indent=1))
-                _remove_old(directory, name, keep)
+    try:
+        with errors_on_all_ranks(OSError, ValueError):
+            if is_main():
+                if not (directory / name / "state.json").is_file():
+                    raise ValueError(f"{directory} has no checkpoint {name} to mark as the best: save it first")
+                before = best_checkpoint(directory)
+                if before is None or before.metric != metric or before.name == name or value < before.value:
+                    best = asdict(Best(name, step, metric, value))
+                    replace_text(directory / BEST, json.dumps(best, indent=1))
+                    _remove_old(directory, name, keep)
+    except RankError as error:
+        raise CheckpointError(f"{directory / BEST} was not written: {error}") from error
 
 
 def best_checkpoint(directory: Path) -> Best | None:

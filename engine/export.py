@@ -47,11 +47,11 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
 def export_trained(session: Session, quant: FakeQuant, batches: Iterable[MicroBatch] = ()) -> None:
     """Write what was trained to the recipe's export directory; a collective.
 
-    A run that never quantises (``quant.fake_quant_start: -1``) writes a plain checkpoint. Where the last steps trained
+    A run that never quantises writes a plain checkpoint. Where the last steps trained
     without fake quant, the scales are those of an earlier model and are measured again first, on ``batches`` where
     nobody watched the inputs.
     """
-    compressed = session.recipe.quant.fake_quant_start != -1
+    compressed = not session.recipe.never_quantises() or quant.enabled
     if compressed and quant.stale:
         say("the last steps trained without fake quant: measuring the scales for the export again")
         quant.measure(batches)

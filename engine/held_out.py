@@ -28,7 +28,7 @@ def evaluate(state: LoopState, losses: Callable[[MicroBatch], Mapping[str, Tenso
     """
     assert state.held_out is not None
     session = state.session
-    never = state.recipe.quant.fake_quant_start == -1 and not state.quant.enabled
+    never = state.recipe.never_quantises() and not state.quant.enabled
     calibration = itertools.islice(state.held_out, max(1, state.recipe.quant.calibration_batches))
     session.engine.eval()
     sums: dict[str, Tensor] = {}

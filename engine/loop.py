@@ -77,7 +77,7 @@ class Loop:
         start = recipe.quant.fake_quant_start
         if start != 0:
             # Observers have nobody to watch for in a run that never quantises.
-            self.schedule.at(0, lambda state: state.quant.disable(observe=start > 0))
+            self.schedule.at(0, lambda state: state.quant.disable(observe=not recipe.never_quantises()))
         if start > 0:
             self.schedule.at(start, lambda state: state.quant.enable())
         for event in recipe.schedule:

@@ -113,7 +113,8 @@ class QuantRecipe:
     """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
     tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9)."""
     fake_quant_start: int = 0
-    """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never."""
+    """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never,
+    or when an event under schedule says so."""
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
@@ -528,6 +529,10 @@ class Recipe:
         later = any((event.loss or {}).get("kd", 0) > 0 for event in self.schedule)
         return self.loss.kd_weight > 0 or later
 
+    def never_quantises(self) -> bool:
+        """Whether fake quant is off from the first step to the last, as the recipe has it."""
+        return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
+
     def validate(self) -> None:
         """Check every value, and values against each other; no file is touched. Call it again after an assignment.
 
@@ -601,7 +606,7 @@ class Recipe:
             expected = "auto or simulate: the fp8 GEMM gives bfloat16, model.dtype is float32"
             yield from _need(self.model.dtype == "bfloat16", "quant.compute", quant.compute, expected)
         others = learn.weight or learn.norm or learn.router
-        if quant.fake_quant_start == -1 and (learn.weight_scale or learn.act_scale) and not others:
+        if self.never_quantises() and (learn.weight_scale or learn.act_scale) and not others:
             yield "quant.fake_quant_start: -1 (never), expected 0 or more: only scales learn, and get no gradient"
         both = quant.initial_input_scale is not None and quant.calibration_batches > 0
         if both and quant.quantises_activations():

@@ -237,14 +237,15 @@ def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
     inner = getattr(optimizer, "optimizer", optimizer)
     if not any(inner.state.values()):
         return  # before the first step there are no moments, and DeepSpeed's setter raises
+    masters = _unfused_masters(optimizer)
     for parameter in parameters:
         for key in ("exp_avg", "exp_avg_sq"):
             if is_partitioned(parameter):
                 # The setter for a whole parameter cuts the last ranks' share out of it, where one element has none.
                 safe_set_local_optimizer_state(parameter, _zeros_of_partition(parameter), key)
             elif not hasattr(parameter, "_hp_mapping"):
-                # Stage 0 in fp32: the optimizer is torch's, over the parameters themselves.
-                inner.state[parameter][key].zero_()
+                # Stage 0: torch's optimizer, over the parameters themselves or (bf16) over an fp32 copy of each.
+                inner.state[masters.get(id(parameter), parameter)][key].zero_()
             elif (mapping := parameter._hp_mapping) is not None:  # None: no part of it is this rank's
                 # DeepSpeed 0.19 links parameters to moments after its first group's first step, when the other groups
                 # have none, and never again: safe_set_full_optimizer_state raises for all but the first group.
@@ -258,12 +259,23 @@ def zero_parameters(optimizer: Any, parameters: Sequence[Parameter]) -> None:
     with gathered(parameters, modifier_rank=0), torch.no_grad():
         for parameter in parameters:
             parameter.zero_()
+    masters = _unfused_masters(optimizer)
     for parameter in parameters:
-        if is_partitioned(parameter):
+        if id(parameter) in masters:
+            masters[id(parameter)].detach().zero_()
+        elif is_partitioned(parameter):
             safe_set_local_fp32_param(parameter, _zeros_of_partition(parameter))
         elif hasattr(parameter, "_hp_mapping"):
             safe_set_full_fp32_param(parameter, torch.zeros_like(parameter, dtype=torch.float32))
     reset_moments(optimizer, parameters)
+
+
+def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
+    """The fp32 copy of each parameter, by the parameter's id, on stage 0 under bf16; else empty."""
+    if not hasattr(optimizer, "fp32_groups"):
+        return {}
+    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {id(own): master for group in pairs for own, master in zip(*group, strict=True)}
 
 
 def _zeros_of_partition(parameter: Parameter) -> Tensor:

@@ -80,6 +80,8 @@ HELD_OUT = {
     "eval": {"every": 1, "best": "total"},
 }
 UNSEEN = {"eval": {"every": 0}, "train": {"steps": 5}}
+CALIBRATED = {"stage": 3, "loss": PLAIN, "train": {"steps": 2}}
+PACKED = {"data": {"packing": True, "micro_batch_size": 1}}
 POISON = {"train": {"steps": 3, "gradient_accumulation_steps": 1}, "loss": PLAIN, "optim": {"lr": 1e-2}}
 
 
@@ -135,6 +137,22 @@ RUNS = {
         f"off_{stage}": ("qwen3", "float32", {"stage": stage, "loss": PLAIN, "optim": {"schedule": "constant"}})
         for stage in range(4)
     },
+    # All samples calibrate: of the packed rows a rank has several samples, others than the other rank has.
+    "calibrated_padded": ("qwen3", "bfloat16", {**CALIBRATED, "quant": {"calibration_batches": 12}}),
+    "calibrated_packed": ("qwen3", "bfloat16", {**CALIBRATED, **PACKED, "quant": {"calibration_batches": 16}}),
+    "eventually": (
+        "qwen3",
+        "bfloat16",
+        {
+            "stage": 3,
+            "loss": PLAIN,
+            "quant": {"fake_quant_start": -1},
+            "train": {"steps": 3, "quant_stats_every": 0},
+            "schedule": [{"at": 2, "fake_quant": True}],
+            "export": {"enabled": True},
+        },
+    ),
+    "off_bf16": ("qwen3", "bfloat16", {"stage": 0, "loss": PLAIN, "optim": {"schedule": "constant"}}),
     **{f"events_{stage}": ("qwen3", "float32", {**EVENTS, "stage": stage}) for stage in range(4)},
     "never": (
         "qwen3",
@@ -345,6 +363,26 @@ def test_theta_rests_while_fake_quant_is_off(paths, stage):
 @pytest.mark.parametrize("stage", range(4))
 def test_fake_quant_switched_off_and_on_equals_a_plain_loop(paths, stage):
     assert_equals_plain_loop(paths[f"off_{stage}"], off=range(2, 4))
+
+
+def test_samples_of_packed_rows_calibrate_as_they_do_by_themselves(paths):
+    """On stage 3, where a forward is a collective, ranks have unequal numbers of samples to look at."""
+    padded, packed = (load_result(paths[f"calibrated_{rows}"])["weights"] for rows in ("padded", "packed"))
+    scales = [name for name in padded if name.endswith("input_s0")]
+    assert scales and all(torch.equal(packed[name], padded[name]) for name in scales)
+
+
+def test_fake_quant_that_only_an_event_starts_is_observed_for_and_exported(paths):
+    directory = paths["eventually"].with_suffix("")
+    assert "quantization_config" in json.loads((directory / "export" / "config.json").read_text())
+
+
+def test_theta_begins_anew_where_each_parameter_has_an_fp32_copy_of_its_own(paths):
+    """Stage 0 under bf16. In the one step since, Adam with fresh moments takes the warm-up's half of the rate."""
+    trained = load_result(paths["off_bf16"])
+    before = [value.abs().max() for name, value in trained["seen"]["on"].items() if name.endswith("_theta")]
+    after = [value.abs().max() for name, value in trained["weights"].items() if name.endswith("_theta")]
+    assert min(before) > 1e-2 and max(after) == pytest.approx(5e-3, rel=1e-2)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -9,6 +9,7 @@ import torch
 
 from engine.checkpoint import (
     Best,
+    CheckpointError,
     _make_current,
     best_checkpoint,
     check_resumable,
@@ -97,6 +98,22 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
         kept[step] = [int(name[-8:]) for name in names(tmp_path)]
     assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [4, 5], 6: [5, 6]}
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path):
+    def marked(step, value, metric="eval/lm"):
+        write_step(tmp_path, step, keep=1)
+        mark_if_best(tmp_path, step, metric, value, keep=9)
+        best = best_checkpoint(tmp_path)
+        return best.step, best.value
+
+    assert [marked(1, 3.0), marked(2, 2.0), marked(3, 2.5)] == [(1, 3.0), (2, 2.0), (2, 2.0)]
+    # Resumed from before it, the run comes to step 2 again: what was the best is not there any more.
+    assert marked(2, 2.2) == (2, 2.2)
+    assert marked(3, 5.0, "eval/total") == (3, 5.0)
+    (tmp_path / "best.json").write_text("{")
+    with pytest.raises(CheckpointError, match="expected name, step, metric and value"):
+        mark_if_best(tmp_path, 3, "eval/lm", 1.0, keep=9)
 
 
 def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tmp_path):
