@@ -243,11 +243,12 @@ class Loop:
             token_losses=tuple(self.token_losses),
             chunk_tokens=loss.chunk_tokens,
         )
+        trains = torch.is_grad_enabled()
         # A cache holds training samples, none of those that are held out.
-        known = torch.is_grad_enabled() or not isinstance(session.teacher, CachedTeacher)
+        known = trains or not isinstance(session.teacher, CachedTeacher)
         distil = session.teacher is not None and levers.kd_weight > 0 and known
         every = loss.diagnostics_every
-        diagnostics = distil and every > 0 and (state.step + 1) % every == 0
+        diagnostics = trains and distil and every > 0 and (state.step + 1) % every == 0
         found = forward_losses(session, batch, objective, scale=scale, distil=distil, diagnostics=diagnostics)
         names = {"kd": f"loss/kd/{loss.kd}", **{name: f"kd/{name}" for name in DIAGNOSTICS}}
         sums = {names.get(name, f"loss/{name}"): value for name, value in found.sums.items()}
