@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint import CheckpointError
 from engine.loop import Loop, LoopState
-from engine.recipe import load_recipe
+from engine.recipe import Recipe, load_recipe
 from model.ranks import is_main
 from tests.distributed.train_script import run
 
+KNOBS: dict[str, Any] = {"weight_decay": 0.25, "eps": 1e-6, "betas": (0.8, 0.9)}
 STOP = 3  # steps done when a signal stops the run, between two evaluations
 
 
@@ -32,7 +34,37 @@ def main() -> None:
             loop.schedule.at(STOP - 1, lambda state: os.kill(os.getpid(), signal.SIGTERM))
         keep(directory, name, loop)
     recipe = load_recipe(directory / "stopped.yaml")
-    keep(directory, "resumed", Loop(replace(recipe, train=replace(recipe.train, resume=True))))
+    recipe = replace(recipe, train=replace(recipe.train, resume=True))
+    keep(directory, "resumed", Loop(recipe))
+    unsaved(directory, recipe)
+
+
+def unsaved(directory: Path, recipe: Recipe) -> None:
+    """Two more steps with other knobs of the optimizer, whose checkpoint has no place, and an export."""
+    last = recipe.train.steps + 2
+    loop = Loop(
+        replace(
+            recipe,
+            train=replace(recipe.train, steps=last),
+            optim=replace(recipe.optim, **KNOBS),
+            export=replace(recipe.export, enabled=True),
+        )
+    )
+    found: dict[str, Any] = {}
+
+    def spoil(state: LoopState) -> None:
+        groups = state.session.engine.optimizer.param_groups
+        found["groups"] = {group["name"]: {key: group[key] for key in KNOBS} for group in groups}
+        if is_main():
+            (Path(recipe.output_dir) / "checkpoints" / f"step_{last:08d}.partial").touch()
+
+    loop.schedule.at(last - 1, spoil)
+    try:
+        loop.run()
+    except CheckpointError as error:
+        found["error"] = str(error)
+    if is_main():
+        torch.save(found, directory / "unsaved.pt")
 
 
 def keep(directory: Path, name: str, loop: Loop) -> None:

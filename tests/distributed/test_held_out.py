@@ -7,7 +7,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.checkpoint import best_checkpoint
-from tests.distributed.held_out_script import STOP
+from engine.optim import SCALE_EPS
+from tests.distributed.held_out_script import KNOBS, STOP
 from tests.distributed.launcher import run_ranks
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.tiny import tiny_checkpoint
@@ -60,6 +61,18 @@ def test_a_resumed_run_knows_the_last_evaluation(runs):
     assert resumed["evaluations"] == straight["evaluations"][STOP:]
     assert stopped["losses"] + resumed["losses"] == straight["losses"]
     assert all(torch.equal(resumed["weights"][name], weight) for name, weight in straight["weights"].items())
+
+
+def test_a_resumed_run_follows_the_optimizer_knobs_that_it_is_given(runs):
+    groups = torch.load(runs / "unsaved.pt", weights_only=True)["groups"]
+    assert groups["weights"] == KNOBS
+    assert groups["weight_scales"] == {**KNOBS, "weight_decay": 0.0, "eps": SCALE_EPS}
+
+
+def test_a_last_checkpoint_that_cannot_be_written_does_not_cost_the_export(runs):
+    error = torch.load(runs / "unsaved.pt", weights_only=True)["error"]
+    assert f"step_{STEPS + 2:08d} was not written: " in error
+    assert (runs / "stopped" / "export" / "config.json").is_file()
 
 
 def test_curves_have_one_point_at_a_step(runs):
