@@ -37,6 +37,8 @@ BEST = "best.json"
 STEPS = "step_????????"
 # Of data, what may differ in a resumed run: what is not trained on, and how a step's rows are shared out.
 MOVABLE = {"eval", "micro_batch_size"}
+# What of an optimizer's group is the recipe's, beside the learning rate, which is set before every step.
+OPTIMIZER_KNOBS = ("weight_decay", "betas", "eps")
 
 
 class CheckpointError(RankError):
@@ -285,8 +287,13 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
     keys = [key for key in new if key not in MOVABLE and old[key] != new[key]]
     changed = [f"data.{key} (was {old[key]!r}, is {new[key]!r})" for key in keys]
     changed += _rows_problem(before, found.world_size, recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    if before.model.dtype != recipe.model.dtype:
-        changed.append(f"model.dtype (was {before.model.dtype!r}, is {recipe.model.dtype!r})")
+    # Scales of one scheme have shapes that fit another, and each group of the optimizer its parameters.
+    knobs = [("model", "dtype"), ("quant", "scheme"), ("quant", "exempt")]
+    knobs += [("learnable", name) for name in asdict(recipe.learnable)]
+    for section, name in knobs:
+        was, now = (getattr(getattr(one, section), name) for one in (before, recipe))
+        if was != now:
+            changed.append(f"{section}.{name} (was {was!r}, is {now!r})")
     if changed:
         raise RecipeError(f"train.resume: {found.path} cannot be continued with other {', '.join(changed)}")
     return found
@@ -349,7 +356,11 @@ def load_checkpoint(session: Session, checkpoint: Checkpoint) -> int:
             layouts = [[OptimizerPiece(*piece) for piece in state["pieces"]] for state in states]
             load_resharded(session, checkpoint.path, layouts, checkpoint.stage)
     if same or checkpoint.stage == 0:  # stage 0 keeps everything on every rank
+        # A resumed run follows the recipe that it is given; DeepSpeed loads the old one's weight decay, betas and eps.
+        settings = [{key: group[key] for key in OPTIMIZER_KNOBS} for group in session.engine.optimizer.param_groups]
         session.engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
+        for group, own in zip(session.engine.optimizer.param_groups, settings, strict=True):
+            group.update(own)
     else:
         use_masters(session.model, session.engine.optimizer)
     # DeepSpeed writes the partitions of frozen parameters (initial scales) without dropping hpZ's copies of them.

@@ -25,16 +25,20 @@ def add_event(schedule: Schedule[LoopState], event: EventRecipe) -> None:
         schedule.when(lambda state: holds(event.when or "", state), act)
 
 
-def check_events(events: Sequence[EventRecipe], quantization: Quantization, groups: Iterable[str]) -> None:
+def check_events(
+    events: Sequence[EventRecipe], quantization: Quantization, groups: Iterable[str], metrics: Sequence[str]
+) -> None:
     """Refuse, before the first step, events that would fail or do nothing when their time comes.
 
     Args:
         events: of the recipe.
         quantization: knows the layers.
         groups: names of the optimizer's parameter groups.
+        metrics: what conditions may look at.
 
     Raises:
-        ValueError: a pattern matches no layer, or nothing trains of a group whose rate is to change.
+        ValueError: a pattern matches no layer, nothing trains of a group whose rate is to change, or nothing of the
+            name in a condition is ever measured.
     """
     known = list(groups)
     for index, event in enumerate(events):
@@ -42,6 +46,8 @@ def check_events(events: Sequence[EventRecipe], quantization: Quantization, grou
             quantization.matching(event.layers)
         except ValueError as error:
             raise ValueError(f"schedule[{index}].layers: {error}") from error
+        if (condition := parse_condition(event.when or "")) and condition[0] not in metrics:
+            raise ValueError(f"schedule[{index}].when: {event.when!r}, expected one of {', '.join(metrics)}")
         for name in event.lr or {}:
             if name not in known:
                 raise ValueError(f"schedule[{index}].lr: nothing of {name} trains, only {', '.join(known)} (learnable)")

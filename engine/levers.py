@@ -19,6 +19,8 @@ class Levers:
         scale_steps: optimizer steps with fake quant since the scales were measured, by parameter group.
         stale: owners of the weight groups and of the input groups whose scales are those of an earlier model.
         met: events with a condition that have run, by position.
+        evaluation: results of the last evaluation, which conditions look at.
+        left_out: steps in a row, up to the last, that were not finite.
     """
 
     recipe: Recipe
@@ -28,6 +30,8 @@ class Levers:
     scale_steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SCALE_GROUPS, 0))
     stale: dict[str, set[str]] = field(default_factory=lambda: {"weight": set(), "input": set()})
     met: list[int] = field(default_factory=list)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    left_out: int = 0
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""

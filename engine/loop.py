@@ -144,25 +144,34 @@ class Loop:
         except ValueError as error:
             raise RecipeError(str(error)) from error
         state = self._start()
+        unsaved: CheckpointError | None = None
         with state.stop_requests:
             summary = self._train(state)
             asked_to_stop = state.last is not None and state.last.stop_requested
             if not asked_to_stop:
                 self._evaluate(state)
             if state.step != state.saved_step and (asked_to_stop or self.recipe.train.checkpoint_every):
-                self._save(state)
+                try:
+                    self._save(state)
+                except CheckpointError as error:
+                    if asked_to_stop or not self.recipe.export.enabled:
+                        raise
+                    unsaved = error  # the export needs a fraction of the room
+                    say(f"warning: {error}; the export follows")
             if asked_to_stop:
                 say(f"asked to stop: step {state.step} is saved; --train.resume true goes on from there")
             elif self.recipe.export.enabled:
                 self._export(state)
         self._close(state, summary)
+        if unsaved is not None:
+            raise unsaved
         return state
 
     def _train(self, state: LoopState) -> Summary:
         """Steps until the last one, or until somebody stops them."""
         recipe, total = self.recipe, self.recipe.train.steps
         summary, progress = Summary(), Progress.start(total, state.step)
-        if state.quant.enabled:
+        if state.saved_step is None and not recipe.never_quantises():
             self._evaluate(state)  # what training starts from: PTQ
         while state.step < total and not state.stopped:
             self.schedule.run_before(state.step, state)
@@ -269,6 +278,19 @@ class Loop:
         weights |= {f"loss/{loss.name}": loss.weight for loss in self.token_losses} | {"loss/router_aux": 1.0}
         return sum(weight * losses[name] for name, weight in weights.items() if weight and name in losses)
 
+    def _metrics(self) -> list[str]:
+        """What a condition of the recipe may look at."""
+        recipe = self.recipe
+        parts = ["total", "lm", *(loss.name for loss in self.token_losses)]
+        parts += ["router_aux"] if recipe.learnable.router else []
+        kd = [f"kd/{recipe.loss.kd}"] if recipe.has_teacher() else []
+        names = [f"loss/{part}" for part in (*parts, *kd)]
+        names += [f"kd/{name}" for name in DIAGNOSTICS] if kd and recipe.loss.diagnostics_every else []
+        if recipe.eval.every:
+            seen = [] if recipe.loss.teacher_cache else kd
+            names += [f"eval/{part}" for part in (*parts, *seen, "perplexity")]
+        return names
+
     def _start(self) -> LoopState:
         """Everything before the first step."""
         recipe = self.recipe
@@ -287,7 +309,7 @@ class Loop:
         session.teacher = cached or session.teacher
         with errors_on_all_ranks(ValueError):
             groups = [group["name"] for group in session.engine.optimizer.param_groups]
-            check_events(recipe.schedule, session.quantization, groups)
+            check_events(recipe.schedule, session.quantization, groups, self._metrics())
         with errors_on_all_ranks(OSError):
             if is_main():
                 save_recipe(recipe, output / "recipe.yaml")
@@ -303,7 +325,12 @@ class Loop:
         self.schedule.met = session.levers.met
         metrics = Metrics(output / "tensorboard", output / "recipe.yaml", done=step)
         saved = step if checkpoint is not None else None
-        return LoopState(session, quant, loader, held_out, metrics, step=step, saved_step=saved)
+        levers = session.levers
+        state = LoopState(
+            session, quant, loader, held_out, metrics, step=step, evaluation=levers.evaluation, saved_step=saved
+        )
+        state.skipped.in_a_row = levers.left_out
+        return state
 
     def _evaluate(self, state: LoopState) -> None:
         """Losses on the held-out samples as the model would be served now, into the state and TensorBoard."""
@@ -348,6 +375,8 @@ class Loop:
             raise
 
     def _save(self, state: LoopState) -> None:
+        levers = state.session.levers
+        levers.evaluation, levers.left_out = state.evaluation, state.skipped.in_a_row
         save_checkpoint(state.session, self._checkpoints, state.step, keep=self.recipe.train.keep_checkpoints)
         state.saved_step = state.step
         best = self.recipe.eval.best

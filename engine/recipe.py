@@ -451,8 +451,8 @@ class EvalRecipe:
     """Evaluation during training, on held-out samples (data.held_out, data.eval), as the model would be served."""
 
     every: int = 0
-    """Optimizer steps between two evaluations; also after the last step, and before the first if fake quant is on. 0:
-    none. Training checkpoints have to fall on evaluations: train.checkpoint_every is a multiple of it."""
+    """Optimizer steps between two evaluations; also after the last step, and before the first unless nothing is ever
+    quantised. 0: none. Training checkpoints have to fall on evaluations: train.checkpoint_every is a multiple of it."""
     best: Literal["lm", "kd", "total"] = "lm"
     """The loss whose smallest value makes a training checkpoint the best one, which is kept beside the latest."""
 
@@ -584,6 +584,8 @@ class Recipe:
             yield f"train.checkpoint_every: {self.train.checkpoint_every}, expected {expected}"
         if self.eval.best != "lm":
             yield from _need(self.has_teacher(), "eval.best", self.eval.best, "lm: there is no teacher")
+            expected = "lm: loss.teacher_cache holds no held-out samples"
+            yield from _need(self.loss.teacher_cache is None, "eval.best", self.eval.best, expected)
         if quant.fake_quant_start > 0 and any(event.fake_quant is not None for event in self.schedule):
             yield (
                 f"quant.fake_quant_start: {quant.fake_quant_start}, expected 0 or -1, "

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -215,3 +216,23 @@ def test_other_samples_or_another_dtype_are_refused(tmp_path, monkeypatch):
     moved.data.train.append("more.jsonl")
     with pytest.raises(RecipeError, match=r"data.train \(was \['train.jsonl'\], is \['train.jsonl', 'more.jsonl'\]\)"):
         check_resumable(moved, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda wanted: setattr(wanted.quant, "scheme", "w2a16_g32"),
+            "quant.scheme (was 'fp8_static', is 'w2a16_g32')",
+        ),
+        (lambda wanted: wanted.quant.exempt.append("a"), "quant.exempt (was ["),
+        (lambda wanted: setattr(wanted.learnable, "norm", True), "learnable.norm (was False, is True)"),
+        (lambda wanted: setattr(wanted.model, "dtype", "float32"), "model.dtype (was 'bfloat16', is 'float32')"),
+    ],
+)
+def test_what_the_saved_scales_and_the_optimizer_are_of_must_stay(tmp_path, change, expected):
+    write_step(tmp_path, 1, micro_batch_size=1)
+    wanted = recipe(tmp_path, micro_batch_size=1)
+    change(wanted)
+    with pytest.raises(RecipeError, match=re.escape(expected)):
+        check_resumable(wanted, tmp_path)

@@ -322,6 +322,10 @@ def test_required_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         (f"{CACHED} --loss.kd cakld", "loss.kd: 'cakld', expected kl_top_k: with loss.teacher_cache"),
         (f"{CACHED} --loss.kd r_kl_top_k", "loss.kd: 'r_kl_top_k', expected kl_top_k"),
         (f"{CACHED} --loss.diagnostics_every 5", "loss.diagnostics_every: 5, expected 0"),
+        (
+            f"{CACHED} --eval.best total",
+            "eval.best: 'total', expected lm: loss.teacher_cache holds no held-out samples",
+        ),
         (f"{CACHED} --loss.teacher_cache=", "loss.teacher_cache: ''"),
         (f"{CACHED} {FROZEN} --loss.teacher self", "loss.teacher: 'self', expected a directory or null"),
         ("--loss.chunk_tokens 0", "loss.chunk_tokens: 0, expected at least 1"),

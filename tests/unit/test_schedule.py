@@ -5,11 +5,14 @@ import re
 import tempfile
 
 import pytest
+from torch import nn
 
+from engine.events import check_events
 from engine.levers import Levers
 from engine.optim import peak_learning_rates
 from engine.recipe import EVENT_RATES, RecipeError, load_recipe, parse_condition
 from engine.schedule import Schedule, lr_factor
+from quant import get_scheme, prepare
 
 
 def curve(kind, total=10, warmup=0, min_ratio=0.1):
@@ -165,3 +168,21 @@ def test_events_that_contradict_the_rest_are_named():
 
 def test_every_group_of_an_event_is_one_of_the_optimizer():
     assert set(EVENT_RATES) == set(peak_learning_rates(load("").optim))
+
+
+def test_a_run_whose_events_start_fake_quant_does_quantise():
+    assert load("quant: {fake_quant_start: -1}").never_quantises()
+    assert load("quant: {fake_quant_start: -1}\nschedule: [{at: 3, fake_quant: off}]").never_quantises()
+    assert not load("quant: {fake_quant_start: -1}\nschedule: [{at: 3, fake_quant: weights}]").never_quantises()
+    assert not load("").never_quantises()
+
+
+def test_a_condition_on_what_is_never_measured_is_an_error():
+    model = nn.Sequential(nn.Linear(32, 32))
+    quantization = prepare(model, get_scheme("w4a16_g32"), learn_weight_scale=True, learn_input_scale=False)
+    events = load("schedule: [{at: 1, fake_quant: off}, {when: loss/ml < 2, fake_quant: on}]").schedule
+    check_events(events, quantization, [], ["loss/ml"])
+    with pytest.raises(
+        ValueError, match=re.escape("schedule[1].when: 'loss/ml < 2', expected one of loss/lm, eval/lm")
+    ):
+        check_events(events, quantization, [], ["loss/lm", "eval/lm"])
