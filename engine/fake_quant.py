@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch.nn import Parameter
 
@@ -69,6 +70,16 @@ class FakeQuant:
     def observe(self, on: bool) -> None:
         """Start or stop watching inputs; starting forgets what was seen before."""
         self.quantization.observe(on)
+
+    def seen(self) -> list[dict[str, Any]]:
+        """What the observers have seen so far, for :meth:`restore_seen`; nothing is copied or read from the device."""
+        return [dict(vars(group.observer)) for group in self.quantization.input_groups if group.observer is not None]
+
+    def restore_seen(self, seen: list[dict[str, Any]]) -> None:
+        """Forget what was seen since: inputs of a step that was left out may be NaN, which a maximum would keep."""
+        observers = [group.observer for group in self.quantization.input_groups if group.observer is not None]
+        for observer, attributes in zip(observers, seen, strict=True):
+            vars(observer).update(attributes)
 
     def freeze_scales(self, on: bool = True, *, weights: bool = True, activations: bool = True) -> None:
         """Learned scales rest from now on, or train again, with fresh moments."""

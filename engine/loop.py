@@ -208,6 +208,7 @@ class Loop:
             state.quant.observe(True)
 
         scale_norm = None
+        seen = state.quant.seen()
         skipped_before = engine.skipped_steps
         sums: dict[str, Tensor] = {}
         for batch in batches:
@@ -220,7 +221,9 @@ class Loop:
         weights_changed(session.model)
         norm = engine.get_global_grad_norm()
         skipped = engine.skipped_steps > skipped_before
-        if not skipped:
+        if skipped:
+            state.quant.restore_seen(seen)
+        else:
             state.quant.stepped()
         state.skipped.record(state.step, skipped, torch.stack(list(sums.values())), state.loader)
         if measures:

@@ -154,6 +154,7 @@ RUNS = {
     ),
     "off_bf16": ("qwen3", "bfloat16", {"stage": 0, "loss": PLAIN, "optim": {"schedule": "constant"}}),
     **{f"events_{stage}": ("qwen3", "float32", {**EVENTS, "stage": stage}) for stage in range(4)},
+    "blind": ("qwen3", "bfloat16", {"stage": 3, "loss": PLAIN, "quant": {"fake_quant_start": 3}}),
     "never": (
         "qwen3",
         "bfloat16",
@@ -518,6 +519,13 @@ def test_a_step_that_is_not_finite_is_counted_and_not_taken(paths, name):
     assert any(not torch.equal(after[key], found["weights"][key]) for key in after)
     assert all(weight.isfinite().all() for weight in found["weights"].values())
     assert math.isfinite(found["losses"][-1]["loss/total"])
+
+
+def test_a_step_that_is_left_out_leaves_nothing_in_the_observers(paths):
+    found = load_result(paths["blind"])
+    assert found["skipped"] == [0, 1, 1, 1, 1]
+    scales = [value for name, value in found["weights"].items() if name.endswith("input_s0")]
+    assert scales and all(bool(scale.isfinite().all()) for scale in scales)
 
 
 def test_a_users_schedule_acts_logs_and_stops(paths):

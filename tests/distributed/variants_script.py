@@ -77,6 +77,16 @@ def poison(loop: Loop, seen: dict[str, Any]) -> None:
             seen.setdefault("after", whole_parameters(state.model))
 
 
+def blind(loop: Loop, seen: dict[str, Any]) -> None:
+    """In one step, while observers watch, what the first layer gives to the second is NaN on rank 1."""
+
+    @loop.at(POISONED)
+    def arm(state: LoopState) -> None:
+        layer = state.model.get_submodule("model.layers.1")
+        handle = layer.register_forward_pre_hook(lambda module, inputs: (nan_on_rank_1(inputs[0]), *inputs[1:]))
+        loop.schedule.at(POISONED + 1, lambda state: handle.remove())
+
+
 def nan_on_rank_1(gradient: torch.Tensor) -> torch.Tensor:
     """NaN in place of a gradient, on rank 1."""
     return gradient * torch.nan if rank() == 1 else gradient
@@ -131,7 +141,7 @@ def heldout(loop: Loop, seen: dict[str, Any]) -> None:
 
 
 ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
-    action.__name__: action for action in (losses, switch, off, poison, empty, user, heldout)
+    action.__name__: action for action in (losses, switch, off, poison, blind, empty, user, heldout)
 }
 
 
