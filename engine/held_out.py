@@ -1,6 +1,5 @@
 """Evaluation while training: losses on held-out samples, with fake quant as the model would be served now."""
 
-import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
@@ -29,7 +28,8 @@ def evaluate(state: LoopState, losses: Callable[[MicroBatch], Mapping[str, Tenso
     assert state.held_out is not None
     session = state.session
     never = state.recipe.never_quantises() and not state.quant.enabled
-    calibration = itertools.islice(state.held_out, max(1, state.recipe.quant.calibration_batches))
+    # Of training: held-out batches are ordered by length, and short samples would give small scales.
+    calibration = state.loader.first(max(1, state.recipe.quant.calibration_batches))
     session.engine.eval()
     sums: dict[str, Tensor] = {}
     valid = 0

@@ -382,6 +382,7 @@ class Loop:
         levers.evaluation, levers.left_out = state.evaluation, state.skipped.in_a_row
         save_checkpoint(state.session, self._checkpoints, state.step, keep=self.recipe.train.keep_checkpoints)
         state.saved_step = state.step
+        state.metrics.flush()
         best = self.recipe.eval.best
         metric = f"eval/kd/{self.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
         if state.evaluated_step == state.step and metric in state.evaluation:

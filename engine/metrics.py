@@ -62,8 +62,13 @@ class Metrics:
             final = {f"final/{name}": value for name, value in results.items()}
             self.writer.add_hparams(flat_knobs(recipe), final, run_name=".")
 
+    def flush(self) -> None:
+        """Write out what is buffered: a run that goes on from a checkpoint writes no point before it again."""
+        if self.writer is not None:
+            self.writer.flush()
+
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write out what is buffered, and no more."""
         if self.writer is not None:
             self.writer.close()
 

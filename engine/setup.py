@@ -7,6 +7,7 @@ and activations can only be calibrated after it, because the forward needs the e
 
 import logging
 import os
+import random
 import re
 import warnings
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -433,7 +435,8 @@ def start_ranks(recipe: Recipe) -> RunContext:
     device = init_ranks()
     if slower := prepare_kernels():
         say(slower)
-    torch.manual_seed(recipe.train.seed)
+    for seeder in (torch.manual_seed, random.seed, np.random.seed):
+        seeder(recipe.train.seed)
     return RunContext(device, ds_config, read_tokenizer(recipe))
 
 
