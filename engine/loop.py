@@ -33,36 +33,25 @@ from torch import Tensor
 
 from data.loader import MicroBatch, real_tokens, valid_tokens
 from engine import quant_stats
-from engine.cache_teacher import open_cached_teacher
-from engine.calibrate import calibrate_inputs
-from engine.checkpoint import (
-    LATEST,
-    Checkpoint,
-    CheckpointError,
-    best_checkpoint,
-    check_resumable,
-    load_checkpoint,
-    mark_if_best,
-    save_checkpoint,
-    verify_checkpoint,
-)
-from engine.events import add_event, check_events
-from engine.export import check_export_dir, export_trained
-from engine.fake_quant import FakeQuant
+from engine.checkpoint import CheckpointError, mark_if_best, save_checkpoint
+from engine.events import add_event
+from engine.export import export_trained
 from engine.faults import nan_unless_finite
 from engine.forward import forward_losses
 from engine.held_out import evaluate
 from engine.kd import Distillation
 from engine.levers import Levers
 from engine.losses import DIAGNOSTICS, NamedTokenLoss, Objective, TokenLoss
-from engine.metrics import Metrics, Progress, Summary, peak_memory_bytes
+from engine.metrics import Progress, Summary
 from engine.optim import SCALE_GROUPS, trained_scales
-from engine.recipe import Recipe, RecipeError, load_recipe, save_recipe
+from engine.recipe import Recipe, RecipeError, load_recipe
+from engine.report import report_end, report_step
 from engine.schedule import Schedule, lr_factor
-from engine.setup import build_loader, say, set_up, start_ranks
+from engine.setup import say
+from engine.start import start_run
 from engine.state import Action, LoopState, StepResult
 from engine.teacher import CachedTeacher
-from model.ranks import RankError, errors_on_all_ranks, is_main, reduce_over_ranks, world_size
+from model.ranks import RankError, reduce_over_ranks, world_size
 from model.zero import gradient_norm
 from quant import weights_changed
 
@@ -143,7 +132,7 @@ class Loop:
             self.schedule.check(self.recipe.train.steps)
         except ValueError as error:
             raise RecipeError(str(error)) from error
-        state = self._start()
+        state = start_run(self.recipe, self.schedule, [loss.name for loss in self.token_losses])
         unsaved: CheckpointError | None = None
         with state.stop_requests:
             summary = self._train(state)
@@ -162,7 +151,7 @@ class Loop:
                 say(f"asked to stop: step {state.step} is saved; --train.resume true goes on from there")
             elif self.recipe.export.enabled:
                 self._export(state)
-        self._close(state, summary)
+        report_end(state, summary, self._checkpoints)
         if unsaved is not None:
             raise unsaved
         return state
@@ -179,7 +168,7 @@ class Loop:
             state.last = self._train_step(state)
             state.step += 1
             summary.step(state.last.losses, state.last.tokens, state.last.valid_tokens)
-            self._report(state, progress, time.perf_counter() - started)
+            report_step(state, progress, time.perf_counter() - started)
             if recipe.eval.every and state.step % recipe.eval.every == 0 and not state.last.stop_requested:
                 self._evaluate(state)
             self.schedule.run_after(state.step, state)
@@ -281,60 +270,6 @@ class Loop:
         weights |= {f"loss/{loss.name}": loss.weight for loss in self.token_losses} | {"loss/router_aux": 1.0}
         return sum(weight * losses[name] for name, weight in weights.items() if weight and name in losses)
 
-    def _metrics(self) -> list[str]:
-        """What a condition of the recipe may look at."""
-        recipe = self.recipe
-        parts = ["total", "lm", *(loss.name for loss in self.token_losses)]
-        parts += ["router_aux"] if recipe.learnable.router else []
-        kd = [f"kd/{recipe.loss.kd}"] if recipe.has_teacher() else []
-        names = [f"loss/{part}" for part in (*parts, *kd)]
-        names += [f"kd/{name}" for name in DIAGNOSTICS] if kd and recipe.loss.diagnostics_every else []
-        if recipe.eval.every:
-            seen = [] if recipe.loss.teacher_cache else kd
-            names += [f"eval/{part}" for part in (*parts, *seen, "perplexity")]
-        return names
-
-    def _start(self) -> LoopState:
-        """Everything before the first step."""
-        recipe = self.recipe
-        output = Path(recipe.output_dir)
-        checkpoint = _check_destinations(recipe, output / "checkpoints")
-        context = start_ranks(recipe)
-        if checkpoint is not None:
-            verify_checkpoint(checkpoint)
-        with errors_on_all_ranks(OSError):
-            if is_main():
-                output.mkdir(parents=True, exist_ok=True)
-        # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
-        loader, held_out = build_loader(recipe, context.tokenizer)
-        cached = open_cached_teacher(recipe, loader.samples, context.tokenizer)
-        session, uncalibrated = set_up(recipe, context)
-        session.teacher = cached or session.teacher
-        with errors_on_all_ranks(ValueError):
-            groups = [group["name"] for group in session.engine.optimizer.param_groups]
-            check_events(recipe.schedule, session.quantization, groups, self._metrics())
-        with errors_on_all_ranks(OSError):
-            if is_main():
-                save_recipe(recipe, output / "recipe.yaml")
-        quant = FakeQuant(session)
-        if recipe.quant.fake_quant_start != 0:
-            session.levers.stale["input"] = uncalibrated
-        elif uncalibrated and checkpoint is None:
-            say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
-            batches = loader.first(recipe.quant.calibration_batches)
-            calibrate_inputs(session.engine, session.quantization, uncalibrated, batches, session.device)
-        session.engine.train()
-        step = load_checkpoint(session, checkpoint) if checkpoint is not None else 0
-        self.schedule.met = session.levers.met
-        metrics = Metrics(output / "tensorboard", output / "recipe.yaml", done=step)
-        saved = step if checkpoint is not None else None
-        levers = session.levers
-        state = LoopState(
-            session, quant, loader, held_out, metrics, step=step, evaluation=levers.evaluation, saved_step=saved
-        )
-        state.skipped.in_a_row = levers.left_out
-        return state
-
     def _evaluate(self, state: LoopState) -> None:
         """Losses on the held-out samples as the model would be served now, into the state and TensorBoard."""
         if not self.recipe.eval.every or state.evaluated_step == state.step or state.held_out is None:
@@ -348,19 +283,6 @@ class Loop:
         state.log(state.evaluation)
         figures = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in state.evaluation.items())
         say(f"step {state.step}: held-out {figures}")
-
-    def _close(self, state: LoopState, summary: Summary) -> None:
-        """The last lines that a person reads."""
-        skipped = state.session.engine.skipped_steps
-        if summary.steps:
-            state.metrics.results(self.recipe, {**summary.last, **state.evaluation})
-            peak = peak_memory_bytes(state.session.device)
-            evaluations = (state.first_evaluation, state.evaluation)
-            say(summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluations=evaluations))
-        best = best_checkpoint(self._checkpoints)
-        if best is not None:
-            say(f"best checkpoint: {self._checkpoints / best.name}, {best.metric} {best.value:.4f}")
-        state.metrics.close()
 
     @property
     def _checkpoints(self) -> Path:
@@ -396,58 +318,6 @@ class Loop:
         except CheckpointError as error:
             at = state.step + self.recipe.train.checkpoint_every
             say(f"warning: {error}; training goes on, the next attempt is at step {min(at, self.recipe.train.steps)}")
-
-    def _report(self, state: LoopState, progress: Progress, seconds: float) -> None:
-        """The step's figures to the progress bar and TensorBoard."""
-        last = state.last
-        assert last is not None
-        speed = last.tokens / world_size() / seconds
-        progress.step({"loss": last.losses["loss/total"], "tok/s/dev": speed})
-        if state.step % self.recipe.train.log_every:
-            return
-        engine = state.session.engine
-        rates = {f"lr/{group['name']}": group["lr"] for group in engine.optimizer.param_groups}
-        state.log(
-            {
-                **last.losses,
-                **rates,
-                **_grad_norms(last),
-                "train/tokens_per_second_per_device": speed,
-                "train/peak_memory_gib": peak_memory_bytes(state.session.device) / 2**30,
-                "train/skipped_steps": engine.skipped_steps,
-                "train/epoch": state.loader.epoch_of(state.step),
-            }
-        )
-
-
-def _grad_norms(step: StepResult) -> dict[str, float]:
-    """What is known of the step's gradient norm: of the whole, and in some steps of weights and of scales."""
-    norms = {}
-    if step.grad_norm is not None:
-        norms["train/grad_norm"] = step.grad_norm
-    if step.scale_grad_norm is not None:
-        norms["train/grad_norm_scales"] = step.scale_grad_norm
-        if step.grad_norm is not None:
-            norms["train/grad_norm_weights"] = math.sqrt(max(0.0, step.grad_norm**2 - step.scale_grad_norm**2))
-    return norms
-
-
-def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
-    """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError on every rank.
-
-    Returns:
-        The checkpoint to resume from, if there is to be one.
-    """
-    if recipe.export.enabled:
-        check_export_dir(recipe)
-    if recipe.train.resume:
-        return check_resumable(recipe, checkpoints)
-    if (checkpoints / LATEST).exists():
-        raise RecipeError(
-            f"output_dir: {recipe.output_dir!r} has checkpoints of an earlier run; "
-            "set train.resume to continue it, or name another one"
-        )
-    return None
 
 
 def _measures_quantization(state: LoopState) -> bool:

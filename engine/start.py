@@ -1,0 +1,100 @@
+"""Everything between a recipe and the first step of its run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.cache_teacher import open_cached_teacher
+from engine.calibrate import calibrate_inputs
+from engine.checkpoint import LATEST, Checkpoint, check_resumable, load_checkpoint, verify_checkpoint
+from engine.events import check_events
+from engine.export import check_export_dir
+from engine.fake_quant import FakeQuant
+from engine.losses import DIAGNOSTICS
+from engine.metrics import Metrics
+from engine.recipe import Recipe, RecipeError, save_recipe
+from engine.schedule import Schedule
+from engine.setup import build_loader, say, set_up, start_ranks
+from engine.state import LoopState
+from model.ranks import errors_on_all_ranks, is_main
+
+
+def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[str]) -> LoopState:
+    """Ranks, data, model, scales, and the checkpoint where the run goes on from one; a collective.
+
+    Args:
+        recipe: the run.
+        schedule: its events, of which a resumed run has met some.
+        token_losses: names of the losses of a user's own.
+
+    Raises:
+        RecipeError: what is wrong before there is a process group.
+        RankError: what any rank found wrong after it.
+    """
+    output = Path(recipe.output_dir)
+    checkpoint = _check_destinations(recipe, output / "checkpoints")
+    context = start_ranks(recipe)
+    if checkpoint is not None:
+        verify_checkpoint(checkpoint)
+    with errors_on_all_ranks(OSError):
+        if is_main():
+            output.mkdir(parents=True, exist_ok=True)
+    # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
+    loader, held_out = build_loader(recipe, context.tokenizer)
+    cached = open_cached_teacher(recipe, loader.samples, context.tokenizer)
+    session, uncalibrated = set_up(recipe, context)
+    session.teacher = cached or session.teacher
+    with errors_on_all_ranks(ValueError):
+        groups = [group["name"] for group in session.engine.optimizer.param_groups]
+        check_events(recipe.schedule, session.quantization, groups, _measured(recipe, token_losses))
+    with errors_on_all_ranks(OSError):
+        if is_main():
+            save_recipe(recipe, output / "recipe.yaml")
+    quant = FakeQuant(session)
+    if recipe.quant.fake_quant_start != 0:
+        session.levers.stale["input"] = uncalibrated
+    elif uncalibrated and checkpoint is None:
+        say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
+        batches = loader.first(recipe.quant.calibration_batches)
+        calibrate_inputs(session.engine, session.quantization, uncalibrated, batches, session.device)
+    session.engine.train()
+    step = load_checkpoint(session, checkpoint) if checkpoint is not None else 0
+    schedule.met = session.levers.met
+    metrics = Metrics(output / "tensorboard", output / "recipe.yaml", done=step)
+    saved = step if checkpoint is not None else None
+    levers = session.levers
+    state = LoopState(
+        session, quant, loader, held_out, metrics, step=step, evaluation=levers.evaluation, saved_step=saved
+    )
+    state.skipped.in_a_row = levers.left_out
+    return state
+
+
+def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
+    """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError on every rank.
+
+    Returns:
+        The checkpoint to resume from, if there is to be one.
+    """
+    if recipe.export.enabled:
+        check_export_dir(recipe)
+    if recipe.train.resume:
+        return check_resumable(recipe, checkpoints)
+    if (checkpoints / LATEST).exists():
+        raise RecipeError(
+            f"output_dir: {recipe.output_dir!r} has checkpoints of an earlier run; "
+            "set train.resume to continue it, or name another one"
+        )
+    return None
+
+
+def _measured(recipe: Recipe, token_losses: Sequence[str]) -> list[str]:
+    """What a condition of the recipe may look at."""
+    parts = ["total", "lm", *token_losses]
+    parts += ["router_aux"] if recipe.learnable.router else []
+    kd = [f"kd/{recipe.loss.kd}"] if recipe.has_teacher() else []
+    names = [f"loss/{part}" for part in (*parts, *kd)]
+    names += [f"kd/{name}" for name in DIAGNOSTICS] if kd and recipe.loss.diagnostics_every else []
+    if recipe.eval.every:
+        seen = [] if recipe.loss.teacher_cache else kd
+        names += [f"eval/{part}" for part in (*parts, *seen, "perplexity")]
+    return names
