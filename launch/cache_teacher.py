@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from engine.cache_teacher import check_recipe, write_cache
-from engine.recipe import exit_on_recipe_error, parse_recipe
+from engine.recipe_file import exit_on_recipe_error, parse_recipe
 from launch.exits import clean_exit
 
 

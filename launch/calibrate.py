@@ -8,7 +8,8 @@ in place under the recipe's ZeRO stage. The result is served as it is, and is wh
 
 from engine.calibrate import calibrate_inputs
 from engine.export import check_export_dir, export
-from engine.recipe import Recipe, parse_recipe
+from engine.recipe import Recipe
+from engine.recipe_file import parse_recipe
 from engine.setup import build_loader, say, set_up, start_ranks
 from launch.exits import clean_exit
 

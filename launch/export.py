@@ -11,7 +11,8 @@ from pathlib import Path
 from engine.checkpoint import load_checkpoint, read_checkpoint, verify_checkpoint
 from engine.export import check_export_dir, export_trained
 from engine.fake_quant import FakeQuant
-from engine.recipe import Recipe, load_recipe
+from engine.recipe import Recipe
+from engine.recipe_file import load_recipe
 from engine.setup import set_up, start_ranks
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks

@@ -22,7 +22,8 @@ import torch
 
 from engine.checkpoint import LATEST
 from engine.loop import Loop, LoopState
-from engine.recipe import Recipe, load_recipe
+from engine.recipe import Recipe
+from engine.recipe_file import load_recipe
 from launch.export import export_checkpoint
 from model.ranks import barrier, is_main, rank
 from tests.distributed.train_script import run

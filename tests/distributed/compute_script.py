@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.loop import Loop, LoopState
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from model.ranks import is_main
 from tests.distributed.train_script import run
 

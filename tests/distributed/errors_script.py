@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from engine.loop import Loop
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from model.ranks import rank
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from data.loader import MicroBatch
 from engine.loop import Loop, LoopState
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from launch.exits import clean_exit
 from model.ranks import barrier, is_main, rank
 from tests.distributed.train_script import run, whole_parameters

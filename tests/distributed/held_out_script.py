@@ -17,7 +17,8 @@ import torch
 
 from engine.checkpoint import CheckpointError
 from engine.loop import Loop, LoopState
-from engine.recipe import Recipe, load_recipe
+from engine.recipe import Recipe
+from engine.recipe_file import load_recipe
 from model.ranks import is_main
 from tests.distributed.train_script import run
 

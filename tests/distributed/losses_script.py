@@ -21,7 +21,7 @@ from engine import quant_stats
 from engine.cache_teacher import check_recipe, write_cache
 from engine.loop import Loop, LoopState
 from engine.losses import LossChunk
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from model.ranks import RankError, gather_objects, is_main, rank
 from tests.distributed.train_script import run
 from tests.distributed.variants_script import OnlyRankZero

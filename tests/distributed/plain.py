@@ -18,7 +18,8 @@ from data.loader import Loader, MicroBatch, model_inputs, sample_inputs, valid_t
 from data.samples import IGNORE
 from data.text import read_text
 from engine.optim import SCALE_GROUPS, parameter_groups, peak_learning_rates, set_learnable
-from engine.recipe import Recipe, load_recipe
+from engine.recipe import Recipe
+from engine.recipe_file import load_recipe
 from engine.schedule import lr_factor
 from model.build import build_model
 from model.load import load_weights

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from engine.setup import init_ranks, set_up, start_ranks
 from launch.calibrate import calibrate
 from model.build import build_model

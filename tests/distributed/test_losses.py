@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.loader import valid_tokens
 from data.samples import IGNORE
 from data.teacher_cache import TeacherCache
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from tests.definitions import kd_loss, lm_loss
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import inputs_of, load_result, plain_loaders, plain_weights

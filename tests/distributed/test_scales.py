@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, prepare, scales_from_stats
 from quant.reference import fake_quant
 from tests.distributed.launcher import run_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from model.build import build_model
 from model.load import load_weights
 from tests.distributed.launcher import run_ranks

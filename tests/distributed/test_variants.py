@@ -17,7 +17,7 @@ from data.held_out import split
 from data.loader import valid_tokens
 from engine.checkpoint import best_checkpoint
 from engine.kd import KD_KINDS
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from quant import SCHEMES, needs_search, scales_from_stats
 from quant.reference import fake_quant
 from tests.definitions import kd_loss

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engine.loop import Loop, LoopState
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from model.ranks import is_main, reduce_over_ranks
 from model.zero import full_numel, full_shape, gathered, is_partitioned, local_data, local_range
 

@@ -22,7 +22,7 @@ import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
 from engine.loop import Loop, LoopState
-from engine.recipe import load_recipe
+from engine.recipe_file import load_recipe
 from launch.export import export_checkpoint
 from model.ranks import gather_objects, is_main
 from model.zero import flat_masters, gathered, optimizer_pieces

@@ -13,18 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.recipe import (
-    DataRecipe,
-    EventRecipe,
-    ModelRecipe,
-    Recipe,
-    RecipeError,
-    TrainRecipe,
-    load_recipe,
-    parse_recipe,
-    parse_size,
-    save_recipe,
-)
+from engine.recipe import DataRecipe, EventRecipe, ModelRecipe, Recipe, RecipeError, TrainRecipe, parse_size
+from engine.recipe_file import load_recipe, parse_recipe, save_recipe
 from quant import DEFAULT_EXEMPT
 
 ROOT = Path(__file__).parents[2]
