@@ -157,7 +157,7 @@ def test_save_then_load_gives_the_same(tmp_path: Path) -> None:
 
 def run_script(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A script that only parses, in a process of its own, as train.py does."""
-    program = "from engine.recipe import parse_recipe; parse_recipe()"
+    program = "from engine.recipe_file import parse_recipe; parse_recipe()"
     return subprocess.run(
         [sys.executable, "-c", program, *argv],
         cwd=cwd,
