@@ -24,6 +24,12 @@ START = 2
 # Stage 3 with experts; the others are plain modules to it. Stage 0 keeps its optimizer in fp32 here, which is the case
 # where DeepSpeed wraps nothing.
 STAGES = {0: ("qwen3", "float32"), 1: ("qwen3", "bfloat16"), 2: ("llama", "bfloat16"), 3: ("qwen3_moe", "bfloat16")}
+# What they set before the first stop holds after it, and a condition that was met is not met again.
+EVENTS = [
+    {"at": 0, "lr": {"weights": 5e-3}},
+    {"when": "loss/total < 1e9", "loss": {"lm": 0.7}, "lr": {"embeddings": 0.0}},
+    {"at": STEPS - 1, "freeze_scales": True},
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +55,8 @@ def runs(tmp_path_factory):
                 learnable={"act_scale": True, "norm": True},
                 loss={"kd_weight": 0.0, "teacher": None},
                 export={"enabled": True},
+                schedule=EVENTS,
+                data={"packing": stage == 1},
             )
     result = launch(SCRIPT, str(directory), *map(str, STAGES), timeout=400)
     assert (directory / "errors_1.json").exists(), f"failed before the run that is killed:\n{result.stdout[-8000:]}"
