@@ -55,7 +55,7 @@ class QuantLinear(nn.Module):
     ) -> None:
         """``weight_numel`` is the number of weights that share one scale, over all layers that share ``weight_s0``."""
         super().__init__()
-        if (input_s0 is None) != (scheme.activations is None):
+        if (input_s0 is None) != (scheme.static_input is None):
             raise ValueError(f"scheme {scheme.name!r} and input_s0 disagree on whether the input is quantised")
         self.in_features = in_features
         self.out_features = out_features
@@ -157,9 +157,10 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     def input_scale(self) -> Tensor | None:
         """The effective scale of the input, fp32 ``(1,)``, or None where it is not quantised. Parameters gathered."""
-        if self.input_s0 is None or self.scheme.activations is None:
+        spec = self.scheme.static_input
+        if self.input_s0 is None or spec is None:
             return None
-        return kernels.effective_scale(self.input_s0, self.input_theta, self.scheme.activations, self.weight.dtype)
+        return kernels.effective_scale(self.input_s0, self.input_theta, spec, self.weight.dtype)
 
     def extra_repr(self) -> str:
         return (

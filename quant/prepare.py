@@ -170,7 +170,7 @@ def prepare(
         ValueError: a pattern matches nothing, nothing is left to quantise, a group is incomplete, a weight is shared
             with another module, a layer does not fit the scheme, there is no input scale to learn, or no fp8 GEMM.
     """
-    if learn_input_scale and scheme.activations is None:
+    if learn_input_scale and scheme.static_input is None:
         raise ValueError(f"scheme {scheme.name!r} does not quantise inputs, so there is no input scale to learn")
     if fp8_gemm and not scheme.has_fp8_gemm:
         raise ValueError(f"scheme {scheme.name!r} has no fp8 codes per tensor on both sides, which the fp8 GEMM needs")
@@ -183,9 +183,9 @@ def prepare(
         for members in _grouped(linears, modules, scheme.weights.granularity == "tensor", across_experts=False)
     ]
     input_groups: list[ScaleGroup] = []
-    if scheme.activations is not None:
+    if scheme.static_input is not None:
         input_groups = [
-            _input_group(members, linears, scheme.activations, learn_input_scale)
+            _input_group(members, linears, scheme.static_input, learn_input_scale)
             for members in _grouped(linears, modules, True, across_experts=True)
         ]
     layers = _replace(modules, linears, scheme, weight_groups, input_groups)

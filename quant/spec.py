@@ -1,19 +1,21 @@
 """What is quantised, and how finely: the vocabulary that the rest of the package shares.
 
 A :class:`TensorSpec` says how one tensor's values become codes (number format, and how many elements share a scale); a
-:class:`Scheme` pairs one for the weights with one for the activations of a Linear, under the name that recipes use.
-Everything numerical (grid limits, shapes of scales, how many elements share one) is derived here once, so that forward,
-backward, calibration and export cannot disagree about it.
+:class:`Scheme` pairs one for the weights with one for the inputs of a Linear, and a :class:`Preset` is what a recipe
+names: a scheme for the Linears and a format for the KV cache. Everything numerical (grid limits, shapes of scales, how
+many elements share one) is derived here once, so that forward, backward, calibration and export cannot disagree about
+it.
 
-Vocabulary: a *code* is the stored value (an e4m3 byte or a small integer), a *scale* multiplies a code to give the
-value, the *grid* is the set of codes, and ``v = x / scale`` is a value measured in codes.
+Vocabulary: a *code* is the stored value (an e4m3 byte, a small integer, a nibble of two e2m1 values), a *scale*
+multiplies a code to give the value, the *grid* is the set of codes, and ``v = x / scale`` is a value measured in codes.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Dtype = Literal["fp8_e4m3", "int"]
-Granularity = Literal["tensor", "channel", "group"]
+Dtype = Literal["fp8_e4m3", "fp4_e2m1", "int"]
+Granularity = Literal["tensor", "channel", "group", "block", "token"]
+ScaleFormat = Literal["float32", "model", "e4m3", "e8m0"]
 
 FP8_MAX = 448.0
 # Largest |v| that rounding alone still takes to the grid: halfway between 448 and 480, the value that e4m3 gives up for
@@ -21,6 +23,12 @@ FP8_MAX = 448.0
 FP8_ROUNDS_TO_MAX = 464.0
 # Smaller magnitudes (subnormal numbers) are evenly spaced.
 FP8_SMALLEST_NORMAL = 2.0**-6
+# e2m1 has 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and nothing beyond: 7 is where an 8 would begin.
+FP4_MAX = 6.0
+FP4_ROUNDS_TO_MAX = 7.0
+FP4_SMALLEST_NORMAL = 1.0
+
+_FP4_GROUPS: dict[int | None, ScaleFormat] = {16: "e4m3", 32: "e8m0"}  # NVFP4 and OCP MXFP4
 
 
 @dataclass(frozen=True)
@@ -28,71 +36,119 @@ class TensorSpec:
     """How one tensor is quantised.
 
     Attributes:
-        dtype: ``fp8_e4m3`` (torch.float8_e4m3fn) or ``int`` (symmetric two's complement).
-        bits: width of a code; 8 for fp8, 2 to 8 for int.
-        granularity: one scale per ``tensor``, per ``channel`` (row of a weight) or per ``group`` of ``group_size``
-            consecutive elements of a row.
-        group_size: elements per group, for ``group`` only.
+        dtype: ``fp8_e4m3`` (torch.float8_e4m3fn), ``fp4_e2m1`` (OCP Microscaling Formats v1.0, section 5.3.3) or
+            ``int`` (two's complement).
+        bits: width of a code; 8 for fp8, 4 for fp4, 2 to 8 for int.
+        granularity: one scale per ``tensor``, per ``channel`` (row of a weight), per ``group`` of ``group_size``
+            consecutive elements of a row, per ``block`` of ``group_size`` x ``group_size`` elements of a weight, or per
+            ``token`` of an input.
+        group_size: elements per group, or along each side of a block; for these two only.
+        symmetric: whether the grid is centred on 0. Else a zero point moves it to where the values are.
+        dynamic: whether the scale is that of each token (or group of it) when it comes, instead of one that is stored.
     """
 
     dtype: Dtype
     bits: int
     granularity: Granularity
     group_size: int | None = None
+    symmetric: bool = True
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype == "fp8_e4m3" and self.bits != 8:
             raise ValueError(f"fp8_e4m3 has 8 bits, got bits={self.bits}")
+        if self.dtype == "fp4_e2m1" and self.bits != 4:
+            raise ValueError(f"fp4_e2m1 has 4 bits, got bits={self.bits}")
         if self.dtype == "int" and not 2 <= self.bits <= 8:
             raise ValueError(f"int codes have 2 to 8 bits, got bits={self.bits}")
-        if (self.granularity == "group") != (self.group_size is not None):
+        if (self.granularity in ("group", "block")) != (self.group_size is not None):
             raise ValueError(
-                f"group_size goes with granularity 'group' and only with it, "
+                f"group_size goes with granularity 'group' or 'block' and only with them, "
                 f"got granularity={self.granularity!r} and group_size={self.group_size}"
             )
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+        if self.dtype == "fp4_e2m1" and (self.granularity != "group" or self.group_size not in _FP4_GROUPS):
+            raise ValueError(
+                f"fp4_e2m1 has groups of 16 (NVFP4) or 32 (MXFP4), got granularity={self.granularity!r} and "
+                f"group_size={self.group_size}"
+            )
+        if self.dynamic and (self.granularity not in ("token", "group") or self.dtype == "fp4_e2m1"):
+            raise ValueError(
+                f"a dynamic scale is per token or per group of a token, of fp8_e4m3 or int, got {self.dtype} with "
+                f"granularity={self.granularity!r}"
+            )
+        if self.granularity == "token" and not self.dynamic:
+            raise ValueError("a scale per token is dynamic: the tokens to come are not known")
+        if not self.symmetric and not (self.dynamic and self.dtype == "int" and self.granularity == "token"):
+            raise ValueError(f"only dynamic int codes per token may be asymmetric, got {self}")
 
     @property
     def qmin(self) -> float:
         """Smallest value of the grid, in codes."""
-        return -FP8_MAX if self.dtype == "fp8_e4m3" else -float(2 ** (self.bits - 1))
+        return -float(2 ** (self.bits - 1)) if self.dtype == "int" else -self.qmax
 
     @property
     def qmax(self) -> float:
         """Largest value of the grid, in codes."""
-        return FP8_MAX if self.dtype == "fp8_e4m3" else float(2 ** (self.bits - 1) - 1)
+        if self.dtype == "int":
+            return float(2 ** (self.bits - 1) - 1)
+        return FP8_MAX if self.dtype == "fp8_e4m3" else FP4_MAX
+
+    @property
+    def scale_format(self) -> ScaleFormat:
+        """What a stored scale can be, to which the forward rounds it.
+
+        ``float32``; ``model``, the dtype of the model's weights; ``e4m3``, divided by a second scale per tensor, the
+        global scale (NVFP4); ``e8m0``, a power of two (MXFP4).
+        """
+        if self.dtype == "fp4_e2m1":
+            return _FP4_GROUPS[self.group_size]
+        return "model" if self.dtype == "int" else "float32"
 
     def scale_shape(self, weight_shape: tuple[int, int]) -> tuple[int, ...]:
-        """Shape of the scale of a weight ``[out, in]``: ``(1,)``, ``(out, 1)`` or ``(out, in / group_size)``.
+        """Shape of the scale of a weight ``[out, in]``: ``(1,)``, ``(out, 1)``, ``(out, in / group_size)`` or per block
+        ``(out / group_size, in / group_size)``.
 
         Never 0-dim: a 0-dim parameter crashes ZeRO-1, 2 and 3.
 
         Raises:
-            ValueError: the group size does not divide ``in``.
+            ValueError: the group size does not divide ``in``, or the block not both sides.
         """
         out_features, in_features = weight_shape
         if self.granularity == "tensor":
             return (1,)
         if self.granularity == "channel":
             return (out_features, 1)
-        assert self.group_size is not None
-        if in_features % self.group_size:
-            raise ValueError(
-                f"in_features {in_features} is not divisible by group_size {self.group_size}; "
-                f"choose a scheme whose group size divides it, or exempt this layer"
-            )
-        return (out_features, in_features // self.group_size)
+        size = self.group_size
+        assert size is not None, f"{self} is of inputs"
+        for name, features in (("in_features", in_features), ("out_features", out_features)):
+            if features % size and (name == "in_features" or self.granularity == "block"):
+                raise ValueError(
+                    f"{name} {features} is not divisible by group_size {size}; "
+                    f"choose a scheme whose group size divides it, or exempt this layer"
+                )
+        return (out_features // size if self.granularity == "block" else out_features, in_features // size)
 
-    def elements_per_scale(self, weight_shape: tuple[int, int]) -> int:
+    def run_length(self, weight_shape: tuple[int, int]) -> int:
         """How many consecutive elements of the row-major weight ``[out, in]`` share one scale."""
         out_features, in_features = weight_shape
         if self.granularity == "tensor":
             return out_features * in_features
         if self.granularity == "channel":
             return in_features
-        assert self.group_size is not None
+        assert self.group_size is not None, f"{self} is of inputs"
         return self.group_size
+
+    def elements_per_scale(self, weight_shape: tuple[int, int]) -> int:
+        """How many elements of the weight ``[out, in]`` share one scale, consecutive or not."""
+        run = self.run_length(weight_shape)
+        return run * run if self.granularity == "block" else run
+
+
+_FP8_TENSOR = TensorSpec("fp8_e4m3", 8, "tensor")
+_FP8_TOKEN = TensorSpec("fp8_e4m3", 8, "token", dynamic=True)
+_INT8_TOKEN = TensorSpec("int", 8, "token", dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -102,7 +158,7 @@ class Scheme:
     Attributes:
         name: the name in recipes and messages.
         weights: of ``weight``.
-        activations: of the input, with a static scale; None where inputs stay as they are.
+        activations: of the input; None where inputs stay as they are.
     """
 
     name: str
@@ -110,8 +166,16 @@ class Scheme:
     activations: TensorSpec | None = None
 
     def __post_init__(self) -> None:
-        if self.activations is not None and self.activations != _FP8_TENSOR:
-            raise ValueError(f"scheme {self.name!r}: activations can be {_FP8_TENSOR} or None, got {self.activations}")
+        if self.weights.dynamic:
+            raise ValueError(f"scheme {self.name!r}: a weight has no dynamic scale, got {self.weights}")
+        static = self.static_input
+        if static is not None and (static.granularity != "tensor" or static.bits != 8):
+            raise ValueError(f"scheme {self.name!r}: a stored scale of inputs is per tensor, of 8 bits, got {static}")
+
+    @property
+    def static_input(self) -> TensorSpec | None:
+        """How the input is quantised where its scale is stored: such a scale is calibrated, and can be learned."""
+        return None if self.activations is None or self.activations.dynamic else self.activations
 
     @property
     def has_fp8_gemm(self) -> bool:
@@ -119,31 +183,77 @@ class Scheme:
         return self.weights == self.activations == _FP8_TENSOR
 
 
-_FP8_TENSOR = TensorSpec("fp8_e4m3", 8, "tensor")
+def _int(bits: int, group_size: int | None = None) -> TensorSpec:
+    return TensorSpec("int", bits, "group" if group_size else "channel", group_size)
 
 
-def _weight_only(bits: int, group_size: int) -> Scheme:
-    return Scheme(f"w{bits}a16_g{group_size}", TensorSpec("int", bits, "group", group_size))
+def _weight_only(bits: int, group_size: int | None) -> Scheme:
+    return Scheme(f"w{bits}a16_{f'g{group_size}' if group_size else 'channel'}", _int(bits, group_size))
 
 
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         Scheme("fp8_static", _FP8_TENSOR, _FP8_TENSOR),
-        _weight_only(4, 32),
-        _weight_only(4, 128),
-        _weight_only(3, 32),
-        _weight_only(2, 32),
+        Scheme("fp8_dynamic", TensorSpec("fp8_e4m3", 8, "channel"), _FP8_TOKEN),
+        Scheme(
+            "fp8_block",
+            TensorSpec("fp8_e4m3", 8, "block", 128),
+            TensorSpec("fp8_e4m3", 8, "group", 128, dynamic=True),
+        ),
+        Scheme("int8_dynamic", _int(8), _INT8_TOKEN),
+        Scheme("w8a8_static", _int(8), TensorSpec("int", 8, "tensor")),
+        *(_weight_only(bits, group_size) for bits in (8, 4, 3, 2) for group_size in (128, 32, None)),
+        # As torchao's Int8DynamicActivationIntxWeightConfig: asymmetric inputs, groups of 32.
+        Scheme("8da4w", _int(4, 32), TensorSpec("int", 8, "token", symmetric=False, dynamic=True)),
+        Scheme("w4a8_int8", _int(4, 128), _INT8_TOKEN),
+        Scheme("w4a8_fp8", _int(4, 128), _FP8_TOKEN),
+        Scheme("nvfp4", TensorSpec("fp4_e2m1", 4, "group", 16)),
+        Scheme("mxfp4", TensorSpec("fp4_e2m1", 4, "group", 32)),
     )
 }
 
 
-def get_scheme(name: str) -> Scheme:
+@dataclass(frozen=True)
+class Preset:
+    """What a recipe calls by one name.
+
+    Attributes:
+        linear: of the Linears; None where they stay as they are.
+        kv_cache: of the keys and values that attention keeps; None where they stay as they are.
+    """
+
+    linear: Scheme | None
+    kv_cache: TensorSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_cache not in (None, _FP8_TENSOR):
+            raise ValueError(f"the KV cache can be {_FP8_TENSOR} or None, got {self.kv_cache}")
+
+
+PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.items()} | {
+    "fp8_kv": Preset(None, _FP8_TENSOR),
+    "fp8_static_kv": Preset(SCHEMES["fp8_static"], _FP8_TENSOR),
+}
+
+
+def get_preset(name: str) -> Preset:
     """The preset of that name.
 
     Raises:
         ValueError: no such preset; the text lists those that exist.
     """
+    if name not in PRESETS:
+        raise ValueError(f"unknown quantisation scheme {name!r}; known: {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def get_scheme(name: str) -> Scheme:
+    """How the preset of that name quantises a Linear.
+
+    Raises:
+        ValueError: there is none, or it leaves Linears as they are; the text lists those that do not.
+    """
     if name not in SCHEMES:
-        raise ValueError(f"unknown quantisation scheme {name!r}; known: {', '.join(SCHEMES)}")
+        raise ValueError(f"unknown quantisation scheme of linear layers {name!r}; known: {', '.join(SCHEMES)}")
     return SCHEMES[name]
