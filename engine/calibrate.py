@@ -22,8 +22,7 @@ def observed_input_scales(quantization: Quantization, owners: set[str] | None = 
         RankError: on every rank, naming layers whose inputs were never seen or held NaN or Inf.
     """
     groups = [group for group in quantization.input_groups if owners is None or group.owner in owners]
-    spec = quantization.scheme.activations
-    if not groups or spec is None:
+    if not groups:
         return {}
     device = groups[0].s0.device
     absmax = torch.stack([group.observer.absmax.to(device) for group in groups if group.observer is not None])
@@ -39,7 +38,7 @@ def observed_input_scales(quantization: Quantization, owners: set[str] | None = 
     if unseen:
         problems.append(f"inputs that no batch reached, or that are all zero: {', '.join(unseen[:20])}")
     raise_everywhere("; ".join(problems) or None)
-    return {owner: scales_from_stats(torch.tensor([value]), spec) for owner, value in values.items()}
+    return {group.owner: scales_from_stats(torch.tensor([values[group.owner]]), group.spec) for group in groups}
 
 
 @torch.no_grad()

@@ -199,7 +199,8 @@ def compare_with_transformers(
                 f"{comparison.name}: KL from transformers is {comparison.kl:.3g} nats per token, at most {bound:.0e} "
                 f"expected; the largest logit difference is {comparison.max_abs:.3g}"
             )
-    return Report(quantization.scheme.name, len(quantization.layers), same, ours, full, problems)
+    scheme = next(iter(quantization.layers.values())).scheme
+    return Report(scheme.name, len(quantization.layers), same, ours, full, problems)
 
 
 def _load_theirs(directory: Path, moe: bool, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:

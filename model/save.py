@@ -166,7 +166,7 @@ def _plan(model: PreTrainedModel, quantization: Quantization | None) -> list[_It
     for name, module in model.named_modules():
         if quantization is not None and name in quantization.layers:
             prefix = module_name_on_disk(model, name)
-            items.append(_quantized_item(prefix, quantization.layers[name], quantization.scheme))
+            items.append(_quantized_item(prefix, quantization.layers[name], quantization.layers[name].scheme))
         else:
             items.append(_plain_item(names, name, module, seen))
     return [item for item in items if item.shapes]
@@ -374,7 +374,8 @@ def _write_config(model: PreTrainedModel, quantization: Quantization | None, sou
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
     if quantization is not None:
-        config["quantization_config"] = quantization_config(quantization.scheme, _ignored(model, quantization))
+        scheme = next(iter(quantization.layers.values())).scheme
+        config["quantization_config"] = quantization_config(scheme, _ignored(model, quantization))
     _write_json(config, directory / "config.json")
 
 

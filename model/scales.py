@@ -26,7 +26,6 @@ from quant import (
     Quantization,
     QuantLinear,
     ScaleGroup,
-    TensorSpec,
     combine,
     needs_search,
     partial_clipped,
@@ -116,20 +115,19 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
     Raises:
         RankError: a weight holds NaN or Inf (on every rank, naming the layers).
     """
-    spec = quantization.scheme.weights
     groups = [group for group in quantization.weight_groups if owners is None or group.owner in owners]
     values: dict[str, Tensor] = {}
     bad: list[str] = []
     for bucket in _buckets(groups):
-        stats = [_local_stats(quantization, group, spec) for group in bucket]
+        stats = [_local_stats(quantization, group) for group in bucket]
         flat = reduce_over_ranks(torch.cat([stat.flatten() for stat in stats]), dist.ReduceOp.MAX)
         for group, stat, reduced in zip(bucket, stats, flat.split([stat.numel() for stat in stats]), strict=True):
             if not bool(torch.isfinite(reduced).all()):
                 bad.append(group.owner)
-            elif needs_search(spec):
-                values[group.owner] = _searched(quantization, group, reduced.view_as(stat), spec)
+            elif needs_search(group.spec):
+                values[group.owner] = _searched(quantization, group, reduced.view_as(stat))
             else:
-                values[group.owner] = scales_from_stats(reduced.view_as(stat), spec)
+                values[group.owner] = scales_from_stats(reduced.view_as(stat), group.spec)
     raise_everywhere(f"weights with NaN or Inf cannot be quantised: {listed(bad)}" if bad else None)
     return values
 
@@ -151,7 +149,6 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
 
     Every rank looks at its own partition, with the scales as the forward uses them. Scales are gathered, weights not.
     """
-    spec = quantization.scheme.weights
     groups = quantization.weight_groups
     names, sums, scales = [], [], []
     for bucket in _buckets(groups):
@@ -160,7 +157,7 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
             for name in (name for group in bucket for name in group.members):
                 layer = quantization.layers[name]
                 names.append(name)
-                sums.append(_local_sums(layer, spec))
+                sums.append(_local_sums(layer))
                 scales.append(layer.weight_scale().log().mean().cpu())
     whole = torch.stack(sums)
     # Where weights are not partitioned, every rank has counted all of them.
@@ -190,10 +187,10 @@ def input_scales(quantization: Quantization) -> dict[str, float]:
     return found
 
 
-def _local_sums(layer: QuantLinear, spec: TensorSpec) -> Tensor:
+def _local_sums(layer: QuantLinear) -> Tensor:
     """Clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the CPU."""
     start, _ = local_range(layer.weight)
-    shape = (layer.out_features, layer.in_features)
+    spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
     local = local_data(layer.weight)
     # An offloaded partition is on the CPU, what is gathered on the GPU.
     scale = layer.weight_scale().to(local.device)
@@ -201,9 +198,9 @@ def _local_sums(layer: QuantLinear, spec: TensorSpec) -> Tensor:
     return torch.cat([clipped.double().view(1), partial_squares(local, start, shape, scale, spec)]).cpu()
 
 
-def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, spec: TensorSpec) -> Tensor:
+def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor) -> Tensor:
     """Scales of the smallest squared error over all ranks' ranges; ``stats`` are of the whole weights. A collective."""
-    errors = torch.zeros((), device=stats.device)
+    spec, errors = group.spec, torch.zeros((), device=stats.device)
     for name in group.members:
         layer = quantization.layers[name]
         shape = (layer.out_features, layer.in_features)
@@ -212,14 +209,14 @@ def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, spec
     return scales_from_errors(stats, reduce_over_ranks(errors), spec)
 
 
-def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec) -> Tensor:
+def _local_stats(quantization: Quantization, group: ScaleGroup) -> Tensor:
     """Statistics of this rank's share of the group's weights; NaN counts as Inf so that a MAX reduction keeps it."""
     total: Tensor | None = None
     for name in group.members:
         layer = quantization.layers[name]
         start, _ = local_range(layer.weight)
         shape = (layer.out_features, layer.in_features)
-        stat = partial_stats(local_data(layer.weight), start, shape, spec)
+        stat = partial_stats(local_data(layer.weight), start, shape, group.spec)
         stat = torch.where(torch.isnan(stat), torch.inf, stat)
         total = stat if total is None else combine(total, stat)
     assert total is not None, f"the scale group of {group.owner} has no members"

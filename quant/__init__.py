@@ -13,20 +13,25 @@ from quant.calibrate import (
 from quant.kernels import prepare_kernels
 from quant.linear import SCALE_PARAMETERS, QuantLinear, weights_changed
 from quant.observe import Observer
-from quant.prepare import DEFAULT_EXEMPT, Quantization, ScaleGroup, prepare
-from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
+from quant.prepare import Quantization, ScaleGroup, prepare
+from quant.rules import DEFAULT_EXEMPT, Rule
+from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_preset, get_scheme
 
 __all__ = [
     "DEFAULT_EXEMPT",
+    "PRESETS",
     "SCALE_PARAMETERS",
     "SCHEMES",
     "Observer",
+    "Preset",
     "QuantLinear",
     "Quantization",
+    "Rule",
     "ScaleGroup",
     "Scheme",
     "TensorSpec",
     "combine",
+    "get_preset",
     "get_scheme",
     "needs_search",
     "partial_clipped",

@@ -16,7 +16,7 @@ from quant.observe import Observer
 from quant.spec import Scheme
 
 # The Parameters of a QuantLinear that an nn.Linear does not have.
-SCALE_PARAMETERS = ("weight_s0", "weight_theta", "input_s0", "input_theta")
+SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "input_s0", "input_theta")
 
 
 class QuantLinear(nn.Module):
@@ -52,6 +52,7 @@ class QuantLinear(nn.Module):
         input_s0: nn.Parameter | None,
         input_theta: nn.Parameter | None,
         weight_numel: int,
+        weight_global: nn.Parameter | None = None,
     ) -> None:
         """``weight_numel`` is the number of weights that share one scale, over all layers that share ``weight_s0``."""
         super().__init__()
@@ -65,6 +66,7 @@ class QuantLinear(nn.Module):
         self.bias = bias
         self.weight_s0 = weight_s0
         self.weight_theta = weight_theta
+        self.weight_global = weight_global
         self.input_s0 = input_s0
         self.input_theta = input_theta
         self.weight_fake_quant = True
@@ -86,6 +88,7 @@ class QuantLinear(nn.Module):
         input_s0: nn.Parameter | None,
         input_theta: nn.Parameter | None,
         weight_numel: int,
+        weight_global: nn.Parameter | None = None,
     ) -> "QuantLinear":
         """The same Linear with scales: its Parameter objects are taken over, not copied."""
         assert isinstance(linear.weight, nn.Parameter)
@@ -100,6 +103,7 @@ class QuantLinear(nn.Module):
             input_s0=input_s0,
             input_theta=input_theta,
             weight_numel=weight_numel,
+            weight_global=weight_global,
         )
         return module.train(linear.training)
 

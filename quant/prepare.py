@@ -14,7 +14,7 @@ it once. A group that is only partly quantised is an error: what is served could
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,18 +23,11 @@ from torch import nn
 from quant.inputs import SharedInput
 from quant.linear import QuantLinear
 from quant.observe import Observer
+from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples
 from quant.spec import Scheme, TensorSpec
 
 # Layers that serving fuses, by the last component of their names; the members of a group have one parent.
 FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-# Anchored as whole names: `.*gate.*` would also take gate_proj. A model need not have any of these.
-DEFAULT_EXEMPT: tuple[str, ...] = (
-    r"(.*\.)?lm_head",
-    r"(.*\.)?embed_tokens",
-    r"(.*\.)?(gate|router|shared_expert_gate)",  # MoE routers, whether nn.Linear or a class of their own
-    r"(.*\.)?router\..+",
-)
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.(?P<projection>gate_proj|up_proj|down_proj)")
 
@@ -47,13 +40,15 @@ class ScaleGroup:
         owner: name of the first member in module order; the scale's Parameters carry its name in
             ``named_parameters()``.
         members: names of all layers that share the scale, in module order.
-        s0: the frozen fp32 scale, shape ``(1,)``, ``(out, 1)`` or ``(out, groups)``; NaN until filled.
+        spec: how what it scales is quantised.
+        s0: the frozen fp32 scale, ``(1,)`` or the shape that ``spec`` says; NaN until filled.
         theta: its learned correction in the model's dtype, 0 at the start, or None for a static scale.
         observer: of the group's input, or None in a group of weights.
     """
 
     owner: str
     members: list[str]
+    spec: TensorSpec
     s0: nn.Parameter
     theta: nn.Parameter | None
     observer: Observer | None = None
@@ -64,20 +59,20 @@ class Quantization:
     """What :func:`prepare` did to a model, and the switches.
 
     Attributes:
-        scheme: of all layers.
-        layers: the QuantLinears by module name, in module order.
+        layers: the QuantLinears by module name, in module order; each knows its scheme.
         exempt: names of the modules that an exempt pattern matched (routers that are no nn.Linear among them), in
             module order.
         weight_groups: every weight scale; each layer is a member of one.
-        input_groups: every input scale; empty where the scheme leaves inputs alone.
+        input_groups: every stored input scale; empty where no scheme has one.
+        global_groups: every global scale of weights whose scales are e4m3 (NVFP4).
         simulated: names of the layers that the fp8 GEMM was asked for and cannot take; they simulate.
     """
 
-    scheme: Scheme
     layers: dict[str, QuantLinear]
     exempt: list[str]
     weight_groups: list[ScaleGroup] = field(default_factory=list)
     input_groups: list[ScaleGroup] = field(default_factory=list)
+    global_groups: list[ScaleGroup] = field(default_factory=list)
     simulated: list[str] = field(default_factory=list)
 
     def set_fake_quant(self, weights: bool, activations: bool, pattern: str | None = None) -> None:
@@ -93,7 +88,7 @@ class Quantization:
         """
         for name in self.matching(pattern):
             self.layers[name].weight_fake_quant = weights
-            self.layers[name].input_fake_quant = activations and self.scheme.activations is not None
+            self.layers[name].input_fake_quant = activations and self.layers[name].scheme.activations is not None
         self._recount_inputs()
 
     def matching(self, pattern: str | None) -> list[str]:
@@ -105,7 +100,7 @@ class Quantization:
         names = [name for name in self.layers if pattern is None or re.fullmatch(pattern, name)]
         if not names:
             raise ValueError(
-                f"pattern {pattern!r} matches no quantised layer; names look like {_examples(self.layers)}"
+                f"pattern {pattern!r} matches no quantised layer; names look like {examples(list(self.layers))}"
             )
         return names
 
@@ -146,81 +141,66 @@ class Quantization:
 
 def prepare(
     model: nn.Module,
-    scheme: Scheme,
+    scheme: Scheme | None,
     *,
+    rules: Sequence[Rule] = (),
     exempt: Sequence[str] = DEFAULT_EXEMPT,
+    named: Mapping[str, Scheme] | None = None,
     learn_weight_scale: bool,
     learn_input_scale: bool,
     fp8_gemm: bool = False,
 ) -> Quantization:
-    """Replace every nn.Linear of ``model`` that is not exempt by a QuantLinear, in place.
+    """Replace every nn.Linear of ``model`` that gets a scheme by a QuantLinear, in place.
 
     Weights and biases are the same Parameters afterwards. The scales are new ones on the weights' device, not
     partitioned: under ZeRO-3 partition them next. They start as NaN, so that one that nothing fills shows in the loss.
 
     Args:
         model: any module tree; Linears may be partitioned or on the meta device.
-        scheme: how they are quantised.
-        exempt: regexes on full module names (``re.fullmatch``). One that is not in :data:`DEFAULT_EXEMPT` must match.
+        scheme, rules, exempt, named: which layer gets which scheme, see :func:`quant.rules.assign`.
         learn_weight_scale: whether weight scales get a theta.
-        learn_input_scale: whether input scales get one.
-        fp8_gemm: multiply codes, not fake-quantised values, in the layers whose shapes allow it.
+        learn_input_scale: whether stored input scales get one.
+        fp8_gemm: multiply codes, not fake-quantised values, in the layers whose scheme and shapes allow it.
 
     Raises:
-        ValueError: a pattern matches nothing, nothing is left to quantise, a group is incomplete, a weight is shared
-            with another module, a layer does not fit the scheme, there is no input scale to learn, or no fp8 GEMM.
+        ValueError: a rule or pattern matches nothing, nothing is left to quantise, layers that serving fuses have
+            several schemes, a weight is shared with another module, a layer does not fit its scheme, there is no input
+            scale to learn, or no fp8 GEMM.
     """
-    if learn_input_scale and scheme.static_input is None:
-        raise ValueError(f"scheme {scheme.name!r} does not quantise inputs, so there is no input scale to learn")
-    if fp8_gemm and not scheme.has_fp8_gemm:
-        raise ValueError(f"scheme {scheme.name!r} has no fp8 codes per tensor on both sides, which the fp8 GEMM needs")
+    assigned = assign(model, scheme, rules, exempt, named)
     modules = dict(model.named_modules())
-    exempt_names = _match_exempt(modules, exempt)
-    linears = _linears_to_quantise(modules, set(exempt_names))
-    _check_not_tied(modules, linears)
-    weight_groups = [
-        _weight_group(members, linears, scheme.weights, learn_weight_scale)
-        for members in _grouped(linears, modules, scheme.weights.granularity == "tensor", across_experts=False)
-    ]
-    input_groups: list[ScaleGroup] = []
-    if scheme.static_input is not None:
-        input_groups = [
-            _input_group(members, linears, scheme.static_input, learn_input_scale)
-            for members in _grouped(linears, modules, True, across_experts=True)
-        ]
-    layers = _replace(modules, linears, scheme, weight_groups, input_groups)
-    _share_inputs(layers, input_groups)
-    simulated = _use_fp8_gemm(layers) if fp8_gemm else []
-    return Quantization(scheme, layers, exempt_names, weight_groups, input_groups, simulated)
-
-
-def _match_exempt(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[str]:
-    """Names of the modules that a pattern matches; an error for a pattern of the user's that matches none."""
-    matched: set[str] = set()
-    for pattern in patterns:
-        names = {name for name in modules if re.fullmatch(pattern, name)}
-        if not names and pattern not in DEFAULT_EXEMPT:
-            linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-            raise ValueError(
-                f"exempt pattern {pattern!r} matches no module; it must match a full name such as {_examples(linears)}"
-            )
-        matched |= names
-    return [name for name in modules if name in matched]
-
-
-def _linears_to_quantise(modules: dict[str, nn.Module], exempt: set[str]) -> dict[str, nn.Linear]:
-    linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) and name not in exempt}
+    schemes = assigned.schemes
+    linears = {name: _checked_linear(name, modules[name]) for name in schemes}
     if not linears:
+        raise ValueError(f"nothing to quantise: every nn.Linear of {type(model).__name__} is exempt, or it has none")
+    if learn_input_scale and not any(one.static_input for one in schemes.values()):
+        names = ", ".join(dict.fromkeys(one.name for one in schemes.values()))
+        raise ValueError(f"{names}: no scheme here stores a scale of inputs, so there is none to learn")
+    if fp8_gemm and not any(one.has_fp8_gemm for one in schemes.values()):
+        names = ", ".join(dict.fromkeys(one.name for one in schemes.values()))
+        raise ValueError(f"{names}: no scheme here has fp8 codes per tensor on both sides, which the fp8 GEMM needs")
+    _check_not_tied(modules, linears)
+    by_weight = _fused(schemes, modules, across_experts=False)
+    by_input = _fused(schemes, modules, across_experts=True)
+    weight_groups, global_groups = _weight_groups(by_weight, linears, schemes, learn_weight_scale)
+    input_groups = [
+        _input_group(members, linears, spec, learn_input_scale)
+        for members in by_input
+        if (spec := schemes[members[0]].static_input) is not None
+    ]
+    layers = _replace(modules, linears, schemes, weight_groups, global_groups, input_groups)
+    _share_inputs(layers, by_weight)
+    simulated = _use_fp8_gemm(layers) if fp8_gemm else []
+    return Quantization(layers, assigned.exempt, weight_groups, input_groups, global_groups, simulated)
+
+
+def _checked_linear(name: str, module: nn.Module) -> nn.Linear:
+    if type(module) is not nn.Linear:
         raise ValueError(
-            f"nothing to quantise: every nn.Linear of {type(modules['']).__name__} is exempt, or it has none"
+            f"{name} is a {type(module).__name__}, a subclass of nn.Linear, whose forward QuantLinear might not "
+            f"reproduce; exempt it"
         )
-    for name, linear in linears.items():
-        if type(linear) is not nn.Linear:
-            raise ValueError(
-                f"{name} is a {type(linear).__name__}, a subclass of nn.Linear, whose forward QuantLinear might not "
-                f"reproduce; exempt it"
-            )
-    return linears
+    return module
 
 
 def _check_not_tied(modules: dict[str, nn.Module], linears: dict[str, nn.Linear]) -> None:
@@ -234,50 +214,74 @@ def _check_not_tied(modules: dict[str, nn.Module], linears: dict[str, nn.Linear]
             raise ValueError(f"{' and '.join(users[id(linear.weight)])} share one weight; exempt {name}")
 
 
-def _grouped(
-    linears: dict[str, nn.Linear], modules: dict[str, nn.Module], shared: bool, *, across_experts: bool
-) -> list[list[str]]:
-    """Names of the layers that share a scale, each name in one list, lists and names in module order."""
+def _fused(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, across_experts: bool) -> list[list[str]]:
+    """The layers in sets that serving fuses, each name in one set, sets and names in module order.
+
+    Raises:
+        ValueError: the layers of a set have several schemes, or only some have one.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
-    for name in linears:
-        key = _group_key(name, modules, linears, across_experts) if shared else (name,)
-        groups.setdefault(key, []).append(name)
+    for name in schemes:
+        groups.setdefault(_fused_key(name, modules, across_experts), []).append(name)
+    for parent, *leaves in groups:
+        _check_one_scheme(_members(parent, leaves, modules, across_experts), schemes)
     return list(groups.values())
 
 
-def _group_key(
-    name: str, modules: dict[str, nn.Module], linears: dict[str, nn.Linear], across_experts: bool
-) -> tuple[str, ...]:
-    """What the layers of one group have in common: their parent, or MoE layer, and what serving fuses there."""
+def _fused_key(name: str, modules: dict[str, nn.Module], across_experts: bool) -> tuple[str, ...]:
+    """What the layers of one set have in common: their parent, or MoE layer, and the names that are fused there."""
     expert = _EXPERT.fullmatch(name)
-    fused: tuple[str, ...]
     if across_experts and expert is not None:
-        experts = expert["experts"]
-        fused = ("down_proj",) if expert["projection"] == "down_proj" else ("gate_proj", "up_proj")
-        parents = [f"{experts}.{index}" for index, _ in modules[experts].named_children() if index.isdigit()]
-    else:
-        parent, _, leaf = name.rpartition(".")
-        fused = next((names for names in FUSED if leaf in names), (leaf,))
-        experts, parents = parent, [parent]
-        if not any(f"{parent}.{other}".lstrip(".") in modules for other in fused if other != leaf):
-            fused = (leaf,)  # attention without k and v projections, an MLP without a gate: nothing to fuse with
-    members = [f"{parent}.{leaf}".lstrip(".") for parent in parents for leaf in fused]
-    missing = [member for member in members if member not in linears]
+        return (expert["experts"], *next((names for names in FUSED if expert["projection"] in names), ("down_proj",)))
+    parent, _, leaf = name.rpartition(".")
+    fused = next((names for names in FUSED if leaf in names), (leaf,))
+    if not any(f"{parent}.{other}".lstrip(".") in modules for other in fused if other != leaf):
+        fused = (leaf,)  # attention without k and v projections, an MLP without a gate: nothing to fuse with
+    return (parent, *fused)
+
+
+def _members(parent: str, leaves: Sequence[str], modules: dict[str, nn.Module], across_experts: bool) -> list[str]:
+    """The layers of a set as serving has them, quantised or not."""
+    parents = [parent]
+    if across_experts and parent.rpartition(".")[2] == "experts":
+        parents = [f"{parent}.{index}" for index, _ in modules[parent].named_children() if index.isdigit()]
+    return [f"{one}.{leaf}".lstrip(".") for one in parents for leaf in leaves]
+
+
+def _check_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> None:
+    missing = [name for name in members if name not in schemes]
     if missing:
         raise ValueError(
-            f"{', '.join(members)} are served with one scale, so all or none of them can be quantised, but "
+            f"{', '.join(members)} are served as one layer, so all or none of them can be quantised, but "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} exempt or no nn.Linear; exempt the others too"
         )
-    return (experts, *fused)
+    found = {schemes[name]: name for name in reversed(members)}
+    if len(found) > 1:
+        raise ValueError(
+            f"{', '.join(members)} are served as one layer, so they need one scheme, but "
+            + ", ".join(f"{name} has {scheme.name}" for scheme, name in reversed(found.items()))
+        )
 
 
-def _weight_group(members: list[str], linears: dict[str, nn.Linear], spec: TensorSpec, learn: bool) -> ScaleGroup:
-    owner = linears[members[0]]
-    try:
-        shape = spec.scale_shape((owner.out_features, owner.in_features))
-    except ValueError as error:
-        raise ValueError(f"{members[0]}: {error}") from None
-    return ScaleGroup(members[0], members, *_new_scale(owner, shape, learn))
+def _weight_groups(
+    sets: list[list[str]], linears: dict[str, nn.Linear], schemes: dict[str, Scheme], learn: bool
+) -> tuple[list[ScaleGroup], list[ScaleGroup]]:
+    """Scale groups of the weights, and those of their global scales."""
+    groups, global_groups = [], []
+    for members in sets:
+        spec = schemes[members[0]].weights
+        owner = linears[members[0]]
+        for some in [members] if spec.granularity == "tensor" else [[name] for name in members]:
+            first = linears[some[0]]
+            try:
+                shape = spec.scale_shape((first.out_features, first.in_features))
+            except ValueError as error:
+                raise ValueError(f"{some[0]}: {error}") from None
+            groups.append(ScaleGroup(some[0], some, spec, *_new_scale(first, shape, learn)))
+        if spec.scale_format == "e4m3":
+            global_groups.append(ScaleGroup(members[0], members, spec, *_new_scale(owner, (1,), False)))
+    order = {name: index for index, name in enumerate(linears)}
+    return sorted(groups, key=lambda group: order[group.owner]), global_groups
 
 
 def _input_group(members: list[str], linears: dict[str, nn.Linear], spec: TensorSpec, learn: bool) -> ScaleGroup:
@@ -286,7 +290,7 @@ def _input_group(members: list[str], linears: dict[str, nn.Linear], spec: Tensor
         raise ValueError(
             f"layers that share an input scale read inputs of different widths: {widths}; exempt all of them"
         )
-    return ScaleGroup(members[0], members, *_new_scale(linears[members[0]], (1,), learn), Observer(spec))
+    return ScaleGroup(members[0], members, spec, *_new_scale(linears[members[0]], (1,), learn), Observer(spec))
 
 
 def _new_scale(owner: nn.Linear, shape: tuple[int, ...], learn: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -299,50 +303,46 @@ def _new_scale(owner: nn.Linear, shape: tuple[int, ...], learn: bool) -> tuple[n
 def _replace(
     modules: dict[str, nn.Module],
     linears: dict[str, nn.Linear],
-    scheme: Scheme,
+    schemes: dict[str, Scheme],
     weight_groups: list[ScaleGroup],
+    global_groups: list[ScaleGroup],
     input_groups: list[ScaleGroup],
 ) -> dict[str, QuantLinear]:
     weight_group = {name: group for group in weight_groups for name in group.members}
+    global_group = {name: group for group in global_groups for name in group.members}
     input_group = {name: group for group in input_groups for name in group.members}
     layers = {}
     for name, linear in linears.items():
-        ours, its_input = weight_group[name], input_group.get(name)
+        ours, its_input, its_global = weight_group[name], input_group.get(name), global_group.get(name)
         shapes = [(linears[member].out_features, linears[member].in_features) for member in ours.members]
         layers[name] = QuantLinear.from_linear(
             linear,
-            scheme,
+            schemes[name],
             weight_s0=ours.s0,
             weight_theta=ours.theta,
+            weight_global=its_global.s0 if its_global is not None else None,
             input_s0=its_input.s0 if its_input is not None else None,
             input_theta=its_input.theta if its_input is not None else None,
-            weight_numel=sum(scheme.weights.elements_per_scale(shape) for shape in shapes),
+            weight_numel=sum(ours.spec.elements_per_scale(shape) for shape in shapes),
         )
         parent, _, leaf = name.rpartition(".")
         setattr(modules[parent], leaf, layers[name])
     return layers
 
 
-def _share_inputs(layers: dict[str, QuantLinear], input_groups: list[ScaleGroup]) -> None:
+def _share_inputs(layers: dict[str, QuantLinear], sets: list[list[str]]) -> None:
     """Layers of one parent that serving fuses read one tensor; experts of a layer share a scale, not a tensor."""
-    for group in input_groups:
-        siblings: dict[str, list[str]] = {}
-        for name in group.members:
-            siblings.setdefault(name.rpartition(".")[0], []).append(name)
-        for names in siblings.values():
-            if len(names) > 1:
-                shared = SharedInput(len(names))
-                for name in names:
-                    layers[name].shared_input = shared
+    for names in sets:
+        if len(names) > 1 and layers[names[0]].scheme.activations is not None:
+            shared = SharedInput(len(names))
+            for name in names:
+                layers[name].shared_input = shared
 
 
 def _use_fp8_gemm(layers: dict[str, QuantLinear]) -> list[str]:
-    """Switch the layers over that ``torch._scaled_mm`` takes (both sides multiples of 16); names of the others."""
-    for layer in layers.values():
+    """Switch the layers over that ``torch._scaled_mm`` takes (both sides multiples of 16); names of those that have
+    the scheme for it but not the shape."""
+    able = {name: layer for name, layer in layers.items() if layer.scheme.has_fp8_gemm}
+    for layer in able.values():
         layer.fp8_gemm = layer.in_features % 16 == 0 and layer.out_features % 16 == 0
-    return [name for name, layer in layers.items() if not layer.fp8_gemm]
-
-
-def _examples(names: Iterable[str]) -> str:
-    """The first few names, for an error that must show what they look like."""
-    return ", ".join(list(names)[:3]) or "(there is none)"
+    return [name for name, layer in able.items() if not layer.fp8_gemm]

@@ -132,12 +132,11 @@ def plain_losses(
 @torch.no_grad()
 def measure(quantization: Quantization) -> None:
     """Scales from the whole weights and from what the observers saw; theta is 0 and fake quant is on then."""
-    spec = quantization.scheme.weights
     for group in quantization.weight_groups:
         absmax = max(quantization.layers[name].weight.abs().max() for name in group.members)
-        group.s0.copy_(scales_from_stats(absmax.reshape(1), spec))
+        group.s0.copy_(scales_from_stats(absmax.reshape(1), group.spec))
     for group in quantization.input_groups:
-        group.s0.copy_(scales_from_stats(group.observer.absmax.reshape(1), spec))
+        group.s0.copy_(scales_from_stats(group.observer.absmax.reshape(1), group.spec))
     for group in (*quantization.weight_groups, *quantization.input_groups):
         if group.theta is not None:
             group.theta.zero_()

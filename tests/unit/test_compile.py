@@ -64,14 +64,14 @@ class Layer:
             for group in q.weight_groups:
                 weights = torch.cat([q.layers[name].weight.flatten() for name in group.members]).float()
                 largest = weights.reshape(group.s0.numel(), -1).abs().amax(1).reshape(group.s0.shape)
-                group.s0.copy_(0.7 * absmax_scale(largest, q.scheme.weights))
+                group.s0.copy_(0.7 * absmax_scale(largest, group.spec))
             for group in q.input_groups:
                 group.s0.fill_({"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}[leaf(group)] / 448)
         self.layer: nn.Module = model.model.layers[0].mlp if mlp else model.model.layers[0]
         self.x, self.grad = torch.randn(2, 8, 64).to(dtype), torch.randn(2, 8, 64).to(dtype)
         self.arguments = {} if mlp else {"position_embeddings": model.model.rotary_emb(self.x, torch.arange(8)[None])}
         # q/k/v, o, gate/up, down
-        self.inputs = (2 if mlp else 4) if q.scheme.activations is not None else 0
+        self.inputs = (2 if mlp else 4) if q.input_groups else 0
         self.weights = 3 if mlp else 7
         assert len(q.layers) == 7
 

@@ -45,7 +45,7 @@ def fill_scales(q: quant.Quantization, input_scale: float = 2.5 / 448) -> None:
     with torch.no_grad():
         for group in q.weight_groups:
             largest = max(q.layers[name].weight.abs().max().float() for name in group.members)
-            group.s0.copy_(absmax_scale(largest, q.scheme.weights).expand_as(group.s0))
+            group.s0.copy_(absmax_scale(largest, group.spec).expand_as(group.s0))
         for group in q.input_groups:
             group.s0.fill_(input_scale)
         for group in (*q.weight_groups, *q.input_groups):

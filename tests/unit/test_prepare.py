@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from quant import DEFAULT_EXEMPT, SCALE_PARAMETERS, QuantLinear, get_scheme, prepare
+from quant import DEFAULT_EXEMPT, SCALE_PARAMETERS, QuantLinear, Rule, get_scheme, prepare
 from tests.tiny import tiny_config
 
-FP8, INT4 = get_scheme("fp8_static"), get_scheme("w4a16_g32")
+FP8, INT4, INT2 = get_scheme("fp8_static"), get_scheme("w4a16_g32"), get_scheme("w2a16_g32")
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 HIDDEN, INNER, EXPERTS = 32, 64, 3
 
@@ -153,7 +153,7 @@ def test_static_scales_have_no_theta():
         assert all((group.theta is not None) == input_ for group in quantization.input_groups)
         names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
         assert ("weight_theta" in names, "input_theta" in names) == (weight, input_)
-    with pytest.raises(ValueError, match="no input scale to learn"):
+    with pytest.raises(ValueError, match="w4a16_g32: no scheme here stores a scale of inputs"):
         prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=True)
 
 
@@ -202,23 +202,23 @@ def test_meta_and_partitioned_weights_will_do():
 def test_an_incomplete_group_is_an_error(pattern, named):
     """Named in full, with what is missing; nothing was replaced."""
     model = moe_model()
-    with pytest.raises(ValueError, match="served with one scale") as error:
+    with pytest.raises(ValueError, match="served as one layer") as error:
         fp8(model, exempt=[*DEFAULT_EXEMPT, pattern])
     assert all(text in str(error.value) for text in named), str(error.value)
     assert not any(isinstance(module, QuantLinear) for module in model.modules())
 
 
 def test_a_whole_group_may_be_exempt():
-    """And where only weights are quantised, each finer than a tensor, any single layer may."""
+    """But not a part of what serving fuses, also where nothing is shared: it has one scheme for the fused layer."""
     quantization = fp8(
         moe_model(), exempt=[*DEFAULT_EXEMPT, r".*\.0\.self_attn\.[qkv]_proj", r".*\.1\.mlp\.experts\..*"]
     )
     assert "model.layers.0.self_attn.o_proj" in quantization.layers
     assert not any(".0.self_attn.q_proj" in name or ".1.mlp.experts." in name for name in quantization.layers)
-    int4 = prepare(
-        moe_model(), INT4, exempt=[*DEFAULT_EXEMPT, r".*v_proj"], learn_weight_scale=True, learn_input_scale=False
-    )
-    assert "model.layers.0.self_attn.q_proj" in int4.layers
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.v_proj is exempt"):
+        prepare(
+            moe_model(), INT4, exempt=[*DEFAULT_EXEMPT, r".*v_proj"], learn_weight_scale=True, learn_input_scale=False
+        )
 
 
 def test_layers_without_their_fused_partners_stand_alone():
@@ -239,6 +239,61 @@ def test_a_pattern_that_matches_nothing_is_an_error():
     assert len(fp8(Tree(only=nn.Linear(4, 4))).layers) == 1
     with pytest.raises(ValueError, match="nothing to quantise"):
         fp8(Tree(only=nn.Linear(4, 4)), exempt=["only"])
+
+
+def mixed(model: nn.Module, *rules: Rule, scheme=INT2, **kwargs):
+    return prepare(model, scheme, rules=rules, learn_weight_scale=True, learn_input_scale=False, **kwargs)
+
+
+def test_the_first_rule_that_matches_decides():
+    """By layer index, by name, by both; the default for the rest; exempt layers are asked nothing."""
+    model = moe_model()
+    rules = (
+        Rule(INT4, first=1, layers=r".*self_attn.*"),
+        Rule(None, last=1, layers=r".*o_proj"),
+        Rule(FP8, layers=r".*\.self_attn\..*"),
+    )
+    quantization = mixed(model, *rules)
+    assert "model.layers.1.self_attn.o_proj" not in quantization.layers
+    assert type(model.model.layers.get_submodule("1.self_attn.o_proj")) is nn.Linear
+    for name, layer in quantization.layers.items():
+        where = "self_attn" in name, ".0." in name.partition(".mlp")[0] + "."
+        assert layer.scheme == {(True, True): INT4, (True, False): FP8}.get(where, INT2), name
+    assert not any("gate" in name.rpartition(".")[2] and "proj" not in name for name in quantization.layers)
+    # Weights of fp8 share a scale per fused set, integers none; stored input scales belong to fp8 alone.
+    assert [group.spec for group in quantization.input_groups] == [FP8.activations]
+    assert members(quantization.input_groups) == [[f"model.layers.1.self_attn.{name}" for name in ATTENTION]]
+    shared = [group.members for group in quantization.weight_groups if len(group.members) > 1]
+    assert shared == members(quantization.input_groups)
+    order = list(quantization.layers)
+    owners = [order.index(group.owner) for group in quantization.weight_groups]
+    assert owners == sorted(owners)
+
+
+def test_the_ends_of_a_model_and_single_layers_have_schemes_of_their_own():
+    """first and last together; a name beats exempt patterns."""
+    quantization = mixed(moe_model(), Rule(INT4, first=1, last=1))
+    assert {layer.scheme for layer in quantization.layers.values()} == {INT4}  # it has two layers
+    quantization = mixed(moe_model(), named={"lm_head": INT4})
+    assert quantization.layers["lm_head"].scheme == INT4 and "lm_head" not in quantization.exempt
+    only = mixed(moe_model(), scheme=None, named={"lm_head": INT4})
+    assert list(only.layers) == ["lm_head"]
+
+
+def test_rules_that_serving_could_not_follow_are_errors():
+    """Half of a fused layer, some of the experts, a rule that decides nothing, a name that is no layer's."""
+    with pytest.raises(ValueError, match=r"need one scheme, but \S+q_proj has w2a16_g32, \S+v_proj has w4a16_g32"):
+        mixed(moe_model(), Rule(INT4, layers=r".*v_proj"))
+    with pytest.raises(
+        ValueError, match=r"experts\.0\.down_proj has w2a16_g32, \S+experts\.2\.down_proj has w4a16_g32"
+    ):
+        mixed(moe_model(), Rule(INT4, layers=r".*experts\.2\..*"))
+    with pytest.raises(ValueError, match=r"rule 1 \(layers: lm_head\) matches no layer"):
+        mixed(moe_model(), Rule(INT4, first=1), Rule(INT4, layers="lm_head"))
+    with pytest.raises(ValueError, match=r"rule 1 \(layers: \.\*mlp\.\*, first: 1\) matches no layer"):
+        mixed(moe_model(), Rule(INT4, first=1), Rule(FP8, first=1, layers=".*mlp.*"))
+    with pytest.raises(ValueError, match=r"model\.head: no such nn\.Linear"):
+        mixed(moe_model(), named={"model.head": INT4})
 
 
 def test_layers_that_cannot_be_quantised_are_named():
