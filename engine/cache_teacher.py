@@ -19,7 +19,8 @@ from data.samples import IGNORE, Sample
 from data.teacher_cache import Manifest, TeacherCache, Writer
 from engine.kd import take_top_k
 from engine.losses import TeacherHidden, row_blocks
-from engine.recipe import Recipe, RecipeError
+from engine.recipe import Recipe
+from engine.recipe_checks import RecipeError
 from engine.setup import build_loader, load_teacher, say, start_ranks
 from engine.teacher import CachedTeacher, ModelTeacher
 from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, world_size

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from engine.checkpoint_files import CheckedFiles, file_crc32, replace_text, sync_directory, write_text
-from engine.recipe import Recipe, RecipeError
+from engine.recipe import Recipe
+from engine.recipe_checks import RecipeError
 from engine.recipe_file import load_recipe, save_recipe
 from engine.reshard import load_resharded, merge_observers, reseed
 from engine.setup import Session, say

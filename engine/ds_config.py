@@ -20,7 +20,8 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
-from engine.recipe import Recipe, RecipeError
+from engine.recipe import Recipe
+from engine.recipe_checks import RecipeError
 
 SHIPPED = Path(__file__).parent.parent / "ds_configs"
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from data.loader import MicroBatch
 from engine.fake_quant import FakeQuant
-from engine.recipe import Recipe, RecipeError, parse_size
+from engine.recipe import Recipe, parse_size
+from engine.recipe_checks import RecipeError
 from engine.setup import Session, say
 from model.save import export_model
 

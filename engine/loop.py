@@ -44,7 +44,8 @@ from engine.levers import Levers
 from engine.losses import DIAGNOSTICS, NamedTokenLoss, Objective, TokenLoss
 from engine.metrics import Progress, Summary
 from engine.optim import SCALE_GROUPS, trained_scales
-from engine.recipe import Recipe, RecipeError
+from engine.recipe import Recipe
+from engine.recipe_checks import RecipeError
 from engine.recipe_file import load_recipe
 from engine.report import report_end, report_step
 from engine.schedule import Schedule, lr_factor

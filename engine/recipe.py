@@ -18,13 +18,10 @@ from pathlib import Path
 from typing import Literal
 
 from engine.kd import CACHED_KINDS, TOP_K_KINDS
-from quant import DEFAULT_EXEMPT, SCHEMES
+from engine.quant_recipe import QuantRecipe
+from engine.recipe_checks import RecipeError, at_least, need, pattern, positive
 
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-class RecipeError(ValueError):
-    """What is wrong with a recipe: one line per problem, each opening with the key's path."""
 
 
 def parse_size(text: str) -> int:
@@ -38,20 +35,6 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ValueError(f"{text!r} is not a size: expected a positive number and a unit, like 5GB, 500MB or 2GiB")
     return int(size)
-
-
-def _need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
-    """The one problem line if a value is not good."""
-    if not good:
-        yield f"{key}: {value!r}, expected {expected}"
-
-
-def _at_least(key: str, value: float, lowest: float) -> Iterator[str]:
-    yield from _need(math.isfinite(value) and value >= lowest, key, value, f"at least {lowest}")
-
-
-def _positive(key: str, value: float) -> Iterator[str]:
-    yield from _need(math.isfinite(value) and value > 0, key, value, "a number above 0")
 
 
 @dataclass
@@ -71,49 +54,10 @@ class ModelRecipe:
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
-        yield from _need(self.path != "", "model.path", self.path, "a directory")
-        yield from _need(
+        yield from need(self.path != "", "model.path", self.path, "a directory")
+        yield from need(
             self.attn_implementation != "", "model.attn_implementation", self.attn_implementation, "a name like sdpa"
         )
-
-
-@dataclass
-class QuantRecipe:
-    """What is quantised, where the first scales come from, and when fake quant starts."""
-
-    scheme: str = "fp8_static"
-    """Number format and granularity of weights and activations: a name of quant.spec.SCHEMES."""
-    exempt: list[str] = field(default_factory=lambda: list(DEFAULT_EXEMPT))
-    """Regexes; a linear layer whose whole module name matches one stays unquantised. Replaces the default list."""
-    scales: str | None = None
-    """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
-    calibration_batches: int = 16
-    """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none."""
-    initial_input_scale: float | None = None
-    """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
-    compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
-    """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
-    tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9)."""
-    fake_quant_start: int = 0
-    """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never,
-    or when an event under schedule says so."""
-
-    def problems(self) -> Iterator[str]:
-        """One line per bad value of this section."""
-        yield from _need(self.scheme in SCHEMES, "quant.scheme", self.scheme, f"one of {', '.join(SCHEMES)}")
-        for index, pattern in enumerate(self.exempt):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                yield f"quant.exempt[{index}]: {pattern!r}, expected a regular expression ({error})"
-        yield from _at_least("quant.calibration_batches", self.calibration_batches, 0)
-        if self.initial_input_scale is not None:
-            yield from _positive("quant.initial_input_scale", self.initial_input_scale)
-        yield from _at_least("quant.fake_quant_start", self.fake_quant_start, -1)
-
-    def quantises_activations(self) -> bool:
-        """Whether the scheme has activation scales; False for a scheme that is not known."""
-        return self.scheme in SCHEMES and SCHEMES[self.scheme].activations is not None
 
 
 @dataclass
@@ -173,27 +117,27 @@ class DataRecipe:
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
-        yield from _need(len(self.train) > 0 and "" not in self.train, "data.train", self.train, "at least one file")
-        yield from _need("" not in self.eval, "data.eval", self.eval, "files")
+        yield from need(len(self.train) > 0 and "" not in self.train, "data.train", self.train, "at least one file")
+        yield from need("" not in self.eval, "data.eval", self.eval, "files")
         if self.weights is not None:
             yield from self._weight_problems(self.weights)
         share = isinstance(self.held_out, float)
         good = 0 < self.held_out < 1 if share and self.held_out else self.held_out >= 0
-        yield from _need(good, "data.held_out", self.held_out, "a number of samples, or a share between 0 and 1")
+        yield from need(good, "data.held_out", self.held_out, "a number of samples, or a share between 0 and 1")
         if self.kind != "chat":
-            yield from _need(self.fields is None, "data.fields", self.fields, f"null with data.kind {self.kind}")
-            yield from _need(self.loss_on == "last", "data.loss_on", self.loss_on, f"last with data.kind {self.kind}")
-        yield from _at_least("data.max_length", self.max_length, 2)
-        yield from _at_least("data.micro_batch_size", self.micro_batch_size, 1)
-        yield from _at_least("data.seed", self.seed, 0)
+            yield from need(self.fields is None, "data.fields", self.fields, f"null with data.kind {self.kind}")
+            yield from need(self.loss_on == "last", "data.loss_on", self.loss_on, f"last with data.kind {self.kind}")
+        yield from at_least("data.max_length", self.max_length, 2)
+        yield from at_least("data.micro_batch_size", self.micro_batch_size, 1)
+        yield from at_least("data.seed", self.seed, 0)
 
     def _weight_problems(self, weights: list[float]) -> Iterator[str]:
         good = all(math.isfinite(weight) and weight > 0 for weight in weights)
-        yield from _need(good, "data.weights", weights, "numbers above 0 (leave a file out of data.train instead of 0)")
+        yield from need(good, "data.weights", weights, "numbers above 0 (leave a file out of data.train instead of 0)")
         same = len(weights) == len(self.train)
-        yield from _need(same, "data.weights", weights, f"{len(self.train)} of them, one per file of data.train")
+        yield from need(same, "data.weights", weights, f"{len(self.train)} of them, one per file of data.train")
         once = len({str(Path(file)) for file in self.train}) == len(self.train)
-        yield from _need(once, "data.train", self.train, "each file once: data.weights says how often it is used")
+        yield from need(once, "data.train", self.train, "each file once: data.weights says how often it is used")
 
     def weights_by_file(self) -> dict[str, float] | None:
         """The weights by path, as samples name their file."""
@@ -235,23 +179,23 @@ class OptimRecipe:
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
-        yield from _at_least("optim.lr", self.lr, 0)
-        yield from _at_least("optim.scale_lr", self.scale_lr, 0)
+        yield from at_least("optim.lr", self.lr, 0)
+        yield from at_least("optim.scale_lr", self.scale_lr, 0)
         for name in ("embedding_lr", "norm_lr", "act_scale_lr"):
             value = getattr(self, name)
             if value is not None:
-                yield from _at_least(f"optim.{name}", value, 0)
-        yield from _need(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "between 0 and 1")
-        yield from _at_least("optim.warmup_steps", self.warmup_steps, 0)
+                yield from at_least(f"optim.{name}", value, 0)
+        yield from need(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "between 0 and 1")
+        yield from at_least("optim.warmup_steps", self.warmup_steps, 0)
         if self.schedule == "wsd":
-            yield from _at_least("optim.decay_steps", self.decay_steps, 1)
+            yield from at_least("optim.decay_steps", self.decay_steps, 1)
         else:
             expected = f"0: optim.schedule {self.schedule} has no decay_steps (wsd has)"
-            yield from _need(self.decay_steps == 0, "optim.decay_steps", self.decay_steps, expected)
-        yield from _at_least("optim.weight_decay", self.weight_decay, 0)
-        yield from _need(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "two numbers in [0, 1)")
-        yield from _positive("optim.eps", self.eps)
-        yield from _at_least("optim.grad_clip", self.grad_clip, 0)
+            yield from need(self.decay_steps == 0, "optim.decay_steps", self.decay_steps, expected)
+        yield from at_least("optim.weight_decay", self.weight_decay, 0)
+        yield from need(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "two numbers in [0, 1)")
+        yield from positive("optim.eps", self.eps)
+        yield from at_least("optim.grad_clip", self.grad_clip, 0)
 
 
 @dataclass
@@ -286,37 +230,37 @@ class LossRecipe:
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
-        yield from _at_least("loss.lm_weight", self.lm_weight, 0)
-        yield from _at_least("loss.kd_weight", self.kd_weight, 0)
+        yield from at_least("loss.lm_weight", self.lm_weight, 0)
+        yield from at_least("loss.kd_weight", self.kd_weight, 0)
         if self.lm_weight == 0 and self.kd_weight == 0:
             yield "loss.lm_weight, loss.kd_weight: both 0, expected at least one above 0: there is no loss"
         if self.kd_weight > 0 and not self.teacher and self.teacher_cache is None:
             yield f"loss.teacher: {self.teacher!r}, expected a directory since loss.kd_weight is {self.kd_weight}"
-        yield from _positive("loss.temperature", self.temperature)
+        yield from positive("loss.temperature", self.temperature)
         if self.kd != "kd":
             expected = f"1.0: loss.kd {self.kd} has no temperature (loss.kd kd has)"
-            yield from _need(self.temperature == 1, "loss.temperature", self.temperature, expected)
+            yield from need(self.temperature == 1, "loss.temperature", self.temperature, expected)
         if self.kd in TOP_K_KINDS:
             expected = f"a number of tokens, like 100: loss.kd is {self.kd}"
-            yield from _need(self.top_k is not None, "loss.top_k", self.top_k, expected)
+            yield from need(self.top_k is not None, "loss.top_k", self.top_k, expected)
         elif self.tail:
             yield f"loss.tail: {self.tail}, expected false: loss.kd {self.kd} is of the whole vocabulary"
         if self.top_k is not None:
-            yield from _at_least("loss.top_k", self.top_k, 1)
-        yield from _at_least("loss.diagnostics_every", self.diagnostics_every, 0)
+            yield from at_least("loss.top_k", self.top_k, 1)
+        yield from at_least("loss.diagnostics_every", self.diagnostics_every, 0)
         if self.teacher_cache is not None:
             yield from self._cache_problems()
-        yield from _at_least("loss.chunk_tokens", self.chunk_tokens, 1)
+        yield from at_least("loss.chunk_tokens", self.chunk_tokens, 1)
 
     def _cache_problems(self) -> Iterator[str]:
         """A cache holds the teacher's own K tokens alone."""
-        yield from _need(self.teacher_cache != "", "loss.teacher_cache", self.teacher_cache, "a directory")
+        yield from need(self.teacher_cache != "", "loss.teacher_cache", self.teacher_cache, "a directory")
         expected = "kl_top_k: with loss.teacher_cache only the teacher's most likely tokens are known"
-        yield from _need(self.kd in CACHED_KINDS, "loss.kd", self.kd, expected)
+        yield from need(self.kd in CACHED_KINDS, "loss.kd", self.kd, expected)
         expected = "a directory or null: loss.teacher_cache is there so that no teacher runs"
-        yield from _need(self.teacher != "self", "loss.teacher", self.teacher, expected)
+        yield from need(self.teacher != "self", "loss.teacher", self.teacher, expected)
         expected = "0: loss.teacher_cache does not hold the distributions that are compared"
-        yield from _need(self.diagnostics_every == 0, "loss.diagnostics_every", self.diagnostics_every, expected)
+        yield from need(self.diagnostics_every == 0, "loss.diagnostics_every", self.diagnostics_every, expected)
 
 
 @dataclass
@@ -349,17 +293,17 @@ class TrainRecipe:
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
-        yield from _at_least("train.steps", self.steps, 1)
-        yield from _at_least("train.gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
-        yield from _at_least("train.seed", self.seed, 0)
-        yield from _at_least("train.log_every", self.log_every, 1)
-        yield from _at_least("train.quant_stats_every", self.quant_stats_every, 0)
-        yield from _at_least("train.checkpoint_every", self.checkpoint_every, 0)
-        yield from _at_least("train.keep_checkpoints", self.keep_checkpoints, 1)
-        yield from _at_least("train.max_skipped_steps", self.max_skipped_steps, 1)
+        yield from at_least("train.steps", self.steps, 1)
+        yield from at_least("train.gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
+        yield from at_least("train.seed", self.seed, 0)
+        yield from at_least("train.log_every", self.log_every, 1)
+        yield from at_least("train.quant_stats_every", self.quant_stats_every, 0)
+        yield from at_least("train.checkpoint_every", self.checkpoint_every, 0)
+        yield from at_least("train.keep_checkpoints", self.keep_checkpoints, 1)
+        yield from at_least("train.max_skipped_steps", self.max_skipped_steps, 1)
         if isinstance(self.resume, str):
             good = re.fullmatch(r"best|step_\d{8}", self.resume) is not None
-            yield from _need(good, "train.resume", self.resume, "true, false, best, or a name like step_00001000")
+            yield from need(good, "train.resume", self.resume, "true, false, best, or a name like step_00001000")
 
 
 CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
@@ -395,24 +339,21 @@ class EventRecipe:
         if len(times) != 1:
             yield f"{key}: {times or 'no time'}, expected exactly one of at, every, when"
         if self.at is not None:
-            yield from _at_least(f"{key}.at", self.at, 0)
+            yield from at_least(f"{key}.at", self.at, 0)
         if self.every is not None:
-            yield from _at_least(f"{key}.every", self.every, 1)
+            yield from at_least(f"{key}.every", self.every, 1)
         if self.when is not None:
-            yield from _need(parse_condition(self.when) is not None, f"{key}.when", self.when, "like loss/lm < 2.5")
+            yield from need(parse_condition(self.when) is not None, f"{key}.when", self.when, "like loss/lm < 2.5")
         actions = (self.fake_quant, self.observe, self.freeze_scales, self.lr, self.loss)
         if all(action is None for action in actions):
             yield f"{key}: nothing happens, expected one of fake_quant, observe, freeze_scales, lr, loss"
         if self.layers is not None:
-            yield from _need(self.fake_quant is not None, f"{key}.layers", self.layers, "fake_quant beside it")
-            try:
-                re.compile(self.layers)
-            except re.error as error:
-                yield f"{key}.layers: {self.layers!r}, expected a regular expression ({error})"
+            yield from need(self.fake_quant is not None, f"{key}.layers", self.layers, "fake_quant beside it")
+            yield from pattern(f"{key}.layers", self.layers)
         for name, known in (("lr", EVENT_RATES), ("loss", ("lm", "kd"))):
             for what, value in (getattr(self, name) or {}).items():
-                yield from _need(what in known, f"{key}.{name}", what, f"one of {', '.join(known)}")
-                yield from _at_least(f"{key}.{name}.{what}", value, 0)
+                yield from need(what in known, f"{key}.{name}", what, f"one of {', '.join(known)}")
+                yield from at_least(f"{key}.{name}.{what}", value, 0)
 
 
 # Parameter groups of engine.optim, which imports this module.
@@ -440,7 +381,7 @@ class EvalRecipe:
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
-        yield from _at_least("eval.every", self.every, 0)
+        yield from at_least("eval.every", self.every, 0)
 
 
 @dataclass
@@ -554,10 +495,10 @@ class Recipe:
         for index, event in enumerate(self.schedule):
             if event.at is not None and event.at >= steps > 0:
                 yield f"schedule[{index}].at: {event.at}, expected below train.steps ({steps})"
-            if event.fake_quant in (True, "activations") and quant.scheme in SCHEMES:
+            if event.fake_quant in (True, "activations") and quant.known():
                 expected = f"weights or false: quant.scheme {quant.scheme} quantises no activations"
                 good = quant.quantises_activations() or event.fake_quant is True
-                yield from _need(good, f"schedule[{index}].fake_quant", event.fake_quant, expected)
+                yield from need(good, f"schedule[{index}].fake_quant", event.fake_quant, expected)
         held_out = self.data.held_out or self.data.eval
         if self.eval.every and not held_out:
             yield f"eval.every: {self.eval.every}, expected 0, or samples to evaluate on (data.held_out, data.eval)"
@@ -565,48 +506,49 @@ class Recipe:
             expected = f"a multiple of eval.every ({self.eval.every}), so that each checkpoint has been evaluated"
             yield f"train.checkpoint_every: {self.train.checkpoint_every}, expected {expected}"
         if self.eval.best != "lm":
-            yield from _need(self.has_teacher(), "eval.best", self.eval.best, "lm: there is no teacher")
+            yield from need(self.has_teacher(), "eval.best", self.eval.best, "lm: there is no teacher")
             expected = "lm: loss.teacher_cache holds no held-out samples"
-            yield from _need(self.loss.teacher_cache is None, "eval.best", self.eval.best, expected)
+            yield from need(self.loss.teacher_cache is None, "eval.best", self.eval.best, expected)
         if quant.fake_quant_start > 0 and any(event.fake_quant is not None for event in self.schedule):
             yield (
                 f"quant.fake_quant_start: {quant.fake_quant_start}, expected 0 or -1, "
                 "since events under schedule switch fake quant"
             )
-        yield from _need(self.output_dir != "", "output_dir", self.output_dir, "a directory")
-        yield from _need(self.deepspeed != "", "deepspeed", self.deepspeed, "a name in ds_configs/ or a JSON file")
-        if quant.scheme in SCHEMES and not quant.quantises_activations():
-            expected = f"false: quant.scheme {quant.scheme} quantises no activations"
-            yield from _need(not learn.act_scale, "learnable.act_scale", learn.act_scale, expected)
-            expected = f"null: quant.scheme {quant.scheme} quantises no activations"
+        yield from need(self.output_dir != "", "output_dir", self.output_dir, "a directory")
+        yield from need(self.deepspeed != "", "deepspeed", self.deepspeed, "a name in ds_configs/ or a JSON file")
+        if quant.known() and not quant.stores_input_scales():
+            why = "has dynamic scales of activations" if quant.quantises_activations() else "quantises no activations"
+            expected = f"false: quant.scheme {quant.scheme} {why}"
+            yield from need(not learn.act_scale, "learnable.act_scale", learn.act_scale, expected)
+            expected = f"null: quant.scheme {quant.scheme} {why}"
             value = quant.initial_input_scale
-            yield from _need(value is None, "quant.initial_input_scale", value, expected)
+            yield from need(value is None, "quant.initial_input_scale", value, expected)
         if quant.fake_quant_start >= steps > 0:
             expected = f"below train.steps ({steps}), or -1 to train without fake quant"
             yield f"quant.fake_quant_start: {quant.fake_quant_start}, expected {expected}"
-        if quant.compute == "fp8_gemm" and quant.scheme in SCHEMES:
+        if quant.compute == "fp8_gemm" and quant.known():
             expected = f"auto or simulate: quant.scheme {quant.scheme} has no fp8 codes per tensor on both sides"
-            yield from _need(SCHEMES[quant.scheme].has_fp8_gemm, "quant.compute", quant.compute, expected)
+            yield from need(quant.has_fp8_gemm(), "quant.compute", quant.compute, expected)
             expected = "auto or simulate: the fp8 GEMM gives bfloat16, model.dtype is float32"
-            yield from _need(self.model.dtype == "bfloat16", "quant.compute", quant.compute, expected)
+            yield from need(self.model.dtype == "bfloat16", "quant.compute", quant.compute, expected)
         others = learn.weight or learn.norm or learn.router
         if self.never_quantises() and (learn.weight_scale or learn.act_scale) and not others:
             yield "quant.fake_quant_start: -1 (never), expected 0 or more: only scales learn, and get no gradient"
         both = quant.initial_input_scale is not None and quant.calibration_batches > 0
-        if both and quant.quantises_activations():
+        if both and quant.stores_input_scales():
             yield (
                 f"quant.initial_input_scale: {quant.initial_input_scale}, expected null or quant.calibration_batches 0 "
                 f"(it is {quant.calibration_batches}): either is the source of scales that no PTQ checkpoint gives"
             )
         no_source = quant.scales is None and quant.calibration_batches == 0 and quant.initial_input_scale is None
-        if quant.quantises_activations() and no_source and quant.fake_quant_start == 0:
+        if quant.stores_input_scales() and no_source and quant.fake_quant_start == 0:
             yield (
                 f"quant.calibration_batches: 0, expected 1 or more (or quant.scales, or quant.initial_input_scale): "
                 f"nothing gives the activation scales of {quant.scheme}"
             )
         # A schedule that never reaches its peak is a mistake; a train.steps below 1 has been reported already.
         for key, taken in (("warmup_steps", self.optim.warmup_steps), ("decay_steps", self.optim.decay_steps)):
-            yield from _need(steps < 1 or taken <= steps, f"optim.{key}", taken, f"at most {steps} (train.steps)")
+            yield from need(steps < 1 or taken <= steps, f"optim.{key}", taken, f"at most {steps} (train.steps)")
         both_ends = self.optim.warmup_steps + self.optim.decay_steps
         if max(self.optim.warmup_steps, self.optim.decay_steps) <= steps < both_ends:
             yield (

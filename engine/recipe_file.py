@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from engine.recipe import Recipe, RecipeError, not_there
+from engine.recipe import Recipe, not_there
+from engine.recipe_checks import RecipeError
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -83,7 +84,27 @@ def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterato
                 yield from _key_problems(value, cast(type, section_type), prefix=f"{prefix}{key}.")
             else:
                 yield line, f"{prefix}{key}: expected keys and values below it (leave the section out for its defaults)"
+        else:
+            for item, item_type, path in _items(value, known[key], f"{prefix}{key}"):
+                yield from _key_problems(item, item_type, prefix=f"{path}.")
         seen.add(key)
+
+
+def _items(node: yaml.Node, kind: Any, path: str) -> Iterator[tuple[yaml.MappingNode, type, str]]:
+    """The mappings that stand for dataclasses inside a list, a dictionary or an optional value, each with its path."""
+    inner = next((part for part in get_args(kind) if is_dataclass(part)), None)
+    if inner is None:
+        return
+    named: list[tuple[yaml.Node, str]] = []
+    if isinstance(node, yaml.SequenceNode):
+        named = [(item, f"{path}[{index}]") for index, item in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode) and get_origin(kind) is dict:
+        named = [(item, f"{path}.{name.value}") for name, item in node.value]
+    elif isinstance(node, yaml.MappingNode):
+        named = [(node, path)]
+    for item, its_path in named:
+        if isinstance(item, yaml.MappingNode):
+            yield item, cast(type, inner), its_path
 
 
 def _option_keys() -> list[str]:

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,8 @@ from data.text import read_text
 from engine.ds_config import resolve, teacher_config
 from engine.levers import Levers
 from engine.optim import build_optimizer, set_learnable
-from engine.recipe import Recipe, RecipeError
+from engine.recipe import Recipe
+from engine.recipe_checks import RecipeError
 from engine.teacher import ModelTeacher, SelfTeacher, Teacher, common_vocabulary, first_difference
 from model.build import build_model, check_rotary_buffers
 from model.experts import PerExpertMLPs
@@ -39,7 +41,7 @@ from model.load import load_weights
 from model.ranks import errors_on_all_ranks, is_main, listed, rank, world_size
 from model.scales import load_scales, measure_weight_scales, write_scales
 from model.zero import forget_secondary_copies, init_process_group, keep_frozen_fp32, partition_new_parameters, stage
-from quant import Quantization, get_scheme, prepare, prepare_kernels
+from quant import Quantization, prepare, prepare_kernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -219,13 +221,14 @@ def build_student(
     )
     if training:
         with errors_on_all_ranks(ValueError):
-            _check_head(model, recipe.quant.exempt)
+            _check_head(model, recipe)
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
     say(f"weights: {report.summary()}")
     with errors_on_all_ranks(ValueError):
         quantization = prepare(
             model,
-            get_scheme(recipe.quant.scheme),
+            recipe.quant.preset().linear,
+            rules=recipe.quant.chosen_rules(),
             exempt=recipe.quant.exempt,
             learn_weight_scale=recipe.learnable.weight_scale,
             learn_input_scale=recipe.learnable.act_scale,
@@ -247,14 +250,15 @@ def build_student(
     return model, quantization
 
 
-def _check_head(model: PreTrainedModel, exempt: Sequence[str]) -> None:
+def _check_head(model: PreTrainedModel, recipe: Recipe) -> None:
     """Refuse, before weights are read, a model whose losses cannot be computed from its hidden states."""
     if problem := changes_logits(model.config):
         raise ValueError(problem)
     name, _ = output_head(model)
-    if not any(re.fullmatch(pattern, name) for pattern in exempt):
+    exempt = recipe.quant.exempt
+    if recipe.quant.lm_head is None and not any(re.fullmatch(pattern, name) for pattern in exempt):
         raise ValueError(
-            f"quant.exempt: {list(exempt)}, expected a pattern that matches {name}: losses are computed through it in "
+            f"quant.exempt: {exempt}, expected a pattern that matches {name}: losses are computed through it in "
             "the model's dtype"
         )
 
@@ -273,7 +277,7 @@ def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
         )
     if recipe.quant.compute != "auto":
         return recipe.quant.compute == "fp8_gemm"
-    return able and recipe.model.dtype == "bfloat16" and get_scheme(recipe.quant.scheme).has_fp8_gemm
+    return able and recipe.model.dtype == "bfloat16" and recipe.quant.has_fp8_gemm()
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
@@ -299,7 +303,9 @@ def _keep_weight_codes(recipe: Recipe, ds_config: dict[str, Any], quantization: 
 def _summary(recipe: Recipe, quantization: Quantization) -> str:
     multiplied = [layer for layer in quantization.layers.values() if layer.fp8_gemm]
     how = f"{len(multiplied)} by fp8 GEMM" if multiplied else "simulated"
-    return f"{len(quantization.layers)} linear layers, {recipe.quant.scheme}, {how}"
+    counts = Counter(layer.scheme.name for layer in quantization.layers.values())
+    schemes = ", ".join(f"{count} {name}" for name, count in counts.items()) if len(counts) > 1 else recipe.quant.scheme
+    return f"{len(quantization.layers)} linear layers, {schemes}, {how}"
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:

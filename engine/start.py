@@ -11,7 +11,8 @@ from engine.export import check_export_dir
 from engine.fake_quant import FakeQuant
 from engine.losses import DIAGNOSTICS
 from engine.metrics import Metrics
-from engine.recipe import Recipe, RecipeError
+from engine.recipe import Recipe
+from engine.recipe_checks import RecipeError
 from engine.recipe_file import save_recipe
 from engine.schedule import Schedule
 from engine.setup import build_loader, say, set_up, start_ranks

@@ -20,7 +20,8 @@ from engine.checkpoint import (
     verify_checkpoint,
 )
 from engine.checkpoint_files import CheckedFiles, file_crc32, replace_text
-from engine.recipe import DataRecipe, ModelRecipe, Recipe, RecipeError, TrainRecipe
+from engine.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
+from engine.recipe_checks import RecipeError
 from engine.recipe_file import save_recipe
 from model.ranks import RankError
 

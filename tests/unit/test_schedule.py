@@ -10,7 +10,8 @@ from torch import nn
 from engine.events import check_events
 from engine.levers import Levers
 from engine.optim import peak_learning_rates
-from engine.recipe import EVENT_RATES, RecipeError, parse_condition
+from engine.recipe import EVENT_RATES, parse_condition
+from engine.recipe_checks import RecipeError
 from engine.recipe_file import load_recipe
 from engine.schedule import Schedule, lr_factor
 from quant import get_scheme, prepare
