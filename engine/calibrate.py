@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from data.loader import MicroBatch, sample_inputs
 from model.ranks import raise_everywhere, reduce_over_ranks
 from model.scales import write_scales
-from quant import Quantization, scales_from_stats
+from quant import Quantization, Ranges, ScaleGroup, scale_from_histogram
+from quant.reference import absmax_scale
 
 
 def observed_input_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
-    """Static activation scales from what the observers saw, the maximum over all ranks; by owner of the scale group.
+    """Static activation scales from what the observers of all ranks saw; by owner of the scale group.
 
     A collective. fp32 tensors of shape (1,), equal on every rank. Of the groups of ``owners`` only, if given.
 
@@ -38,7 +39,16 @@ def observed_input_scales(quantization: Quantization, owners: set[str] | None = 
     if unseen:
         problems.append(f"inputs that no batch reached, or that are all zero: {', '.join(unseen[:20])}")
     raise_everywhere("; ".join(problems) or None)
-    return {group.owner: scales_from_stats(torch.tensor([values[group.owner]]), group.spec) for group in groups}
+    if quantization.ranges.inputs == "absmax":
+        return {group.owner: absmax_scale(torch.tensor([values[group.owner]]), group.spec) for group in groups}
+    return {group.owner: _from_histogram(group, quantization.ranges) for group in groups}
+
+
+def _from_histogram(group: ScaleGroup, ranges: Ranges) -> Tensor:
+    """The scale that all ranks' histograms together ask for; a collective."""
+    assert group.observer is not None and group.observer.histogram is not None
+    counts = reduce_over_ranks(group.observer.histogram.to(group.s0.device))
+    return scale_from_histogram(counts, ranges, group.spec)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from data.loader import MicroBatch
 from engine.calibrate import calibrate_inputs, observed_input_scales
 from engine.setup import Session
-from model.scales import measure_weight_scales, write_scales
+from model.scales import follow_weights, renew_weight_scales, write_scales
 from model.zero import reset_moments, reset_optimizer_state, zero_parameters
 from quant import ScaleGroup, weights_changed
 
@@ -98,7 +98,10 @@ class FakeQuant:
         return bool(self._active()[kind]) and group not in self.levers.frozen
 
     def stepped(self) -> None:
-        """The model has trained for a step; the loop calls this."""
+        """The model has trained for a step; the loop calls this. A collective where scales follow the weights."""
+        if self.session.recipe.quant.scales_follow_weights:
+            follow_weights(self.quantization)
+            weights_changed(self.session.model)
         learn = self.session.recipe.learnable
         active = self._active()
         for kind, group in THETA_GROUPS.items():
@@ -182,9 +185,9 @@ class FakeQuant:
         """Scales of groups from the weights as they are and from the observers; a collective."""
         if not any(owners.values()):
             return
-        weights = measure_weight_scales(self.quantization, owners["weight"]) if owners["weight"] else {}
+        if owners["weight"]:
+            renew_weight_scales(self.quantization, owners["weight"])
         inputs = observed_input_scales(self.quantization, owners["input"]) if owners["input"] else {}
-        write_scales(self.quantization.weight_groups, weights)
         write_scales(self.quantization.input_groups, inputs)
         weights_changed(self.session.model)
 

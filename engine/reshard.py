@@ -178,5 +178,5 @@ def merge_observers(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """
     absmax = torch.stack([state["absmax"] for state in states]).amax()
     share = 1 if rank() == 0 else 0
-    counts = {key: share * torch.stack([state[key] for state in states]).sum() for key in ("clipped", "total")}
+    counts = {key: share * torch.stack([state[key] for state in states]).sum(0) for key in states[0] if key != "absmax"}
     return {"absmax": absmax, **counts}

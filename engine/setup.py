@@ -39,7 +39,7 @@ from model.experts import PerExpertMLPs
 from model.head import LMHead, changes_logits, install_head, output_head, remove_head
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, is_main, listed, rank, world_size
-from model.scales import load_scales, measure_weight_scales, write_scales
+from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import forget_secondary_copies, init_process_group, keep_frozen_fp32, partition_new_parameters, stage
 from quant import Quantization, prepare, prepare_kernels
 
@@ -232,6 +232,7 @@ def build_student(
             exempt=recipe.quant.exempt,
             learn_weight_scale=recipe.learnable.weight_scale,
             learn_input_scale=recipe.learnable.act_scale,
+            ranges=recipe.quant.ranges(),
             fp8_gemm=uses_fp8_gemm(recipe, device),
         )
     partition_new_parameters(model, ds_config)
@@ -324,7 +325,7 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
         )
         say(report.summary())
         return set(report.inputs_missing)
-    write_scales(quantization.weight_groups, measure_weight_scales(quantization))
+    renew_weight_scales(quantization)
     owners = {group.owner for group in quantization.input_groups}
     if recipe.quant.initial_input_scale is None:
         return owners

@@ -4,7 +4,7 @@ A scale ``s = s0 * exp(theta)`` is loaded or measured into ``s0``, a frozen fp32
 computes the PTQ model. Under ZeRO-3 ``s0`` is partitioned like any Parameter and written through
 ``GatheredParameters``; being frozen it has no fp32 master copy, so that this also holds after ``deepspeed.initialize``.
 
-Weights are measured from the partitions: each rank takes the absolute maxima of its own range, and one all-reduce of
+Weights are measured from the partitions: each rank takes the largest values of its own range, and one all-reduce of
 the maxima (a few bytes per scale) gives the scale. No weight is gathered.
 """
 
@@ -27,7 +27,6 @@ from quant import (
     QuantLinear,
     ScaleGroup,
     combine,
-    needs_search,
     partial_clipped,
     partial_errors,
     partial_squares,
@@ -35,6 +34,11 @@ from quant import (
     scales_from_errors,
     scales_from_stats,
 )
+from quant.reference import E8M0_BIAS
+from quant.spec import FP8_MAX
+
+# Scales as their keys on disk end.
+KINDS = ("weight_scale", "weight_global_scale", "input_scale")
 
 # Scales held at full size at a time while measuring or writing. Group scales are 1/32 of the weights' number or fewer.
 BUCKET_ELEMENTS = 16 * 2**20
@@ -87,7 +91,8 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
             the same owners.
 
     Raises:
-        ValueError: a scale that is not finite and positive, or of another shape; before anything is written.
+        ValueError: a scale that is not finite and positive (or, of integer weights, not 0), or of another shape; before
+            anything is written.
     """
     chosen = [group for group in groups if group.owner in values]
     for group in chosen:
@@ -100,10 +105,38 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
                 group.s0.copy_(value if group.theta is None else value / group.theta.float().exp())
 
 
+def renew_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> None:
+    """Measure weights as they are now and write their scales, global ones too; a collective.
+
+    Args:
+        quantization: what ``quant.prepare`` returned.
+        owners: of the weight groups to measure; all of them by default.
+
+    Raises:
+        RankError: a weight holds NaN or Inf (on every rank, naming the layers).
+    """
+    write_scales(quantization.weight_groups, measure_weight_scales(quantization, owners))
+    write_scales(quantization.global_groups, _global_scales(quantization, owners))
+
+
+def follow_weights(quantization: Quantization) -> None:
+    """Make every s0 the absmax scale of the weight as it is now, whatever theta is; a collective under ZeRO-3.
+
+    With a theta that learns, ``exp(theta)`` is then the share of the range that is kept: learnable weight clipping
+    (OmniQuant, Shao et al. 2024, section 3.2, where a sigmoid stands for the exponential).
+    """
+    for bucket in _buckets(quantization.weight_groups):
+        stats = _bucket_stats(quantization, bucket)
+        with gathered([group.s0 for group in bucket], modifier_rank=0), torch.no_grad():
+            for group, stat in zip(bucket, stats, strict=True):
+                group.s0.copy_(scales_from_stats(stat, group.spec, signed=quantization.ranges.signs(group.spec)))
+    write_scales(quantization.global_groups, _global_scales(quantization, None))
+
+
 def measure_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
     """Initial scales of the weights as they are now, by owner of the scale group; a collective.
 
-    Absmax; for integers of 3 bits and fewer the fraction of it with the smallest squared error.
+    What they fit is said by ``quantization.ranges``.
 
     Args:
         quantization: what ``quant.prepare`` returned.
@@ -115,21 +148,49 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
     Raises:
         RankError: a weight holds NaN or Inf (on every rank, naming the layers).
     """
+    ranges = quantization.ranges
     groups = [group for group in quantization.weight_groups if owners is None or group.owner in owners]
     values: dict[str, Tensor] = {}
     bad: list[str] = []
     for bucket in _buckets(groups):
-        stats = [_local_stats(quantization, group) for group in bucket]
-        flat = reduce_over_ranks(torch.cat([stat.flatten() for stat in stats]), dist.ReduceOp.MAX)
-        for group, stat, reduced in zip(bucket, stats, flat.split([stat.numel() for stat in stats]), strict=True):
-            if not bool(torch.isfinite(reduced).all()):
+        for group, stats in zip(bucket, _bucket_stats(quantization, bucket), strict=True):
+            if not bool(torch.isfinite(stats).all()):
                 bad.append(group.owner)
-            elif needs_search(group.spec):
-                values[group.owner] = _searched(quantization, group, reduced.view_as(stat))
+            elif ranges.searches(group.spec):
+                values[group.owner] = _searched(quantization, group, stats)
             else:
-                values[group.owner] = scales_from_stats(reduced.view_as(stat), group.spec)
+                values[group.owner] = scales_from_stats(stats, group.spec, signed=ranges.signs(group.spec))
     raise_everywhere(f"weights with NaN or Inf cannot be quantised: {listed(bad)}" if bad else None)
     return values
+
+
+def _bucket_stats(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> list[Tensor]:
+    """Statistics of whole weights, one tensor per group; a collective."""
+    stats = [_local_stats(quantization, group) for group in bucket]
+    flat = reduce_over_ranks(torch.cat([stat.flatten() for stat in stats]), dist.ReduceOp.MAX)
+    parts = flat.split([stat.numel() for stat in stats])
+    return [part.view_as(stat) for part, stat in zip(parts, stats, strict=True)]
+
+
+def _global_scales(quantization: Quantization, owners: set[str] | None) -> dict[str, Tensor]:
+    """NVFP4's second scale, one for what serving fuses, by owner: the largest scale of a group becomes 448.
+
+    Of the sets with a layer in ``owners``, if given. ``448 * 6 / absmax``, as compressed-tensors stores it.
+    """
+    groups = [g for g in quantization.global_groups if owners is None or not owners.isdisjoint(g.members)]
+    if not groups:
+        return {}
+    absmax = torch.stack([_local_absmax(quantization, group) for group in groups])
+    reduced = reduce_over_ranks(absmax, dist.ReduceOp.MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = [FP8_MAX * group.spec.qmax / one.view(1) for group, one in zip(groups, reduced, strict=True)]
+    return {group.owner: scale for group, scale in zip(groups, scales, strict=True)}
+
+
+def _local_absmax(quantization: Quantization, group: ScaleGroup) -> Tensor:
+    """Largest magnitude of this rank's share of the weights of a group; fp32 scalar."""
+    shares = [local_data(quantization.layers[name].weight) for name in group.members]
+    edges = [torch.stack(torch.aminmax(share)).abs().amax() for share in shares if share.numel()]
+    return torch.stack(edges).amax().float() if edges else torch.zeros((), device=shares[0].device)
 
 
 @dataclass(frozen=True)
@@ -141,7 +202,7 @@ class WeightStatistics:
     error: float
     """Squared quantisation error over the squared weights."""
     scale: float
-    """Geometric mean of the effective scales."""
+    """Geometric mean of the magnitudes of the effective scales."""
 
 
 def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]:
@@ -150,6 +211,8 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
     Every rank looks at its own partition, with the scales as the forward uses them. Scales are gathered, weights not.
     """
     groups = quantization.weight_groups
+    if not groups:
+        return {}
     names, sums, scales = [], [], []
     for bucket in _buckets(groups):
         parameters = [p for group in bucket for p in (group.s0, group.theta) if p is not None]
@@ -158,7 +221,7 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
                 layer = quantization.layers[name]
                 names.append(name)
                 sums.append(_local_sums(layer))
-                scales.append(layer.weight_scale().log().mean().cpu())
+                scales.append(layer.weight_scale().abs().log().mean().cpu())
     whole = torch.stack(sums)
     # Where weights are not partitioned, every rank has counted all of them.
     if is_partitioned(groups[0].s0):
@@ -201,12 +264,14 @@ def _local_sums(layer: QuantLinear) -> Tensor:
 def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor) -> Tensor:
     """Scales of the smallest squared error over all ranks' ranges; ``stats`` are of the whole weights. A collective."""
     spec, errors = group.spec, torch.zeros((), device=stats.device)
+    signed = quantization.ranges.signs(spec)
     for name in group.members:
         layer = quantization.layers[name]
         shape = (layer.out_features, layer.in_features)
-        errors = errors + partial_errors(local_data(layer.weight), local_range(layer.weight)[0], shape, stats, spec)
+        start, _ = local_range(layer.weight)
+        errors = errors + partial_errors(local_data(layer.weight), start, shape, stats, spec, signed=signed)
     # Where weights are not partitioned every rank adds the same errors: the smallest stays the smallest.
-    return scales_from_errors(stats, reduce_over_ranks(errors), spec)
+    return scales_from_errors(stats, reduce_over_ranks(errors), spec, signed=signed)
 
 
 def _local_stats(quantization: Quantization, group: ScaleGroup) -> Tensor:
@@ -247,10 +312,10 @@ def load_scales(
 ) -> ScaleReport:
     """Read the scales of a PTQ checkpoint into the model; a collective.
 
-    Keys are ``<layer>.weight_scale`` and ``<layer>.input_scale`` with the layers' names on disk, in any file of the
-    directory, of shape ``()``, ``[1]`` or the scale's own. Layers that share a scale take the largest of theirs, as
-    serving engines do when they fuse them. Where the weight scale of any member is missing, the whole group is measured
-    from the weights, and listed in the report.
+    Keys are ``<layer>.weight_scale`` (NVFP4: and ``weight_global_scale``) and ``<layer>.input_scale`` with the layers'
+    names on disk, in any file of the directory, of shape ``()``, ``[1]`` or the scale's own. Layers that share a scale
+    take the largest of theirs, as serving engines do when they fuse them. Where the weight scale of any member is
+    missing, the whole group is measured from the weights, and listed in the report.
 
     Args:
         model: the quantised model; the weights are loaded.
@@ -267,7 +332,11 @@ def load_scales(
         found = _read_scales(Path(directory))
         on_disk = {name: module_name_on_disk(model, name) for name in quantization.layers}
         unused = _unused(Path(directory), found, set(on_disk.values()))
+        found = _without_global_scales(found)
         weights, missing_weights = _group_values(quantization.weight_groups, found, on_disk, "weight_scale")
+        global_scales, missing_globals = _group_values(
+            quantization.global_groups, found, on_disk, "weight_global_scale"
+        )
         inputs, missing_inputs = _group_values(quantization.input_groups, found, on_disk, "input_scale")
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
@@ -286,13 +355,16 @@ def load_scales(
         weights |= measure_weight_scales(quantization, set(missing_weights))
     if initial_input_scale is not None:
         inputs |= {owner: torch.tensor([initial_input_scale]) for owner in missing_inputs}
+    if missing_globals:
+        global_scales |= _global_scales(quantization, set(missing_globals))
     write_scales(quantization.weight_groups, weights)
+    write_scales(quantization.global_groups, global_scales)
     write_scales(quantization.input_groups, inputs)
     return report
 
 
 def _read_scales(directory: Path) -> dict[str, Tensor]:
-    """Every ``weight_scale`` and ``input_scale`` of the directory's safetensors files, fp32, by key."""
+    """Every scale of the directory's safetensors files, fp32, by key; what counts as one is in ``KINDS``."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} has no *.safetensors file: expected a PTQ checkpoint")
@@ -302,13 +374,23 @@ def _read_scales(directory: Path) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as reader:
                 for key in reader.keys():  # noqa: SIM118 (a safe_open handle is not iterable)
                     kind = key.rpartition(".")[2]
-                    if kind in ("weight_scale", "input_scale"):
-                        found[key] = reader.get_tensor(key).float()
+                    if kind in KINDS:
+                        scale = reader.get_tensor(key)
+                        # A power of two is stored as its exponent.
+                        found[key] = (
+                            torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
+                        )
                     elif kind in ("weight_zero_point", "input_zero_point") and bool(reader.get_tensor(key).any()):
                         raise ValueError(f"{path}: {key} is not 0; only symmetric quantisation is read")
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
     return found
+
+
+def _without_global_scales(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """NVFP4 stores a weight's scales times a global one: this makes them what a code is multiplied with."""
+    divisors = {key: found.get(f"{key.removesuffix('_scale')}_global_scale") for key in found}
+    return {key: scale if divisors[key] is None else scale / divisors[key] for key, scale in found.items()}
 
 
 def _unused(directory: Path, found: Mapping[str, Tensor], layers: set[str]) -> list[str]:
@@ -347,6 +429,8 @@ def _checked(key: str, value: Tensor, group: ScaleGroup) -> Tensor:
             f"{key} has shape {tuple(value.shape)}, but this scheme has {full_numel(group.s0)} scale(s) there, of "
             f"shape {tuple(full_shape(group.s0))}"
         )
-    if not bool((torch.isfinite(value) & (value > 0)).all()):
-        raise ValueError(f"{key} must be finite and positive, got {value.flatten()[:4].tolist()}")
+    may_be_negative = group.observer is None and group.spec.dtype == "int"
+    if not bool((torch.isfinite(value) & ((value != 0) if may_be_negative else (value > 0))).all()):
+        expected = "finite and not 0" if may_be_negative else "finite and positive"
+        raise ValueError(f"{key} must be {expected}, got {value.flatten()[:4].tolist()}")
     return value.reshape(full_shape(group.s0))

@@ -1,12 +1,13 @@
 """Quantisation numerics and modules; knows tensors, not clusters."""
 
 from quant.calibrate import (
+    Ranges,
     combine,
-    needs_search,
     partial_clipped,
     partial_errors,
     partial_squares,
     partial_stats,
+    scale_from_histogram,
     scales_from_errors,
     scales_from_stats,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Preset",
     "QuantLinear",
     "Quantization",
+    "Ranges",
     "Rule",
     "ScaleGroup",
     "Scheme",
@@ -33,13 +35,13 @@ __all__ = [
     "combine",
     "get_preset",
     "get_scheme",
-    "needs_search",
     "partial_clipped",
     "partial_errors",
     "partial_squares",
     "partial_stats",
     "prepare",
     "prepare_kernels",
+    "scale_from_histogram",
     "scales_from_errors",
     "scales_from_stats",
     "weights_changed",

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from quant.calibrate import Ranges
 from quant.inputs import SharedInput
 from quant.linear import QuantLinear
 from quant.observe import Observer
@@ -65,6 +66,7 @@ class Quantization:
         weight_groups: every weight scale; each layer is a member of one.
         input_groups: every stored input scale; empty where no scheme has one.
         global_groups: every global scale of weights whose scales are e4m3 (NVFP4).
+        ranges: what first scales are to fit.
         simulated: names of the layers that the fp8 GEMM was asked for and cannot take; they simulate.
     """
 
@@ -73,6 +75,7 @@ class Quantization:
     weight_groups: list[ScaleGroup] = field(default_factory=list)
     input_groups: list[ScaleGroup] = field(default_factory=list)
     global_groups: list[ScaleGroup] = field(default_factory=list)
+    ranges: Ranges = Ranges()  # noqa: RUF009 (frozen)
     simulated: list[str] = field(default_factory=list)
 
     def set_fake_quant(self, weights: bool, activations: bool, pattern: str | None = None) -> None:
@@ -148,6 +151,7 @@ def prepare(
     named: Mapping[str, Scheme] | None = None,
     learn_weight_scale: bool,
     learn_input_scale: bool,
+    ranges: Ranges = Ranges(),  # noqa: B008 (frozen)
     fp8_gemm: bool = False,
 ) -> Quantization:
     """Replace every nn.Linear of ``model`` that gets a scheme by a QuantLinear, in place.
@@ -160,6 +164,7 @@ def prepare(
         scheme, rules, exempt, named: which layer gets which scheme, see :func:`quant.rules.assign`.
         learn_weight_scale: whether weight scales get a theta.
         learn_input_scale: whether stored input scales get one.
+        ranges: what scales are to fit when they are measured.
         fp8_gemm: multiply codes, not fake-quantised values, in the layers whose scheme and shapes allow it.
 
     Raises:
@@ -184,14 +189,14 @@ def prepare(
     by_input = _fused(schemes, modules, across_experts=True)
     weight_groups, global_groups = _weight_groups(by_weight, linears, schemes, learn_weight_scale)
     input_groups = [
-        _input_group(members, linears, spec, learn_input_scale)
+        _input_group(members, linears, spec, learn_input_scale, ranges)
         for members in by_input
         if (spec := schemes[members[0]].static_input) is not None
     ]
     layers = _replace(modules, linears, schemes, weight_groups, global_groups, input_groups)
     _share_inputs(layers, by_weight)
     simulated = _use_fp8_gemm(layers) if fp8_gemm else []
-    return Quantization(layers, assigned.exempt, weight_groups, input_groups, global_groups, simulated)
+    return Quantization(layers, assigned.exempt, weight_groups, input_groups, global_groups, ranges, simulated)
 
 
 def _checked_linear(name: str, module: nn.Module) -> nn.Linear:
@@ -284,13 +289,16 @@ def _weight_groups(
     return sorted(groups, key=lambda group: order[group.owner]), global_groups
 
 
-def _input_group(members: list[str], linears: dict[str, nn.Linear], spec: TensorSpec, learn: bool) -> ScaleGroup:
+def _input_group(
+    members: list[str], linears: dict[str, nn.Linear], spec: TensorSpec, learn: bool, ranges: Ranges
+) -> ScaleGroup:
     widths = {name: linears[name].in_features for name in members}
     if len(set(widths.values())) > 1:
         raise ValueError(
             f"layers that share an input scale read inputs of different widths: {widths}; exempt all of them"
         )
-    return ScaleGroup(members[0], members, spec, *_new_scale(linears[members[0]], (1,), learn), Observer(spec))
+    observer = Observer(spec, histogram=ranges.inputs != "absmax")
+    return ScaleGroup(members[0], members, spec, *_new_scale(linears[members[0]], (1,), learn), observer)
 
 
 def _new_scale(owner: nn.Linear, shape: tuple[int, ...], learn: bool) -> tuple[nn.Parameter, nn.Parameter | None]:

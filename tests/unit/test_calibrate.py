@@ -1,6 +1,7 @@
 """Scales from pieces of a weight equal those of the whole, and observers add up."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 
 from quant.calibrate import (
     SEARCH_FRACTIONS,
+    Ranges,
     combine,
-    needs_search,
     partial_clipped,
     partial_errors,
     partial_stats,
+    scale_from_histogram,
     scales_from_errors,
     scales_from_stats,
 )
@@ -26,6 +28,9 @@ SPECS = [
     *(TensorSpec("int", bits, "group", 32) for bits in (2, 3, 4)),
     TensorSpec("int", 8, "channel"),
     TensorSpec("int", 2, "tensor"),
+    TensorSpec("fp8_e4m3", 8, "block", 4),
+    TensorSpec("fp4_e2m1", 4, "group", 16),
+    TensorSpec("fp4_e2m1", 4, "group", 32),
 ]
 FP8 = SPECS[0]
 
@@ -41,10 +46,18 @@ def pieces(numel: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
+def by_scale(values: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """``[*scale shape, elements]`` of a weight, straight from the definition."""
+    out, inside = values.shape
+    rows, columns = spec.scale_shape((out, inside)) if spec.granularity != "tensor" else (1, 1)
+    parts = values.reshape(rows, out // rows, columns, inside // columns).transpose(1, 2).reshape(rows, columns, -1)
+    return parts.flatten(0, 1) if spec.granularity == "tensor" else parts
+
+
 def whole_stats(weight: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """absmax per scale, straight from the definition."""
-    size = spec.elements_per_scale(tuple(weight.shape))
-    return weight.float().abs().reshape(-1, size).amax(1).reshape(spec.scale_shape(tuple(weight.shape)))
+    """Largest values and largest values negated per scale, at least 0."""
+    parts = by_scale(weight.float(), spec)
+    return torch.stack([parts.amax(-1), (-parts).amax(-1)]).clamp(min=0)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -52,27 +65,31 @@ def whole_stats(weight: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 def test_statistics_of_pieces_make_those_of_the_whole(spec, dtype, seed):
     """Exactly, wherever the cuts fall; the same of clipped counts, and of squared errors up to the order of sums."""
     for _ in range(20):
-        shape = (random.randint(1, 9), 32 * random.randint(1, 4))
+        shape = (4 * random.randint(1, 4), 32 * random.randint(1, 4))
         weight = (torch.randn(shape) * torch.randn(shape[0], 1).exp()).to(dtype)
         flat, cuts = weight.reshape(-1), pieces(weight.numel())
-        stats = torch.zeros(spec.scale_shape(shape))
+        stats = torch.zeros(2, *spec.scale_shape(shape))
         for start, stop in cuts:
             stats = combine(stats, partial_stats(flat[start:stop], start, shape, spec))
         assert stats.dtype == torch.float32 and torch.equal(stats, whole_stats(weight, spec))
         scales = scales_from_stats(stats, spec)
-        assert torch.equal(scales, absmax_scale(stats, spec))
+        assert torch.equal(scales, absmax_scale(stats.amax(0), spec))
 
         scales = scales * random.uniform(0.3, 0.9)
         clipped = sum(partial_clipped(flat[start:stop], start, shape, scales, spec) for start, stop in cuts)
         assert clipped == (~inside_range(weight, scales, spec)).sum()
 
-        errors = sum(partial_errors(flat[start:stop], start, shape, stats, spec) for start, stop in cuts)
+        signed = spec.dtype == "int" and random.random() < 0.5
+        signs = torch.where(stats[0] > stats[1], -1, 1) if signed else 1
+        errors = sum(partial_errors(flat[start:stop], start, shape, stats, spec, signed=signed) for start, stop in cuts)
         assert errors.shape == (len(SEARCH_FRACTIONS), *spec.scale_shape(shape))
         for index, fraction in enumerate(SEARCH_FRACTIONS):
-            error = fake_quant(weight.float(), fraction * absmax_scale(stats, spec), spec) - weight.float()
-            expected = error.square().reshape(stats.numel(), -1).sum(1).reshape(stats.shape)
-            # fp32 sums of up to 1,152 squares, in another order.
-            torch.testing.assert_close(errors[index], expected, rtol=1e-5, atol=1e-8)
+            candidate = fraction * absmax_scale(stats.amax(0), spec) * signs
+            if spec.scale_format == "e8m0":
+                candidate = candidate.log2().round().exp2()
+            error = fake_quant(weight.float(), candidate, spec) - weight.float()
+            # fp32 sums of up to 2,048 squares, in another order.
+            torch.testing.assert_close(errors[index], by_scale(error.square(), spec).sum(-1), rtol=1e-5, atol=1e-8)
 
 
 def test_a_range_outside_the_weight_is_refused():
@@ -94,37 +111,82 @@ def test_values_that_are_not_finite_reach_the_scale():
             partial_stats(weight[:50], 0, (2, 32), TensorSpec("int", 4, "group", 32)),
             partial_stats(weight[50:], 50, (2, 32), TensorSpec("int", 4, "group", 32)),
         )
-        assert stats[0].item() == 0 and not stats[1].isfinite().any()
+        assert stats[:, 0].amax() == 0 and not stats[:, 1].isfinite().all()
         assert not scales_from_stats(stats, FP8)[1].isfinite().any()
 
 
-@pytest.mark.parametrize(("bits", "absmax", "searched"), [(2, 0.223, 0.137), (3, 0.0412, 0.0319)])
-def test_the_search_at_few_bits(bits, absmax, searched, seed):
-    """Relative squared error of unit Gaussians in groups of 32, against the numbers known for absmax and for a search.
+@pytest.mark.parametrize(
+    ("bits", "absmax", "searched", "signed", "both"), [(2, 0.223, 0.137, 0.131, 0.1115), (3, 0.0412, 0.0319, None, None)]
+)
+def test_the_search_at_few_bits(bits, absmax, searched, signed, both, seed):
+    """Relative squared error of unit Gaussians in groups of 32, against the numbers known for absmax, a search, signed
+    scales and both.
 
     1% for the sampling of 2 million weights. More than one chunk of the search, and never worse than absmax.
     """
     spec = TensorSpec("int", bits, "group", 32)
     shape = (2048, 1024)
     weight = torch.randn(shape)
-    stats = partial_stats(weight.view(-1), 0, shape, spec)
-    scales = scales_from_errors(stats, partial_errors(weight.view(-1), 0, shape, stats, spec), spec)
-
-    def relative_error(scales: torch.Tensor) -> torch.Tensor:
-        error = (fake_quant(weight, scales, spec) - weight).square().unflatten(-1, (-1, 32)).sum(-1)
-        return error / weight.square().unflatten(-1, (-1, 32)).sum(-1)
-
-    before, after = relative_error(scales_from_stats(stats, spec)), relative_error(scales)
-    assert (after <= before * (1 + 1e-6)).all()
     energy = weight.square().unflatten(-1, (-1, 32)).sum(-1)
-    assert ((before * energy).sum() / energy.sum()).item() == pytest.approx(absmax, rel=0.01)
-    assert ((after * energy).sum() / energy.sum()).item() == pytest.approx(searched, rel=0.01)
+    stats = partial_stats(weight.view(-1), 0, shape, spec)
+
+    def errors(scales: torch.Tensor) -> torch.Tensor:
+        return (fake_quant(weight, scales, spec) - weight).square().unflatten(-1, (-1, 32)).sum(-1)
+
+    for sign, expected in ((False, (absmax, searched)), (True, (signed, both))):
+        tried = partial_errors(weight.view(-1), 0, shape, stats, spec, signed=sign)
+        before = errors(scales_from_stats(stats, spec, signed=sign))
+        after = errors(scales_from_errors(stats, tried, spec, signed=sign))
+        if not sign:
+            assert (after <= before * (1 + 1e-6)).all()
+        for found, known in zip((before, after), expected, strict=True):
+            assert known is None or (found.sum() / energy.sum()).item() == pytest.approx(known, rel=0.01)
 
 
 def test_which_formats_are_searched():
-    """Integers of 3 bits and fewer."""
-    assert [needs_search(TensorSpec("int", bits, "channel")) for bits in (2, 3, 4, 8)] == [True, True, False, False]
-    assert not needs_search(FP8)
+    """By default integers of 3 bits and fewer."""
+    specs = [TensorSpec("int", bits, "channel") for bits in (2, 3, 4, 8)]
+    assert [Ranges().searches(spec) for spec in specs] == [True, True, False, False]
+    assert not Ranges().searches(FP8) and Ranges(weights="mse").searches(FP8)
+    assert not Ranges(weights="absmax").searches(specs[0])
+    assert Ranges(signed=True).signs(specs[0]) and not Ranges(signed=True).signs(FP8)
+
+
+INT8 = TensorSpec("int", 8, "tensor")
+
+
+@pytest.mark.parametrize("spec", [FP8, INT8], ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_scales_from_histograms(spec, dtype, seed):
+    """Against the elements themselves: a percentile within a bin, an error within what a bin's width can do to it.
+
+    With rare outliers, as inputs have: absmax is then a poor scale for integers, and fine for e4m3.
+    """
+    x = torch.randn(64, 1024) * random.uniform(1e-3, 1e3)
+    x[torch.rand_like(x) < 1e-4] *= 30
+    x = x.to(dtype)
+    observer = Observer(spec, histogram=True)
+    for part in x.split(20):
+        observer.update(part, None)
+    resumed = Observer(spec, histogram=True)
+    resumed.load(observer.state())
+    assert torch.equal(resumed.histogram, observer.histogram) and int(observer.histogram.sum()) == x.numel()
+    x = x.float()
+    for percentile in (50.0, 99.9, 100.0):
+        ranges = Ranges(inputs="percentile", percentile=percentile)
+        index = max(1, math.ceil(percentile / 100 * x.numel()))
+        expected = absmax_scale(x.abs().flatten().kthvalue(index).values.view(1), spec)
+        torch.testing.assert_close(scale_from_histogram(observer.histogram, ranges, spec), expected, rtol=0.02, atol=0)
+    best = scale_from_histogram(observer.histogram, Ranges(inputs="mse"), spec)
+
+    def error(scale: torch.Tensor) -> float:
+        return (fake_quant(x, scale, spec) - x).square().sum().item()
+
+    largest = absmax_scale(x.abs().amax().view(1), spec)
+    tried = [error(largest * step / 50) for step in range(5, 51)]
+    assert error(best) < 1.05 * min(tried)
+    if spec == INT8:
+        assert error(best) <= error(largest)
 
 
 def test_the_observer_adds_up(seed):
