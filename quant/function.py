@@ -10,8 +10,8 @@ leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This fu
 * the weight **Parameter** (under ZeRO-3 the gathered one comes back in backward) and quantises it again, unless its
   codes are kept anyway because the weight stays resident,
 * the scale Parameters, a few bytes,
-* of the input: the 1-byte codes and a 1-bit mask of what was not clipped, when its scale is fixed; the input itself
-  when its scale learns or it is not quantised. Layers that read the same tensor share one copy of it.
+* of the input: the 1-byte codes and a 1-bit mask of what was not clipped, when its scale is stored and does not learn;
+  the input itself otherwise. Layers that read the same tensor share one copy of it.
 
 Nothing is saved or computed for an operand that needs no gradient.
 """
@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from quant import kernels
 from quant.inputs import QuantizedInput, SharedInput, quantize_input
 from quant.spec import TensorSpec
+from quant.weight_scale import WeightScale
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def quant_linear(
     input_theta: Tensor | None,
     plan: Plan,
     *,
+    weight_global: Tensor | None = None,
     weight_codes: Tensor | None = None,
     shared: SharedInput | None = None,
 ) -> Tensor:
@@ -71,6 +73,7 @@ def quant_linear(
         weight_s0, weight_theta, input_s0, input_theta: scales as in :func:`quant.reference.effective_scale`; None where
             not quantised or not learned.
         plan: what is quantised, and how it is computed.
+        weight_global: the global scale of the weight's, likewise.
         weight_codes: the weight's codes, if they are known.
         shared: what layers that read the same tensor hand each other.
 
@@ -84,21 +87,31 @@ def quant_linear(
         raise ValueError("weight_s0 and input_s0 are the frozen parts of the scales; train the thetas instead")
     quantized = QuantizedInput()
     if plan.input is not None:
-        assert input_s0 is not None
         trains = torch.is_grad_enabled()
         trains_weight = weight.requires_grad or (weight_theta is not None and weight_theta.requires_grad)
-        fixed = trains and not (input_theta is not None and input_theta.requires_grad)
+        learns = input_theta is not None and input_theta.requires_grad
+        fixed = trains and not learns and not plan.input.dynamic
         kind = (plan.fp8_gemm, fixed and trains_weight, fixed and x.requires_grad)
         with torch.no_grad():
             quantized = _quantized_input(x, input_s0, input_theta, plan.input, weight.dtype, kind, shared)
     return QuantLinearFunction.apply(
-        x, weight, bias, weight_s0, weight_theta, input_s0, input_theta, *quantized, weight_codes, plan
+        x,
+        weight,
+        bias,
+        weight_s0,
+        weight_theta,
+        weight_global,
+        input_s0,
+        input_theta,
+        *quantized,
+        weight_codes,
+        plan,
     )
 
 
 def _quantized_input(
     x: Tensor,
-    s0: Tensor,
+    s0: Tensor | None,
     theta: Tensor | None,
     spec: TensorSpec,
     model_dtype: torch.dtype,
@@ -128,18 +141,21 @@ class _Saved(NamedTuple):
     weight: Tensor
     weight_s0: Tensor
     weight_theta: Tensor | None
+    weight_global: Tensor | None
     weight_codes: Tensor | None
     input_s0: Tensor
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
-    mask: Tensor  # packed: which elements of a fixed-scale input were inside the range
+    mask: Tensor  # packed: which elements of an input were inside the range, where its codes are kept
+
+    def weight_scale(self, spec: TensorSpec) -> WeightScale:
+        return WeightScale(self.weight_s0, self.weight_theta, self.weight_global, spec, self.weight.dtype)
 
 
 class QuantLinearFunction(torch.autograd.Function):
     """The autograd of :func:`quant_linear`, after its input has been quantised.
 
-    ``apply(x, weight, bias, weight_s0, weight_theta, input_s0, input_theta, values, codes, mask, weight_codes, plan)``
-    with ``values, codes, mask`` a :class:`QuantizedInput`. No tensor twice: torch.compile does not take that.
+    ``values, codes, mask`` is a :class:`QuantizedInput`. No tensor comes twice: torch.compile does not take that.
     """
 
     @staticmethod
@@ -150,6 +166,7 @@ class QuantLinearFunction(torch.autograd.Function):
         bias: Tensor | None,
         weight_s0: Tensor,
         weight_theta: Tensor | None,
+        weight_global: Tensor | None,
         input_s0: Tensor | None,
         input_theta: Tensor | None,
         values: Tensor | None,
@@ -158,18 +175,28 @@ class QuantLinearFunction(torch.autograd.Function):
         weight_codes: Tensor | None,
         plan: Plan,
     ) -> Tensor:
-        needs_weight, needs_weight_theta = ctx.needs_input_grad[1], ctx.needs_input_grad[4]
-        needs_input_theta = ctx.needs_input_grad[6]
-        kept_x = x if needs_weight or needs_weight_theta or needs_input_theta else None
-        ctx.keeps_codes = plan.input is not None and not needs_input_theta
-        if ctx.keeps_codes:
-            kept_x = codes if kept_x is not None else None
-        ctx.save_for_backward(weight, weight_s0, weight_theta, weight_codes, input_s0, input_theta, kept_x, mask)
+        needs_x, needs_weight, needs_weight_theta = (ctx.needs_input_grad[i] for i in (0, 1, 4))
+        needs_input_theta = ctx.needs_input_grad[7]
+        dynamic = plan.input is not None and plan.input.dynamic
+        ctx.keeps_codes = plan.input is not None and not dynamic and not needs_input_theta
+        kept_x = codes if ctx.keeps_codes else x
+        # The range of a dynamic grid comes from the input, and with it which elements have a gradient.
+        if not (needs_weight or needs_weight_theta or needs_input_theta or (dynamic and needs_x)):
+            kept_x = None
+        ctx.save_for_backward(
+            weight, weight_s0, weight_theta, weight_global, weight_codes, input_s0, input_theta, kept_x, mask
+        )
         ctx.plan, ctx.input_shape = plan, x.shape
+        scale = None
+        if plan.weight is not None:
+            scale = WeightScale(weight_s0, weight_theta, weight_global, plan.weight, weight.dtype)
         if plan.fp8_gemm:
-            assert codes is not None
-            return _scaled_gemm(codes, weight, bias, weight_s0, weight_theta, input_s0, input_theta, weight_codes, plan)
-        used_weight = _used_weight(weight, weight_s0, weight_theta, weight_codes, plan)
+            assert scale is not None and codes is not None and plan.input is not None and input_s0 is not None
+            input_scale = kernels.effective_scale(input_s0, input_theta, plan.input, weight.dtype)
+            if weight_codes is None:
+                weight_codes = scale.quantize(weight)
+            return _scaled_gemm(codes, input_scale, weight_codes, scale.effective(), bias, weight.dtype)
+        used_weight = _used_weight(weight, scale, weight_codes)
         # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed.
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x if values is None else values, used_weight, bias)
@@ -177,7 +204,7 @@ class QuantLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_weight, needs_bias, _, needs_weight_theta, _, needs_input_theta, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _, needs_weight_theta, _, _, needs_input_theta, *_ = ctx.needs_input_grad
         saved = _Saved(*ctx.saved_tensors)  # once: activation checkpointing drops a tensor when it is unpacked
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
@@ -198,54 +225,41 @@ class QuantLinearFunction(torch.autograd.Function):
             None,
             grad_weight_theta,
             None,
+            None,
             grad_input_theta,
             *[None] * 5,
         )
 
 
 def _used_weight(
-    weight: Tensor,
-    s0: Tensor,
-    theta: Tensor | None,
-    codes: Tensor | None,
-    plan: Plan,
-    *,
-    after: Tensor | None = None,
+    weight: Tensor, scale: WeightScale | None, codes: Tensor | None, *, after: Tensor | None = None
 ) -> Tensor:
     """The weight as the GEMM in the model's dtype sees it."""
-    if plan.weight is None:
+    if scale is None:
         return weight
-    if codes is not None:
-        return kernels.dequantize(codes, s0, theta, plan.weight, weight.dtype, weight.dtype, after=after)
-    return kernels.fake_quantize(weight, s0, theta, plan.weight, weight.dtype, after=after)
+    return scale.fake_quantize(weight, after=after) if codes is None else scale.dequantize(codes, after=after)
 
 
 def _scaled_gemm(
     x_codes: Tensor,
-    weight: Tensor,
+    x_scale: Tensor,
+    weight_codes: Tensor,
+    weight_scale: Tensor,
     bias: Tensor | None,
-    weight_s0: Tensor,
-    weight_theta: Tensor | None,
-    input_s0: Tensor | None,
-    input_theta: Tensor | None,
-    weight_codes: Tensor | None,
-    plan: Plan,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """``(x_codes @ weight_codes.t()) * input_scale * weight_scale + bias`` on the fp8 tensor cores."""
-    assert plan.weight is not None and plan.input is not None and input_s0 is not None
-    if weight_codes is None:
-        weight_codes, _ = kernels.quantize(weight, weight_s0, weight_theta, plan.weight, weight.dtype)
-    output_shape = (*x_codes.shape[:-1], weight.shape[0])
+    """``(x_codes @ weight_codes.t()) * x_scale * weight_scale + bias`` on the fp8 tensor cores."""
+    output_shape = (*x_codes.shape[:-1], weight_codes.shape[0])
     if x_codes.numel() == 0:  # an expert that no token chose
-        return weight.new_zeros(output_shape)
+        return x_scale.new_zeros(output_shape, dtype=dtype)
     # Without "fast accumulation" partial sums are kept in fp32, as in the bf16 GEMM that this replaces.
     output = torch._scaled_mm(
         x_codes.reshape(-1, x_codes.shape[-1]),
         weight_codes.t(),
-        scale_a=kernels.effective_scale(input_s0, input_theta, plan.input, weight.dtype),
-        scale_b=kernels.effective_scale(weight_s0, weight_theta, plan.weight, weight.dtype),
+        scale_a=x_scale,
+        scale_b=weight_scale,
         bias=bias,
-        out_dtype=weight.dtype,
+        out_dtype=dtype,
         use_fast_accum=False,
     )
     return output.reshape(output_shape)
@@ -254,10 +268,13 @@ def _scaled_gemm(
 def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
-    used_weight = _used_weight(saved.weight, saved.weight_s0, saved.weight_theta, saved.weight_codes, plan, after=grad)
+    scale = None if plan.weight is None else saved.weight_scale(plan.weight)
+    used_weight = _used_weight(saved.weight, scale, saved.weight_codes, after=grad)
     grad_used = (grad @ used_weight).reshape(ctx.input_shape)
     if plan.input is None:
         return grad_used, None
+    if plan.input.dynamic:
+        return kernels.fake_quantize_tokens_backward(grad_used, saved.x, plan.input), None
     if ctx.keeps_codes:
         return kernels.masked_(grad_used, saved.mask), None
     grad_theta = kernels.fake_quantize_backward_(
@@ -276,29 +293,31 @@ def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Ten
 def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of the weight ``[out, in]`` and of its theta from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
-    dtype = saved.weight.dtype
-    used_x = saved.x
-    if plan.input is not None:
-        scale = (saved.input_s0, saved.input_theta, plan.input, dtype)
-        used_x = (
-            kernels.dequantize(saved.x, *scale, dtype, after=grad)
-            if ctx.keeps_codes
-            else kernels.fake_quantize(saved.x, *scale, after=grad)
-        )
+    used_x = _used_input(ctx, saved, after=grad)
     grad_used = grad.t() @ used_x.reshape(-1, used_x.shape[-1])
     if plan.weight is None:
         return grad_used, None
-    grad_theta = kernels.fake_quantize_backward_(
+    grad_theta = saved.weight_scale(plan.weight).backward_(
         grad_used,
         saved.weight,
-        saved.weight_s0,
-        saved.weight_theta,
-        plan.weight,
-        dtype,
         factor=_lsq_factor(plan.weight_numel, plan.weight),
         theta_gradient=ctx.needs_input_grad[4],
     )
     return grad_used, grad_theta
+
+
+def _used_input(ctx: Any, saved: _Saved, *, after: Tensor) -> Tensor:
+    """The input as the forward's GEMM saw it, from what was kept of it."""
+    spec: TensorSpec | None = ctx.plan.input
+    if spec is None:
+        return saved.x
+    if spec.dynamic:
+        return kernels.fake_quantize_tokens(saved.x, spec, after=after)
+    dtype = saved.weight.dtype
+    scale = (saved.input_s0, saved.input_theta, spec, dtype)
+    if ctx.keeps_codes:
+        return kernels.dequantize(saved.x, *scale, dtype, after=after)
+    return kernels.fake_quantize(saved.x, *scale, after=after)
 
 
 def _lsq_factor(numel: int, spec: TensorSpec) -> float:

@@ -36,7 +36,7 @@ class QuantizedInput(NamedTuple):
 
 def quantize_input(
     x: Tensor,
-    s0: Tensor,
+    s0: Tensor | None,
     theta: Tensor | None,
     spec: TensorSpec,
     model_dtype: torch.dtype,
@@ -45,7 +45,13 @@ def quantize_input(
     keep_codes: bool,
     keep_mask: bool,
 ) -> QuantizedInput:
-    """Quantise ``x`` for a GEMM of codes or of fake-quantised values; keep codes and mask for backward as told."""
+    """Quantise ``x`` for a GEMM of codes or of fake-quantised values; keep codes and mask for backward as told.
+
+    A dynamic input has no s0, and nothing of it is kept.
+    """
+    if spec.dynamic:
+        return QuantizedInput(kernels.fake_quantize_tokens(x, spec))
+    assert s0 is not None
     if not (fp8_gemm or keep_codes or keep_mask):
         return QuantizedInput(kernels.fake_quantize(x, s0, theta, spec, model_dtype))
     scale = (s0, theta, spec, model_dtype)

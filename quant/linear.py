@@ -14,6 +14,7 @@ from quant.function import Plan, quant_linear
 from quant.inputs import SharedInput
 from quant.observe import Observer
 from quant.spec import Scheme
+from quant.weight_scale import WeightScale
 
 # The Parameters of a QuantLinear that an nn.Linear does not have.
 SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "input_s0", "input_theta")
@@ -29,7 +30,8 @@ class QuantLinear(nn.Module):
 
     Attributes:
         weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype.
-        weight_s0, input_s0: frozen fp32 scales; ``input_s0`` is None where inputs are not quantised. NaN until filled.
+        weight_s0, weight_global, input_s0: frozen fp32 scales, NaN until filled; ``weight_global`` is None but for
+            weights with e4m3 scales, ``input_s0`` where no scale of the input is stored.
         weight_theta, input_theta: learned logarithmic corrections in the model's dtype, or None.
         weight_fake_quant, input_fake_quant: what is quantised now.
         input_observer: watches the input in every forward while set.
@@ -57,7 +59,15 @@ class QuantLinear(nn.Module):
         """``weight_numel`` is the number of weights that share one scale, over all layers that share ``weight_s0``."""
         super().__init__()
         if (input_s0 is None) != (scheme.static_input is None):
-            raise ValueError(f"scheme {scheme.name!r} and input_s0 disagree on whether the input is quantised")
+            raise ValueError(f"scheme {scheme.name!r} and input_s0 disagree on whether a scale of the input is stored")
+        if (weight_global is None) != (scheme.weights.scale_format != "e4m3"):
+            raise ValueError(f"scheme {scheme.name!r} and weight_global disagree on whether there is a global scale")
+        group_size = scheme.activations.group_size if scheme.activations is not None else None
+        if group_size is not None and in_features % group_size:
+            raise ValueError(
+                f"in_features {in_features} is not divisible by the inputs' group_size {group_size} of scheme "
+                f"{scheme.name!r}; choose another scheme, or exempt this layer"
+            )
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
@@ -131,6 +141,7 @@ class QuantLinear(nn.Module):
             self.input_s0,
             self.input_theta,
             plan,
+            weight_global=self.weight_global,
             weight_codes=self._kept_weight_codes() if self.weight_fake_quant else None,
             shared=self.shared_input,
         )
@@ -142,9 +153,7 @@ class QuantLinear(nn.Module):
         if self._weight_codes is None:
             # Not in the caller's inference mode either: what is made there cannot be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():
-                self._weight_codes, _ = kernels.quantize(
-                    self.weight, self.weight_s0, self.weight_theta, self.scheme.weights, self.weight.dtype
-                )
+                self._weight_codes = self._weight_scale().quantize(self.weight)
         return self._weight_codes
 
     def forget_codes(self) -> None:
@@ -156,11 +165,16 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     def weight_scale(self) -> Tensor:
         """The effective scale of the weight, as the forward uses it: fp32, shape by the scheme. Parameters gathered."""
-        return kernels.effective_scale(self.weight_s0, self.weight_theta, self.scheme.weights, self.weight.dtype)
+        return self._weight_scale().effective()
+
+    def _weight_scale(self) -> WeightScale:
+        return WeightScale(
+            self.weight_s0, self.weight_theta, self.weight_global, self.scheme.weights, self.weight.dtype
+        )
 
     @torch.no_grad()
     def input_scale(self) -> Tensor | None:
-        """The effective scale of the input, fp32 ``(1,)``, or None where it is not quantised. Parameters gathered."""
+        """The effective scale of the input, fp32 ``(1,)``, or None where none is stored. Parameters gathered."""
         spec = self.scheme.static_input
         if self.input_s0 is None or spec is None:
             return None
@@ -174,7 +188,7 @@ class QuantLinear(nn.Module):
 
     def _check_scale_dtypes(self) -> None:
         """A module-wide cast (DeepSpeed's to bf16, on stages 0 to 2) rounds the frozen scales in silence."""
-        for name in ("weight_s0", "input_s0"):
+        for name in ("weight_s0", "weight_global", "input_s0"):
             scale = getattr(self, name)
             if scale is not None and scale.dtype != torch.float32:
                 raise TypeError(

@@ -3,12 +3,17 @@
 Formulas, with ``s`` the scale and ``v = x * (1/s)`` computed in fp32 (the reciprocal too: dividing by ``s`` instead, or
 working in bf16, changes 0.07% or 3% of the codes of a bf16 tensor)::
 
-    fp8     Q(v) = cast(clamp(v, -448, 448))            round to nearest, ties to even
+    e4m3    Q(v) = nearest value of the grid, ties to the even code, at most 448
+    e2m1    Q(v) = nearest value of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the even code
     int     Q(v) = clamp(round(v), qmin, qmax)          round to nearest, ties to even
     fq(x)   = Q(v) * s                                  product in fp32, result in x's dtype
 
-``v`` is *inside the range* where rounding alone lands on the grid: ``qmin <= round(v) <= qmax``, for e4m3 ``|v| <=
-464``. Asking ``qmin <= v <= qmax`` instead would zero the gradient of elements that are not clipped at all (at int2,
+The floating-point grids are those of the OCP Microscaling Formats (MX) Specification v1.0, section 5.3 (e4m3 with NaN
+as its only special value, e2m1 without any).
+
+``v`` is *inside the range* where rounding alone lands on the grid, if the grid went on beyond its end: ``qmin <=
+round(v) <= qmax``, for e4m3 ``|v| <= 464`` and for e2m1 ``|v| < 7`` (a tie of 448 and 480 goes to 448, one of 6 and 8
+to 8). Asking ``qmin <= v <= qmax`` instead would zero the gradient of elements that are not clipped at all (at int2,
 6.8% of Gaussian weights instead of 1.6%).
 
 The gradient with respect to ``x`` is straight-through: one inside, zero outside. With respect to ``s`` it is that of
@@ -16,40 +21,64 @@ a surrogate with the rounding error held fixed, which asks in what unit it is fi
 integers only)::
 
     clipped                              fq = s * bound                     d fq / d s = bound
-    evenly spaced: int, |v| < 2^-6       fq = x + s * stopgrad(Q(v) - v)    d fq / d s = Q(v) - v
-    normal e4m3 numbers                  fq = x + stopgrad(s Q(v) - x)      d fq / d s = 0
+    evenly spaced: int, subnormal        fq = x + s * stopgrad(Q(v) - v)    d fq / d s = Q(v) - v
+    normal e4m3 or e2m1 numbers          fq = x + stopgrad(s Q(v) - x)      d fq / d s = 0
 
-An evenly spaced grid has a spacing of ``s``, and its error grows with ``s``. The spacing of a floating-point grid
-follows the magnitude of ``x``: twice the scale is the same grid with the exponents one lower, so the error of a normal
-number does not depend on ``s`` (on average over an octave). With LSQ's ``Q(v) - v`` there, a scale that minimises the
-squared error of Gaussian values shrinks until it clips so many that the error is 19% above the best; with 0 it ends
-within 1%. Scaling by ``1/sqrt(numel * qmax)`` is left to the caller, who knows how many elements share the scale.
+Subnormal are e4m3 numbers with ``|v| < 2^-6`` and e2m1 numbers with ``|v| < 1``. An evenly spaced grid has a spacing of
+``s``, and its error grows with ``s``. The spacing of a floating-point grid follows the magnitude of ``x``: twice the
+scale is the same grid with the exponents one lower, so the error of a normal number does not depend on ``s`` (on
+average over an octave). With LSQ's ``Q(v) - v`` there, a scale that minimises the squared error of Gaussian values
+shrinks until it clips so many that the error is 19% above the best (e4m3); with 0 it ends within 1%. Scaling by
+``1/sqrt(numel * qmax)`` is left to the caller, who knows how many elements share the scale.
 
 Non-finite values: NaN stays NaN in ``fq`` and contributes no gradient; an infinity clips to the bound and has no
 gradient of its own, like every clipped value.
 
-Dynamic int8 per token (8da4w), of a token ``x`` whose range, extended to include 0, is ``[min, max]``::
+A *dynamic* scale is that of one token, or of one group of its features, ``x``. With ``[min, max]`` its range, extended
+to include 0, and ``absmax`` its largest magnitude (per token asymmetric int8 is 8da4w)::
 
-    asymmetric   s = (max - min) / 255    z = clamp(-128 - round(min * (1/s)), -128, 127)
-    symmetric    s = 2 absmax / 255       z = 0
-    q = clamp(round(x * (1/s)) + z, -128, 127)      fq = (q - z) * s
+    symmetric    s = absmax / ((qmax - qmin) / 2)   z = 0
+    asymmetric   s = (max - min) / (qmax - qmin)    z = clamp(qmin - round(min * (1/s)), qmin, qmax)
+    int          q = clamp(round(v) + z, qmin, qmax)        fq = (q - z) * s
+    e4m3         q = Q(v)                                   fq = q * s
 
-Its scale follows the token and counts as constant in the gradient. A token with a NaN or an infinity has no range: all
-of it becomes NaN, without a gradient.
+Such a scale follows its token and counts as constant in the gradient. A token (or group) with a NaN or an infinity has
+no range: all of it becomes NaN, without a gradient.
 
-Shapes: ``x`` is any shape for a scale per tensor (shape ``(1,)``); for a scale per channel or group ``x`` is ``[out,
-in]`` and the scale ``[out, groups]`` (``groups = 1`` per channel). Scales are fp32 throughout.
+Shapes: ``x`` is any shape for a scale per tensor (shape ``(1,)``). Else ``x`` is ``[out, in]`` and the scale ``[out,
+1]`` per channel, ``[out, in / size]`` per group or ``[out / size, in / size]`` per block. Scales are fp32 throughout.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quant.spec import FP8_ROUNDS_TO_MAX, FP8_SMALLEST_NORMAL, TensorSpec
+from quant.spec import (
+    FP4_ROUNDS_TO_MAX,
+    FP4_SMALLEST_NORMAL,
+    FP8_MAX,
+    FP8_ROUNDS_TO_MAX,
+    FP8_SMALLEST_NORMAL,
+    TensorSpec,
+)
+
+E4M3_SMALLEST = 2.0**-9
+E8M0_BIAS = 127
 
 
-def effective_scale(s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype) -> Tensor:
-    """``s0 * exp(theta)`` in fp32; an integer scale is rounded to the model's dtype, because that is what is stored.
+def effective_scale(
+    s0: Tensor,
+    theta: Tensor | None,
+    spec: TensorSpec,
+    model_dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """``s = s0 * exp(theta)`` in fp32, rounded to what is stored (``spec.scale_format``)::
+
+        float32   s
+        model     s in the model's dtype
+        e8m0      2^round(log2(s)), the exponent within -127 and 127    OCP MX Specification v1.0, section 5.4.1
+        e4m3      e4m3(clamp(s * G, 2^-9, 448)) / G, G the global scale NVFP4, as compressed-tensors stores it
 
     The rounding is straight-through: the derivative with respect to theta is ``s0 * exp(theta)``, not rounded. The
     exponential is taken in fp64 and rounded to fp32, because every library's fp32 exponential has its own last bit.
@@ -59,46 +88,64 @@ def effective_scale(s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dt
         theta: its learned logarithmic correction, any float dtype, or None.
         spec: how the tensor is quantised.
         model_dtype: dtype of the model's weights.
+        global_scale: G, fp32 ``(1,)``; for the format ``e4m3`` and only for it.
     """
     scale = s0.float() if theta is None else s0.float() * torch.exp(theta.double()).float()
-    if spec.dtype == "int":
-        scale = scale.to(model_dtype).float()  # autograd differentiates a cast as the identity
-    return scale
+    if spec.scale_format == "float32":
+        return scale
+    if spec.scale_format == "model":
+        return scale.to(model_dtype).float()  # autograd differentiates a cast as the identity
+    # The rounded number exactly, with the derivative of the other: what is added is 0.
+    return round_scale(scale.detach(), spec, global_scale) + (scale - scale.detach())
+
+
+def round_scale(scale: Tensor, spec: TensorSpec, global_scale: Tensor | None) -> Tensor:
+    """The positive fp32 ``scale`` as the formats ``e8m0`` and ``e4m3`` hold it; NaN where it is not finite."""
+    if spec.scale_format == "e8m0":
+        # In fp64, whose errors are far smaller than the distance of an fp32 number from a tie or of 2^k from a
+        # neighbour: every library gives the same fp32 number.
+        rounded = torch.exp2(scale.double().log2().round().clamp(-E8M0_BIAS, E8M0_BIAS)).float()
+    else:
+        assert spec.scale_format == "e4m3" and global_scale is not None
+        code = (scale * global_scale).clamp(E4M3_SMALLEST, FP8_MAX).to(torch.float8_e4m3fn)
+        rounded = code.float() / global_scale
+    return torch.where(scale.isfinite(), rounded, torch.nan)
 
 
 def absmax_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
     """The fp32 scale that maps the largest magnitude to the edge of the grid.
 
-    ``absmax / 448`` for fp8 and ``absmax / ((qmax - qmin) / 2)`` for int, as compressed-tensors and torchao compute it.
-    Where ``absmax`` is 0, or so small that ``1/scale`` would overflow, the scale is 1: zeros are exact under any scale.
+    ``absmax / 448`` for e4m3, ``absmax / 6`` for e2m1 and ``absmax / ((qmax - qmin) / 2)`` for int, as
+    compressed-tensors and torchao compute it; for the format ``e8m0`` the power of two that brings ``absmax / scale``
+    into ``[3.5, 7)``, as compressed-tensors does, so that nothing is clipped. Where ``absmax`` is 0, or so small that
+    ``1/scale`` would overflow, the scale is 1: zeros are exact under any scale.
     """
-    half_range = spec.qmax if spec.dtype == "fp8_e4m3" else (spec.qmax - spec.qmin) / 2
-    scale = absmax.float() / half_range
+    if spec.scale_format == "e8m0":
+        scale = torch.exp2((absmax.double() / 3.5).log2().floor()).float()  # exact, as in round_scale
+    else:
+        scale = absmax.float() / ((spec.qmax - spec.qmin) / 2)
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 
 
 def quantize(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
-    """Codes of ``x``, in its shape: ``torch.float8_e4m3fn`` or ``torch.int8``. The integer code of a NaN is 0."""
-    codes = _round_to_grid(_in_codes(x, scale, spec), spec)
-    if spec.dtype == "fp8_e4m3":
-        return codes.reshape(x.shape)
-    return codes.nan_to_num_(nan=0.0).to(torch.int8).reshape(x.shape)
+    """Codes of ``x``, in its shape: ``torch.float8_e4m3fn``, ``torch.int8``, or for e2m1 ``torch.uint8`` 0 to 15 (the
+    sign in bit 3, then exponent and mantissa). Where the grid has no NaN, the code of a NaN is 0."""
+    return _encode(_round_to_grid(_in_codes(x, scale), spec), spec).reshape(x.shape)
 
 
 def dequantize(codes: Tensor, scale: Tensor, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
     """``codes * scale``, multiplied in fp32, in ``dtype``."""
-    return (_blocks(codes, spec).float() * _per_block(scale, spec)).to(dtype).reshape(codes.shape)
+    return (_decode(_parts(codes, scale), spec) * _per_part(scale)).to(dtype).reshape(codes.shape)
 
 
 def fake_quant(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
-    """``dequantize(quantize(x))`` in ``x``'s dtype, except that a NaN stays a NaN for integers too."""
-    rounded = _round_to_grid(_in_codes(x, scale, spec), spec).float()
-    return rounded.mul_(_per_block(scale, spec)).to(x.dtype).reshape(x.shape)
+    """``dequantize(quantize(x))`` in ``x``'s dtype, except that a NaN stays a NaN on every grid."""
+    return _round_to_grid(_in_codes(x, scale), spec).mul_(_per_part(scale)).to(x.dtype).reshape(x.shape)
 
 
 def inside_range(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
     """Bool mask in ``x``'s shape: where rounding alone lands on the grid. NaN is outside."""
-    return _inside(_in_codes(x, scale, spec), spec).reshape(x.shape)
+    return _inside(_in_codes(x, scale), spec).reshape(x.shape)
 
 
 def fake_quant_backward(
@@ -117,42 +164,54 @@ def fake_quant_backward(
         The gradient of ``x`` in ``grad``'s dtype, and that of the scale in fp32 and in the scale's shape, summed over
         the elements that share it (None where it is not wanted).
     """
-    v = _in_codes(x, scale, spec)
+    v = _in_codes(x, scale)
     inside = _inside(v, spec)
-    grad_blocks = _blocks(grad, spec)
-    grad_x = grad_blocks.masked_fill(~inside, 0).reshape(x.shape)
+    grad_parts = _parts(grad, scale)
+    grad_x = grad_parts.masked_fill(~inside, 0).reshape(x.shape)
     if not scale_gradient:
         return grad_x, None
-    rounded = _round_to_grid(v, spec).float()
+    rounded = _round_to_grid(v, spec)
     error = rounded - v
-    if spec.dtype == "fp8_e4m3":
-        error.masked_fill_(v.abs() >= FP8_SMALLEST_NORMAL, 0)
+    if spec.dtype != "int":
+        error.masked_fill_(v.abs() >= (FP8_SMALLEST_NORMAL if spec.dtype == "fp8_e4m3" else FP4_SMALLEST_NORMAL), 0)
     terms = torch.where(inside, error, rounded).nan_to_num_(nan=0.0)  # only a NaN x makes a NaN here
-    terms.mul_(grad_blocks)
-    if spec.granularity == "tensor":
+    terms.mul_(grad_parts)
+    if scale.numel() == 1:
         return grad_x, terms.sum().reshape(scale.shape)
-    return grad_x, terms.sum(dim=-1).reshape(scale.shape)
+    return grad_x, terms.sum(dim=(1, 3))
 
 
-def quantize_tokens(x: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Dynamic int8 codes of ``x [..., features]`` in its shape, and each token's fp32 scale and int8 zero point
-    ``[..., 1]``. Codes and zero point of a token that is not finite are 0, its scale is NaN."""
-    scale, zero_point = _token_grid(x, symmetric)
-    codes = _token_codes(x, scale, zero_point).clamp_(-128, 127).nan_to_num_(nan=0.0)
-    return codes.to(torch.int8), scale, zero_point.to(torch.int8)
+def quantize_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Dynamic codes of ``x [..., features]`` in its shape, and their fp32 scales and int8 zero points ``[..., n]``, of
+    the ``n`` groups of a token (one per token). Of a token that is not finite the scale is NaN, and so are the codes,
+    but integer ones are 0."""
+    groups = _token_groups(x, spec)
+    scale, zero_point = _token_grid(groups, spec)
+    v = groups.float() * (1.0 / scale)
+    codes = _encode(_round_to_grid(v if zero_point is None else v.round_().add_(zero_point), spec), spec)
+    zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
+    return codes.reshape(x.shape), scale.squeeze(-1), zero_point.squeeze(-1).to(torch.int8)
 
 
-def fake_quantize_tokens(x: Tensor, *, symmetric: bool) -> Tensor:
-    """``x [..., features]`` through dynamic int8 and back, in its dtype."""
-    scale, zero_point = _token_grid(x, symmetric)
-    codes = _token_codes(x, scale, zero_point).clamp_(-128, 127)
-    return codes.sub_(zero_point).mul_(scale).to(x.dtype)
+def fake_quantize_tokens(x: Tensor, spec: TensorSpec) -> Tensor:
+    """``x [..., features]`` through its dynamic codes and back, in its dtype."""
+    groups = _token_groups(x, spec)
+    scale, zero_point = _token_grid(groups, spec)
+    v = groups.float() * (1.0 / scale)
+    if zero_point is None:
+        rounded = _round_to_grid(v, spec)
+    else:
+        rounded = _round_to_grid(v.round_().add_(zero_point), spec).sub_(zero_point)
+    return rounded.mul_(scale).to(x.dtype).reshape(x.shape)
 
 
-def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, *, symmetric: bool) -> Tensor:
+def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec) -> Tensor:
     """Gradient of :func:`fake_quantize_tokens`: straight-through where rounding alone lands on the grid."""
-    codes = _token_codes(x, *_token_grid(x, symmetric))
-    return grad.masked_fill(~((codes >= -128) & (codes <= 127)), 0)
+    groups = _token_groups(x, spec)
+    scale, zero_point = _token_grid(groups, spec)
+    v = groups.float() * (1.0 / scale)
+    inside = _inside(v if zero_point is None else v.round_().add_(zero_point), spec)
+    return grad.masked_fill(~inside.reshape(x.shape), 0)
 
 
 # Multiplying eight bytes of 0 or 1 by this collects them in the top byte, the first byte in its lowest bit.
@@ -172,49 +231,90 @@ def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
     return bits.view(-1)[: shape.numel()].view(torch.bool).view(shape)
 
 
-def _token_grid(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of every token ``[..., 1]``, both fp32; the scale is NaN of a token that is not finite."""
-    lowest, highest = (edge.float() for edge in torch.aminmax(x, dim=-1, keepdim=True))
+# ---- tokens
+
+
+def _token_groups(x: Tensor, spec: TensorSpec) -> Tensor:
+    """``x`` as ``[..., n, size]``, of the ``n`` groups that have a scale each."""
+    return x.unflatten(-1, (1, -1) if spec.group_size is None else (-1, spec.group_size))
+
+
+def _token_grid(groups: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of ``groups [..., n, size]``, both fp32 ``[..., n, 1]``; the scale is NaN where a value is
+    not finite. e4m3 has no zero point."""
+    lowest, highest = (edge.float() for edge in torch.aminmax(groups, dim=-1, keepdim=True))
     lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
-    width = 2 * torch.maximum(-lowest, highest) if symmetric else highest - lowest
-    scale = width / 255
-    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+    if spec.symmetric:
+        scale = absmax_scale(torch.maximum(-lowest, highest), spec)
+    else:
+        scale = (highest - lowest) / (spec.qmax - spec.qmin)
+        scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
-    zero_point = (-128 - (lowest * (1.0 / scale)).round()).clamp_(-128, 127).nan_to_num_(nan=0.0)
-    return scale, torch.zeros_like(zero_point) if symmetric else zero_point
+    if spec.symmetric:
+        return scale, torch.zeros_like(scale) if spec.dtype == "int" else None
+    zero_point = (spec.qmin - (lowest * (1.0 / scale)).round()).clamp_(spec.qmin, spec.qmax)
+    return scale, zero_point.nan_to_num_(nan=0.0)
 
 
-def _token_codes(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Codes before they are clamped, as fp32."""
-    return (x.float() * (1.0 / scale)).round_().add_(zero_point)
-
-
-def _in_codes(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
-    """``v = x * (1/s)`` in fp32, in the shape of :func:`_blocks`."""
-    return _blocks(x, spec).float() * (1.0 / _per_block(scale, spec))
+# ---- grids: functions of v alone, and codes
 
 
 def _round_to_grid(v: Tensor, spec: TensorSpec) -> Tensor:
-    """``Q(v)``: as e4m3, or as integers in fp32."""
+    """``Q(v)``, fp32."""
     if spec.dtype == "fp8_e4m3":
-        return v.clamp(spec.qmin, spec.qmax).to(torch.float8_e4m3fn)
+        return v.clamp(spec.qmin, spec.qmax).to(torch.float8_e4m3fn).float()
+    if spec.dtype == "fp4_e2m1":
+        size = v.abs()
+        spacing = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+        return (v / spacing).round_().mul_(spacing).clamp_(spec.qmin, spec.qmax)
     return v.round().clamp_(spec.qmin, spec.qmax)
 
 
 def _inside(v: Tensor, spec: TensorSpec) -> Tensor:
     if spec.dtype == "fp8_e4m3":
         return v.abs() <= FP8_ROUNDS_TO_MAX
+    if spec.dtype == "fp4_e2m1":
+        return v.abs() < FP4_ROUNDS_TO_MAX
     rounded = v.round()
     return (rounded >= spec.qmin) & (rounded <= spec.qmax)
 
 
-def _blocks(x: Tensor, spec: TensorSpec) -> Tensor:
-    """``x`` with the elements that share a scale along the last dimension; per tensor ``x`` as it is."""
-    if spec.granularity == "group":
-        return x.unflatten(-1, (-1, spec.group_size))
-    return x
+def _encode(rounded: Tensor, spec: TensorSpec) -> Tensor:
+    """The codes of values of the grid."""
+    if spec.dtype == "fp8_e4m3":
+        return rounded.to(torch.float8_e4m3fn)
+    number = rounded.nan_to_num(nan=0.0)
+    if spec.dtype == "int":
+        return number.to(torch.int8)
+    size = number.abs()
+    code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4))
+    return (code + 8 * number.signbit()).to(torch.uint8)
 
 
-def _per_block(scale: Tensor, spec: TensorSpec) -> Tensor:
-    """The scale in a shape that broadcasts over :func:`_blocks`."""
-    return scale.unsqueeze(-1) if spec.granularity == "group" else scale
+def _decode(codes: Tensor, spec: TensorSpec) -> Tensor:
+    """The values of codes, fp32."""
+    if spec.dtype != "fp4_e2m1":
+        return codes.float()
+    code = codes.bitwise_and(7).float()
+    size = torch.where(code < 4, code / 2, torch.where(code < 6, code - 2, 2 * code - 8))
+    return torch.where(codes.bitwise_and(8) == 0, size, -size)
+
+
+# ---- which elements have which scale
+
+
+def _in_codes(x: Tensor, scale: Tensor) -> Tensor:
+    """``v = x * (1/s)`` in fp32, in the shape of :func:`_parts`."""
+    return _parts(x, scale).float() * (1.0 / _per_part(scale))
+
+
+def _parts(x: Tensor, scale: Tensor) -> Tensor:
+    """``x [out, in]`` as ``[m, out / m, n, in / n]`` for a scale ``[m, n]``; for a single scale ``x`` as it is."""
+    if scale.numel() == 1:
+        return x
+    return x.unflatten(1, (scale.shape[1], -1)).unflatten(0, (scale.shape[0], -1))
+
+
+def _per_part(scale: Tensor) -> Tensor:
+    """The scale in a shape that broadcasts over :func:`_parts`."""
+    return scale.reshape(1) if scale.numel() == 1 else scale[:, None, :, None]

@@ -5,6 +5,7 @@
 //
 //     v = x * (1/s)                          fp32
 //     e4m3   Q(v) = nearest e4m3 value, ties to even, saturated at +-448;   inside: |v| <= 464
+//     e2m1   Q(v) = nearest e2m1 value, ties to even, saturated at +-6;     inside: |v| < 7
 //     int    Q(v) = clamp(round(v), qmin, qmax), ties to even;              inside: qmin <= round(v) <= qmax
 //
 // NaN stays NaN and is outside; infinities clip.
@@ -140,57 +141,70 @@ DEEPQAT_INLINE float learned_factor(float theta) { return static_cast<float>(exp
 
 // ---- grids
 
-constexpr float kE4M3Max = 448.0f;
-constexpr float kE4M3RoundsToMax = 464.0f;  // halfway to 480, whose code e4m3 gives up for NaN
-constexpr float kE4M3SmallestNormal = 0.015625f;  // 2^-6; below it, and up to twice that, the spacing is 2^-9
-
-// One grid. Every member is a function of v = x / s alone.
-struct E4M3 {
+// A floating-point grid with a sign bit, kMantissa bits of mantissa and 2^kSmallest as its smallest normal number; below
+// that, and up to twice that, its spacing is 2^(kSmallest - kMantissa). kInside holds the bits of the largest magnitude
+// that rounding alone, on a grid without an end, takes to at most kLargest. A code has kBits bits and is held in a byte.
+// Every member is a function of v = x / s alone.
+template <int kBits, int kMantissa, int kSmallest, int kLargest, uint32_t kInside, int kNaN>
+struct MiniFloat {
   using Code = uint8_t;
+  static constexpr uint32_t kSign = 1u << (kBits - 1);
+  static constexpr uint32_t kHidden = 23u - kMantissa;  // bits of an fp32 mantissa that the grid's does not have
+  // The power of two whose spacing is that of the subnormal numbers, and its exponent bits.
+  static constexpr uint32_t kRounderExponent = 127u + kHidden + kSmallest;
 
-  // The power of two whose spacing is e4m3's at `a` <= 448: adding it rounds `a` to the grid.
+  // The power of two whose spacing is the grid's at `a` <= kLargest: adding it rounds `a` to the grid.
   DEEPQAT_INLINE float rounder(float a) const {
-    const float normal = float_of((bits_of(a) & 0x7f800000u) + (20u << 23));
-    return normal < 16384.0f ? 16384.0f : normal;  // 2^14 has a spacing of 2^-9, that of the subnormal numbers
+    const float normal = float_of((bits_of(a) & 0x7f800000u) + (kHidden << 23));
+    const float subnormal = float_of(kRounderExponent << 23);
+    return normal < subnormal ? subnormal : normal;
+  }
+
+  DEEPQAT_INLINE float saturated(float v) const {
+    const float a = magnitude(v);
+    return a > static_cast<float>(kLargest) ? static_cast<float>(kLargest) : a;
   }
 
   DEEPQAT_INLINE float round(float v) const {
-    float a = magnitude(v);
-    a = a > kE4M3Max ? kE4M3Max : a;
+    const float a = saturated(v);
     const float c = rounder(a);
     const float rounded = with_sign_of((a + c) - c, v);
     return v != v ? v : rounded;
   }
 
-  DEEPQAT_INLINE bool inside(float v) const { return magnitude(v) <= kE4M3RoundsToMax; }
+  DEEPQAT_INLINE bool inside(float v) const { return magnitude(v) <= float_of(kInside); }
 
   // d fq / d s, where `rounded` is round(v). See quant/reference.py for why it is 0 for normal numbers.
   DEEPQAT_INLINE float scale_term(float v, float rounded) const {
     const float a = magnitude(v);
-    const float below = a < kE4M3SmallestNormal ? rounded - v : 0.0f;
-    return a > kE4M3RoundsToMax ? rounded : below;  // a NaN is neither
+    const float below = a < float_of((127u + kSmallest) << 23) ? rounded - v : 0.0f;
+    return a > float_of(kInside) ? rounded : below;  // a NaN is neither
   }
 
-  // The code of round(v): the sum counts in steps of the grid from the rounder on, which itself stands at 8 codes per
-  // power of two.
+  // The code of round(v): the sum counts in steps of the grid from the rounder on, which itself stands at 2^kMantissa
+  // codes per power of two.
   DEEPQAT_INLINE Code quantized(float v) const {
-    float a = magnitude(v);
-    a = a > kE4M3Max ? kE4M3Max : a;
+    const float a = saturated(v);
     const uint32_t c = bits_of(rounder(a));
-    uint32_t code = bits_of(a + float_of(c)) - c + (c >> 20) - (141u << 3);
-    code = v != v ? 0x7fu : code | ((bits_of(v) >> 24) & 0x80u);
-    return static_cast<Code>(code);
+    uint32_t code = bits_of(a + float_of(c)) - c + (c >> kHidden) - (kRounderExponent << kMantissa);
+    code |= (bits_of(v) >> (32 - kBits)) & kSign;
+    return static_cast<Code>(v != v ? static_cast<uint32_t>(kNaN) : code);
   }
 
   DEEPQAT_INLINE float decode(Code code) const {
-    const uint32_t a = code & 0x7fu;
-    const float normal = float_of((a << 20) + (120u << 23));
-    const float subnormal = static_cast<float>(static_cast<int32_t>(a)) * 0.001953125f;
-    float value = a < 8u ? subnormal : normal;
-    value = a == 0x7fu ? float_of(0x7fc00000u) : value;
-    return with_sign_of(value, float_of(static_cast<uint32_t>(code & 0x80u) << 24));
+    const uint32_t a = code & (kSign - 1u);
+    const float normal = float_of((a << kHidden) + ((126u + kSmallest) << 23));
+    const float subnormal = static_cast<float>(static_cast<int32_t>(a)) * float_of((127u + kSmallest - kMantissa) << 23);
+    float value = a < (1u << kMantissa) ? subnormal : normal;
+    if constexpr (kNaN != 0) value = a == static_cast<uint32_t>(kNaN) ? float_of(0x7fc00000u) : value;
+    return with_sign_of(value, float_of(static_cast<uint32_t>(code & kSign) << (32 - kBits)));
   }
 };
+
+// 0x43e80000 is 464, halfway to 480, whose code e4m3 gives up for NaN; the tie goes to the even 448.
+using E4M3 = MiniFloat<8, 3, -6, 448, 0x43e80000u, 0x7f>;
+// 0x40dfffff is the number below 7, halfway to 8, to which the tie goes. There is no NaN: its code is 0.
+using E2M1 = MiniFloat<4, 1, 0, 6, 0x40dfffffu, 0>;
 
 struct Integer {
   using Code = int8_t;
@@ -217,43 +231,69 @@ struct Integer {
   DEEPQAT_INLINE float decode(Code code) const { return static_cast<float>(code); }
 };
 
-// ---- int8 per token, dynamic
+// ---- dynamic grids, of one token each
 
-// Scale and zero point of one token whose values span [lowest, highest], 0 included. A token that holds a NaN or an
-// infinity has no scale: NaN, and so are all its fake-quantised values.
-struct TokenGrid {
-  float scale, inverse, zero_point;
+// Integers that a zero point moves: code q stands for q - zero_point.
+struct ShiftedInteger {
+  using Code = int8_t;
+  Integer codes;
+  float zero_point;
 
-  DEEPQAT_INLINE TokenGrid(float lowest, float highest, bool symmetric) {
-    const float absmax = -lowest > highest ? -lowest : highest;
-    const float range = symmetric ? absmax + absmax : highest - lowest;
-    scale = range / 255.0f;
-    scale = scale < 1.17549435e-38f ? 1.0f : scale;  // of nothing but zeros
-    scale = scale - scale == 0.0f ? scale : float_of(0x7fc00000u);
-    inverse = 1.0f / scale;
-    const float unclamped = -128.0f - rintf(lowest * inverse);
-    zero_point = unclamped < -128.0f ? -128.0f : unclamped > 127.0f ? 127.0f : unclamped;
-    zero_point = symmetric || scale != scale ? 0.0f : zero_point;
-  }
+  DEEPQAT_INLINE float shifted(float v) const { return rintf(v) + zero_point; }
 
-  DEEPQAT_INLINE float shifted(float x) const { return rintf(x * inverse) + zero_point; }
+  DEEPQAT_INLINE float round(float v) const { return codes.round(shifted(v)) - zero_point; }
 
-  DEEPQAT_INLINE bool inside(float x) const {
-    const float q = shifted(x);
-    return (q >= -128.0f) & (q <= 127.0f);  // without a branch
-  }
+  DEEPQAT_INLINE bool inside(float v) const { return codes.inside(shifted(v)); }
 
-  DEEPQAT_INLINE float quantized(float x) const {
-    const float q = shifted(x);
-    return q < -128.0f ? -128.0f : q > 127.0f ? 127.0f : q;
-  }
-
-  DEEPQAT_INLINE int8_t encode(float x) const {
-    const float q = quantized(x);
-    return static_cast<int8_t>(static_cast<int32_t>(q != q ? 0.0f : q));
-  }
-
-  DEEPQAT_INLINE float fake_quantized(float x) const { return (quantized(x) - zero_point) * scale; }
+  DEEPQAT_INLINE Code quantized(float v) const { return codes.quantized(shifted(v)); }
 };
+
+// Scale and grid of one token. A token that holds a NaN or an infinity has no scale: NaN, and so are all its
+// fake-quantised values.
+template <typename G>
+struct Token {
+  G grid;
+  float scale, inverse;
+};
+
+DEEPQAT_INLINE float token_scale(float range, float steps) {
+  const float scale = range / steps;
+  const float usable = scale < 1.17549435e-38f ? 1.0f : scale;  // of nothing but zeros
+  return usable - usable == 0.0f ? usable : float_of(0x7fc00000u);
+}
+
+DEEPQAT_INLINE float largest_of(float lowest, float highest) { return -lowest > highest ? -lowest : highest; }
+
+// How tokens get their grids; token(lowest, highest) is that of one whose values span these two, 0 included.
+struct FloatTokens {
+  using Grid = E4M3;
+
+  DEEPQAT_INLINE Token<Grid> token(float lowest, float highest) const {
+    const float scale = token_scale(largest_of(lowest, highest), 448.0f);
+    return {Grid{}, scale, 1.0f / scale};
+  }
+};
+
+struct IntegerTokens {
+  using Grid = ShiftedInteger;
+  Integer codes;
+  bool symmetric;
+
+  DEEPQAT_INLINE Token<Grid> token(float lowest, float highest) const {
+    const float steps = codes.qmax - codes.qmin;
+    if (symmetric) return of_scale(token_scale(largest_of(lowest, highest), 0.5f * steps), 0.0f);
+    const float scale = token_scale(highest - lowest, steps);
+    const float zero_point = codes.round(codes.qmin - rintf(lowest * (1.0f / scale)));
+    return of_scale(scale, scale == scale ? zero_point : 0.0f);
+  }
+
+  DEEPQAT_INLINE Token<Grid> of_scale(float scale, float zero_point) const {
+    return {{codes, zero_point}, scale, 1.0f / scale};
+  }
+};
+
+DEEPQAT_INLINE int8_t zero_point_of(const E4M3&) { return 0; }
+
+DEEPQAT_INLINE int8_t zero_point_of(const ShiftedInteger& grid) { return static_cast<int8_t>(grid.zero_point); }
 
 }  // namespace deepqat

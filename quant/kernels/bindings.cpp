@@ -30,7 +30,14 @@ Dtype dtype_of(at::ScalarType type, const char* name) {
 }
 
 int checked_grid(int64_t bits) {
-  TORCH_CHECK(bits == deepqat::kE4M3Grid || (bits >= 2 && bits <= 8), "grid ", bits, " is neither 0 (e4m3) nor 2 to 8 bits");
+  TORCH_CHECK(bits >= 0 && bits <= 8, "grid ", bits, " is neither 0 (e4m3), 1 (e2m1) nor 2 to 8 bits");
+  return static_cast<int>(bits);
+}
+
+int checked_token_grid(int64_t bits, bool symmetric) {
+  TORCH_CHECK(bits == deepqat::kE4M3Grid || (bits >= 2 && bits <= 8), "grid ", bits,
+              " of tokens is neither 0 (e4m3) nor 2 to 8 bits");
+  TORCH_CHECK(symmetric || bits != deepqat::kE4M3Grid, "e4m3 codes of tokens are symmetric");
   return static_cast<int>(bits);
 }
 
@@ -50,7 +57,18 @@ Scales scales_of(int64_t numel, const Tensor& s0, const OptionalTensor& theta, a
   return scales;
 }
 
-at::ScalarType code_dtype(int grid) { return grid == deepqat::kE4M3Grid ? at::kFloat8_e4m3fn : at::kChar; }
+at::ScalarType code_dtype(int grid) {
+  if (grid == deepqat::kE4M3Grid) return at::kFloat8_e4m3fn;
+  return grid == deepqat::kE2M1Grid ? at::kByte : at::kChar;
+}
+
+// The grid that codes of this dtype are of; which integer grid makes no difference to them.
+int grid_of_codes(at::ScalarType dtype) {
+  if (dtype == at::kFloat8_e4m3fn) return deepqat::kE4M3Grid;
+  if (dtype == at::kByte) return deepqat::kE2M1Grid;
+  TORCH_CHECK(dtype == at::kChar, "codes are ", dtype, ", expected float8_e4m3fn, uint8 (e2m1) or int8");
+  return 8;
+}
 
 // Calls a kernel of the tensor's device: the CPU's, or CUDA's on the current stream.
 #if defined(DEEPQAT_CUDA)
@@ -106,13 +124,12 @@ std::tuple<Tensor, Tensor, Tensor> quantize_with_values(const Tensor& x, const T
 Tensor dequantize(const Tensor& codes_, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
                   at::ScalarType dtype, const OptionalTensor& /*after*/) {
   const Tensor codes = codes_.contiguous();
-  const bool e4m3 = codes.scalar_type() == at::kFloat8_e4m3fn;
-  TORCH_CHECK(e4m3 || codes.scalar_type() == at::kChar, "codes are ", codes.scalar_type(), ", expected float8_e4m3fn or int8");
+  const int grid = grid_of_codes(codes.scalar_type());
   const Scales scales = scales_of(codes.numel(), s0, theta, scale_dtype, codes);
   Tensor out = at::empty(codes.sizes(), codes.options().dtype(dtype));
   if (codes.numel() > 0) {
-    DEEPQAT_CALL(dequantize, codes, codes.const_data_ptr(), scales, e4m3 ? deepqat::kE4M3Grid : 8,
-                 dtype_of(dtype, "dtype"), out.mutable_data_ptr());
+    DEEPQAT_CALL(dequantize, codes, codes.const_data_ptr(), scales, grid, dtype_of(dtype, "dtype"),
+                 out.mutable_data_ptr());
   }
   return out;
 }
@@ -204,42 +221,46 @@ std::tuple<int64_t, int64_t> token_shape(const Tensor& x) {
   return {features == 0 ? 0 : x.numel() / features, features};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize_tokens(const Tensor& x_, bool symmetric) {
+std::tuple<Tensor, Tensor, Tensor> quantize_tokens(const Tensor& x_, int64_t bits, bool symmetric) {
   const Tensor x = x_.contiguous();
+  const int grid = checked_token_grid(bits, symmetric);
   const auto [tokens, features] = token_shape(x);
   auto shape = x.sizes().vec();
   shape.back() = 1;
-  Tensor codes = at::empty(x.sizes(), x.options().dtype(at::kChar));
-  Tensor scale = at::ones(shape, x.options().dtype(at::kFloat)), zero_point = at::zeros(shape, codes.options());
+  Tensor codes = at::empty(x.sizes(), x.options().dtype(code_dtype(grid)));
+  Tensor scale = at::ones(shape, x.options().dtype(at::kFloat));
+  Tensor zero_point = at::zeros(shape, x.options().dtype(at::kChar));
   if (x.numel() > 0) {
-    DEEPQAT_CALL(quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens, features, symmetric,
-                 codes.mutable_data_ptr<int8_t>(), scale.mutable_data_ptr<float>(),
+    DEEPQAT_CALL(quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens, features, grid,
+                 symmetric, codes.mutable_data_ptr(), scale.mutable_data_ptr<float>(),
                  zero_point.mutable_data_ptr<int8_t>());
   }
   return {codes, scale, zero_point};
 }
 
-Tensor fake_quantize_tokens(const Tensor& x_, bool symmetric) {
+Tensor fake_quantize_tokens(const Tensor& x_, int64_t bits, bool symmetric, const OptionalTensor& /*after*/) {
   const Tensor x = x_.contiguous();
+  const int grid = checked_token_grid(bits, symmetric);
   const auto [tokens, features] = token_shape(x);
   Tensor out = at::empty(x.sizes(), x.options());
   if (x.numel() > 0) {
-    DEEPQAT_CALL(fake_quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens, features,
+    DEEPQAT_CALL(fake_quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens, features, grid,
                  symmetric, out.mutable_data_ptr());
   }
   return out;
 }
 
-Tensor fake_quantize_tokens_backward(const Tensor& grad_, const Tensor& x_, bool symmetric) {
+Tensor fake_quantize_tokens_backward(const Tensor& grad_, const Tensor& x_, int64_t bits, bool symmetric) {
   TORCH_CHECK(grad_.sizes() == x_.sizes() && grad_.scalar_type() == x_.scalar_type(), "grad is ", grad_.sizes(), " ",
               grad_.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
   TORCH_CHECK(grad_.device() == x_.device(), "grad is on ", grad_.device(), ", x on ", x_.device());
   const Tensor grad = grad_.contiguous(), x = x_.contiguous();
+  const int grid = checked_token_grid(bits, symmetric);
   const auto [tokens, features] = token_shape(x);
   Tensor grad_x = at::empty(x.sizes(), x.options());
   if (x.numel() > 0) {
     DEEPQAT_CALL(fake_quantize_tokens_backward, x, grad.const_data_ptr(), x.const_data_ptr(),
-                 dtype_of(x.scalar_type(), "x"), tokens, features, symmetric, grad_x.mutable_data_ptr());
+                 dtype_of(x.scalar_type(), "x"), tokens, features, grid, symmetric, grad_x.mutable_data_ptr());
   }
   return grad_x;
 }

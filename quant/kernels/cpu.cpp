@@ -26,8 +26,16 @@ void with_dtype(Dtype dtype, F f) {
 template <typename F>
 void with_grid(int grid, F f) {
   if (grid == kE4M3Grid) return f(E4M3{});
+  if (grid == kE2M1Grid) return f(E2M1{});
   const float half = static_cast<float>(1 << (grid - 1));
   f(Integer{-half, half - 1.0f});
+}
+
+template <typename F>
+void with_token_grid(int grid, bool symmetric, F f) {
+  if (grid == kE4M3Grid) return f(FloatTokens{});
+  const float half = static_cast<float>(1 << (grid - 1));
+  f(IntegerTokens{{-half, half - 1.0f}, symmetric});
 }
 
 // body(i) for i from `begin` in blocks of kLength, as many as fit before n; returns where it stopped.
@@ -153,8 +161,8 @@ uint32_t largest_magnitude(const T* x, int64_t n) {
 }
 
 // Range of one token, extended to 0. NaN where the token holds a NaN: a comparison with one would drop it.
-template <typename T>
-TokenGrid token_grid(const T* x, int64_t n, bool symmetric) {
+template <typename Grids, typename T>
+auto token_of(const Grids& grids, const T* x, int64_t n) {
   float lowest[16] = {}, highest[16] = {};
   uint32_t nan[16] = {};
   const auto take = [&](int lane, float value) {
@@ -168,7 +176,7 @@ TokenGrid token_grid(const T* x, int64_t n, bool symmetric) {
   for (; i < n; ++i) take(0, load(x[i]));
   const float low = *std::min_element(lowest, lowest + 16), high = *std::max_element(highest, highest + 16);
   const bool any_nan = *std::max_element(nan, nan + 16) != 0;
-  return TokenGrid(low, any_nan ? float_of(0x7fc00000u) : high, symmetric);
+  return grids.token(low, any_nan ? float_of(0x7fc00000u) : high);
 }
 
 template <typename Body>
@@ -336,46 +344,54 @@ void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* part
     out[run] = float_of(largest_magnitude(partial + run * segments, segments));
 }
 
-void quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, bool symmetric, int8_t* codes,
-                     float* scale, int8_t* zero_point) {
+void quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,
+                     void* codes_, float* scale, int8_t* zero_point) {
   with_dtype(dtype, [&](auto zero) {
-    const auto* x = static_cast<const decltype(zero)*>(x_);
-    for_each_token(tokens, features, [&](int64_t token) {
-      const auto* from = x + token * features;
-      const TokenGrid g = token_grid(from, features, symmetric);
-      auto* to = codes + token * features;
-      unrolled(features, [&](int64_t i) { to[i] = g.encode(load(from[i])); });
-      scale[token] = g.scale;
-      zero_point[token] = static_cast<int8_t>(g.zero_point);
+    with_token_grid(grid, symmetric, [&](auto grids) {
+      const auto* x = static_cast<const decltype(zero)*>(x_);
+      auto* codes = static_cast<typename decltype(grids)::Grid::Code*>(codes_);
+      for_each_token(tokens, features, [&](int64_t token) {
+        const auto* from = x + token * features;
+        auto* to = codes + token * features;
+        const auto t = token_of(grids, from, features);
+        unrolled(features, [&](int64_t i) { to[i] = t.grid.quantized(load(from[i]) * t.inverse); });
+        scale[token] = t.scale;
+        zero_point[token] = zero_point_of(t.grid);
+      });
     });
   });
 }
 
-void fake_quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, bool symmetric, void* out_) {
+void fake_quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,
+                          void* out_) {
   with_dtype(dtype, [&](auto zero) {
-    const auto* x = static_cast<const decltype(zero)*>(x_);
-    auto* out = static_cast<decltype(zero)*>(out_);
-    for_each_token(tokens, features, [&](int64_t token) {
-      const auto* from = x + token * features;
-      auto* to = out + token * features;
-      const TokenGrid g = token_grid(from, features, symmetric);
-      unrolled(features, [&](int64_t i) { store(g.fake_quantized(load(from[i])), to + i); });
+    with_token_grid(grid, symmetric, [&](auto grids) {
+      const auto* x = static_cast<const decltype(zero)*>(x_);
+      auto* out = static_cast<decltype(zero)*>(out_);
+      for_each_token(tokens, features, [&](int64_t token) {
+        const auto* from = x + token * features;
+        auto* to = out + token * features;
+        const auto t = token_of(grids, from, features);
+        unrolled(features, [&](int64_t i) { store(t.grid.round(load(from[i]) * t.inverse) * t.scale, to + i); });
+      });
     });
   });
 }
 
 void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, int64_t tokens, int64_t features,
-                                   bool symmetric, void* grad_x_) {
+                                   int grid, bool symmetric, void* grad_x_) {
   with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const auto* x = static_cast<const T*>(x_);
-    const auto* grad = static_cast<const T*>(grad_);
-    auto* grad_x = static_cast<T*>(grad_x_);
-    for_each_token(tokens, features, [&](int64_t token) {
-      const auto *from = x + token * features, *dy = grad + token * features;
-      auto* dx = grad_x + token * features;
-      const TokenGrid g = token_grid(from, features, symmetric);
-      unrolled(features, [&](int64_t i) { dx[i] = kept(dy[i], g.inside(load(from[i]))); });
+    with_token_grid(grid, symmetric, [&](auto grids) {
+      using T = decltype(zero);
+      const auto* x = static_cast<const T*>(x_);
+      const auto* grad = static_cast<const T*>(grad_);
+      auto* grad_x = static_cast<T*>(grad_x_);
+      for_each_token(tokens, features, [&](int64_t token) {
+        const auto *from = x + token * features, *dy = grad + token * features;
+        auto* dx = grad_x + token * features;
+        const auto t = token_of(grids, from, features);
+        unrolled(features, [&](int64_t i) { dx[i] = kept(dy[i], t.grid.inside(load(from[i]) * t.inverse)); });
+      });
     });
   });
 }

@@ -78,13 +78,12 @@ void launch_reduction(const char* name, const Op& op, const Scales& scales, bool
 }
 
 template <typename Op>
-void launch_tokens(const char* name, const Op& op, int64_t count, int64_t features, bool symmetric, bool wide,
-                   void* stream) {
+void launch_tokens(const char* name, const Op& op, int64_t count, int64_t features, bool wide, void* stream) {
   wide = wide && features % kVector == 0;
   if (features <= kTile) {
-    launch<tokens<Op, kWarp>>(name, stream, divided_up(count, kWarpsPerBlock), op, count, features, symmetric, wide);
+    launch<tokens<Op, kWarp>>(name, stream, divided_up(count, kWarpsPerBlock), op, count, features, wide);
   } else {
-    launch<tokens<Op, kLanes>>(name, stream, count, op, count, features, symmetric, wide);
+    launch<tokens<Op, kLanes>>(name, stream, count, op, count, features, wide);
   }
 }
 
@@ -103,8 +102,18 @@ template <typename F>
 void with_dtype_and_grid(Dtype dtype, int grid, F f) {
   with_dtype(dtype, [&](auto zero) {
     if (grid == kE4M3Grid) return f(zero, E4M3{});
+    if (grid == kE2M1Grid) return f(zero, E2M1{});
     const float half = static_cast<float>(1 << (grid - 1));
     f(zero, Integer{-half, half - 1.0f});
+  });
+}
+
+template <typename F>
+void with_dtype_and_token_grid(Dtype dtype, int grid, bool symmetric, F f) {
+  with_dtype(dtype, [&](auto zero) {
+    if (grid == kE4M3Grid) return f(zero, FloatTokens{});
+    const float half = static_cast<float>(1 << (grid - 1));
+    f(zero, IntegerTokens{{-half, half - 1.0f}, symmetric});
   });
 }
 
@@ -178,35 +187,35 @@ void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* part
   });
 }
 
-void quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, bool symmetric, int8_t* codes,
-                     float* scale, int8_t* zero_point, void* stream) {
-  with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const auto* x = static_cast<const T*>(x_);
-    launch_tokens("quantize_tokens", QuantizeTokens<T>{x, codes, scale, zero_point}, tokens, features, symmetric,
-                  aligned(x, codes), stream);
-  });
-}
-
-void fake_quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, bool symmetric, void* out_,
-                          void* stream) {
-  with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const auto* x = static_cast<const T*>(x_);
-    auto* out = static_cast<T*>(out_);
-    launch_tokens("fake_quantize_tokens", FakeQuantizeTokens<T>{x, out}, tokens, features, symmetric, aligned(x, out),
+void quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,
+                     void* codes_, float* scale, int8_t* zero_point, void* stream) {
+  with_dtype_and_token_grid(dtype, grid, symmetric, [&](auto zero, auto grids) {
+    using Op = QuantizeTokens<decltype(zero), decltype(grids)>;
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    auto* codes = static_cast<typename decltype(grids)::Grid::Code*>(codes_);
+    launch_tokens("quantize_tokens", Op{x, codes, scale, zero_point, grids}, tokens, features, aligned(x, codes),
                   stream);
   });
 }
 
+void fake_quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,
+                          void* out_, void* stream) {
+  with_dtype_and_token_grid(dtype, grid, symmetric, [&](auto zero, auto grids) {
+    using Op = FakeQuantizeTokens<decltype(zero), decltype(grids)>;
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    auto* out = static_cast<decltype(zero)*>(out_);
+    launch_tokens("fake_quantize_tokens", Op{x, out, grids}, tokens, features, aligned(x, out), stream);
+  });
+}
+
 void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, int64_t tokens, int64_t features,
-                                   bool symmetric, void* grad_x_, void* stream) {
-  with_dtype(dtype, [&](auto zero) {
+                                   int grid, bool symmetric, void* grad_x_, void* stream) {
+  with_dtype_and_token_grid(dtype, grid, symmetric, [&](auto zero, auto grids) {
     using T = decltype(zero);
     const auto *grad = static_cast<const T*>(grad_), *x = static_cast<const T*>(x_);
     auto* grad_x = static_cast<T*>(grad_x_);
-    launch_tokens("fake_quantize_tokens_backward", TokensBackward<T>{grad, x, grad_x}, tokens, features, symmetric,
-                  aligned(grad, x, grad_x), stream);
+    launch_tokens("fake_quantize_tokens_backward", TokensBackward<T, decltype(grids)>{grad, x, grad_x, grids}, tokens,
+                  features, aligned(grad, x, grad_x), stream);
   });
 }
 

@@ -236,8 +236,7 @@ DEEPQAT_DEVICE Range over_warp(const Range& range) {
 }
 
 template <bool kWide, int kThreads, typename Op>
-DEEPQAT_DEVICE void take_token(const Op& op, int64_t token, int64_t features, bool symmetric,
-                               Range (&of_warps)[kWarpsPerBlock]) {
+DEEPQAT_DEVICE void take_token(const Op& op, int64_t token, int64_t features, Range (&of_warps)[kWarpsPerBlock]) {
   const int thread = threadIdx.x % kThreads;
   const int64_t offset = token * features;
   Range range{};
@@ -254,23 +253,23 @@ DEEPQAT_DEVICE void take_token(const Op& op, int64_t token, int64_t features, bo
     __syncthreads();
     range = over_warp(of_warps[thread % (kThreads / kWarp)]);
   }
-  const TokenGrid grid(range.lowest, range.highest, symmetric);
+  const auto of_token = op.grids.token(range.lowest, range.highest);
   for_vectors<kWide>(
       features, thread, kThreads, [&](int64_t i, int n) { return op.template load<kWide>(offset + i, n); },
-      [&](const auto& in, int64_t i, int n) { op.template apply<kWide>(in, offset + i, n, grid); });
-  if (thread == 0) op.finish(token, grid);
+      [&](const auto& in, int64_t i, int n) { op.template apply<kWide>(in, offset + i, n, of_token); });
+  if (thread == 0) op.finish(token, of_token);
 }
 
 template <typename Op, int kThreads>
-__global__ void __launch_bounds__(kLanes, 2) tokens(Op op, int64_t count, int64_t features, bool symmetric, bool wide) {
+__global__ void __launch_bounds__(kLanes, 2) tokens(Op op, int64_t count, int64_t features, bool wide) {
   __shared__ Range of_warps[2][kWarpsPerBlock];  // two, for the reason that over_block has
   constexpr int kAtOnce = kLanes / kThreads;
   int64_t token = static_cast<int64_t>(blockIdx.x) * kAtOnce + threadIdx.x / kThreads;
   for (int turn = 0; token < count; ++turn, token += static_cast<int64_t>(gridDim.x) * kAtOnce) {
     if (wide) {
-      take_token<true, kThreads>(op, token, features, symmetric, of_warps[turn % 2]);
+      take_token<true, kThreads>(op, token, features, of_warps[turn % 2]);
     } else {
-      take_token<false, kThreads>(op, token, features, symmetric, of_warps[turn % 2]);
+      take_token<false, kThreads>(op, token, features, of_warps[turn % 2]);
     }
   }
 }

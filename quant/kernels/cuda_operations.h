@@ -203,15 +203,17 @@ struct Amax {
   }
 };
 
-// ---- operations on tokens
+// ---- operations on tokens, whose grids come from Grids::token
 
-template <typename T>
+template <typename T, typename Grids>
 struct QuantizeTokens {
   using In = Vector<T>;
+  using OfToken = Token<typename Grids::Grid>;
   const T* x;
-  int8_t* codes;
+  typename Grids::Grid::Code* codes;
   float* scale;
   int8_t* zero_point;
+  Grids grids;
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
@@ -219,25 +221,26 @@ struct QuantizeTokens {
   }
 
   template <bool kWide>
-  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const TokenGrid& grid) const {
-    float values[kVector];
-    values_of(in, values);
-    Vector<int8_t> result;
-    unrolled<kVector>([&](int j) { result.at[j] = grid.encode(values[j]); });
-    store_vector<kWide>(result, codes + i, n);
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const OfToken& token) const {
+    float v[kVector];
+    values_of(in, v);
+    unrolled<kVector>([&](int j) { v[j] *= token.inverse; });
+    store_vector<kWide>(encoded(token.grid, v), codes + i, n);
   }
 
-  DEEPQAT_DEVICE void finish(int64_t token, const TokenGrid& grid) const {
-    scale[token] = grid.scale;
-    zero_point[token] = static_cast<int8_t>(grid.zero_point);
+  DEEPQAT_DEVICE void finish(int64_t i, const OfToken& token) const {
+    scale[i] = token.scale;
+    zero_point[i] = zero_point_of(token.grid);
   }
 };
 
-template <typename T>
+template <typename T, typename Grids>
 struct FakeQuantizeTokens {
   using In = Vector<T>;
+  using OfToken = Token<typename Grids::Grid>;
   const T* x;
   T* out;
+  Grids grids;
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
@@ -245,21 +248,25 @@ struct FakeQuantizeTokens {
   }
 
   template <bool kWide>
-  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const TokenGrid& grid) const {
-    float values[kVector];
-    values_of(in, values);
-    unrolled<kVector>([&](int j) { values[j] = grid.fake_quantized(values[j]); });
-    store_vector<kWide>(stored<T>(values), out + i, n);
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const OfToken& token) const {
+    float v[kVector], rounded[kVector];
+    values_of(in, v);
+    unrolled<kVector>([&](int j) { v[j] *= token.inverse; });
+    round_to_grid(token.grid, v, rounded);
+    unrolled<kVector>([&](int j) { rounded[j] *= token.scale; });
+    store_vector<kWide>(stored<T>(rounded), out + i, n);
   }
 
-  DEEPQAT_DEVICE void finish(int64_t, const TokenGrid&) const {}
+  DEEPQAT_DEVICE void finish(int64_t, const OfToken&) const {}
 };
 
-template <typename T>
+template <typename T, typename Grids>
 struct TokensBackward {
   using In = GradAndX<T>;
+  using OfToken = Token<typename Grids::Grid>;
   const T *grad, *x;
   T* grad_x;
+  Grids grids;
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
@@ -267,14 +274,14 @@ struct TokensBackward {
   }
 
   template <bool kWide>
-  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const TokenGrid& grid) const {
-    float values[kVector];
-    values_of(in.x, values);
-    const auto inside = [&](int j) { return grid.inside(values[j]); };
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const OfToken& token) const {
+    float v[kVector];
+    values_of(in.x, v);
+    const auto inside = [&](int j) { return token.grid.inside(v[j] * token.inverse); };
     store_vector<kWide>(kept(in.grad, inside), grad_x + i, n);
   }
 
-  DEEPQAT_DEVICE void finish(int64_t, const TokenGrid&) const {}
+  DEEPQAT_DEVICE void finish(int64_t, const OfToken&) const {}
 };
 
 }  // namespace deepqat::cuda

@@ -38,7 +38,7 @@ def dequantize(
     after: Tensor | None = None,
 ) -> Tensor:
     """``codes * scale`` in ``dtype``."""
-    spec = _spec(0 if codes.dtype == torch.float8_e4m3fn else 8)
+    spec = _spec({torch.float8_e4m3fn: 0, torch.uint8: 1, torch.int8: 8}[codes.dtype])
     return reference.dequantize(_rows(codes, s0), _scales(s0, theta, scale_dtype), spec, dtype).reshape(codes.shape)
 
 
@@ -113,29 +113,40 @@ def amax(x: Tensor, count: int) -> Tensor:
     return x.reshape(count, -1).abs().amax(1).float()
 
 
-def quantize_tokens(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_tokens(x: Tensor, grid: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zero points."""
+    spec = _token_spec(grid, symmetric)
     if x.numel() == 0:
-        shape = (*x.shape[:-1], 1)
-        scale = torch.ones(shape, device=x.device)
-        return torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, scale.new_zeros(shape, dtype=torch.int8)
-    return reference.quantize_tokens(x.contiguous(), symmetric=symmetric)
+        scale = torch.ones((*x.shape[:-1], 1), device=x.device)
+        return reference.quantize(x, torch.ones(1, device=x.device), spec), scale, scale.to(torch.int8).zero_()
+    return reference.quantize_tokens(x.contiguous(), spec)
 
 
-def fake_quantize_tokens(x: Tensor, symmetric: bool) -> Tensor:
-    """Each token through its own int8 grid and back."""
-    return reference.fake_quantize_tokens(x.contiguous(), symmetric=symmetric) if x.numel() else x.new_empty(x.shape)
+def fake_quantize_tokens(x: Tensor, grid: int, symmetric: bool, after: Tensor | None = None) -> Tensor:
+    """Each token through its own grid and back."""
+    if x.numel() == 0:
+        return x.new_empty(x.shape)
+    return reference.fake_quantize_tokens(x.contiguous(), _token_spec(grid, symmetric))
 
 
-def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, symmetric: bool) -> Tensor:
+def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, grid: int, symmetric: bool) -> Tensor:
     """Gradient of ``x``."""
     if x.numel() == 0:
         return x.new_empty(x.shape)
-    return reference.fake_quantize_tokens_backward(grad.contiguous(), x.contiguous(), symmetric=symmetric)
+    return reference.fake_quantize_tokens_backward(grad.contiguous(), x.contiguous(), _token_spec(grid, symmetric))
 
 
 def _spec(grid: int) -> TensorSpec:
+    """A spec of that grid; which elements share a scale follows from the shapes of rows and scales."""
+    if grid == 1:
+        return TensorSpec("fp4_e2m1", 4, "group", 16)
     return TensorSpec("fp8_e4m3", 8, "channel") if grid == 0 else TensorSpec("int", grid, "channel")
+
+
+def _token_spec(grid: int, symmetric: bool) -> TensorSpec:
+    if grid == 0:
+        return TensorSpec("fp8_e4m3", 8, "token", dynamic=True)
+    return TensorSpec("int", grid, "token", symmetric=symmetric, dynamic=True)
 
 
 def _rows(x: Tensor, s0: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ struct Scales {
   int64_t numel() const { return count * block; }
 };
 
-constexpr int kE4M3Grid = 0;  // otherwise the number of bits of a signed integer
+constexpr int kE4M3Grid = 0, kE2M1Grid = 1;  // otherwise the number of bits of a signed integer
 
 // The order in which a run's n terms are added, on both backends, so that they agree bit for bit and with themselves:
 //
@@ -51,12 +51,12 @@ constexpr int64_t segments_of(int64_t block) { return (block + kSegment - 1) / k
                               float factor, void* grad_x, float* partial_sums, void* grad_theta STREAM);               \
   void masked(const void* grad, const uint8_t* mask, Dtype dtype, int64_t numel, void* out STREAM);                    \
   void amax(const void* x, Dtype dtype, int64_t count, int64_t block, float* partial, float* out STREAM);              \
-  void quantize_tokens(const void* x, Dtype dtype, int64_t tokens, int64_t features, bool symmetric, int8_t* codes,    \
-                       float* scale, int8_t* zero_point STREAM);                                                       \
-  void fake_quantize_tokens(const void* x, Dtype dtype, int64_t tokens, int64_t features, bool symmetric,              \
+  void quantize_tokens(const void* x, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,          \
+                       void* codes, float* scale, int8_t* zero_point STREAM);                                          \
+  void fake_quantize_tokens(const void* x, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,     \
                             void* out STREAM);                                                                         \
   void fake_quantize_tokens_backward(const void* grad, const void* x, Dtype dtype, int64_t tokens, int64_t features,   \
-                                     bool symmetric, void* grad_x STREAM);
+                                     int grid, bool symmetric, void* grad_x STREAM);
 
 namespace cpu {
 DEEPQAT_DECLARE_KERNELS()
@@ -72,13 +72,14 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 
 // Arguments, beyond the obvious:
 //   grad_x, out    may be grad: an element is read before it is written
-//   codes          uint8 (e4m3) or int8
+//   codes          uint8 (e4m3, or e2m1 in the low four bits) or int8
 //   values         the result of fake_quantize; may be null
 //   mask           one bit per element, element i at bit i % 8 of byte i / 8: whether it is inside the range; may be
 //                  null in quantize
 //   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype
 //   partial_sums   scratch, count * segments_of(block) floats, not read where grad_theta is null; so `partial` of amax
 //   grad_theta     null where it is not wanted
-//   scale, zero_point   one per token; the zero point is 0 where symmetric
+//   grid           of tokens not kE2M1Grid
+//   scale, zero_point   one per token; the zero point is 0 where symmetric, and of e4m3
 
 }  // namespace deepqat

@@ -2,8 +2,8 @@
 
 An operator forms the scale itself, ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale costs no
 launch of its own. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive parts of the row-major
-tensor: one scale is per tensor, ``(E,)`` per expert of a stack, ``(out, groups)`` per group. A *grid* is 0 for e4m3,
-else the number of bits of a signed integer.
+tensor: one scale is per tensor, ``(E,)`` per expert of a stack, ``(out, groups)`` per group. A *grid* is 0 for e4m3, 1
+for e2m1, else the number of bits of a signed integer. Tokens have a grid of 0 or 2 to 8; asymmetric only integers.
 
 Who computes: on the CPU the compiled kernels, or where there is no C++ compiler the reference. On CUDA the compiled
 kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference in
@@ -13,7 +13,7 @@ What backward quantises again is given a gradient as ``after``, which no value d
 would see the same call as in the forward, make it once there, and keep the result for backward: a fake-quantised copy
 of every weight.
 
-Values that are not finite: a NaN stays a NaN (the integer code of a NaN is 0) and has no gradient; an infinity clips.
+Values that are not finite: a NaN stays a NaN (its code, but for e4m3, is 0) and has no gradient; an infinity clips.
 Of :func:`fake_quantize_tokens` a token that holds either becomes NaN as a whole.
 """
 
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from quant.kernels import eager
 from quant.kernels.build import build
+from quant.reference import round_scale
 from quant.spec import TensorSpec
 
 _LIBRARY = torch.library.Library("deepqat", "DEF")
@@ -49,9 +50,9 @@ for _schema in (
     "masked(Tensor grad, Tensor mask) -> Tensor",
     "masked_(Tensor(a!) grad, Tensor mask) -> ()",
     "amax(Tensor x, int count) -> Tensor",
-    "quantize_tokens(Tensor x, bool symmetric) -> (Tensor, Tensor, Tensor)",
-    "fake_quantize_tokens(Tensor x, bool symmetric) -> Tensor",
-    "fake_quantize_tokens_backward(Tensor grad, Tensor x, bool symmetric) -> Tensor",
+    "quantize_tokens(Tensor x, int grid, bool symmetric) -> (Tensor, Tensor, Tensor)",
+    "fake_quantize_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None) -> Tensor",
+    "fake_quantize_tokens_backward(Tensor grad, Tensor x, int grid, bool symmetric) -> Tensor",
 ):
     _LIBRARY.define(_schema)
 
@@ -114,22 +115,38 @@ def _ensure() -> None:
             warnings.warn(remark, stacklevel=3)
 
 
+_FLOAT_GRIDS = {"fp8_e4m3": 0, "fp4_e2m1": 1}
+_CODE_DTYPES = {0: torch.float8_e4m3fn, 1: torch.uint8}
+
+
 def grid_of(spec: TensorSpec) -> int:
     """The number by which the operators know a grid."""
-    return 0 if spec.dtype == "fp8_e4m3" else spec.bits
+    return _FLOAT_GRIDS.get(spec.dtype, spec.bits)
 
 
 def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a scale is rounded to: integer scales are stored in the model's."""
-    return torch.float32 if spec.dtype == "fp8_e4m3" else model_dtype
+    """The dtype that the operators round a scale to."""
+    return model_dtype if spec.scale_format == "model" else torch.float32
 
 
-def effective_scale(s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype) -> Tensor:
-    """The scale as the other operators use it, fp32 in s0's shape, for those who need it as a tensor."""
-    if theta is None and stored_dtype(spec, model_dtype) == torch.float32:
+def effective_scale(
+    s0: Tensor,
+    theta: Tensor | None,
+    spec: TensorSpec,
+    model_dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """:func:`quant.reference.effective_scale` without a gradient, for those who need the scale as a tensor."""
+    scale = learned_scale(s0, theta, stored_dtype(spec, model_dtype))
+    return round_scale(scale, spec, global_scale) if spec.scale_format in ("e8m0", "e4m3") else scale
+
+
+def learned_scale(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype = torch.float32) -> Tensor:
+    """``s0 * exp(theta)`` rounded to ``scale_dtype``, as fp32 in s0's shape."""
+    if theta is None and scale_dtype == torch.float32:
         return s0
     _ensure()
-    return _OPS.effective_scale(s0, theta, stored_dtype(spec, model_dtype))
+    return _OPS.effective_scale(s0, theta, scale_dtype)
 
 
 def quantize(
@@ -146,8 +163,8 @@ def quantize(
         mask: whether the mask is wanted.
 
     Returns:
-        ``float8_e4m3fn`` or ``int8`` codes, and the mask as uint8 ``[ceil(numel / 8)]``, element ``i`` at bit
-        ``i % 8`` of byte ``i // 8`` (empty if it is not wanted).
+        Codes (``float8_e4m3fn``, ``int8`` or, of e2m1, ``uint8``), and the mask as uint8 ``[ceil(numel / 8)]``, element
+        ``i`` at bit ``i % 8`` of byte ``i // 8`` (empty if it is not wanted).
 
     Raises:
         RuntimeError: the scales do not divide ``x``, or a dtype is none of those above. So do the other operators.
@@ -232,22 +249,32 @@ def amax(x: Tensor, count: int = 1) -> Tensor:
     return _OPS.amax(x, count)
 
 
-def quantize_tokens(x: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Dynamic int8 codes of ``x [..., features]``; of each token its fp32 scale and int8 zero point, ``[..., 1]``."""
+def quantize_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Dynamic codes of ``x [..., features]``, and their fp32 scales and int8 zero points ``[..., n]``, of the ``n``
+    groups of a token (one per token)."""
     _ensure()
-    return _OPS.quantize_tokens(x, symmetric)
+    codes, scale, zero_point = _OPS.quantize_tokens(_token_groups(x, spec), grid_of(spec), spec.symmetric)
+    return codes.view(x.shape), scale.flatten(x.dim() - 1), zero_point.flatten(x.dim() - 1)
 
 
-def fake_quantize_tokens(x: Tensor, *, symmetric: bool) -> Tensor:
-    """Each token of ``x [..., features]`` through its own int8 grid and back. Differentiable."""
+def fake_quantize_tokens(x: Tensor, spec: TensorSpec, *, after: Tensor | None = None) -> Tensor:
+    """Each token, or group of its features, of ``x [..., features]`` through its own grid and back. Differentiable;
+    ``after`` as above."""
     _ensure()
-    return _OPS.fake_quantize_tokens(x, symmetric)
+    values = _OPS.fake_quantize_tokens(_token_groups(x, spec), grid_of(spec), spec.symmetric, after)
+    return values.view(x.shape)
 
 
-def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, *, symmetric: bool) -> Tensor:
+def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec) -> Tensor:
     """Gradient of :func:`fake_quantize_tokens`; ``grad`` has the shape and dtype of ``x``."""
     _ensure()
-    return _OPS.fake_quantize_tokens_backward(grad, x, symmetric)
+    grads, groups = _token_groups(grad, spec), _token_groups(x, spec)
+    return _OPS.fake_quantize_tokens_backward(grads, groups, grid_of(spec), spec.symmetric).view(x.shape)
+
+
+def _token_groups(x: Tensor, spec: TensorSpec) -> Tensor:
+    """``x`` with the elements that share a scale along the last dimension."""
+    return x if spec.group_size is None else x.unflatten(-1, (-1, spec.group_size))
 
 
 # ---- what torch.compile and autograd need to know
@@ -265,13 +292,13 @@ def _(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
 
 @torch.library.register_fake("deepqat::quantize")
 def _(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool) -> Any:
-    codes = _like(x, torch.float8_e4m3fn if grid == 0 else torch.int8)
+    codes = _like(x, _CODE_DTYPES.get(grid, torch.int8))
     return codes, x.new_empty((x.numel() + 7) // 8 if mask else 0, dtype=torch.uint8)
 
 
 @torch.library.register_fake("deepqat::quantize_with_values")
 def _(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool) -> Any:
-    codes = _like(x, torch.float8_e4m3fn if grid == 0 else torch.int8)
+    codes = _like(x, _CODE_DTYPES.get(grid, torch.int8))
     return codes, x.new_empty((x.numel() + 7) // 8 if mask else 0, dtype=torch.uint8), _like(x)
 
 
@@ -343,18 +370,18 @@ def _(x: Tensor, count: int) -> Tensor:
 
 
 @torch.library.register_fake("deepqat::quantize_tokens")
-def _(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (*x.shape[:-1], 1)
-    return _like(x, torch.int8), x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int8)
+def _(x: Tensor, grid: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    shape, codes = (*x.shape[:-1], 1), _like(x, _CODE_DTYPES.get(grid, torch.int8))
+    return codes, x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int8)
 
 
 @torch.library.register_fake("deepqat::fake_quantize_tokens")
-def _(x: Tensor, symmetric: bool) -> Tensor:
+def _(x: Tensor, grid: int, symmetric: bool, after: Tensor | None = None) -> Tensor:
     return _like(x)
 
 
 @torch.library.register_fake("deepqat::fake_quantize_tokens_backward")
-def _(grad: Tensor, x: Tensor, symmetric: bool) -> Tensor:
+def _(grad: Tensor, x: Tensor, grid: int, symmetric: bool) -> Tensor:
     return _like(x)
 
 
@@ -373,12 +400,13 @@ def _fake_quantize_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 
 
 def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.symmetric = inputs[1]
+    x, ctx.grid, ctx.symmetric, _ = inputs
+    ctx.save_for_backward(x)
 
 
-def _tokens_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return _OPS.fake_quantize_tokens_backward(grad, ctx.saved_tensors[0], ctx.symmetric), None
+def _tokens_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    grad_x = _OPS.fake_quantize_tokens_backward(grad, ctx.saved_tensors[0], ctx.grid, ctx.symmetric)
+    return grad_x, None, None, None
 
 
 torch.library.register_autograd(

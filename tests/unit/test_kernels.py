@@ -23,8 +23,10 @@ from quant.spec import TensorSpec
 
 OPS = torch.ops.deepqat
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GRIDS = (0, 2, 3, 4, 5, 6, 7, 8)
+GRIDS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+TOKEN_GRIDS = ((0, True), *((bits, symmetric) for bits in (2, 4, 8) for symmetric in (False, True)))
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # by code
 POSITIONS, SEGMENT = 2048, 16384  # of the order of addition in kernels.h
 # Loops over 8, 16 and 64 elements, 2048 accumulators and segments of 16384 end here, or one before, or one after.
 EDGES = (1, 8, 16, 24, 64, 80, 128, POSITIONS, POSITIONS + 64, 2 * POSITIONS, SEGMENT, SEGMENT + POSITIONS, 3 * SEGMENT)
@@ -41,7 +43,9 @@ def compiled():
 
 
 def spec_of(grid: int) -> TensorSpec:
-    """Of a tensor with one scale per row."""
+    """Of a tensor with one scale per row, whatever its length."""
+    if grid == 1:
+        return TensorSpec("fp4_e2m1", 4, "group", 16)
     return TensorSpec("fp8_e4m3", 8, "channel") if grid == 0 else TensorSpec("int", grid, "channel")
 
 
@@ -104,7 +108,8 @@ def random_shape(numel: int) -> tuple[int, ...]:
 def special_values(x: Tensor, scale: float) -> Tensor:
     """``x`` with some elements replaced by what rounds, overflows or compares in its own way."""
     info = torch.finfo(x.dtype)
-    ties = [scale * v for v in (0.5, 1.5, 2.5, -0.5, -2.5, 7.5, -8.5, 464, -464, 2**-10, 3 * 2**-10, 1.0625, 2**-6)]
+    ties = [scale * v for v in (0.25, 0.5, 0.75, 1.5, 2.5, -0.5, -2.5, 5, -7, 7.5, -8.5, 464, -464)]
+    ties += [scale * v for v in (2**-10, 3 * 2**-10, 1.0625, 2**-6)]
     values = [math.nan, math.inf, -math.inf, 0.0, -0.0, info.max, info.min, info.tiny, -info.tiny]
     values += [info.smallest_normal / 2, info.max / 2, *ties]
     chosen = torch.tensor(values, dtype=torch.float64).clamp(info.min, info.max)  # clamp lets NaN pass
@@ -302,16 +307,14 @@ def check(case: Case) -> None:
 
 
 def check_tokens(x: Tensor, grad: Tensor, what: str) -> None:
-    """The operators of dynamic int8."""
-    for symmetric in (False, True):
-        ours, theirs = OPS.quantize_tokens(x, symmetric), eager.quantize_tokens(x, symmetric)
-        for name, mine, expected in zip(("codes", "scale", "zero point"), ours, theirs, strict=True):
-            assert_same(mine, expected, f"{name} of tokens, symmetric {symmetric}, {what}")
-        values = OPS.fake_quantize_tokens(x, symmetric)
-        assert_same(values, eager.fake_quantize_tokens(x, symmetric), f"tokens, symmetric {symmetric}, {what}")
-        grad_x = OPS.fake_quantize_tokens_backward(grad, x, symmetric)
-        expected = eager.fake_quantize_tokens_backward(grad, x, symmetric)
-        assert_same(grad_x, expected, f"gradient of tokens, symmetric {symmetric}, {what}")
+    """The operators of dynamic codes."""
+    for grid in TOKEN_GRIDS:
+        about = f"tokens of grid and symmetry {grid}, {what}"
+        for ours, theirs in zip(OPS.quantize_tokens(x, *grid), eager.quantize_tokens(x, *grid), strict=True):
+            assert_same(ours, theirs, f"codes, scale or zero point, {about}")
+        assert_same(OPS.fake_quantize_tokens(x, *grid), eager.fake_quantize_tokens(x, *grid), about)
+        grad_x = OPS.fake_quantize_tokens_backward(grad, x, *grid)
+        assert_same(grad_x, eager.fake_quantize_tokens_backward(grad, x, *grid), f"gradient, {about}")
 
 
 def test_random_tensors(seed):
@@ -385,13 +388,18 @@ def test_every_value_as_a_token(dtype):
 def test_every_code(seed):
     """All 256 of them, under random scales, to every dtype."""
     every = torch.arange(256, dtype=torch.uint8)
-    for code_dtype, dtype, scale_dtype in itertools.product((torch.float8_e4m3fn, torch.int8), DTYPES, DTYPES):
+    code_dtypes = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+    for code_dtype, dtype, scale_dtype in itertools.product(code_dtypes, DTYPES, DTYPES):
         s0 = torch.exp(3 * torch.randn(40))
         codes = every.view(code_dtype).expand(40, 256)
         ours = OPS.dequantize(codes, s0, None, scale_dtype, dtype)
         assert_same(ours, eager.dequantize(codes, s0, None, scale_dtype, dtype))
         stored = s0.to(scale_dtype).float()[:, None]
-        assert_same(ours, (codes.float() * stored).to(dtype))  # what a code is, torch says
+        if code_dtype == torch.uint8:
+            values = torch.tensor(E2M1 + [-value for value in E2M1])[every.long() % 16].expand(40, 256)
+        else:
+            values = codes.float()  # what a code is, torch says
+        assert_same(ours, (values * stored).to(dtype))
 
 
 def neighbours(v: Tensor) -> Tensor:
@@ -401,25 +409,34 @@ def neighbours(v: Tensor) -> Tensor:
     return torch.stack([torch.nextafter(below, down), below, v, above, torch.nextafter(above, up)])
 
 
-def test_every_boundary_of_e4m3():
+@pytest.mark.parametrize("grid", (0, 1))
+def test_every_boundary_of_floating_point_grids(grid):
     """The fp32 numbers around each tie between neighbours, and around each value itself, go where they must."""
-    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    values = torch.cat([values, torch.tensor([480.0])])  # beyond which 464 is a tie, and everything saturates
+    if grid == 0:
+        # Beyond the end of the grid comes 480, the tie with which goes to the even 448.
+        values = torch.cat(
+            [torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), torch.tensor([480])]
+        )
+        sign_bit, last_inside = 0x80, 464.0
+    else:
+        values = torch.tensor([*E2M1, 8.0])  # and here 8, which is even
+        sign_bit, last_inside = 8, math.nextafter(7.0, 0.0)
+    last = len(values) - 2
     ties = neighbours((values[1:] + values[:-1]) / 2)  # exact in fp32
-    below = torch.arange(127)
+    below = torch.arange(last + 1)
     even = below + below % 2
-    expected = torch.stack([below, below, even, below + 1, below + 1]).clamp(max=126)
-    one = (torch.ones(1), None, 0, torch.float32)
-    for sign, bit in ((1, 0), (-1, 0x80)):
+    expected = torch.stack([below, below, even, below + 1, below + 1]).clamp(max=last)
+    one = (torch.ones(1), None, grid, torch.float32)
+    for sign, bit in ((1, 0), (-1, sign_bit)):
         codes, mask = OPS.quantize(sign * ties, *one, True)
         assert torch.equal(codes.view(torch.uint8), (expected | bit).to(torch.uint8))
-        inside = ties <= 464
+        inside = ties.double() <= last_inside
         assert torch.equal(reference.unpack_bits(mask, ties.shape), inside)
         around = sign * torch.cat([ties.flatten(), neighbours(values[1:-1]).flatten()])
         assert_same(OPS.fake_quantize(around, *one), eager.fake_quantize(around, *one))
-        case = Case(around, torch.ones_like(around), one[0], torch.zeros(1), 0, torch.float32, 1.0)
-        grad_x, grad_theta = OPS.fake_quantize_backward(case.grad, around, *case.scales, 0, torch.float32, 1.0, True)
-        assert torch.equal(grad_x, (around.abs() <= 464).float())
+        case = Case(around, torch.ones_like(around), one[0], torch.zeros(1), grid, torch.float32, 1.0)
+        grad_x, grad_theta = OPS.fake_quantize_backward(case.grad, around, *case.scales, grid, torch.float32, 1.0, True)
+        assert torch.equal(grad_x, (around.abs().double() <= last_inside).float())
         check_theta_gradient(case, grad_theta)
 
 
@@ -510,8 +527,8 @@ def samples() -> list[tuple[str, tuple]]:
         (torch.randn(0, 8).half(), torch.full((3,), 0.1)),
     ):
         theta, grad = (0.1 * torch.randn(s0.shape)).to(x.dtype), torch.randn_like(x)
-        for t, grid, wanted in ((theta, 0, True), (theta, 4, False), (None, 0, False)):
-            stored = x.dtype if grid else torch.float32
+        for t, grid, wanted in ((theta, 0, True), (theta, 4, False), (None, 0, False), (theta, 1, True)):
+            stored = x.dtype if grid > 1 else torch.float32
             codes = eager.quantize(x, s0, t, grid, stored, False)[0]
             found += [
                 ("effective_scale", (s0, t, stored)),
@@ -524,11 +541,11 @@ def samples() -> list[tuple[str, tuple]]:
             ]
         mask = reference.pack_bits(torch.rand(x.shape) < 0.5)
         found += [("masked", (grad, mask)), ("masked_", (grad.contiguous(), mask)), ("amax", (x, s0.numel()))]
-        for symmetric in (False, True):
+        for tokens in ((0, True), (8, False)):
             found += [
-                ("quantize_tokens", (x, symmetric)),
-                ("fake_quantize_tokens", (x, symmetric)),
-                ("fake_quantize_tokens_backward", (grad, x, symmetric)),
+                ("quantize_tokens", (x, *tokens)),
+                ("fake_quantize_tokens", (x, *tokens)),
+                ("fake_quantize_tokens_backward", (grad, x, *tokens)),
             ]
     return found
 
@@ -551,7 +568,7 @@ def test_the_differentiable_operators_under_compilation():
     """opcheck of what autograd is registered for, with gradients, traced with dynamic shapes."""
     x, theta = torch.randn(3, 8, requires_grad=True), torch.randn(3, requires_grad=True)
     opcheck(OPS.fake_quantize.default, (x, torch.full((3,), 0.1), theta, 4, torch.float32))
-    opcheck(OPS.fake_quantize_tokens.default, (x, False))
+    opcheck(OPS.fake_quantize_tokens.default, (x, 8, False))
 
 
 def test_results_are_contiguous_and_new(seed):
@@ -581,10 +598,11 @@ def test_the_reference_can_stand_in(seed):
     for module in (eager, OPS):  # the last argument is there for torch.compile
         values = module.fake_quantize(x, s0, None, 0, torch.float32, x)
         assert torch.equal(values, module.dequantize(codes, s0, None, torch.float32, torch.float32, x))
+        assert torch.equal(module.fake_quantize_tokens(x, 0, True, x), module.fake_quantize_tokens(x, 0, True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("grid", (0, 2, 4, 8))
+@pytest.mark.parametrize("grid", (0, 1, 2, 4, 8))
 def test_gradients_of_fake_quantize(grid, dtype, seed):
     """Autograd through the operator is the reference's backward; only what needs a gradient gets one."""
     x = torch.randn(6, 40).to(dtype).requires_grad_()
@@ -610,18 +628,19 @@ def test_gradients_of_fake_quantize_tokens(dtype, seed):
     x[3, 5], x[4, 6] = math.nan, math.inf
     x.requires_grad_()
     grad = torch.randn(50, 33).to(dtype)
-    for symmetric in (False, True):
-        (ours,) = torch.autograd.grad(OPS.fake_quantize_tokens(x, symmetric), x, grad)
-        assert_same(ours, eager.fake_quantize_tokens_backward(grad, x.detach(), symmetric))
+    for tokens in TOKEN_GRIDS:
+        (ours,) = torch.autograd.grad(OPS.fake_quantize_tokens(x, *tokens), x, grad)
+        assert_same(ours, eager.fake_quantize_tokens_backward(grad, x.detach(), *tokens))
         assert not ours[3:5].any() and ours[:3].any()
 
 
 def test_the_functions_are_the_operators(seed):
-    """quant.kernels translates specs: e4m3 keeps its scale in fp32, integers have it rounded to the model's dtype."""
+    """quant.kernels translates specs: integers have their scale rounded to the model's dtype, others in fp32."""
     x, s0, theta = torch.randn(4, 32).bfloat16(), torch.rand(4) + 0.1, torch.randn(4).bfloat16()
     grad = torch.randn_like(x)
     for spec, grid, stored in (
         (TensorSpec("fp8_e4m3", 8, "channel"), 0, torch.float32),
+        (TensorSpec("fp4_e2m1", 4, "group", 32), 1, torch.float32),
         (TensorSpec("int", 3, "channel"), 3, torch.bfloat16),
     ):
         scales, told = (s0, theta), (spec, torch.bfloat16)
@@ -636,7 +655,8 @@ def test_the_functions_are_the_operators(seed):
         both = kernels.quantize_with_values(x, *scales, *told, mask=True)
         for ours, theirs in zip(both, (codes, mask, kernels.fake_quantize(x, *scales, *told)), strict=True):
             assert_same(ours, theirs)
-        assert_same(kernels.effective_scale(*scales, *told), eager.effective_scale(*scales, stored))
+        effective = reference.effective_scale(*scales, *told)
+        assert_same(kernels.effective_scale(*scales, *told), effective)
         grad_x, again, overwritten = grad.clone(), grad.clone(), grad.clone()
         grad_theta = kernels.fake_quantize_backward_(grad_x, x, *scales, *told, factor=0.3, theta_gradient=True)
         assert kernels.masked_(overwritten, mask) is overwritten
@@ -646,15 +666,22 @@ def test_the_functions_are_the_operators(seed):
         assert_same(again, grad_x)
     assert_same(kernels.amax(x), eager.amax(x, 1))
     assert_same(kernels.amax(x, 8), eager.amax(x, 8))
-    for symmetric in (False, True):
-        for ours, theirs in zip(
-            kernels.quantize_tokens(x, symmetric=symmetric), eager.quantize_tokens(x, symmetric), strict=True
-        ):
-            assert_same(ours, theirs)
-        values = kernels.fake_quantize_tokens(x, symmetric=symmetric)
-        assert_same(values, eager.fake_quantize_tokens(x, symmetric))
-        ours = kernels.fake_quantize_tokens_backward(grad, x, symmetric=symmetric)
-        assert_same(ours, eager.fake_quantize_tokens_backward(grad, x, symmetric))
+    for spec, arguments in (
+        (TensorSpec("int", 8, "token", symmetric=False, dynamic=True), (8, False)),
+        (TensorSpec("fp8_e4m3", 8, "token", dynamic=True), (0, True)),
+        (TensorSpec("fp8_e4m3", 8, "group", 16, dynamic=True), (0, True)),
+    ):
+        groups = (4, 32) if spec.group_size is None else (4, 2, 16)
+        codes, scale, zero_point = kernels.quantize_tokens(x, spec)
+        assert scale.shape == zero_point.shape == (4, 1 if spec.group_size is None else 2)
+        theirs = eager.quantize_tokens(x.view(groups), *arguments)
+        for ours, expected in zip((codes, scale, zero_point), theirs, strict=True):
+            assert_same(ours, expected.view(ours.shape))
+        for ours, expected in zip((codes, scale, zero_point), reference.quantize_tokens(x, spec), strict=True):
+            assert_same(ours, expected)
+        assert_same(kernels.fake_quantize_tokens(x, spec), reference.fake_quantize_tokens(x, spec))
+        ours = kernels.fake_quantize_tokens_backward(grad, x, spec)
+        assert_same(ours, reference.fake_quantize_tokens_backward(grad, x, spec))
 
 
 # ---- threads
@@ -681,9 +708,10 @@ def test_the_number_of_threads_changes_nothing(rows, columns, count, seed):
             *OPS.fake_quantize_backward(grad, x, s0, theta, 4, torch.bfloat16, 0.3, True),
             OPS.masked(grad, mask),
             OPS.amax(x, count),
-            *OPS.quantize_tokens(x, False),
-            OPS.fake_quantize_tokens(x, True),
-            OPS.fake_quantize_tokens_backward(grad, x, False),
+            OPS.fake_quantize(x, s0, theta, 1, torch.float32),
+            *OPS.quantize_tokens(x, 8, False),
+            OPS.fake_quantize_tokens(x, 0, True),
+            OPS.fake_quantize_tokens_backward(grad, x, 8, False),
         ]
 
     threads = torch.get_num_threads()
@@ -726,14 +754,14 @@ def changed(arguments: tuple, position: int, value) -> tuple:
         ("fake_quantize", changed(QUANTIZE, 2, torch.ones(8)[::2]), "theta must be contiguous"),
         ("fake_quantize", changed(QUANTIZE, 0, X.double()), "x is Double, expected float32, bfloat16 or float16"),
         ("fake_quantize", changed(QUANTIZE, 0, X.int()), "x is Int, expected float32, bfloat16 or float16"),
-        ("fake_quantize", changed(QUANTIZE, 3, 1), "grid 1 is neither 0 .e4m3. nor 2 to 8 bits"),
+        ("fake_quantize", changed(QUANTIZE, 3, -1), "grid -1 is neither 0 .e4m3., 1 .e2m1. nor 2 to 8 bits"),
         ("fake_quantize", changed(QUANTIZE, 3, 9), "grid 9 is neither"),
         ("fake_quantize", changed(QUANTIZE, 4, torch.float64), "scale_dtype is Double, expected float32"),
         ("quantize", (torch.randn(7), S0, None, 4, torch.float32, True), "4 scales do not divide 7 elements"),
         (
             "dequantize",
-            (X.byte(), S0, None, torch.float32, torch.float32),
-            "codes are Byte, expected float8_e4m3fn or int8",
+            (X.short(), S0, None, torch.float32, torch.float32),
+            "codes are Short, expected float8_e4m3fn, uint8 .e2m1. or int8",
         ),
         ("dequantize", (X.char(), S0, None, torch.float32, torch.float64), "dtype is Double, expected float32"),
         ("fake_quantize_backward", changed(BACKWARD, 0, X[:2]), r"grad is \[2, 6\] Float, x is \[4, 6\] Float"),
@@ -764,8 +792,10 @@ def changed(arguments: tuple, position: int, value) -> tuple:
         ("amax", (X, 5), "5 parts do not divide 24 elements"),
         ("amax", (X, 0), "0 parts do not divide 24 elements"),
         ("amax", (X.double(), 1), "x is Double, expected float32, bfloat16 or float16"),
-        ("quantize_tokens", (torch.tensor(1.0), True), "at least one dimension"),
-        ("fake_quantize_tokens_backward", (X[:, :3], X, True), r"grad is \[4, 3\] Float, x is \[4, 6\] Float"),
+        ("quantize_tokens", (torch.tensor(1.0), 8, True), "at least one dimension"),
+        ("quantize_tokens", (X, 1, True), "grid 1 of tokens is neither 0 .e4m3. nor 2 to 8 bits"),
+        ("fake_quantize_tokens", (X, 0, False), "e4m3 codes of tokens are symmetric"),
+        ("fake_quantize_tokens_backward", (X[:, :3], X, 8, True), r"grad is \[4, 3\] Float, x is \[4, 6\] Float"),
     ],
 )
 def test_errors_name_what_is_wrong(name, arguments, message):

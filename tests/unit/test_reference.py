@@ -286,5 +286,5 @@ def test_specs_and_schemes_refuse_what_they_cannot_be():
     with pytest.raises(ValueError, match="w4a16_g32") as error:
         get_scheme("w4a16")
     assert all(name in str(error.value) for name in SCHEMES)
-    with pytest.raises(ValueError, match="activations"):
-        Scheme("bad", FP8, TensorSpec("int", 8, "tensor"))
+    with pytest.raises(ValueError, match="a stored scale of inputs is per tensor, of 8 bits"):
+        Scheme("bad", FP8, TensorSpec("int", 4, "tensor"))

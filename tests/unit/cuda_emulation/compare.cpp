@@ -146,14 +146,14 @@ struct Case {
 };
 
 struct ScaledCase : Case {
-  int grid = one_of({0, 0, 0, 2, 3, 4, 8});
+  int grid = one_of({0, 0, 0, 1, 1, 2, 3, 4, 8});
   Dtype theta_dtype = any_dtype();
   Buffer s0{count, 4, below(3), 0}, theta{count, size_of(theta_dtype), below(3), 0};
   Scales scales;
 
   ScaledCase(const char* name, bool with_theta) : Case(name) {
     for (int64_t i = 0; i < count; ++i) {
-      const double usual = std::exp(normal()) / (grid == 0 ? 30.0 : std::ldexp(1.0, grid - 2));
+      const double usual = std::exp(normal()) / (grid == 0 ? 30.0 : grid == 1 ? 2.0 : std::ldexp(1.0, grid - 2));
       put(s0, Dtype::kFloat32, i, wild && chance(0.1) ? special() : usual);
       put(theta, theta_dtype, i, wild && chance(0.1) ? special() : 0.3 * normal());
     }
@@ -243,26 +243,27 @@ void test_amax() {
 
 void test_tokens() {
   Case c("tokens");
-  const bool symmetric = chance(0.5);
-  what += symmetric ? " symmetric" : "";
+  const int grid = one_of({0, 0, 4, 8, 8});
+  const bool symmetric = grid == 0 || chance(0.5);
+  what += " grid " + std::to_string(grid) + (symmetric ? " symmetric" : "");
   if (chance(0.1))
     for (int64_t i = 0; i < c.block; ++i) put(c.x, c.dtype, i, one_of({0.0, -0.0}));
   Result codes(c.numel, 1, any_offset()), scale(c.count, 4, below(3)), zero_point(c.count, 1, below(3));
-  cpu::quantize_tokens(c.x.data(), c.dtype, c.count, c.block, symmetric, static_cast<int8_t*>(codes.cpu.data()),
+  cpu::quantize_tokens(c.x.data(), c.dtype, c.count, c.block, grid, symmetric, codes.cpu.data(),
                        static_cast<float*>(scale.cpu.data()), static_cast<int8_t*>(zero_point.cpu.data()));
-  cuda::quantize_tokens(c.x.data(), c.dtype, c.count, c.block, symmetric, static_cast<int8_t*>(codes.cuda.data()),
+  cuda::quantize_tokens(c.x.data(), c.dtype, c.count, c.block, grid, symmetric, codes.cuda.data(),
                         static_cast<float*>(scale.cuda.data()), static_cast<int8_t*>(zero_point.cuda.data()), stream);
   codes.compare("codes");
   scale.compare("scale", Dtype::kFloat32);
   zero_point.compare("zero point");
 
   Result out(c.numel, size_of(c.dtype), any_offset()), grad_x(c.numel, size_of(c.dtype), any_offset());
-  cpu::fake_quantize_tokens(c.x.data(), c.dtype, c.count, c.block, symmetric, out.cpu.data());
-  cuda::fake_quantize_tokens(c.x.data(), c.dtype, c.count, c.block, symmetric, out.cuda.data(), stream);
+  cpu::fake_quantize_tokens(c.x.data(), c.dtype, c.count, c.block, grid, symmetric, out.cpu.data());
+  cuda::fake_quantize_tokens(c.x.data(), c.dtype, c.count, c.block, grid, symmetric, out.cuda.data(), stream);
   out.compare("fake-quantised", c.dtype);
-  cpu::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.count, c.block, symmetric,
+  cpu::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.count, c.block, grid, symmetric,
                                      grad_x.cpu.data());
-  cuda::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.count, c.block, symmetric,
+  cuda::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.count, c.block, grid, symmetric,
                                       grad_x.cuda.data(), stream);
   grad_x.compare("grad_x", c.dtype);
 }
