@@ -9,40 +9,29 @@ differs by definition, the difference is not waved through by a loose tolerance 
    bit for bit. Whatever is wrong with a checkpoint (a code, a scale, a key, an ignored layer) shows here.
 2. *our forward*: with the differences back in. How large they are is measured and bounded.
 
-The known differences:
+``engine/verify_reader.py`` lists the known differences. How much they move the logits:
 
-- transformers divides an input by its scale, training multiplies with the fp32 reciprocal, as vLLM does. Where ``x/s``
-  lies within a rounding of a boundary between codes, the code differs. In fp32 that is one element in some millions,
-  but each such step (1/16 of the value) moves the values behind it, and further codes flip: through 6 layers the logits
-  differ by 0.2 at most and by 0.002 in the mean, 1% of what quantising them cost. With scales that are powers of two
-  both are exact, and agree.
-- transformers keeps the experts of a MoE fused and dequantises them when it loads. Their inputs are then not quantised:
-  both comparisons leave that off here too, and a third line, *full forward*, shows our complete one (what vLLM
-  computes) beside it, without a bound.
-- and it dequantises them in the dtype of the scale: bf16 for integer formats, even in a model loaded as fp32. (The
-  others are dequantised in fp32.) In the bf16 forward of training the weights are rounded likewise.
+- Where ``x/s`` lies within a rounding of a boundary between codes, dividing and multiplying give different codes. In
+  fp32 that is one element in some millions, but each such step (1/16 of the value) moves the values behind it, and
+  further codes flip: through 6 layers the logits differ by 0.2 at most and by 0.002 in the mean, 1% of what quantising
+  them cost. With scales that are powers of two both are exact, and agree.
+- Experts' inputs are not quantised in transformers. Both comparisons leave that off here too, and a third line, *full
+  forward*, shows our complete one (what vLLM computes) beside it, without a bound.
+- Weights that it holds in bf16 are rounded so in the bf16 forward of training too.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model.compressed import is_ignored, load_compressed, quantized_keys, read_quantization_config, read_tensor
-from model.experts import PerExpertMLPs
-from model.names import module_name_on_disk
-from model.ranks import listed
-from model.save import is_router
-from model.shards import Checkpoint, Reader, read_headers
-from quant import Quantization, QuantLinear
-from quant.export import packed_shapes, unpack_weight, weight_codes
+from engine.verify_files import check_files
+from engine.verify_reader import experts_not_loaded, inputs_of_experts_left, is_expert, load_theirs, their_arithmetic
+from model.compressed import load_compressed
 
 # Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels see
 # the same numbers. Of a MoE transformers multiplies gate and up at once and we one after the other: 1e-6 of a logit,
@@ -122,13 +111,14 @@ class Report:
     """What :func:`compare_with_transformers` found.
 
     Attributes:
-        scheme: name of the scheme in the checkpoint's config.
+        scheme: names of the schemes in the checkpoint's config.
         layers: number of quantised Linears.
         same_arithmetic: with the known differences taken out.
         our_forward: with them.
         full_forward: of a MoE with quantised inputs: its experts' inputs quantised too, as they are when served. No
             bound.
         problems: everything that is wrong, empty if the checkpoint is good.
+        note: why the model that is compared with is not as transformers loads it, or None.
     """
 
     scheme: str
@@ -137,6 +127,7 @@ class Report:
     our_forward: Comparison
     full_forward: Comparison | None
     problems: list[str]
+    note: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -149,7 +140,8 @@ class Report:
         head = f"{'against':<17} {'max |diff|':>10} {'mean':>10} {'KL':>10} {'top-1':>9} {'ppl, ours':>10} "
         head += f"{'transformers':>12}"
         title = f"{self.scheme}: {self.layers} quantised layers, {rows[0].tokens} tokens, logits in fp32"
-        lines = [title, head, *(row.row() for row in rows), *(f"PROBLEM: {problem}" for problem in self.problems)]
+        lines = [title, head, *(row.row() for row in rows), *([f"note: {self.note}"] if self.note else [])]
+        lines += [f"PROBLEM: {problem}" for problem in self.problems]
         return "\n".join([*lines, "ok" if self.ok else "NOT ok"])
 
 
@@ -174,21 +166,19 @@ def compare_with_transformers(
     """
     directory = Path(export_dir)
     model, quantization = load_compressed(directory, trust_remote_code=trust_remote_code)
-    model_dtype = _dtype_on_disk(directory, model)
-    problems = check_layout(directory, model, quantization, model_dtype)
-    moe = any(isinstance(module, PerExpertMLPs) for module in model.modules())
-    theirs, loading = _load_theirs(directory, moe, trust_remote_code)
+    problems = check_files(directory, model, quantization)
+    theirs, loading = load_theirs(directory, model, quantization, trust_remote_code=trust_remote_code)
     problems += loading
 
     quantization.set_fake_quant(weights=True, activations=True)
     same, ours, full = Comparison("same arithmetic"), Comparison("our forward"), None
-    if any(_is_expert(name) and layer.input_fake_quant for name, layer in quantization.layers.items()):
+    if any(is_expert(name) and layer.input_fake_quant for name, layer in quantization.layers.items()):
         full = Comparison("full forward")
     for ids in batches:
         expected = theirs(input_ids=ids, use_cache=False).logits
-        with _their_arithmetic(quantization, model_dtype):
+        with their_arithmetic(directory, model, quantization):
             same.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
-        with _inputs_of_experts_left(quantization):
+        with inputs_of_experts_left(quantization):
             ours.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
         if full is not None:
             full.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
@@ -199,153 +189,8 @@ def compare_with_transformers(
                 f"{comparison.name}: KL from transformers is {comparison.kl:.3g} nats per token, at most {bound:.0e} "
                 f"expected; the largest logit difference is {comparison.max_abs:.3g}"
             )
-    scheme = next(iter(quantization.layers.values())).scheme
-    return Report(scheme.name, len(quantization.layers), same, ours, full, problems)
-
-
-def _load_theirs(directory: Path, moe: bool, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
-    """transformers' model in fp32, and what it complained about while loading."""
-    # The eager experts multiply expert by expert, as we do; the default sums in another order.
-    options = {"experts_implementation": "eager"} if moe else {}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        output_loading_info=True,
-        local_files_only=True,
-        trust_remote_code=trust_remote_code,
-        **options,
-    )
-    model, info = loaded
-    problems = []
-    for kind, keys in info.items():
-        # It has no use for the input scales of experts that it dequantises.
-        found = [
-            key for key in keys if not (kind == "unexpected_keys" and _is_expert(key) and key.endswith(".input_scale"))
-        ]
-        if found:
-            problems.append(f"transformers reports {kind}: {listed(sorted(map(str, found)))}")
-    for parameter in model.parameters():
-        # Experts that were dequantised in the scale's dtype, against the dtype asked for.
-        if parameter.is_floating_point() and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
-    return model.eval(), problems
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The known differences
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _inputs_of_experts_left(quantization: Quantization) -> Iterator[None]:
-    """Experts' inputs are not quantised inside the block."""
-    experts = [layer for name, layer in quantization.layers.items() if _is_expert(name) and layer.input_fake_quant]
-    for layer in experts:
-        layer.input_fake_quant = False
-    yield
-    for layer in experts:
-        layer.input_fake_quant = True
-
-
-@contextmanager
-def _their_arithmetic(quantization: Quantization, model_dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block our model computes as transformers does: see the module docstring."""
-    dividing = [layer for name, layer in quantization.layers.items() if layer.input_fake_quant and not _is_expert(name)]
-    rounded = {
-        layer: layer.weight.data
-        for name, layer in quantization.layers.items()
-        if _is_expert(name) and layer.scheme.weights.dtype == "int"
-    }
-    with _inputs_of_experts_left(quantization):
-        hooks = [layer.register_forward_pre_hook(_divide) for layer in dividing]
-        for layer in dividing:
-            layer.input_fake_quant = False
-        for layer, weight in rounded.items():
-            layer.weight_fake_quant = False
-            layer.weight.data = weight.to(model_dtype).float()
-        yield
-        for hook in hooks:
-            hook.remove()
-        for layer in dividing:
-            layer.input_fake_quant = True
-        for layer, weight in rounded.items():
-            layer.weight_fake_quant = True
-            layer.weight.data = weight
-
-
-def _divide(layer: torch.nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
-    """compressed-tensors' fake quantisation of a Linear's input: divides by the scale."""
-    assert isinstance(layer, QuantLinear)
-    scale = layer.input_scale()
-    assert scale is not None
-    return ((arguments[0] / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale,)
-
-
-def _is_expert(name: str) -> bool:
-    return ".experts." in name
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The files
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def check_layout(
-    directory: Path, model: PreTrainedModel, quantization: Quantization, model_dtype: torch.dtype
-) -> list[str]:
-    """What readers other than transformers would stumble over, one sentence each.
-
-    Checks dtypes and shapes of all codes and scales, that layers which serving fuses have equal scales, that the codes
-    in the files are those of our forward, and that MoE routers are ignored (vLLM has them as Linears).
-
-    Args:
-        directory: the checkpoint.
-        model, quantization: as ``load_compressed(directory)`` gave them; in fp32.
-        model_dtype: dtype on disk of what is not quantised.
-    """
-    checkpoint = read_headers(directory)
-    problems: list[str] = []
-    stored: dict[str, dict[str, Tensor]] = {"weight_scale": {}, "input_scale": {}}
-    with Reader() as reader:
-        for name, layer in quantization.layers.items():
-            keys = quantized_keys(model, name, layer)
-            problems += _wrong_tensors(checkpoint, layer, keys, model_dtype)
-            tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys.items()}
-            for suffix in stored.keys() & tensors.keys():
-                stored[suffix][name] = tensors[suffix]
-            codes = weight_codes(layer.weight, layer.weight_scale(), layer.scheme.weights)
-            if not torch.equal(codes.view(torch.int8), unpack_weight(tensors, layer.scheme).view(torch.int8)):
-                problems.append(f"{name}: our forward quantises the weight to other codes than those on disk")
-    for suffix, groups in (("weight_scale", quantization.weight_groups), ("input_scale", quantization.input_groups)):
-        for group in groups:
-            if any(not torch.equal(stored[suffix][name], stored[suffix][group.owner]) for name in group.members):
-                problems.append(f"{', '.join(group.members)} are served with one {suffix}, but have several on disk")
-    return problems + _routers_not_ignored(directory, model)
-
-
-def _wrong_tensors(
-    checkpoint: Checkpoint, layer: QuantLinear, keys: dict[str, str], model_dtype: torch.dtype
-) -> list[str]:
-    """Codes and scales that have another dtype or shape than the format says."""
-    expected = packed_shapes(layer.in_features, layer.out_features, layer.scheme, model_dtype)
-    return [
-        f"{key} is {found.dtype} {list(found.shape)}, expected {dtype} {list(shape)}"
-        for (suffix, key), (dtype, shape) in zip(keys.items(), expected.values(), strict=True)
-        if ((found := checkpoint.tensors[key]).dtype, found.shape) != (dtype, shape)
-    ]
-
-
-def _dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
-    """The dtype of the embeddings, which are never quantised."""
-    embeddings = model.get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is embeddings)
-    dtype = read_headers(directory).tensors[f"{module_name_on_disk(model, name)}.weight"].dtype
-    assert dtype is not None, "load_compressed has read it"
-    return dtype
-
-
-def _routers_not_ignored(directory: Path, model: PreTrainedModel) -> list[str]:
-    ignore = read_quantization_config(directory).get("ignore") or []
-    routers = [module_name_on_disk(model, name) for name, module in model.named_modules() if is_router(module)]
-    missing = [name for name in routers if not is_ignored([name], ignore)]
-    return [f"ignore does not name the routers {listed(missing)}: vLLM would quantise them"] if missing else []
+    note = experts_not_loaded(quantization)
+    if note is not None:
+        note += ": compared with its plain model, filled with what compressed-tensors decompresses"
+    schemes = dict.fromkeys(layer.scheme.name for layer in quantization.layers.values())
+    return Report(", ".join(schemes), len(quantization.layers), same, ours, full, problems, note)

@@ -5,8 +5,8 @@ dequantised codes: quantising these again with the same scale gives the same cod
 roundings, the next boundary between codes is at least 1/30 of the code away), so that the model computes with exactly
 what is on disk, by the same code as in training.
 
-Reads what this project exports and what llm-compressor writes with the same numerics: compressed-tensors, one scheme
-for all Linears that ``ignore`` does not name.
+Reads what this project exports and what llm-compressor writes with the same numerics: compressed-tensors, with one
+scheme or several.
 """
 
 import json
@@ -22,9 +22,12 @@ from model.build import build_model
 from model.names import Names, module_name_on_disk, own_tensors
 from model.ranks import errors_on_all_ranks, listed
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
-from quant.export import dequantized_weight, packed_shapes, scheme_from_config, unpack_weight
+from quant.config import rules_from_config
+from quant.export import dequantized_weight, packed_shapes, unpack_scale, unpack_weight
 from quant.linear import QuantLinear
 from quant.prepare import Quantization, ScaleGroup, prepare
+from quant.rules import Rule
+from quant.spec import Scheme
 
 
 def load_compressed(
@@ -53,8 +56,7 @@ def load_compressed(
     """
     directory, device = Path(directory), device or torch.device("cpu")
     with errors_on_all_ranks(OSError, ValueError):
-        config = read_quantization_config(directory)
-        scheme = scheme_from_config(config)
+        rules = rules_from_config(read_quantization_config(directory))
     engine = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
     model = build_model(
         directory,
@@ -66,8 +68,9 @@ def load_compressed(
         quantized=True,
     )
     with errors_on_all_ranks(OSError, ValueError):
-        exempt = [re.escape(name) for name in ignored_linears(model, config.get("ignore") or [])]
-        quantization = prepare(model, scheme, exempt=exempt, learn_weight_scale=False, learn_input_scale=False)
+        quantization = prepare(
+            model, None, named=_schemes(model, rules), exempt=(), learn_weight_scale=False, learn_input_scale=False
+        )
         _fill(model, quantization, read_headers(directory))
     return model.eval(), quantization
 
@@ -96,13 +99,19 @@ def is_ignored(names: list[str], ignore: list[str]) -> bool:
     )
 
 
-def ignored_linears(model: PreTrainedModel, ignore: list[str]) -> list[str]:
-    """The nn.Linears of ``model`` that ``ignore`` leaves out, judged by their names here and on disk."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and is_ignored([name, module_name_on_disk(model, name)], ignore)
-    ]
+def _schemes(model: PreTrainedModel, rules: list[Rule]) -> dict[str, Scheme]:
+    """The scheme of every quantised layer, judged by its names here and on disk."""
+    schemes = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        names = {name, module_name_on_disk(model, name)}
+        # Only a Linear is meant where a rule names no layers.
+        able = (rule for rule in rules if rule.layers is not None or isinstance(module, nn.Linear))
+        rule = next((rule for rule in able if any(rule.matches(spelling, 0) for spelling in names)), None)
+        if rule is not None and rule.scheme is not None:
+            schemes[name] = rule.scheme
+    return schemes
 
 
 def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLinear) -> dict[str, str]:
@@ -117,7 +126,7 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
     keys = {name: quantized_keys(model, name, layer) for name, layer in quantization.layers.items()}
     plain = _plain_tensors(model, quantization)
     _check_keys(checkpoint, {*plain, *(key for own in keys.values() for key in own.values())})
-    scales: dict[str, dict[str, torch.Tensor]] = {"weight_scale": {}, "input_scale": {}}
+    scales: dict[str, dict[str, torch.Tensor]] = {"weight_scale": {}, "input_scale": {}, "weight_global_scale": {}}
     with Reader() as reader, torch.no_grad():
         for key, target in plain.items():
             _expect_shape(checkpoint.tensors[key], tuple(target.shape))
@@ -127,6 +136,9 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
             _fill_layer(name, layer, tensors, scales)
         _fill_scales(quantization.weight_groups, scales["weight_scale"])
         _fill_scales(quantization.input_groups, scales["input_scale"])
+        # Of several global scales the smallest: with it no scale of a group is beyond e4m3.
+        for group in quantization.global_groups:
+            group.s0.copy_(torch.stack([scales["weight_global_scale"][name] for name in group.members]).amin(0))
 
 
 def _plain_tensors(model: PreTrainedModel, quantization: Quantization) -> dict[str, torch.Tensor]:
@@ -141,18 +153,27 @@ def _plain_tensors(model: PreTrainedModel, quantization: Quantization) -> dict[s
 
 
 def _fill_layer(name: str, layer: QuantLinear, tensors: dict[str, torch.Tensor], scales: dict[str, dict]) -> None:
-    """The dequantised weight into ``layer``; its scales, fp32 in the scheme's shape, into ``scales``."""
+    """The dequantised weight into ``layer``; its effective scales, fp32 in the scheme's shape, into ``scales``."""
     spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
-    shapes = {"weight_scale": spec.scale_shape(shape), "input_scale": (1,)}
-    for suffix in scales.keys() & tensors.keys():
-        value = tensors[suffix].float()
-        if value.numel() != torch.Size(shapes[suffix]).numel():
-            raise CheckpointError(f"{name}.{suffix} has shape {tuple(value.shape)}, expected {shapes[suffix]}")
-        scales[suffix][name] = value.reshape(shapes[suffix])
+    global_scale = None
+    if "weight_global_scale" in tensors:
+        global_scale = _reshaped(name, "weight_global_scale", tensors["weight_global_scale"].float(), (1,))
+        scales["weight_global_scale"][name] = global_scale
+    scale = unpack_scale(tensors["weight_scale"], spec, global_scale)
+    scales["weight_scale"][name] = _reshaped(name, "weight_scale", scale, spec.scale_shape(shape))
+    if layer.scheme.static_input is not None:
+        scale = unpack_scale(tensors["input_scale"], layer.scheme.static_input)
+        scales["input_scale"][name] = _reshaped(name, "input_scale", scale, (1,))
     codes = unpack_weight(tensors, layer.scheme)
     if tuple(codes.shape) != shape:
         raise CheckpointError(f"{name} has a weight of shape {tuple(codes.shape)} on disk, expected {shape}")
     layer.weight.copy_(dequantized_weight(codes, scales["weight_scale"][name], spec, layer.weight.dtype))
+
+
+def _reshaped(name: str, suffix: str, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if scale.numel() != torch.Size(shape).numel():
+        raise CheckpointError(f"{name}.{suffix} has shape {tuple(scale.shape)}, expected {shape}")
+    return scale.reshape(shape)
 
 
 def _fill_scales(groups: list[ScaleGroup], values: dict[str, torch.Tensor]) -> None:

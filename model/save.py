@@ -33,10 +33,10 @@ from model.names import Names, module_name_on_disk
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.shards import INDEX, SINGLE
 from model.zero import full_numel, full_shape, gathered, is_partitioned
-from quant.export import ignore_patterns, pack_linear, packed_shapes, quantization_config, stored
+from quant.export import stored
+from quant.layouts import Layout, check_layout, layout_config, linear_shapes, linear_tensors
 from quant.linear import SCALE_PARAMETERS, QuantLinear
 from quant.prepare import Quantization
-from quant.spec import Scheme
 
 # Everything beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,
 # remote code.
@@ -84,7 +84,7 @@ class _Item:
 
     name: str
     module: nn.Module
-    scheme: Scheme | None  # None: written as it is
+    layout: Layout | None  # of a QuantLinear; None: written as it is
     parameters: list[nn.Parameter]  # to be gathered
     plain: dict[str, torch.Tensor]  # written as they are: key on disk -> parameter or buffer
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # key on disk -> what will be written
@@ -106,6 +106,7 @@ def export_model(
     source_dir: str | Path,
     out_dir: str | Path,
     *,
+    layout: Layout = "compressed",
     max_shard_size: int = 5 * 10**9,
     overwrite: bool = False,
 ) -> ExportReport:
@@ -113,22 +114,26 @@ def export_model(
 
     Args:
         model: the model in training, partitioned or not; its parameters are read only.
-        quantization: what ``quant.prepare`` returned: its layers are written as codes and scales in compressed-tensors'
-            layout. None writes every weight as it is, without scales: a plain checkpoint.
+        quantization: what ``quant.prepare`` returned. None writes every weight as it is, without scales: a plain
+            checkpoint.
         source_dir: the checkpoint directory that the model was built from: its config.json is carried over, its
             tokenizer, chat template and generation config are copied.
         out_dir: the directory to make.
+        layout: how its layers are written, see :mod:`quant.layouts`.
         max_shard_size: bytes of tensors in one file. A module's tensors stay together; a module larger than this gets a
             file of its own.
         overwrite: replace an ``out_dir`` that is not empty, as a whole, when the new one is complete.
 
     Raises:
-        RankError: on every rank: ``out_dir`` is there and not empty, the disk is too small or becomes full, a scale is
-            unusable. Nothing is left at ``out_dir`` then (or what was there before).
+        RankError: on every rank: the layout cannot hold a scheme, ``out_dir`` is there and not empty, the disk is too
+            small or becomes full, a scale is unusable. Nothing is left at ``out_dir`` then (or what was there before).
     """
     begin = time.perf_counter()
     source, out = Path(source_dir), Path(out_dir)
-    shards = list(_shards(_plan(model, quantization), max_shard_size))
+    with errors_on_all_ranks(ValueError):
+        if quantization is not None:
+            check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
+        shards = list(_shards(_plan(model, quantization, layout), max_shard_size))
     total = sum(item.bytes for shard in shards for item in shard)
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     # Whatever goes wrong on rank 0 alone must reach the others, which are in the next collective already.
@@ -143,7 +148,7 @@ def export_model(
         with errors_on_all_ranks(Exception):
             if is_main():
                 _write_index(shards, files, aside)
-                _write_config(model, quantization, source, aside)
+                _write_config(model, quantization, layout, source, aside)
                 _copy_companions(source, aside)
                 _publish(aside, out)
     finally:
@@ -158,27 +163,26 @@ def export_model(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _plan(model: PreTrainedModel, quantization: Quantization | None) -> list[_Item]:
+def _plan(model: PreTrainedModel, quantization: Quantization | None, layout: Layout) -> list[_Item]:
     """Every module with tensors of its own, in module order. A tied parameter is written once, under its first name."""
     names = Names(model)
     seen: set[int] = set()
     items = []
     for name, module in model.named_modules():
         if quantization is not None and name in quantization.layers:
-            prefix = module_name_on_disk(model, name)
-            items.append(_quantized_item(prefix, quantization.layers[name], quantization.layers[name].scheme))
+            items.append(_quantized_item(module_name_on_disk(model, name), quantization.layers[name], layout))
         else:
             items.append(_plain_item(names, name, module, seen))
     return [item for item in items if item.shapes]
 
 
-def _quantized_item(name: str, layer: QuantLinear, scheme: Scheme) -> _Item:
+def _quantized_item(name: str, layer: QuantLinear, layout: Layout) -> _Item:
     dtype = layer.weight.dtype
-    suffixes = packed_shapes(layer.in_features, layer.out_features, scheme, dtype)
+    suffixes = linear_shapes(layout, layer.in_features, layer.out_features, layer.scheme, dtype)
     if layer.bias is not None:
         suffixes["bias"] = (dtype, (layer.out_features,))
     shapes = {f"{name}.{suffix}": expected for suffix, expected in suffixes.items()}
-    return _Item(name, layer, scheme, list(layer.parameters(recurse=False)), {}, shapes)
+    return _Item(name, layer, layout, list(layer.parameters(recurse=False)), {}, shapes)
 
 
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> _Item:
@@ -293,19 +297,21 @@ def _collect(batch: list[_Item], collected: dict[str, torch.Tensor], held: _Held
 
 def _packed(item: _Item) -> dict[str, torch.Tensor]:
     """The item's tensors in CPU memory, exactly as planned."""
-    if item.scheme is None:
+    if item.layout is None:
         tensors = {key: stored(tensor, tensor.dtype) for key, tensor in item.plain.items()}
     else:
         layer = item.module
         assert isinstance(layer, QuantLinear)
-        tensors = pack_linear(
+        tensors = linear_tensors(
+            item.layout,
             item.name,
             layer.weight.detach(),
             layer.weight_scale(),
             layer.input_scale(),
             layer.bias,
-            item.scheme,
+            layer.scheme,
             layer.weight.dtype,
+            weight_global=layer.weight_global,
         )
     made = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
     if made != item.shapes:
@@ -362,7 +368,9 @@ def _write_index(shards: list[list[_Item]], files: list[str], directory: Path) -
     _write_json({"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}, directory / INDEX)
 
 
-def _write_config(model: PreTrainedModel, quantization: Quantization | None, source: Path, directory: Path) -> None:
+def _write_config(
+    model: PreTrainedModel, quantization: Quantization | None, layout: Layout, source: Path, directory: Path
+) -> None:
     """The source's config.json, with our dtype and quantization_config.
 
     The file is carried over rather than written from ``model.config``: what training switches in memory (``use_cache``,
@@ -373,21 +381,22 @@ def _write_config(model: PreTrainedModel, quantization: Quantization | None, sou
     # Older checkpoints spell it torch_dtype, which older readers need.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
-    if quantization is not None:
-        scheme = next(iter(quantization.layers.values())).scheme
-        config["quantization_config"] = quantization_config(scheme, _ignored(model, quantization))
+    if quantization is not None and (quantised := _quantization_config(model, quantization, layout)) is not None:
+        config["quantization_config"] = quantised
     _write_json(config, directory / "config.json")
 
 
-def _ignored(model: PreTrainedModel, quantization: Quantization) -> list[str]:
-    """The ``ignore`` list: under the names on disk, which vLLM sees, and under transformers' own where they differ."""
+def _quantization_config(model: PreTrainedModel, quantization: Quantization, layout: Layout) -> dict[str, Any] | None:
+    """Under the names on disk, which vLLM sees, and under transformers' own where they differ."""
     skipped = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     routers = [name for name, module in model.named_modules() if is_router(module)]
 
-    def spellings(modules: Iterable[str]) -> list[str]:
-        return list(dict.fromkeys(name for module in modules for name in (module_name_on_disk(model, module), module)))
+    def spellings(modules: Iterable[str]) -> dict[str, str]:
+        """Modules by each of their names."""
+        return {name: module for module in modules for name in (module_name_on_disk(model, module), module)}
 
-    return ignore_patterns(spellings(skipped), spellings(quantization.layers), spellings(routers))
+    layers = {name: quantization.layers[module].scheme for name, module in spellings(quantization.layers).items()}
+    return layout_config(layout, layers, spellings(skipped), spellings(routers))
 
 
 def is_router(module: nn.Module) -> bool:

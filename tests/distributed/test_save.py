@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from engine.verify import compare_with_transformers
 from model.shards import INDEX
 from quant import SCHEMES
-from quant.export import unpack_int32
+from quant.packing import unpack_int32
 from tests.distributed.launcher import launch
 from tests.distributed.save_script import CHANNEL, SHARD
 from tests.tiny import tiny_checkpoint

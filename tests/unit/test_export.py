@@ -1,30 +1,75 @@
-"""The layout on disk against compressed-tensors itself, and quantization_config there and back."""
+"""The tensors on disk against compressed-tensors itself."""
 
-import json
 import random
 
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
-from compressed_tensors.utils.match import is_match
 
 from quant import export
+from quant.config import quantization_config
+from quant.packing import pack_int32, pack_nibbles, packed_columns, unpack_int32, unpack_nibbles
 from quant.reference import absmax_scale, dequantize, effective_scale, fake_quant, quantize
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
 BITS = (2, 3, 4, 8)
+# What the parts can be composed to beside the presets.
+COMPOSED = [
+    Scheme("int5_channel", TensorSpec("int", 5, "channel")),
+    Scheme("fp8_block_weight_only", TensorSpec("fp8_e4m3", 8, "block", 64)),
+    Scheme("int8_group_with_int8_inputs", TensorSpec("int", 8, "group", 64), SCHEMES["int8_dynamic"].activations),
+    Scheme("int4_with_static_int8_inputs", TensorSpec("int", 4, "group", 32), SCHEMES["w8a8_static"].activations),
+]
+ALL = [*SCHEMES.values(), *COMPOSED]
 
 
-def weight_and_scale(scheme: Scheme, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A bf16 weight and a learned scale of it (theta differs from 0, so that the scale is no round number)."""
+def by_name(scheme: Scheme) -> str:
+    return scheme.name
+
+
+def weight_and_scale(scheme: Scheme, rows: int, columns: int, *, zeros: bool = False):
+    """A bf16 weight, a learned scale of it (theta differs from 0, so that the scale is no round number), and the global
+    scale where the format has one."""
     weight = torch.randn(rows, columns).bfloat16()
-    spec = scheme.weights
-    width = {"tensor": rows * columns, "channel": columns, "group": spec.group_size}[spec.granularity]
-    absmax = weight.float().abs().view(-1, width).amax(1).view(spec.scale_shape((rows, columns)))
+    if zeros:
+        weight[:, : columns // 3] = 0
+    spec, size = scheme.weights, scheme.weights.group_size
+    blocks = {
+        "tensor": lambda: weight.view(1, -1),
+        "channel": lambda: weight.view(rows, 1, -1),
+        "group": lambda: weight.view(rows, -1, size),
+        "block": lambda: weight.view(rows // size, size, -1, size).transpose(1, 2).flatten(2),
+    }[spec.granularity]()
+    absmax = blocks.float().abs().amax(-1).view(spec.scale_shape((rows, columns)))
+    global_scale = (448 * 6 / weight.float().abs().max()).view(1) if spec.scale_format == "e4m3" else None
     theta = 0.1 * torch.randn(absmax.shape).bfloat16()
-    return weight, effective_scale(absmax_scale(absmax, spec), theta, spec, torch.bfloat16)
+    return (
+        weight,
+        effective_scale(absmax_scale(absmax, spec), theta, spec, torch.bfloat16, global_scale),
+        global_scale,
+    )
+
+
+def input_scale_of(scheme: Scheme) -> torch.Tensor | None:
+    return None if scheme.static_input is None else (torch.rand(1) + 0.1).bfloat16().float()
+
+
+def packed(scheme: Scheme, rows: int, columns: int, **options):
+    """The tensors of one Linear by suffix, its weight, and its effective scale."""
+    weight, scale, global_scale = weight_and_scale(scheme, rows, columns, **options)
+    tensors = export.pack_linear(
+        "a.b", weight, scale, input_scale_of(scheme), None, scheme, torch.bfloat16, weight_global=global_scale
+    )
+    return {key.removeprefix("a.b."): tensor for key, tensor in tensors.items()}, weight, scale
+
+
+def theirs(scheme: Scheme):
+    """compressed-tensors' compressor for the config that we write, and its scheme."""
+    group = QuantizationConfig(**quantization_config({"a.b": scheme}, [])).config_groups["group_0"]
+    return BaseCompressor.get_value_from_registry(group.format), group
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -33,162 +78,206 @@ def test_packing_is_that_of_compressed_tensors(bits, seed):
     for columns in (1, 7, 31, 32, 33, 64, 83, random.randrange(1, 400)):
         rows = random.randrange(1, 9)
         codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (rows, columns), dtype=torch.int8)
-        packed = export.pack_int32(codes, bits)
-        assert torch.equal(packed, pack_to_int32(codes, bits))
-        assert packed.is_contiguous()
-        assert packed.shape == (rows, export.packed_columns(columns, bits))
-        assert torch.equal(export.unpack_int32(packed, bits, columns), codes)
-        assert torch.equal(unpack_from_int32(packed, bits, codes.shape), codes)
+        words = pack_int32(codes, bits)
+        assert torch.equal(words, pack_to_int32(codes, bits))
+        assert words.is_contiguous()
+        assert words.shape == (rows, packed_columns(columns, bits))
+        assert torch.equal(unpack_int32(words, bits, columns), codes)
+        assert torch.equal(unpack_from_int32(words, bits, codes.shape), codes)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_packing_keeps_the_ends_of_the_grid(bits):
     """All codes at their extremes: every bit of every word is 0, then 1."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    assert not export.pack_int32(torch.full((3, 64), low, dtype=torch.int8), bits).any()
-    assert (export.pack_int32(torch.full((3, 64), high, dtype=torch.int8), bits) == -1).all()
+    assert not pack_int32(torch.full((3, 64), low, dtype=torch.int8), bits).any()
+    assert (pack_int32(torch.full((3, 64), high, dtype=torch.int8), bits) == -1).all()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+def test_nibbles_are_those_of_compressed_tensors(seed):
+    """Both ways, every code in both halves of a byte; a negative zero keeps its sign."""
+    codes = torch.cat([torch.arange(16).repeat(2, 1), torch.randint(0, 16, (2, 16))]).to(torch.uint8)
+    both = torch.cat([codes, codes.roll(1, 1)])
+    values = dequantize(both, torch.ones(8, 1), TensorSpec("fp4_e2m1", 4, "group", 16), torch.float32)
+    assert torch.equal(pack_nibbles(both), pack_fp4_to_uint8(values))
+    assert torch.equal(unpack_nibbles(pack_nibbles(both)), both)
+    assert torch.equal(unpack_fp4_from_uint8(pack_nibbles(both), 8, 16, torch.float32), values)
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=by_name)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_packed_linear_decompresses_to_the_fake_quantised_weight(scheme, bias, seed, monkeypatch):
-    """compressed-tensors' own decompression gives, bit for bit, what the forward multiplied with; fp32 and bf16."""
+    """compressed-tensors' own decompression gives, bit for bit, what the forward multiplied with; fp32 and bf16.
+
+    fp4 it decompresses to bf16 whatever it is asked for: there only bf16 is compared.
+    """
     monkeypatch.setattr(export, "CHUNK_ELEMENTS", 1000)  # several chunks, the last one short
     rows, columns = random.randrange(20, 60), 128 * random.randrange(1, 4)
-    weight, scale = weight_and_scale(scheme, rows, columns)
-    input_scale = None if scheme.activations is None else torch.rand(1) + 0.1
+    if scheme.weights.granularity == "block":
+        rows = 128 * random.randrange(1, 4)
+    weight, scale, global_scale = weight_and_scale(scheme, rows, columns)
+    input_scale, bias = input_scale_of(scheme), weight[:, 0] if bias else None
     tensors = export.pack_linear(
-        "a.b", weight, scale, input_scale, weight[:, 0] if bias else None, scheme, torch.bfloat16
+        "a.b", weight, scale, input_scale, bias, scheme, torch.bfloat16, weight_global=global_scale
     )
 
-    planned = {
-        f"a.b.{key}": value for key, value in export.packed_shapes(columns, rows, scheme, torch.bfloat16).items()
-    }
-    planned |= {"a.b.bias": (torch.bfloat16, (rows,))} if bias else {}
+    planned = {f"a.b.{key}": value for key, value in export.packed_shapes(columns, rows, scheme, weight.dtype).items()}
+    planned |= {} if bias is None else {"a.b.bias": (torch.bfloat16, (rows,))}
     assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()} == planned
-    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
-    assert (
-        len({*storages, weight.untyped_storage().data_ptr(), scale.untyped_storage().data_ptr()}) == len(storages) + 2
-    )
+    sources = [weight, scale, *(each for each in (input_scale, global_scale) if each is not None)]
+    storages = [tensor.untyped_storage().data_ptr() for tensor in [*tensors.values(), *sources]]
+    assert len({*storages}) == len(tensors) + len(sources)
 
-    codes = export.unpack_weight({key.removeprefix("a.b."): tensor for key, tensor in tensors.items()}, scheme)
+    state = {key.removeprefix("a.b."): tensor for key, tensor in tensors.items()}
+    codes = export.unpack_weight(state, scheme)
     expected = quantize(weight, scale, scheme.weights)
     assert codes.dtype == expected.dtype
     assert torch.equal(codes.view(torch.int8), expected.view(torch.int8))
-    assert torch.equal(tensors["a.b.weight_scale"].float(), scale)
+    assert torch.equal(
+        export.unpack_scale(state["weight_scale"], scheme.weights, state.get("weight_global_scale")), scale
+    )
+    if scheme.static_input is not None:
+        assert torch.equal(export.unpack_scale(state["input_scale"], scheme.static_input), input_scale)
 
-    config = QuantizationConfig(**export.quantization_config(scheme, ["lm_head"]))
-    state = {key.removeprefix("a.b."): tensor for key, tensor in tensors.items()}
-    group = config.config_groups["group_0"]
-    for dtype in (torch.float32, torch.bfloat16):
-        state["weight_scale"] = tensors["a.b.weight_scale"].to(torch.float32)  # what a reader in fp32 holds
-        theirs = BaseCompressor.get_value_from_registry(group.format).decompress(state, group)["weight"].to(dtype)
-        assert torch.equal(theirs, dequantize(expected, scale, scheme.weights, dtype))
-        assert torch.equal(theirs, export.dequantized_weight(codes, scale, scheme.weights, dtype))
-    assert torch.equal(theirs, fake_quant(weight, scale, scheme.weights))
+    compressor, group = theirs(scheme)
+    if scheme.weights.scale_format == "model":
+        state["weight_scale"] = scale  # what a reader in fp32 holds
+    decompressed = compressor.decompress(state, group)["weight"]
+    assert decompressed.dtype == (torch.bfloat16 if scheme.weights.dtype == "fp4_e2m1" else torch.float32)
+    for dtype in {decompressed.dtype, torch.bfloat16}:
+        assert torch.equal(decompressed.to(dtype), dequantize(expected, scale, scheme.weights, dtype))
+        assert torch.equal(decompressed.to(dtype), export.dequantized_weight(codes, scale, scheme.weights, dtype))
+    assert torch.equal(decompressed.bfloat16(), fake_quant(weight, scale, scheme.weights))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", ALL, ids=by_name)
+def test_compressed_tensors_writes_the_same_tensors(scheme, seed):
+    """Its compressor, given the values and scales, gives what we write, dtype for dtype and bit for bit.
+
+    Given a negative zero it writes a zero: both signs stand for the same number.
+    """
+    state, _, scale = packed(scheme, 128, 256, zeros=True)
+    compressor, group = theirs(scheme)
+    values = export.dequantized_weight(export.unpack_weight(state, scheme), scale, scheme.weights)
+    global_scale = state.get("weight_global_scale")
+    given = {"weight": values, "weight_scale": scale if global_scale is None else scale * global_scale}
+    given |= {suffix: state[suffix] for suffix in ("weight_global_scale", "input_scale") if suffix in state}
+    written = compressor.compress(given, group)
+    if scheme.weights.scale_format == "model":
+        written["weight_scale"] = written["weight_scale"].bfloat16()  # they leave it in the dtype given
+    assert written.keys() == state.keys()
+    for suffix, tensor in state.items():
+        assert (written[suffix].dtype, written[suffix].shape) == (tensor.dtype, tensor.shape), suffix
+        pair = [each[suffix].contiguous().view(torch.uint8) for each in (written, state)]
+        if scheme.weights.dtype == "fp4_e2m1" and suffix == "weight_packed":
+            pair = [torch.where(nibbles == 8, 0, nibbles) for nibbles in map(unpack_nibbles, pair)]
+        elif suffix == "weight" and scheme.weights.dtype == "fp8_e4m3":
+            pair = [torch.where(codes == 0x80, 0, codes) for codes in pair]
+        assert torch.equal(*pair), suffix
+
+
+# What the loading code of vLLM creates for a Linear of 256 x 512 features and copies the file's tensors into
+# (vllm/model_executor/layers/quantization/compressed_tensors/schemes/*.py; SGLang's are derived from these): parameter
+# names and shapes. Copying converts a dtype; those of codes, and of scales whose bits are read, must be the same.
+FP8, BYTES = torch.float8_e4m3fn, torch.uint8
+VLLM = {
+    "fp8_static": {"weight": (FP8, (256, 512)), "weight_scale": (None, (1,)), "input_scale": (None, (1,))},
+    "fp8_dynamic": {"weight": (FP8, (256, 512)), "weight_scale": (None, (256, 1))},
+    "fp8_block": {"weight": (FP8, (256, 512)), "weight_scale": (None, (2, 4))},
+    "int8_dynamic": {"weight": (torch.int8, (256, 512)), "weight_scale": (None, (256, 1))},
+    "w8a8_static": {"weight": (torch.int8, (256, 512)), "weight_scale": (None, (256, 1)), "input_scale": (None, (1,))},
+    "nvfp4": {
+        "weight_packed": (BYTES, (256, 256)),
+        "weight_scale": (FP8, (256, 32)),
+        "weight_global_scale": (None, (1,)),
+    },
+    "mxfp4": {"weight_packed": (BYTES, (256, 256)), "weight_scale": (BYTES, (256, 16))},
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=by_name)
+def test_shapes_are_those_that_vllm_creates(scheme):
+    expected = VLLM.get(scheme.name)
+    if expected is None:
+        bits, size = scheme.weights.bits, scheme.weights.group_size
+        expected = {
+            "weight_packed": (torch.int32, (256, 512 * bits // 32)),
+            "weight_scale": (torch.bfloat16, (256, 512 // size if size else 1)),
+            "weight_shape": (torch.int64, (2,)),
+        }
+    shapes = export.packed_shapes(512, 256, scheme, torch.bfloat16)
+    assert {suffix: shape for suffix, (_, shape) in shapes.items()} == {s: shape for s, (_, shape) in expected.items()}
+    for suffix, (dtype, _) in expected.items():
+        found = shapes[suffix][0]
+        assert found == dtype or (dtype is None and found in (torch.float32, torch.bfloat16)), suffix
+
+
+def test_the_shape_of_a_packed_weight_is_in_the_file(seed):
+    state, weight, _ = packed(SCHEMES["w3a16_channel"], 20, 256)
+    assert state["weight_shape"].tolist() == list(weight.shape)
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=by_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantising_a_dequantised_weight_gives_the_same_codes(scheme, dtype, seed):
     """What lets a reader rebuild our forward from a file.
 
     code * s * (1/s) is off by at most three roundings, 2^-22 of the code in fp32; after the rounding to bf16 2^-8.9.
-    The next boundary between codes is half a step away: at least 1/30 of the code for e4m3, 1/16 for 4 bits and fewer.
+    The next boundary between codes is half a step away: at least 1/30 of the code for e4m3, 1/256 for int8.
     """
-    weight, scale = weight_and_scale(scheme, 64, 384)
+    weight, scale, _ = weight_and_scale(scheme, 128, 384)
     codes = quantize(weight, scale, scheme.weights)
     again = quantize(dequantize(codes, scale, scheme.weights, dtype), scale, scheme.weights)
     assert torch.equal(again.view(torch.int8), codes.view(torch.int8))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
-def test_config_there_and_back(scheme):
-    """Through JSON, through compressed-tensors' own class, and with the further keys that other writers leave."""
-    config = json.loads(json.dumps(export.quantization_config(scheme, ["lm_head"])))
-    assert export.scheme_from_config(config) is scheme
-    theirs = QuantizationConfig(**config).to_dict()
-    assert (
-        export.scheme_from_config(json.loads(json.dumps(theirs, default=str)) | {"quant_method": "compressed-tensors"})
-        is scheme
+def test_scales_at_the_ends_of_their_formats():
+    """Powers of two from 2^-127 (a subnormal fp32 number) to 2^127; e4m3 scales from 2^-9 to 448."""
+    mxfp4, nvfp4 = SCHEMES["mxfp4"], SCHEMES["nvfp4"]
+    weight = torch.zeros(1, 128)
+    ends = torch.tensor([[2.0**-127, 2.0**-126, 1.0, 2.0**127]])
+    tensors = export.pack_linear("a", weight, ends, None, None, mxfp4, torch.bfloat16)
+    assert tensors["a.weight_scale"].tolist() == [[0, 1, 127, 254]]
+    assert torch.equal(export.unpack_scale(tensors["a.weight_scale"], mxfp4.weights), ends)
+    global_scale = torch.tensor([1234.567])
+    codes = torch.tensor([[2.0**-9, 2.0**-6, 1.0, 448.0]]).to(torch.float8_e4m3fn)
+    tensors = export.pack_linear(
+        "a",
+        weight[:, :64],
+        codes.float() / global_scale,
+        None,
+        None,
+        nvfp4,
+        torch.bfloat16,
+        weight_global=global_scale,
     )
-
-
-def test_config_of_numerics_without_a_preset():
-    """A spec that no preset names is still read, under a name that says what it is."""
-    scheme = Scheme("mine", TensorSpec("int", 5, "channel"))
-    read = export.scheme_from_config(export.quantization_config(scheme, []))
-    assert (read.weights, read.activations, read.name) == (scheme.weights, None, "w5a16_channel")
-
-
-def test_fp8_config_is_the_one_that_was_verified():
-    """Key for key the configuration that transformers and vLLM's loading code were seen to accept."""
-    assert export.quantization_config(SCHEMES["fp8_static"], ["lm_head", r"re:.*mlp\.gate$"]) == {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "format": "float-quantized",
-                "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False},
-                "input_activations": {
-                    "num_bits": 8,
-                    "type": "float",
-                    "symmetric": True,
-                    "strategy": "tensor",
-                    "dynamic": False,
-                },
-                "output_activations": None,
-            }
-        },
-        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
-        "kv_cache_scheme": None,
-    }
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda c: c.update(quant_method="fp8"), "quant_method is 'fp8'"),
-        (lambda c: c.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
-        (lambda c: c["config_groups"].update(group_1={}), "exactly one group"),
-        (lambda c: c["config_groups"]["group_0"].update(targets=["re:.*q_proj"]), "targets"),
-        (lambda c: c["config_groups"]["group_0"].update(output_activations={}), "output_activations"),
-        (lambda c: c["config_groups"]["group_0"]["weights"].update(symmetric=False), "weights.symmetric is False"),
-        (lambda c: c["config_groups"]["group_0"]["weights"].update(actorder="group"), "weights.actorder is 'group'"),
-        (lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=4), "num_bits 4"),
-        (lambda c: c["config_groups"]["group_0"]["weights"].update(strategy="block"), "strategy is 'block'"),
-        (lambda c: c["config_groups"]["group_0"]["input_activations"].update(dynamic=True), "dynamic is True"),
-    ],
-)
-def test_numerics_that_are_not_ours_are_refused(change, message):
-    config = export.quantization_config(SCHEMES["fp8_static"], [])
-    change(config)
-    with pytest.raises(ValueError, match=message):
-        export.scheme_from_config(config)
+    assert torch.equal(tensors["a.weight_scale"].float(), codes.float())
 
 
 def test_schemes_without_a_verified_format_are_refused():
+    fp8, int8 = SCHEMES["fp8_static"], SCHEMES["w8a8_static"]
     for scheme in (
-        Scheme("int4-with-fp8-inputs", TensorSpec("int", 4, "group", 32), SCHEMES["fp8_static"].activations),
-        Scheme("fp8-weight-only", SCHEMES["fp8_static"].weights),
+        Scheme("fp8-with-int8-inputs", fp8.weights, int8.activations),
+        Scheme("nvfp4-with-fp8-inputs", SCHEMES["nvfp4"].weights, SCHEMES["fp8_dynamic"].activations),
         Scheme("int8-per-tensor", TensorSpec("int", 8, "tensor")),
+        Scheme("int8-per-block", TensorSpec("int", 8, "block", 128)),
     ):
-        with pytest.raises(ValueError, match=scheme.name):
-            export.quantization_config(scheme, [])
+        with pytest.raises(ValueError, match=f"{scheme.name}.*has no export format"):
+            export.export_format(scheme)
 
 
 def test_unusable_scales_and_weights_are_named():
-    scheme, int4 = SCHEMES["fp8_static"], SCHEMES["w4a16_g32"]
+    fp8, int4, nvfp4 = SCHEMES["fp8_static"], SCHEMES["w4a16_g32"], SCHEMES["nvfp4"]
     weight, scale = torch.ones(4, 64), torch.ones(1)
     cases = [
-        (weight, scale, None, scheme, "x.q has no input scale"),
-        (weight, torch.ones(4, 1), scale, scheme, r"x.q.weight_scale has shape \(4, 1\), expected \(1,\)"),
-        (weight, torch.tensor([torch.nan]), scale, scheme, "x.q.weight_scale has a value that is not finite"),
-        (weight, scale, torch.zeros(1), scheme, "x.q.input_scale has a value"),
-        (weight.index_fill(0, torch.tensor([2]), torch.inf), scale, scale, scheme, "x.q: the weight holds NaN or Inf"),
-        (weight, torch.full((4, 2), 0.1), None, int4, "x.q.weight_scale is stored in torch.bfloat16"),
+        (weight, scale, None, fp8, "x.q has no input scale"),
+        (weight, torch.ones(4, 1), scale, fp8, r"x.q.weight_scale has shape \(4, 1\), expected \(1,\)"),
+        (weight, torch.tensor([torch.nan]), scale, fp8, "x.q.weight_scale has a value that is not finite"),
+        (weight, scale, torch.zeros(1), fp8, "x.q.input_scale has a value"),
+        (weight.index_fill(0, torch.tensor([2]), torch.inf), scale, scale, fp8, "x.q: the weight holds NaN or Inf"),
+        (weight, torch.full((4, 2), 1.001), None, int4, "stored in torch.bfloat16, which cannot hold its values"),
+        (weight, torch.full((4, 2), 1.5), None, SCHEMES["mxfp4"], "stored in torch.uint8, which cannot hold its"),
+        (weight, torch.ones(4, 4), None, nvfp4, "x.q has no global scale"),
     ]
     for weight, weight_scale, input_scale, scheme, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -201,24 +290,3 @@ def test_a_packed_width_that_contradicts_the_shape_is_refused():
         ValueError, match=r"weight_packed has shape \(4, 3\), weight_shape \[4, 32\] at 4 bits means \(4, 4\)"
     ):
         export.unpack_weight(tensors, SCHEMES["w4a16_g32"])
-
-
-def test_ignore_patterns_catch_exactly_what_they_should():
-    """Judged by compressed-tensors' own matching, on names that differ in one number or one suffix."""
-    linear = torch.nn.Linear(1, 1)
-    skipped = ["lm_head", "model.layers.0.mlp.down_proj"]  # layer 0 only: no pattern for all layers
-    skipped += [f"model.layers.{i}.mlp.shared_expert_gate" for i in range(12)]
-    routers = [f"model.layers.{i}.mlp.gate" for i in range(12)]
-    quantized = [
-        f"model.layers.{i}.mlp.{p}" for i in range(12) for p in ("gate_proj", "down_proj") if (i, p) != (0, "down_proj")
-    ]
-    quantized += ["model.layers.0.mlp.experts.0.down_proj"]
-    ignore = export.ignore_patterns(skipped, quantized, routers)
-    assert ignore == [
-        r"re:.*mlp\.gate$",
-        "lm_head",
-        "model.layers.0.mlp.down_proj",
-        r"re:model\.layers\.\d+\.mlp\.shared_expert_gate$",
-    ]
-    assert all(is_match(name, linear, ignore) for name in skipped + routers)
-    assert not any(is_match(name, linear, ignore) for name in quantized)

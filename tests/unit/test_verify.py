@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from engine.verify import OUR_FORWARD_KL, Comparison, check_layout, compare_with_transformers, windows
+from engine.verify import OUR_FORWARD_KL, Comparison, compare_with_transformers, windows
+from engine.verify_files import check_files
 from launch.verify import main
 from model.build import build_model
 from model.compressed import load_compressed
@@ -222,7 +223,7 @@ def test_a_scale_of_another_shape_is_named(damaged, good, shape):
 
 def check_only(directory: Path) -> list[str]:
     """The checks of the files alone: transformers itself raises on these."""
-    return check_layout(directory, *load_compressed(directory), torch.bfloat16)
+    return check_files(directory, *load_compressed(directory))
 
 
 @pytest.mark.parametrize(

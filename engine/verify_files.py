@@ -1,0 +1,84 @@
+"""What readers other than transformers would stumble over in an exported checkpoint.
+
+The rules are those of vLLM's and SGLang's loading code: they create parameters of fixed dtypes and shapes and copy the
+file's tensors into them, fuse q/k/v and gate/up into one layer with one scale per tensor (of several the largest is
+kept), and have MoE routers as Linears.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model.compressed import is_ignored, quantized_keys, read_quantization_config, read_tensor
+from model.names import module_name_on_disk
+from model.ranks import listed
+from model.save import is_router
+from model.shards import Checkpoint, Reader, read_headers
+from quant import Quantization, QuantLinear
+from quant.export import packed_shapes, unpack_weight, weight_codes
+
+
+def check_files(directory: Path, model: PreTrainedModel, quantization: Quantization) -> list[str]:
+    """One sentence for everything that is wrong.
+
+    Checks dtypes and shapes of all codes and scales, that layers which serving fuses have equal scales, that the codes
+    in the files are those of our forward, and that MoE routers are ignored.
+
+    Args:
+        directory: the checkpoint.
+        model, quantization: as ``load_compressed(directory)`` gave them; in fp32.
+    """
+    checkpoint = read_headers(directory)
+    model_dtype = dtype_on_disk(directory, model)
+    problems: list[str] = []
+    stored: dict[str, dict[str, Tensor]] = {"weight_scale": {}, "input_scale": {}, "weight_global_scale": {}}
+    with Reader() as reader:
+        for name, layer in quantization.layers.items():
+            keys = quantized_keys(model, name, layer)
+            problems += _wrong_tensors(checkpoint, layer, keys, model_dtype)
+            tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys.items()}
+            for suffix in stored.keys() & tensors.keys():
+                stored[suffix][name] = tensors[suffix].float()
+            codes = weight_codes(layer.weight, layer.weight_scale(), layer.scheme.weights)
+            if not torch.equal(codes.view(torch.int8), unpack_weight(tensors, layer.scheme).view(torch.int8)):
+                problems.append(f"{name}: our forward quantises the weight to other codes than those on disk")
+    for suffix, groups in (
+        ("weight_scale", quantization.weight_groups),
+        ("input_scale", quantization.input_groups),
+        ("weight_global_scale", quantization.global_groups),
+    ):
+        for group in groups:
+            scales = [stored[suffix][name] for name in group.members if name in stored[suffix]]
+            if any(not torch.equal(scale, scales[0]) for scale in scales):
+                problems.append(f"{', '.join(group.members)} are served with one {suffix}, but have several on disk")
+    return problems + _routers_not_ignored(directory, model)
+
+
+def _wrong_tensors(
+    checkpoint: Checkpoint, layer: QuantLinear, keys: dict[str, str], model_dtype: torch.dtype
+) -> list[str]:
+    """Codes and scales that have another dtype or shape than the format says."""
+    expected = packed_shapes(layer.in_features, layer.out_features, layer.scheme, model_dtype)
+    return [
+        f"{key} is {found.dtype} {list(found.shape)}, expected {dtype} {list(shape)}"
+        for (suffix, key), (dtype, shape) in zip(keys.items(), expected.values(), strict=True)
+        if ((found := checkpoint.tensors[key]).dtype, found.shape) != (dtype, shape)
+    ]
+
+
+def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
+    """The dtype of what is not quantised: that of the norms."""
+    checkpoint = read_headers(directory)
+    norm = next(name for name, parameter in model.named_parameters() if name.endswith("norm.weight"))
+    dtype = checkpoint.tensors[f"{module_name_on_disk(model, norm.removesuffix('.weight'))}.weight"].dtype
+    assert dtype is not None, "load_compressed has read it"
+    return dtype
+
+
+def _routers_not_ignored(directory: Path, model: PreTrainedModel) -> list[str]:
+    ignore = read_quantization_config(directory).get("ignore") or []
+    routers = [module_name_on_disk(model, name) for name, module in model.named_modules() if is_router(module)]
+    missing = [name for name in routers if not is_ignored([name], ignore)]
+    return [f"ignore does not name the routers {listed(missing)}: vLLM would quantise them"] if missing else []

@@ -1,0 +1,104 @@
+"""The layouts in which a trained model can be written, one Linear at a time.
+
+- ``compressed``: compressed-tensors (``quant.export``, ``quant.config``); what transformers, vLLM and SGLang read.
+- ``vllm_fp8``: the same codes and scales under vLLM's own ``fp8`` configuration, for fp8 with one scale per weight and
+  input, or with blocks of 128 x 128 (``weight_scale_inv``, as DeepSeek-V3 has it, which transformers reads too).
+- ``dequantized``: the fake-quantised values as weights in the model's dtype. Every reader of plain checkpoints computes
+  with them; inputs are not quantised there.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+
+from quant.config import ignore_patterns, quantization_config
+from quant.export import Shapes, dequantized_weight, pack_linear, packed_shapes, unpack_weight
+from quant.spec import SCHEMES, Scheme, TensorSpec
+
+Layout = Literal["compressed", "vllm_fp8", "dequantized"]
+
+_BLOCK = SCHEMES["fp8_block"]
+_PER_TENSOR = SCHEMES["fp8_static"]
+
+
+def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
+    """Whether a model with layers of these schemes can be written so.
+
+    Raises:
+        ValueError: no such layout, or it cannot hold one of the schemes.
+    """
+    if layout not in get_args(Layout):
+        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(get_args(Layout))}")
+    found = {(scheme.weights, scheme.activations): scheme.name for scheme in schemes}
+    ours = [(scheme.weights, scheme.activations) for scheme in (_PER_TENSOR, _BLOCK)]
+    if layout == "vllm_fp8" and (len(found) != 1 or next(iter(found)) not in ours):
+        raise ValueError(
+            f"layout 'vllm_fp8' holds {_PER_TENSOR.name} or {_BLOCK.name} for all quantised layers, "
+            f"got {', '.join(found.values()) or 'none'}; use layout 'compressed'"
+        )
+
+
+def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
+    """Dtype and shape of what stands for one Linear's weight on disk, by suffix; ``dtype`` is the model's."""
+    if layout == "dequantized":
+        return {"weight": (dtype, (out_features, in_features))}
+    shapes = packed_shapes(in_features, out_features, scheme, dtype)
+    return {_suffix(layout, scheme, suffix): expected for suffix, expected in shapes.items()}
+
+
+@torch.no_grad()
+def linear_tensors(
+    layout: Layout,
+    name: str,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    *,
+    weight_global: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """What stands for one Linear on disk, in CPU memory; arguments and errors of :func:`quant.export.pack_linear`."""
+    packed = pack_linear(name, weight, weight_scale, input_scale, bias, scheme, dtype, weight_global=weight_global)
+    if layout != "dequantized":
+        return {f"{name}.{_suffix(layout, scheme, key.removeprefix(f'{name}.'))}": t for key, t in packed.items()}
+    codes = unpack_weight({key.removeprefix(f"{name}."): tensor for key, tensor in packed.items()}, scheme)
+    tensors = {f"{name}.weight": dequantized_weight(codes, weight_scale.cpu(), scheme.weights, dtype)}
+    return tensors | ({} if bias is None else {f"{name}.bias": packed[f"{name}.bias"]})
+
+
+def _suffix(layout: Layout, scheme: Scheme, suffix: str) -> str:
+    block = layout == "vllm_fp8" and scheme.weights.granularity == "block"
+    return "weight_scale_inv" if block and suffix == "weight_scale" else suffix
+
+
+def layout_config(
+    layout: Layout,
+    layers: Mapping[str, Scheme],
+    skipped: Iterable[str],
+    routers: Iterable[str],
+    kv_cache: TensorSpec | None = None,
+) -> dict[str, Any] | None:
+    """The ``quantization_config`` of config.json, or None where the checkpoint is a plain one.
+
+    Args:
+        layout: of the checkpoint.
+        layers: schemes of the quantised layers by module name; where names on disk differ from transformers', both.
+        skipped: module names of the Linears that stay as they are.
+        routers: module names of the MoE routers.
+        kv_cache: of keys and values; None where they stay as they are.
+    """
+    if layout == "dequantized":
+        return None
+    if layout == "compressed":
+        return quantization_config(layers, ignore_patterns(skipped, layers, routers), kv_cache)
+    scheme = next(iter(layers.values()))
+    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    if scheme.static_input is not None:
+        config["activation_scheme"] = "static"
+    if scheme.weights.granularity == "block":
+        config["weight_block_size"] = [scheme.weights.group_size, scheme.weights.group_size]
+    # Whole names only: vLLM knows no patterns here.
+    return config | {"ignored_layers": list(dict.fromkeys([*routers, *skipped]))}
