@@ -1,40 +1,37 @@
 """Perplexity of a text: per token, word and byte, and bits per byte.
 
-The text is cut into windows of ``length`` tokens that do not overlap; each token is predicted from those before it in
-its window, and the first from one token of context (the last of the window before; at the start of the text the
-tokenizer's BOS or EOS), so that every token is predicted exactly once. This is the rolling log-likelihood of
-lm-evaluation-harness (get_rolling_token_windows with context_len=1), and so are the definitions: with L the sum of the
-log-likelihoods in nats,
+The text is cut into windows of ``length`` tokens, see :func:`engine.score.rolling_windows`: every token is predicted
+exactly once, from those before it in its window; the first one from the tokenizer's BOS or EOS. Windows and definitions
+are those of lm-evaluation-harness: with L the sum of the log-likelihoods in nats,
 
     per token exp(-L / tokens), per word exp(-L / words), per byte exp(-L / bytes), bits per byte -L / bytes / ln 2
 
-where words are what white space separates and bytes are those of the UTF-8 text.
+where words are what white space separates (lm-evaluation-harness also counts the empty string before or after white
+space at the ends of a text) and bytes are those of the UTF-8 text.
 """
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.samples import IGNORE
-from engine.setup import initialize_frozen
+from engine.results import Evaluation, Measurement, weights_size
+from engine.score import ScoringModel, rolling_windows, score_windows, scoring_model
 from model.build import build_model
 from model.compressed import load_compressed
 from model.load import load_weights
-from model.ranks import errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
+from model.ranks import RankError, errors_on_all_ranks, is_main
 
-BLOCK_ELEMENTS = 2**24  # of the fp32 copies of logits
+if TYPE_CHECKING:
+    from engine.harness import Tasks  # needs lm-evaluation-harness, which is optional
 
-Forward = Callable[[Tensor, Tensor], Tensor]
-"""input_ids [B, T], attention_mask [B, T] -> logits [B, T, V]"""
+DEFAULT_LENGTH = 1024  # of windows of a text
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,16 @@ class Perplexity:
         """Negative log-likelihood per byte in bits; compares models with different tokenizers."""
         return -self.log_likelihood / self.bytes / math.log(2)
 
+    def measurements(self, conditions: str) -> dict[str, Measurement]:
+        """All of them by name; ``conditions`` says how they were measured."""
+        figures = {
+            "perplexity per token": self.per_token,
+            "perplexity per word": self.per_word,
+            "perplexity per byte": self.per_byte,
+            "bits per byte": self.bits_per_byte,
+        }
+        return {name: Measurement(value, False, conditions) for name, value in figures.items()}
+
 
 @dataclass(frozen=True)
 class EvalText:
@@ -77,6 +84,8 @@ class EvalText:
     bytes: int
     prefix: int
     """The token that stands before the text."""
+    digest: str
+    """Of the text, to tell whether two models were evaluated on the same one."""
 
 
 def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> EvalText:
@@ -99,74 +108,33 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
         raise ValueError("the tokenizer has neither a BOS nor an EOS token to predict the first token from")
-    return EvalText(ids, len(re.split(r"\s+", text.strip())), len(text.encode()), prefix)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return EvalText(ids, len(re.split(r"\s+", text.strip())), len(text.encode()), prefix, digest)
 
 
-@torch.no_grad()
-def evaluate_text(
-    forward: Forward, text: EvalText, *, length: int, batch_size: int = 1, device: torch.device | None = None
-) -> Perplexity:
+def evaluate_text(model: ScoringModel, text: EvalText, *, length: int, batch_size: int = 1) -> Perplexity:
     """Perplexity of a text, its windows shared out over the ranks; a collective.
 
-    Every rank makes the same number of forward calls, as a ZeRO-3 forward is a collective itself: a rank that has run
-    out of windows repeats one whose tokens do not count.
-
     Args:
-        forward: input_ids, attention_mask -> logits; in eval mode.
+        model: whose predictions.
         text: what to predict.
-        length: tokens per window; at most the model's context.
+        length: tokens per window.
         batch_size: windows per forward.
-        device: where the batches go, CPU by default.
+
+    Raises:
+        RankError: ``length`` is more than the model's context; a prediction is not finite.
     """
-    windows = _windows(text, length)
-    batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
-    rounds = math.ceil(len(batches) / world_size())
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for index in range(rounds):
-        mine = index * world_size() + rank()
-        inputs, labels, mask = _collate(batches[mine] if mine < len(batches) else batches[0])
-        if mine >= len(batches):
-            labels.fill_(IGNORE)
-        inputs, labels, mask = (tensor.to(device) for tensor in (inputs, labels, mask))
-        total += torch.stack([_nll(forward(inputs, mask), labels), (labels != IGNORE).sum().double()])
-    nll, tokens = reduce_over_ranks(total).tolist()
-    assert tokens == len(text.token_ids), f"{tokens} tokens were predicted of {len(text.token_ids)}"
-    return Perplexity(int(tokens), text.words, text.bytes, -nll)
-
-
-def _nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the negative log-likelihoods of the labels, fp64; ``logits`` [B, T, V] become fp32 some rows at a time."""
-    rows = max(1, BLOCK_ELEMENTS // logits.shape[-1])
-    blocks = zip(logits.flatten(0, 1).split(rows), labels.flatten().split(rows), strict=True)
-    return torch.stack(
-        [F.cross_entropy(some.float(), them, ignore_index=IGNORE, reduction="sum").double() for some, them in blocks]
-    ).sum()
-
-
-def _windows(text: EvalText, length: int) -> list[tuple[list[int], list[int]]]:
-    """(inputs, targets) per window: inputs are the targets' predecessors."""
-    shifted = [text.prefix, *text.token_ids[:-1]]
-    return [(shifted[i : i + length], text.token_ids[i : i + length]) for i in range(0, len(text.token_ids), length)]
-
-
-def _collate(windows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
-    """inputs, labels, attention mask, [B, T] int64, padded right."""
-    longest = max(len(inputs) for inputs, _ in windows)
-    shape = (len(windows), longest)
-    inputs = torch.zeros(shape, dtype=torch.long)
-    labels = torch.full(shape, IGNORE)
-    mask = torch.zeros(shape, dtype=torch.long)
-    for row, (ids, targets) in enumerate(windows):
-        inputs[row, : len(ids)] = torch.tensor(ids)
-        labels[row, : len(ids)] = torch.tensor(targets)
-        mask[row, : len(ids)] = 1
-    return inputs, labels, mask
+    if model.context is not None and length > model.context:
+        raise RankError(f"windows of {length} tokens, expected at most {model.context}: the context of the model")
+    windows = rolling_windows(text.token_ids, text.prefix, length)
+    scores = score_windows(model, windows, batch_size=batch_size, label="perplexity")
+    return Perplexity(len(text.token_ids), text.words, text.bytes, sum(score.log_likelihood for score in scores))
 
 
 def load_for_evaluation(
     directory: str | Path, dtype: torch.dtype, device: torch.device, *, sharded: bool = False
-) -> nn.Module:
-    """A checkpoint, plain or compressed, as something to call; a collective.
+) -> ScoringModel:
+    """A checkpoint, plain or compressed; a collective.
 
     Args:
         directory: the checkpoint. A compressed one computes with codes and scales as in training.
@@ -186,7 +154,7 @@ def load_for_evaluation(
             )
     if compressed:
         model, _ = load_compressed(directory, dtype=dtype, device=device)
-        return model
+        return scoring_model(model, device)
     ds_config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": dtype == torch.bfloat16},
@@ -194,4 +162,52 @@ def load_for_evaluation(
     }
     model = build_model(directory, ds_config, dtype=dtype, device=device)
     load_weights(model, directory, progress=is_main())
-    return initialize_frozen(model, ds_config)
+    return scoring_model(model, device, ds_config)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked of each checkpoint: a text, tasks, or both.
+
+    Attributes:
+        text: UTF-8 file.
+        tokens: only the first so many of the text.
+        tasks: of lm-evaluation-harness.
+        length: tokens per window; ``DEFAULT_LENGTH`` of a text, the model's context in tasks, where None.
+        batch_size: windows per forward.
+        dtype: of weights and GEMMs.
+        sharded: see :func:`load_for_evaluation`.
+    """
+
+    text: Path | None = None
+    tokens: int | None = None
+    tasks: "Tasks | None" = None
+    length: int | None = None
+    batch_size: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    sharded: bool = False
+
+
+def evaluate_checkpoint(directory: str | Path, questions: Questions, device: torch.device) -> Evaluation:
+    """All that ``questions`` asks of one checkpoint, whose memory is free again afterwards; a collective.
+
+    Raises:
+        RankError: on every rank: a checkpoint, text or task that cannot be read or does not fit together.
+    """
+    with errors_on_all_ranks(OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        text = read_eval_text(questions.text, tokenizer, questions.tokens) if questions.text is not None else None
+        size = weights_size(directory)
+    model = load_for_evaluation(directory, questions.dtype, device, sharded=questions.sharded)
+    found: dict[str, Measurement] = {}
+    dtype = str(questions.dtype).removeprefix("torch.")
+    if text is not None:
+        length = questions.length or min(DEFAULT_LENGTH, model.context or DEFAULT_LENGTH)
+        perplexity = evaluate_text(model, text, length=length, batch_size=questions.batch_size)
+        conditions = f"{perplexity.tokens:,} tokens of text {text.digest}, windows of {length}, {dtype}"
+        found |= perplexity.measurements(conditions)
+    if questions.tasks is not None:
+        found |= questions.tasks.measure(
+            model, tokenizer, length=questions.length, batch_size=questions.batch_size, dtype=dtype
+        )
+    return Evaluation(str(directory), size, found)

@@ -1,64 +1,138 @@
-"""Perplexity of a text: per token, word and byte, and bits per byte.
+"""Perplexity of a text, and tasks of lm-evaluation-harness, of plain and compressed checkpoints.
 
     python launch/evaluate.py --model DIR [--model DIR2 ...] --text FILE
+    python launch/evaluate.py --model DIR --tasks hellaswag,arc_easy [--task_dir FOLDER] [--limit 200] [--num_fewshot 5]
     deepspeed --num_gpus 8 launch/evaluate.py --model DIR --text FILE --sharded
 
 A directory is a plain Hugging Face checkpoint or a compressed one (a PTQ or QAT export), which is computed with the
-arithmetic of training. With several ranks the text is shared out; with ``--sharded`` the weights of a plain checkpoint
-too (ZeRO-3).
+arithmetic of training. With several ranks the work is shared out; with ``--sharded`` the weights of a plain checkpoint
+too (ZeRO-3). ``--json FILE`` keeps the results for ``launch/compare.py``.
+
+Tasks need lm-evaluation-harness (pip install lm-eval==0.4.13), and those that compare log-likelihoods can be run. It
+fetches its data from the Hugging Face Hub; with --task_dir it is taken from task files and data in a folder.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from transformers import AutoTokenizer
-
-from engine.evaluate import Perplexity, evaluate_text, load_for_evaluation, read_eval_text
+from engine.evaluate import DEFAULT_LENGTH, Questions, evaluate_checkpoint
+from engine.results import Evaluation, write_evaluations
 from engine.setup import DTYPES, init_ranks, say
 from launch.exits import clean_exit
-from model.ranks import errors_on_all_ranks
+from model.ranks import errors_on_all_ranks, is_main
 
 
 def main() -> None:
-    """One table row per model."""
+    """One table row per model and task."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, action="append", required=True, help="checkpoint directory; repeatable")
-    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text file")
-    parser.add_argument("--tokens", type=int, help="only the first so many tokens of the text")
-    parser.add_argument("--length", type=int, default=1024, help="tokens per window (default 1024)")
-    parser.add_argument("--batch_size", type=int, default=4, help="windows per forward (default 4)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and GEMMs (default bfloat16)")
-    parser.add_argument("--sharded", action="store_true", help="partition a plain checkpoint over the ranks (ZeRO-3)")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher appends it
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    add_questions(parser)
     arguments = parser.parse_args()
-    for name in ("tokens", "length", "batch_size"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name}: {value}, expected 1 or more")
+    check_questions(parser, arguments)
+    if arguments.text is None and arguments.tasks is None:
+        parser.error("nothing to evaluate: expected --text, --tasks or both")
 
     with clean_exit():
         device = init_ranks()
-        say(f"{'model':40} {'tokens':>8} {'ppl/token':>10} {'ppl/word':>10} {'ppl/byte':>9} {'bits/byte':>9}")
+        questions = read_questions(arguments)
+        found: list[Evaluation] = []
         for directory in arguments.model:
-            result = evaluate(directory, arguments, device)
-            say(
-                f"{directory!s:40} {result.tokens:8,} {result.per_token:10.4f} {result.per_word:10.3f} "
-                f"{result.per_byte:9.4f} {result.bits_per_byte:9.4f}"
-            )
+            found.append(evaluate_checkpoint(directory, questions, device))
+            say("\n".join(lines(found[-1], arguments.text is not None, first=len(found) == 1)))
+            if arguments.json is not None:
+                write_results(arguments.json, found)  # after each: what was measured is not lost with the next
 
 
-def evaluate(directory: Path, arguments: argparse.Namespace, device: torch.device) -> Perplexity:
-    """Perplexity of one checkpoint; its memory is free again afterwards. A collective."""
+def add_questions(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is measured, and how."""
+    parser.add_argument("--text", type=Path, metavar="FILE", help="perplexity of this UTF-8 text file")
+    parser.add_argument("--tokens", type=int, help="only the first so many tokens of the text")
+    parser.add_argument("--tasks", help="tasks or groups of lm-evaluation-harness, separated by commas")
+    parser.add_argument(
+        "--task_dir", type=Path, metavar="FOLDER", help="with task files (YAML); its Python code is run"
+    )
+    parser.add_argument("--limit", type=int, help="only the first so many samples of each task")
+    parser.add_argument("--num_fewshot", type=int, help="examples before each question (default: as the task says)")
+    parser.add_argument(
+        "--length",
+        type=int,
+        help=f"tokens that the model sees at a time (default: {DEFAULT_LENGTH} of a text, the context in tasks)",
+    )
+    parser.add_argument("--batch_size", type=int, default=4, help="windows per forward (default 4)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and GEMMs (default bfloat16)")
+    parser.add_argument("--sharded", action="store_true", help="partition plain checkpoints over the ranks (ZeRO-3)")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher appends it
+
+
+def check_questions(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with what is wrong with the options of :func:`add_questions`."""
+    for name, least in (("tokens", 1), ("limit", 1), ("num_fewshot", 0), ("length", 1), ("batch_size", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            parser.error(f"--{name}: {value}, expected {least} or more")
+    for name, needed in (("tokens", "text"), ("task_dir", "tasks"), ("limit", "tasks"), ("num_fewshot", "tasks")):
+        if getattr(arguments, name) is not None and getattr(arguments, needed) is None:
+            parser.error(f"--{name} says nothing without --{needed}")
+
+
+def read_questions(arguments: argparse.Namespace) -> Questions:
+    """Tasks are looked up here, before any model is loaded.
+
+    Raises:
+        RankError: on every rank: no lm-evaluation-harness, or a task that cannot be run.
+    """
+    tasks = None
+    if arguments.tasks is not None:
+        with errors_on_all_ranks(ModuleNotFoundError):
+            try:
+                from engine.harness import load_tasks
+            except ModuleNotFoundError as error:
+                raise ModuleNotFoundError(
+                    f"--tasks needs lm-evaluation-harness ({error}): pip install lm-eval==0.4.13"
+                ) from error
+        names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+        tasks = load_tasks(names, arguments.task_dir, limit=arguments.limit, num_fewshot=arguments.num_fewshot)
+    return Questions(
+        text=arguments.text,
+        tokens=arguments.tokens,
+        tasks=tasks,
+        length=arguments.length,
+        batch_size=arguments.batch_size,
+        dtype=DTYPES[arguments.dtype],
+        sharded=arguments.sharded,
+    )
+
+
+def write_results(path: Path, found: Sequence[Evaluation]) -> None:
+    """Rank 0 writes; every rank ends if it cannot."""
     with errors_on_all_ranks(OSError, ValueError):
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        text = read_eval_text(arguments.text, tokenizer, arguments.tokens)
-    model = load_for_evaluation(directory, DTYPES[arguments.dtype], device, sharded=arguments.sharded)
+        if is_main():
+            write_evaluations(path, found)
 
-    def forward(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
 
-    return evaluate_text(forward, text, length=arguments.length, batch_size=arguments.batch_size, device=device)
+def lines(evaluation: Evaluation, text: bool, *, first: bool) -> list[str]:
+    """A row of perplexities, and one for each metric of a task."""
+    rows = []
+    figures = dict(evaluation.measurements)
+    if text:
+        per_token, per_word, per_byte, bits = (
+            figures.pop(name)
+            for name in ("perplexity per token", "perplexity per word", "perplexity per byte", "bits per byte")
+        )
+        if first:
+            rows.append(
+                f"{'model':40} {'ppl/token':>10} {'ppl/word':>10} {'ppl/byte':>9} {'bits/byte':>9}  measured on"
+            )
+        rows.append(
+            f"{evaluation.model:40} {per_token.value:10.4f} {per_word.value:10.3f} {per_byte.value:9.4f} "
+            f"{bits.value:9.4f}  {per_token.conditions}"
+        )
+    for name, found in figures.items():
+        error = f"{'':9}" if found.stderr is None else f"± {found.stderr:<7.4f}"
+        rows.append(f"{evaluation.model:40} {name:30} {found.value:10.4f} {error}  {found.conditions}")
+    return rows
 
 
 if __name__ == "__main__":

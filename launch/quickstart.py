@@ -35,7 +35,7 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -217,40 +217,22 @@ def call(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
 
 def print_table(out: Path, began: float) -> None:
     """Perplexity and size of every checkpoint, and the share of PTQ's loss that QAT recovered."""
-    names = ["ft", *(f"{kind}_{scheme}" for scheme in SCHEMES for kind in ("ptq", "qat"))]
-    found = {name: perplexity(out / name, out / "heldout.txt") for name in tqdm(names, desc="evaluate", unit="model")}
-    plain, bf16_size = found["ft"], weights_size(out / "ft")
-    print(f"\nPerplexity per token on {out}/heldout.txt, and size of the weights:\n")
-    print(f"{'':14} {'bf16':>8} {'PTQ':>8} {'QAT':>8} {'recovered':>10} {'file':>9} {'of bf16':>8}")
-    print(f"{'bf16 (FT)':14} {plain:8.2f} {'':8} {'':8} {'':10} {bf16_size / 1e6:6.2f} MB")
-    for scheme in SCHEMES:
-        ptq, qat, size = found[f"ptq_{scheme}"], found[f"qat_{scheme}"], weights_size(out / f"qat_{scheme}")
-        # A share of a loss that is within noise says nothing: below half a percent it is not shown.
-        recovered = f"{(ptq - qat) / (ptq - plain):.0%}" if ptq > 1.005 * plain else "(no loss)"
-        figures = f"{plain:8.2f} {ptq:8.2f} {qat:8.2f} {recovered:>10} {size / 1e6:6.2f} MB {size / bf16_size:8.0%}"
-        print(f"{scheme:14} {figures}")
-    print(f"\nCheckpoints: {out}/qat_*. Curves: tensorboard --logdir {out}/runs. Logs: {out}/runs/*/log.txt.")
-    print(f"Time: {time.perf_counter() - began:.0f} s.")
-
-
-def perplexity(directory: Path, text_file: Path) -> float:
-    """Perplexity per token of one checkpoint, in this process."""
-    # Not at the top: it imports DeepSpeed, which looks for a GPU (see main).
-    from engine.evaluate import evaluate_text, load_for_evaluation, read_eval_text
+    # Not at the top: this imports DeepSpeed, which looks for a GPU (see main).
+    from engine.compare import Comparison, table, write_comparison
+    from engine.evaluate import Questions, evaluate_checkpoint
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_for_evaluation(directory, torch.bfloat16, device)
-    text = read_eval_text(text_file, AutoTokenizer.from_pretrained(directory))
-
-    def forward(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-
-    return evaluate_text(forward, text, length=LENGTH, batch_size=16, device=device).per_token
-
-
-def weights_size(directory: Path) -> int:
-    """Bytes of the safetensors files."""
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    questions = Questions(text=out / "heldout.txt", length=LENGTH, batch_size=16)
+    names = ["ft", *(f"{kind}_{scheme}" for scheme in SCHEMES for kind in ("ptq", "qat"))]
+    found = {
+        name: evaluate_checkpoint(out / name, questions, device) for name in tqdm(names, desc="evaluate", unit="model")
+    }
+    sides = ({scheme: found[f"{kind}_{scheme}"] for scheme in SCHEMES} for kind in ("ptq", "qat"))
+    comparison = Comparison(found["ft"], *sides)
+    written = write_comparison(comparison, out)
+    print(f"\n{table(comparison)}\n\n{', '.join(map(str, written))}: the same to keep.")
+    print(f"Checkpoints: {out}/qat_*. Curves: tensorboard --logdir {out}/runs. Logs: {out}/runs/*/log.txt.")
+    print(f"Time: {time.perf_counter() - began:.0f} s.")
 
 
 if __name__ == "__main__":

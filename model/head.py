@@ -117,3 +117,39 @@ def remove_head(model: PreTrainedModel) -> LMHead:
     head = install_head(model)
     model.set_submodule(output_head(model)[0], nn.Identity())
     return head
+
+
+class PassThrough(nn.Module):
+    """Stands where lm_head stood: the model returns its hidden states as logits.
+
+    Attributes:
+        seen: what went through last; whoever has looked at it forgets it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input``."""
+        self.seen = input
+        return input
+
+
+def detach_head(model: PreTrainedModel) -> tuple[nn.Module, PassThrough]:
+    """Take the output embedding, of whatever class, out of a model that only runs forward, and what stands there now.
+
+    As after :func:`remove_head`, nothing but who calls it gathers its Parameters, and it is called on as many hidden
+    states at a time as the caller wants logits of.
+
+    Raises:
+        ValueError: there is none; see also :func:`changes_logits`.
+    """
+    if problem := changes_logits(model.config):
+        raise ValueError(problem)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no output embedding: expected a causal language model")
+    passed = PassThrough()
+    model.set_submodule(next(name for name, child in model.named_modules() if child is head), passed)
+    return head, passed

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.evaluate import read_eval_text
+from engine.results import read_evaluations
 from tests.distributed.launcher import launch, run_ranks
 from tests.tiny import TEXT, tiny_checkpoint, tiny_model, tiny_tokenizer
 
@@ -30,27 +31,34 @@ def expected(kind: str, path: Path) -> float:
     model.config._experts_implementation = "eager"  # grouped_mm wants sizes that tiny experts do not have
     stream, total = [text.prefix, *text.token_ids], 0.0
     for start in range(0, len(text.token_ids), LENGTH):
-        ids = torch.tensor([stream[start : start + LENGTH + 1]])
+        stop = min(start + LENGTH, len(text.token_ids))
+        ids = torch.tensor([stream[stop - LENGTH : stop + 1]])
         with torch.no_grad():
             logits = model(ids[:, :-1]).logits.double()
-        total += torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum").item()
+        targets = ids[0, LENGTH + 1 - (stop - start) :]
+        total += torch.nn.functional.cross_entropy(logits[0, -len(targets) :], targets, reduction="sum").item()
     return float(torch.tensor(total / len(text.token_ids)).exp())
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_two_ranks_equal_one_process(files, sharded):
+def test_two_ranks_equal_one_process(files, sharded, tmp_path):
     path, models = files
     arguments = [part for model in models for part in ("--model", str(model))]
     output = run_ranks(
         SCRIPT, *arguments, "--text", path, "--length", LENGTH, "--batch_size", 2, "--dtype", "float32",
-        *(["--sharded"] if sharded else []),
+        "--json", tmp_path / "found.json", *(["--sharded"] if sharded else []),
     )  # fmt: skip
-    for kind, model in zip(("qwen3", "qwen3_moe"), models, strict=True):
-        row = re.search(rf"^{re.escape(str(model))} +(?P<tokens>[\d,]+) +(?P<ppl>[\d.]+)", output, re.MULTILINE)
-        assert row, output
-        assert int(row["tokens"].replace(",", "")) == len(tiny_tokenizer()(TEXT * 3)["input_ids"])
-        # Printed with 4 decimals; fp32 sums in another order differ in the sixth digit.
-        assert float(row["ppl"]) == pytest.approx(expected(kind, path), rel=1e-5, abs=1e-4)
+    tokens = len(tiny_tokenizer()(TEXT * 3)["input_ids"])
+    evaluations = read_evaluations(tmp_path / "found.json")
+    for kind, model, found in zip(("qwen3", "qwen3_moe"), models, evaluations, strict=True):
+        assert found.model == str(model) and found.weights_bytes == (model / "model.safetensors").stat().st_size
+        measured = found.measurements["perplexity per token"]
+        # fp32 sums in another order differ in the sixth digit.
+        assert measured.value == pytest.approx(expected(kind, path), rel=1e-5)
+        assert re.fullmatch(rf"{tokens} tokens of text [0-9a-f]+, windows of 16, float32", measured.conditions)
+        assert re.search(
+            rf"^{re.escape(str(model))} +{measured.value:.4f} .*{measured.conditions}", output, re.MULTILINE
+        )
 
 
 def test_errors_are_one_line_and_exit_code_1(files, tmp_path):

@@ -1,0 +1,117 @@
+"""bf16, PTQ and QAT in one table: figures, the share of PTQ's loss that QAT recovered, sizes of the weights.
+
+    python launch/compare.py --bf16 FT --ptq w4=ptq/w4 --qat w4=runs/w4/export [--ptq w2=... --qat w2=...] --text FILE
+    python launch/compare.py --bf16 FT --ptq w4=ptq/w4 --qat w4=runs/w4/export --results a.json --results b.json
+
+``--bf16`` is the unquantised model that PTQ quantised; for a fair share it was trained for as long as QAT. Directories
+whose results are in a file of ``--results`` (of ``launch/evaluate.py --json``, or an earlier comparison) are not
+evaluated again and need not be on this machine; the others are asked ``--text`` and ``--tasks``, as by
+``launch/evaluate.py``, on as many ranks. Figures that were measured on different data are refused.
+
+Written to ``--out``: compare.md, compare.png, and compare.json with all results.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.compare import Comparison, table, write_comparison
+from engine.evaluate import evaluate_checkpoint
+from engine.results import Evaluation, read_evaluations
+from engine.setup import init_ranks, say
+from launch.evaluate import add_questions, check_questions, read_questions, write_results
+from launch.exits import clean_exit
+from model.ranks import errors_on_all_ranks, is_main, listed
+
+
+def main() -> None:
+    """Evaluate what has no results yet; print and write the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bf16", required=True, metavar="DIR", help="the unquantised checkpoint")
+    parser.add_argument("--ptq", type=named, action="append", default=[], metavar="NAME=DIR", help="repeatable")
+    parser.add_argument("--qat", type=named, action="append", default=[], metavar="NAME=DIR", help="repeatable")
+    parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="repeatable")
+    parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
+    add_questions(parser)
+    arguments = parser.parse_args()
+    check_questions(parser, arguments)
+    ptq, qat = unique(parser, "ptq", arguments.ptq), unique(parser, "qat", arguments.qat)
+    if not ptq and not qat:
+        parser.error("nothing to compare with: expected --ptq or --qat")
+
+    with clean_exit():
+        device = init_ranks()
+        directories = list(dict.fromkeys([arguments.bf16, *ptq.values(), *qat.values()]))
+        with errors_on_all_ranks(OSError, ValueError):
+            known = read_results(arguments.results)
+            missing = [directory for directory in directories if directory not in known]
+            check_missing(missing, asked=arguments.text is not None or arguments.tasks is not None)
+        if missing:
+            questions = read_questions(arguments)
+            for directory in missing:
+                say(f"evaluate: {directory}")
+                known[directory] = evaluate_checkpoint(directory, questions, device)
+                # After each: what was measured is not lost with the next, or with figures that are not comparable.
+                done = [known[name] for name in missing if name in known]
+                write_results(arguments.out / "compare.json", done)
+        comparison = Comparison(
+            known[arguments.bf16],
+            {name: known[directory] for name, directory in ptq.items()},
+            {name: known[directory] for name, directory in qat.items()},
+        )
+        with errors_on_all_ranks(OSError, ValueError):
+            if problems := comparison.problems():
+                raise ValueError("the figures are not comparable:\n" + "\n".join(problems))
+            written = write_comparison(comparison, arguments.out) if is_main() else []
+        write_results(arguments.out / "compare.json", [known[directory] for directory in directories])
+        say(f"\n{table(comparison)}\n\n{', '.join(map(str, written))}, {arguments.out / 'compare.json'}")
+
+
+def named(text: str) -> tuple[str, str]:
+    """``NAME=DIR``."""
+    name, equals, directory = text.partition("=")
+    if not (name and equals and directory):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected NAME=DIR, NAME that of a scheme")
+    return name, directory
+
+
+def unique(parser: argparse.ArgumentParser, option: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """By name, each given once."""
+    found: dict[str, str] = {}
+    for name, directory in pairs:
+        if name in found:
+            parser.error(f"--{option} {name}: given twice, {found[name]} and {directory}")
+        found[name] = directory
+    return found
+
+
+def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:
+    """Evaluations of all files, by the directory.
+
+    Raises:
+        ValueError: no such file or another kind of file, or two results of one directory that differ.
+    """
+    found: dict[str, Evaluation] = {}
+    for file in files:
+        for evaluation in read_evaluations(file):
+            if found.setdefault(evaluation.model, evaluation) != evaluation:
+                raise ValueError(f"{file}: {evaluation.model} has other results in an earlier file of --results")
+    return found
+
+
+def check_missing(directories: Sequence[str], *, asked: bool) -> None:
+    """Refuse what can neither be looked up nor evaluated.
+
+    Raises:
+        ValueError: names the directories.
+    """
+    if not directories:
+        return
+    if not asked:
+        raise ValueError(f"no results of {listed(directories)}: expected --text, --tasks or --results to have them")
+    if absent := [name for name in directories if not (Path(name) / "config.json").is_file()]:
+        raise ValueError(f"{listed(absent)}: neither a checkpoint directory nor a model in a file of --results")
+
+
+if __name__ == "__main__":
+    main()
