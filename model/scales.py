@@ -389,8 +389,11 @@ def _read_scales(directory: Path) -> dict[str, Tensor]:
 
 def _without_global_scales(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """NVFP4 stores a weight's scales times a global one: this makes them what a code is multiplied with."""
-    divisors = {key: found.get(f"{key.removesuffix('_scale')}_global_scale") for key in found}
-    return {key: scale if divisors[key] is None else scale / divisors[key] for key, scale in found.items()}
+    whole = {}
+    for key, scale in found.items():
+        divisor = found.get(f"{key.removesuffix('_scale')}_global_scale")
+        whole[key] = scale if divisor is None else scale / divisor
+    return whole
 
 
 def _unused(directory: Path, found: Mapping[str, Tensor], layers: set[str]) -> list[str]:

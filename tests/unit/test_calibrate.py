@@ -116,7 +116,8 @@ def test_values_that_are_not_finite_reach_the_scale():
 
 
 @pytest.mark.parametrize(
-    ("bits", "absmax", "searched", "signed", "both"), [(2, 0.223, 0.137, 0.131, 0.1115), (3, 0.0412, 0.0319, None, None)]
+    ("bits", "absmax", "searched", "signed", "both"),
+    [(2, 0.223, 0.137, 0.131, 0.1115), (3, 0.0412, 0.0319, None, None)],
 )
 def test_the_search_at_few_bits(bits, absmax, searched, signed, both, seed):
     """Relative squared error of unit Gaussians in groups of 32, against the numbers known for absmax, a search, signed
