@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from engine.recipe import LearnableRecipe, OptimRecipe
 from model.experts import PerExpertMLPs
 from model.zero import full_shape
-from quant import QuantLinear
+from quant import QuantEmbedding, QuantLayer
 
 # LSQ divides the gradient of a scale by sqrt(numel * qmax), some 1e5 for a 4096 x 4096 weight in fp8: gradients of
 # theta are 1e-9 and less, and Adam's usual eps of 1e-8 would be added to a root of their square that is smaller than
@@ -35,8 +35,9 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
     """Every Parameter of the model once, in module order, with its kind.
 
     ``embedding`` is the table of the tokens, and lm_head, tied to it or not.
-    ``frozen`` are the initial scales s0, which never train. A 1-dimensional ``weight`` is a norm: transformers has
-    dozens of norm classes and no common base, and no other layer of its language models has a 1-dimensional weight.
+    ``frozen`` are the initial scales s0 and global scales, which never train. A 1-dimensional ``weight`` is a norm:
+    transformers has dozens of norm classes and no common base, and no other layer of its language models has a
+    1-dimensional weight.
     """
     routers = {id(parameter) for parameter in _router_parameters(model)}
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -47,17 +48,18 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
                 continue
             seen.add(id(parameter))
             kind = "router" if id(parameter) in routers else _kind(module, name, parameter)
-            if kind == "weight" and (module is head or isinstance(module, nn.Embedding)):
+            if kind == "weight" and (module is head or isinstance(module, (nn.Embedding, QuantEmbedding))):
                 kind = "embedding"
             yield OwnedParameter(f"{prefix}.{name}" if prefix else name, parameter, kind)
 
 
 def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
-    if isinstance(module, QuantLinear):
+    if isinstance(module, QuantLayer):
         scales = {
             "weight_theta": "weight_scale",
             "input_theta": "act_scale",
             "weight_s0": "frozen",
+            "weight_global": "frozen",
             "input_s0": "frozen",
         }
         if name in scales:

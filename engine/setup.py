@@ -36,12 +36,12 @@ from engine.recipe_checks import RecipeError
 from engine.teacher import ModelTeacher, SelfTeacher, Teacher, common_vocabulary, first_difference
 from model.build import build_model, check_rotary_buffers
 from model.experts import PerExpertMLPs
-from model.head import LMHead, changes_logits, install_head, output_head, remove_head
+from model.head import LMHead, QuantHead, changes_logits, install_head, output_head, remove_head
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, is_main, listed, rank, world_size
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import forget_secondary_copies, init_process_group, keep_frozen_fp32, partition_new_parameters, stage
-from quant import Quantization, prepare, prepare_kernels
+from quant import Quantization, Scheme, prepare, prepare_kernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -229,6 +229,7 @@ def build_student(
             model,
             recipe.quant.preset().linear,
             rules=recipe.quant.chosen_rules(),
+            named=_named_schemes(recipe, model),
             exempt=recipe.quant.exempt,
             learn_weight_scale=recipe.learnable.weight_scale,
             learn_input_scale=recipe.learnable.act_scale,
@@ -249,6 +250,23 @@ def build_student(
     if quantization.simulated:
         say(f"sides that are no multiples of 16, so no fp8 GEMM: {listed(quantization.simulated)}")
     return model, quantization
+
+
+def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
+    """The schemes of lm_head and of the embeddings, by their names in the model."""
+    modules = {id(module): name for name, module in model.named_modules()}
+    chosen = {
+        "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),
+        "embedding": (recipe.quant.embedding_scheme(), model.get_input_embeddings()),
+    }
+    if model.config.get_text_config().tie_word_embeddings:
+        for key, (scheme, _) in chosen.items():
+            if scheme is not None:
+                raise ValueError(
+                    f"quant.{key}: {scheme.name!r}, expected null: the checkpoint ties embeddings and lm_head, which "
+                    "have one weight on disk, read by readers that quantise neither"
+                )
+    return {modules[id(module)]: scheme for scheme, module in chosen.values() if scheme is not None}
 
 
 def _check_head(model: PreTrainedModel, recipe: Recipe) -> None:
@@ -469,6 +487,8 @@ def set_up(
     if training and teacher:
         with errors_on_all_ranks(ValueError):
             head = install_head(model)
+        if isinstance(head, QuantHead):
+            quantization.layers[output_head(model)[0]] = head
         its_teacher = build_teacher(recipe, context, head.out_features)
     engine = initialize_student(recipe, ds_config, model) if training else initialize_frozen(model, ds_config)
     if head is not None and recipe.has_teacher() and recipe.loss.teacher == "self":

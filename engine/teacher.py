@@ -103,7 +103,10 @@ class SelfTeacher(Teacher):
                 layer.input_observer = observers[name]
             self.quantization.restore_fake_quant(state)
             self.engine.train(was_training)
-        return lambda weight, bias: nullcontext(losses.TeacherHidden(hidden, weight.detach(), _detached(bias)))
+        # The head's own weight, not the one that the student's losses are computed with, which may be quantised.
+        return lambda weight, bias: nullcontext(
+            losses.TeacherHidden(hidden, self.head.weight.detach(), _detached(bias))
+        )
 
 
 @dataclass

@@ -16,7 +16,7 @@ from model.names import module_name_on_disk
 from model.ranks import listed
 from model.save import is_router
 from model.shards import Checkpoint, Reader, read_headers
-from quant import Quantization, QuantLinear
+from quant import Quantization, QuantLayer
 from quant.export import packed_shapes, unpack_weight, weight_codes
 
 
@@ -57,7 +57,7 @@ def check_files(directory: Path, model: PreTrainedModel, quantization: Quantizat
 
 
 def _wrong_tensors(
-    checkpoint: Checkpoint, layer: QuantLinear, keys: dict[str, str], model_dtype: torch.dtype
+    checkpoint: Checkpoint, layer: QuantLayer, keys: dict[str, str], model_dtype: torch.dtype
 ) -> list[str]:
     """Codes and scales that have another dtype or shape than the format says."""
     expected = packed_shapes(layer.in_features, layer.out_features, layer.scheme, model_dtype)

@@ -34,7 +34,7 @@ from model.compressed import quantized_keys, read_tensor
 from model.names import module_name_on_disk
 from model.ranks import listed
 from model.shards import Reader, read_headers
-from quant import Quantization, QuantLinear, Scheme, TensorSpec
+from quant import Quantization, QuantLayer, Scheme, TensorSpec
 from quant.config import quantization_args
 from quant.export import INT_QUANTIZED, NVFP4_PACKED, export_format
 
@@ -165,7 +165,7 @@ def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quan
 
 
 @contextmanager
-def _their_input(layer: QuantLinear) -> Iterator[None]:
+def _their_input(layer: QuantLayer) -> Iterator[None]:
     assert layer.scheme.activations is not None
     hook = layer.register_forward_pre_hook(_fake_quantizer(layer.scheme.activations, layer.input_scale()))
     layer.input_fake_quant = False
@@ -175,7 +175,7 @@ def _their_input(layer: QuantLinear) -> Iterator[None]:
 
 
 @contextmanager
-def _rounded_weight(layer: QuantLinear, dtype: torch.dtype) -> Iterator[None]:
+def _rounded_weight(layer: QuantLayer, dtype: torch.dtype) -> Iterator[None]:
     weight = layer.weight.data
     layer.weight_fake_quant = False
     layer.weight.data = weight.to(dtype).float()

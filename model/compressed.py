@@ -24,7 +24,7 @@ from model.ranks import errors_on_all_ranks, listed
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
 from quant.config import rules_from_config
 from quant.export import dequantized_weight, packed_shapes, unpack_scale, unpack_weight
-from quant.linear import QuantLinear
+from quant.layer import QuantLayer
 from quant.prepare import Quantization, ScaleGroup, prepare
 from quant.rules import Rule
 from quant.spec import Scheme
@@ -114,7 +114,7 @@ def _schemes(model: PreTrainedModel, rules: list[Rule]) -> dict[str, Scheme]:
     return schemes
 
 
-def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLinear) -> dict[str, str]:
+def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLayer) -> dict[str, str]:
     """Keys on disk of one quantised Linear's weight and scales, by suffix."""
     suffixes = packed_shapes(layer.in_features, layer.out_features, layer.scheme, torch.float32)
     prefix = module_name_on_disk(model, name)
@@ -152,7 +152,7 @@ def _plain_tensors(model: PreTrainedModel, quantization: Quantization) -> dict[s
     return dict(first.values())
 
 
-def _fill_layer(name: str, layer: QuantLinear, tensors: dict[str, torch.Tensor], scales: dict[str, dict]) -> None:
+def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], scales: dict[str, dict]) -> None:
     """The dequantised weight into ``layer``; its effective scales, fp32 in the scheme's shape, into ``scales``."""
     spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
     global_scale = None

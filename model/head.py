@@ -8,10 +8,12 @@ engine's hooks gather the weight for it and reduce its gradient, and no [tokens,
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+from quant import QuantLinear
 
 Task = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """hidden states [B, T, H], weight [V, H], bias [V] or None -> what the model returns as its logits"""
@@ -28,22 +30,31 @@ CHANGES_LOGITS = {
 }
 
 
-class LMHead(nn.Linear):
-    """An nn.Linear that computes something else while :meth:`computing`."""
+class LMHead(nn.Module):
+    """The model's output layer, which computes something else while :meth:`computing`.
 
-    def __init__(self, linear: nn.Linear) -> None:
-        """Takes over the Parameter objects of ``linear``, so that tied ones stay tied and partitioned ones so."""
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self._task: Task | None = None
-        self.train(linear.training)
+    Of a quantised output layer the weight is fake-quantised once, for all that is computed from it.
+
+    Attributes:
+        in_features, out_features: of the layer.
+        weight, bias: its Parameters, under their own names, so that checkpoints have no others.
+    """
+
+    in_features: int
+    out_features: int
+    weight: Any  # the bases of the two kinds of heads differ in how they declare it
+    bias: Any
+    _task: Task | None = None
+
+    def used_weight(self) -> Tensor:
+        """The weight ``[V, H]`` that hidden states are multiplied with."""
+        raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [..., H] to logits [..., V], or to what the task makes of it."""
         if self._task is None:
-            return F.linear(input, self.weight, self.bias)
-        return self._task(input, self.weight, self.bias)
+            return super().forward(input)
+        return self._task(input, self.used_weight(), self.bias)
 
     @contextmanager
     def computing(self, task: Task) -> Iterator[None]:
@@ -55,6 +66,44 @@ class LMHead(nn.Linear):
             yield
         finally:
             self._task = None
+
+
+class PlainHead(LMHead, nn.Linear):
+    """Of an nn.Linear."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Takes over the Parameter objects of ``linear``, so that tied ones stay tied and partitioned ones so."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.train(linear.training)
+
+    def used_weight(self) -> Tensor:
+        """The Parameter."""
+        return self.weight
+
+
+class QuantHead(LMHead, QuantLinear):
+    """Of a QuantLinear, whose input is not quantised."""
+
+    def __init__(self, linear: QuantLinear) -> None:
+        """Takes over the Parameter objects and the switch of ``linear``, in whose place it stands from now on."""
+        QuantLinear.__init__(
+            self,
+            linear.in_features,
+            linear.out_features,
+            linear.scheme,
+            weight=linear.weight,
+            bias=linear.bias,
+            weight_s0=linear.weight_s0,
+            weight_theta=linear.weight_theta,
+            weight_global=linear.weight_global,
+            input_s0=None,
+            input_theta=None,
+            weight_numel=linear.weight_numel,
+        )
+        self.weight_fake_quant = linear.weight_fake_quant
+        self.train(linear.training)
 
 
 def changes_logits(config: PretrainedConfig) -> str | None:
@@ -74,18 +123,19 @@ def changes_logits(config: PretrainedConfig) -> str | None:
     )
 
 
-def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
+def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
     """Name and module of the model's output embedding.
 
     Raises:
-        ValueError: there is none, or it is no plain nn.Linear.
+        ValueError: there is none, or it is no plain nn.Linear, quantised or not.
     """
     module = model.get_output_embeddings()
-    if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, LMHead):
+    if type(module) not in (nn.Linear, PlainHead, QuantLinear, QuantHead):
         raise ValueError(
             f"the output embedding of {type(model).__name__} is a {type(module).__name__}, expected an nn.Linear: its "
-            "losses are computed from the hidden states. A quantised one has to be exempt (quant.exempt)"
+            "losses are computed from the hidden states"
         )
+    assert isinstance(module, (nn.Linear, QuantLinear))
     return next(name for name, child in model.named_modules() if child is module), module
 
 
@@ -100,7 +150,9 @@ def install_head(model: PreTrainedModel) -> LMHead:
     if problem := changes_logits(model.config):
         raise ValueError(problem)
     name, linear = output_head(model)
-    head = linear if isinstance(linear, LMHead) else LMHead(linear)
+    if isinstance(linear, LMHead):
+        return linear
+    head = QuantHead(linear) if isinstance(linear, QuantLinear) else PlainHead(linear)
     model.set_submodule(name, head)
     return head
 

@@ -34,8 +34,8 @@ from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.shards import INDEX, SINGLE
 from model.zero import full_numel, full_shape, gathered, is_partitioned
 from quant.export import stored
+from quant.layer import SCALE_PARAMETERS, QuantLayer
 from quant.layouts import Layout, check_layout, layout_config, linear_shapes, linear_tensors
-from quant.linear import SCALE_PARAMETERS, QuantLinear
 from quant.prepare import Quantization
 
 # Everything beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,
@@ -84,7 +84,7 @@ class _Item:
 
     name: str
     module: nn.Module
-    layout: Layout | None  # of a QuantLinear; None: written as it is
+    layout: Layout | None  # of a QuantLayer; None: written as it is
     parameters: list[nn.Parameter]  # to be gathered
     plain: dict[str, torch.Tensor]  # written as they are: key on disk -> parameter or buffer
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # key on disk -> what will be written
@@ -176,7 +176,7 @@ def _plan(model: PreTrainedModel, quantization: Quantization | None, layout: Lay
     return [item for item in items if item.shapes]
 
 
-def _quantized_item(name: str, layer: QuantLinear, layout: Layout) -> _Item:
+def _quantized_item(name: str, layer: QuantLayer, layout: Layout) -> _Item:
     dtype = layer.weight.dtype
     suffixes = linear_shapes(layout, layer.in_features, layer.out_features, layer.scheme, dtype)
     if layer.bias is not None:
@@ -186,11 +186,11 @@ def _quantized_item(name: str, layer: QuantLinear, layout: Layout) -> _Item:
 
 
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> _Item:
-    """Own parameters and persistent buffers as they are; of a QuantLinear without its scales."""
+    """Own parameters and persistent buffers as they are; of a QuantLayer without its scales."""
     plain: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
     for suffix, tensor in own.items():
-        scale = isinstance(module, QuantLinear) and suffix in SCALE_PARAMETERS
+        scale = isinstance(module, QuantLayer) and suffix in SCALE_PARAMETERS
         if tensor is None or scale or suffix in module._non_persistent_buffers_set or id(tensor) in seen:
             continue
         seen.add(id(tensor))
@@ -301,7 +301,7 @@ def _packed(item: _Item) -> dict[str, torch.Tensor]:
         tensors = {key: stored(tensor, tensor.dtype) for key, tensor in item.plain.items()}
     else:
         layer = item.module
-        assert isinstance(layer, QuantLinear)
+        assert isinstance(layer, QuantLayer)
         tensors = linear_tensors(
             item.layout,
             item.name,
@@ -402,7 +402,7 @@ def _quantization_config(model: PreTrainedModel, quantization: Quantization, lay
 def is_router(module: nn.Module) -> bool:
     """A bare 2-D ``weight``, neither a Linear nor an embedding: transformers 5 has the router so, vLLM as a Linear."""
     weight = module._parameters.get("weight")
-    known = isinstance(module, (nn.Linear, nn.Embedding, QuantLinear))
+    known = isinstance(module, (nn.Linear, nn.Embedding, QuantLayer))
     return weight is not None and not known and len(full_shape(weight)) == 2
 
 

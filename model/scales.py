@@ -24,7 +24,7 @@ from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_ov
 from model.zero import full_numel, full_shape, gathered, is_partitioned, local_data, local_range
 from quant import (
     Quantization,
-    QuantLinear,
+    QuantLayer,
     ScaleGroup,
     combine,
     partial_clipped,
@@ -250,7 +250,7 @@ def input_scales(quantization: Quantization) -> dict[str, float]:
     return found
 
 
-def _local_sums(layer: QuantLinear) -> Tensor:
+def _local_sums(layer: QuantLayer) -> Tensor:
     """Clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the CPU."""
     start, _ = local_range(layer.weight)
     spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)

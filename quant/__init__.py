@@ -11,8 +11,10 @@ from quant.calibrate import (
     scales_from_errors,
     scales_from_stats,
 )
+from quant.embedding import QuantEmbedding
 from quant.kernels import prepare_kernels
-from quant.linear import SCALE_PARAMETERS, QuantLinear, weights_changed
+from quant.layer import SCALE_PARAMETERS, QuantLayer, weights_changed
+from quant.linear import QuantLinear
 from quant.observe import Observer
 from quant.prepare import Quantization, ScaleGroup, prepare
 from quant.rules import DEFAULT_EXEMPT, Rule
@@ -25,6 +27,8 @@ __all__ = [
     "SCHEMES",
     "Observer",
     "Preset",
+    "QuantEmbedding",
+    "QuantLayer",
     "QuantLinear",
     "Quantization",
     "Ranges",

@@ -320,6 +320,37 @@ def _used_input(ctx: Any, saved: _Saved, *, after: Tensor) -> Tensor:
     return kernels.fake_quantize(saved.x, *scale, after=after)
 
 
+class UsedWeightFunction(torch.autograd.Function):
+    """A fake-quantised weight by itself, for a layer whose product is not a plain GEMM. The caller holds the copy.
+
+    ``apply(weight, weight_s0, weight_theta, weight_global, spec, numel)``; saves the Parameters.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        s0: Tensor,
+        theta: Tensor | None,
+        global_scale: Tensor | None,
+        spec: TensorSpec,
+        numel: int,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, s0, theta, global_scale)
+        ctx.spec, ctx.factor = spec, _lsq_factor(numel, spec)
+        return WeightScale(s0, theta, global_scale, spec, weight.dtype).fake_quantize(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, s0, theta, global_scale = ctx.saved_tensors
+        grad_weight = grad.clone(memory_format=torch.contiguous_format)
+        grad_theta = WeightScale(s0, theta, global_scale, ctx.spec, weight.dtype).backward_(
+            grad_weight, weight, factor=ctx.factor, theta_gradient=ctx.needs_input_grad[2]
+        )
+        return grad_weight if ctx.needs_input_grad[0] else None, None, grad_theta, None, None, None
+
+
 def _lsq_factor(numel: int, spec: TensorSpec) -> float:
     """LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``."""
     return 1 / math.sqrt(numel * spec.qmax)

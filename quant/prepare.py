@@ -21,7 +21,9 @@ import torch
 from torch import nn
 
 from quant.calibrate import Ranges
+from quant.embedding import QuantEmbedding
 from quant.inputs import SharedInput
+from quant.layer import QuantLayer
 from quant.linear import QuantLinear
 from quant.observe import Observer
 from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples
@@ -60,7 +62,7 @@ class Quantization:
     """What :func:`prepare` did to a model, and the switches.
 
     Attributes:
-        layers: the QuantLinears by module name, in module order; each knows its scheme.
+        layers: the quantised layers by module name, in module order; each knows its scheme.
         exempt: names of the modules that an exempt pattern matched (routers that are no nn.Linear among them), in
             module order.
         weight_groups: every weight scale; each layer is a member of one.
@@ -70,7 +72,7 @@ class Quantization:
         simulated: names of the layers that the fp8 GEMM was asked for and cannot take; they simulate.
     """
 
-    layers: dict[str, QuantLinear]
+    layers: dict[str, QuantLayer]
     exempt: list[str]
     weight_groups: list[ScaleGroup] = field(default_factory=list)
     input_groups: list[ScaleGroup] = field(default_factory=list)
@@ -154,7 +156,7 @@ def prepare(
     ranges: Ranges = Ranges(),  # noqa: B008 (frozen)
     fp8_gemm: bool = False,
 ) -> Quantization:
-    """Replace every nn.Linear of ``model`` that gets a scheme by a QuantLinear, in place.
+    """Replace every nn.Linear of ``model`` that gets a scheme by a QuantLinear, in place, and named embeddings too.
 
     Weights and biases are the same Parameters afterwards. The scales are new ones on the weights' device, not
     partitioned: under ZeRO-3 partition them next. They start as NaN, so that one that nothing fills shows in the loss.
@@ -174,9 +176,12 @@ def prepare(
     """
     assigned = assign(model, scheme, rules, exempt, named)
     modules = dict(model.named_modules())
-    schemes = assigned.schemes
+    embeddings = {
+        name: one for name, one in modules.items() if name in assigned.schemes and isinstance(one, nn.Embedding)
+    }
+    schemes = {name: one for name, one in assigned.schemes.items() if name not in embeddings}
     linears = {name: _checked_linear(name, modules[name]) for name in schemes}
-    if not linears:
+    if not assigned.schemes:
         raise ValueError(f"nothing to quantise: every nn.Linear of {type(model).__name__} is exempt, or it has none")
     if learn_input_scale and not any(one.static_input for one in schemes.values()):
         names = ", ".join(dict.fromkeys(one.name for one in schemes.values()))
@@ -184,7 +189,7 @@ def prepare(
     if fp8_gemm and not any(one.has_fp8_gemm for one in schemes.values()):
         names = ", ".join(dict.fromkeys(one.name for one in schemes.values()))
         raise ValueError(f"{names}: no scheme here has fp8 codes per tensor on both sides, which the fp8 GEMM needs")
-    _check_not_tied(modules, linears)
+    _check_not_tied(modules, {**linears, **embeddings})
     by_weight = _fused(schemes, modules, across_experts=False)
     by_input = _fused(schemes, modules, across_experts=True)
     weight_groups, global_groups = _weight_groups(by_weight, linears, schemes, learn_weight_scale)
@@ -193,9 +198,17 @@ def prepare(
         for members in by_input
         if (spec := schemes[members[0]].static_input) is not None
     ]
-    layers = _replace(modules, linears, schemes, weight_groups, global_groups, input_groups)
-    _share_inputs(layers, by_weight)
-    simulated = _use_fp8_gemm(layers) if fp8_gemm else []
+    quant_linears = _replace(modules, linears, schemes, weight_groups, global_groups, input_groups)
+    _share_inputs(quant_linears, by_weight)
+    simulated = _use_fp8_gemm(quant_linears) if fp8_gemm else []
+    layers: dict[str, QuantLayer] = {**quant_linears}
+    for name, embedding in embeddings.items():
+        layers[name], group = _embedding(name, embedding, assigned.schemes[name], learn_weight_scale)
+        model.set_submodule(name, layers[name])
+        weight_groups.append(group)
+    order = {name: index for index, name in enumerate(assigned.schemes)}
+    layers = dict(sorted(layers.items(), key=lambda item: order[item[0]]))
+    weight_groups.sort(key=lambda group: order[group.owner])
     return Quantization(layers, assigned.exempt, weight_groups, input_groups, global_groups, ranges, simulated)
 
 
@@ -208,15 +221,15 @@ def _checked_linear(name: str, module: nn.Module) -> nn.Linear:
     return module
 
 
-def _check_not_tied(modules: dict[str, nn.Module], linears: dict[str, nn.Linear]) -> None:
+def _check_not_tied(modules: dict[str, nn.Module], chosen: Mapping[str, nn.Linear | nn.Embedding]) -> None:
     """A tied weight has one value on disk, so it cannot be quantised in one place and not in the other."""
     users: dict[int, list[str]] = {}
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
             users.setdefault(id(parameter), []).append(name)
-    for name, linear in linears.items():
-        if len(users[id(linear.weight)]) > 1:
-            raise ValueError(f"{' and '.join(users[id(linear.weight)])} share one weight; exempt {name}")
+    for name, layer in chosen.items():
+        if len(users[id(layer.weight)]) > 1:
+            raise ValueError(f"{' and '.join(users[id(layer.weight)])} share one weight; leave {name} unquantised")
 
 
 def _fused(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, across_experts: bool) -> list[list[str]]:
@@ -257,13 +270,13 @@ def _check_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> 
     missing = [name for name in members if name not in schemes]
     if missing:
         raise ValueError(
-            f"{', '.join(members)} are served as one layer, so all or none of them can be quantised, but "
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} exempt or no nn.Linear; exempt the others too"
+            f"{examples(members, 6)} are served as one layer, so all or none of them can be quantised, but "
+            f"{examples(missing, 6)} {'is' if len(missing) == 1 else 'are'} exempt or no nn.Linear; exempt the others too"
         )
     found = {schemes[name]: name for name in reversed(members)}
     if len(found) > 1:
         raise ValueError(
-            f"{', '.join(members)} are served as one layer, so they need one scheme, but "
+            f"{examples(members, 6)} are served as one layer, so they need one scheme, but "
             + ", ".join(f"{name} has {scheme.name}" for scheme, name in reversed(found.items()))
         )
 
@@ -285,8 +298,16 @@ def _weight_groups(
             groups.append(ScaleGroup(some[0], some, spec, *_new_scale(first, shape, learn)))
         if spec.scale_format == "e4m3":
             global_groups.append(ScaleGroup(members[0], members, spec, *_new_scale(owner, (1,), False)))
-    order = {name: index for index, name in enumerate(linears)}
-    return sorted(groups, key=lambda group: order[group.owner]), global_groups
+    return groups, global_groups
+
+
+def _embedding(name: str, embedding: nn.Embedding, scheme: Scheme, learn: bool) -> tuple[QuantEmbedding, ScaleGroup]:
+    try:
+        shape = scheme.weights.scale_shape((embedding.num_embeddings, embedding.embedding_dim))
+        group = ScaleGroup(name, [name], scheme.weights, *_new_scale(embedding, shape, learn))
+        return QuantEmbedding(embedding, scheme, weight_s0=group.s0, weight_theta=group.theta), group
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _input_group(
@@ -301,7 +322,9 @@ def _input_group(
     return ScaleGroup(members[0], members, spec, *_new_scale(linears[members[0]], (1,), learn), observer)
 
 
-def _new_scale(owner: nn.Linear, shape: tuple[int, ...], learn: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
+def _new_scale(
+    owner: nn.Linear | nn.Embedding, shape: tuple[int, ...], learn: bool
+) -> tuple[nn.Parameter, nn.Parameter | None]:
     """A frozen fp32 scale of NaNs, and a theta of zeros in the dtype of the weight if it learns."""
     device, dtype = owner.weight.device, owner.weight.dtype
     s0 = nn.Parameter(torch.full(shape, torch.nan, dtype=torch.float32, device=device), requires_grad=False)

@@ -131,6 +131,7 @@ def _matched(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]
     return matched
 
 
-def examples(names: list[str]) -> str:
+def examples(names: Sequence[str], most: int = 3) -> str:
     """The first few names, for an error that must show what they look like."""
-    return ", ".join(names[:3]) or "(there is none)"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "(there is none)") + more

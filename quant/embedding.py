@@ -1,0 +1,89 @@
+"""The module that stands where a quantised nn.Embedding stood."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quant import kernels
+from quant.layer import QuantLayer
+from quant.spec import Scheme
+
+
+class QuantEmbedding(QuantLayer):
+    """``F.embedding`` of a table whose rows are fake-quantised where that is switched on.
+
+    Only the rows that are looked up are quantised. For its scale, for calibration and export, the table ``[rows,
+    features]`` is the weight of a Linear of ``features`` inputs and ``rows`` outputs.
+
+    The scheme is weight-only, of integers per channel (row) or group.
+    """
+
+    def __init__(
+        self, embedding: nn.Embedding, scheme: Scheme, *, weight_s0: nn.Parameter, weight_theta: nn.Parameter | None
+    ) -> None:
+        """Takes over the Parameter object of ``embedding``.
+
+        Raises:
+            ValueError: the scheme is another one, or the embedding does more than look up.
+        """
+        spec = scheme.weights
+        if scheme.activations is not None or spec.dtype != "int" or spec.granularity not in ("channel", "group"):
+            raise ValueError(
+                f"scheme {scheme.name!r}: embeddings can have integer weights per channel or group, without inputs"
+            )
+        if type(embedding) is not nn.Embedding or embedding.max_norm is not None or embedding.scale_grad_by_freq:
+            raise ValueError(f"{embedding} does more than look up rows; leave it unquantised")
+        assert isinstance(embedding.weight, nn.Parameter)
+        super().__init__(
+            embedding.embedding_dim,
+            embedding.num_embeddings,
+            scheme,
+            weight=embedding.weight,
+            bias=None,
+            weight_s0=weight_s0,
+            weight_theta=weight_theta,
+            weight_global=None,
+            input_s0=None,
+            input_theta=None,
+        )
+        self.padding_idx = embedding.padding_idx
+        self.train(embedding.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``ids`` int64 of any shape. Returns ``[..., features]`` in the model's dtype."""
+        rows = F.embedding(ids, self.weight, self.padding_idx)
+        theta: Tensor | None = self.weight_theta
+        if not self.weight_fake_quant or ids.numel() == 0:
+            # ZeRO-3 would apply the last gradient of a Parameter again that gets none.
+            return rows if theta is None or not torch.is_grad_enabled() else rows + 0 * theta.sum()
+        self._check_scale_dtypes()
+        spec = self.scheme.weights
+        if theta is not None:
+            numel = spec.elements_per_scale((self.out_features, self.in_features))
+            theta = F.embedding(ids, scaled_gradient(theta, 1 / math.sqrt(numel * spec.qmax))).flatten(0, -2)
+        s0 = F.embedding(ids, self.weight_s0).flatten(0, -2)
+        return kernels.fake_quantize(rows.flatten(0, -2), s0, theta, spec, self.weight.dtype).view(rows.shape)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.out_features}, {self.in_features}, scheme={self.scheme.name}, fake_quant={self.weight_fake_quant}"
+        )
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    """``x``, whose gradient is multiplied by ``factor``."""
+    return _ScaledGradient.apply(x, factor)

@@ -1,0 +1,114 @@
+"""What quantised layers have in common: a weight with its scale, and an input that may have one too."""
+
+import torch
+from torch import Tensor, nn
+
+from quant import kernels
+from quant.inputs import SharedInput
+from quant.observe import Observer
+from quant.spec import Scheme
+from quant.weight_scale import WeightScale
+
+# The Parameters of a quantised layer that the layer it replaces does not have.
+SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "input_s0", "input_theta")
+
+
+class QuantLayer(nn.Module):
+    """A weight ``[out_features, in_features]`` with its scale, fake-quantised where that is switched on.
+
+    Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``in_features`` and
+    ``out_features``.
+
+    Attributes:
+        scheme: how the layer is quantised.
+        weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype.
+        weight_s0, weight_global, input_s0: frozen fp32 scales, NaN until filled; ``weight_global`` is None but for
+            weights with e4m3 scales, ``input_s0`` where no scale of the input is stored.
+        weight_theta, input_theta: learned logarithmic corrections in the model's dtype, or None.
+        weight_fake_quant, input_fake_quant: what is quantised now.
+        input_observer: watches the input in every forward while set.
+        shared_input: hands the quantised input to the layers that read the same tensor, or None.
+        keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
+            :func:`weights_changed`. Only where weights stay resident.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        *,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        weight_s0: nn.Parameter,
+        weight_theta: nn.Parameter | None,
+        weight_global: nn.Parameter | None,
+        input_s0: nn.Parameter | None,
+        input_theta: nn.Parameter | None,
+    ) -> None:
+        super().__init__()
+        if (input_s0 is None) != (scheme.static_input is None):
+            raise ValueError(f"scheme {scheme.name!r} and input_s0 disagree on whether a scale of the input is stored")
+        if (weight_global is None) != (scheme.weights.scale_format != "e4m3"):
+            raise ValueError(f"scheme {scheme.name!r} and weight_global disagree on whether there is a global scale")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = scheme
+        self.weight = weight
+        self.bias = bias
+        self.weight_s0 = weight_s0
+        self.weight_theta = weight_theta
+        self.weight_global = weight_global
+        self.input_s0 = input_s0
+        self.input_theta = input_theta
+        self.weight_fake_quant = True
+        self.input_fake_quant = scheme.activations is not None
+        self.input_observer: Observer | None = None
+        self.shared_input: SharedInput | None = None
+        self.keeps_weight_codes = False
+        self._weight_codes: Tensor | None = None
+
+    def forget_codes(self) -> None:
+        """The weight or a scale changed."""
+        self._weight_codes = None
+        if self.shared_input is not None:
+            self.shared_input.drop()
+
+    @torch.no_grad()
+    def weight_scale(self) -> Tensor:
+        """The effective scale of the weight, as the forward uses it: fp32, shape by the scheme. Parameters gathered."""
+        return self._weight_scale().effective()
+
+    def _weight_scale(self) -> WeightScale:
+        return WeightScale(
+            self.weight_s0, self.weight_theta, self.weight_global, self.scheme.weights, self.weight.dtype
+        )
+
+    @torch.no_grad()
+    def input_scale(self) -> Tensor | None:
+        """The effective scale of the input, fp32 ``(1,)``, or None where none is stored. Parameters gathered."""
+        spec = self.scheme.static_input
+        if self.input_s0 is None or spec is None:
+            return None
+        return kernels.effective_scale(self.input_s0, self.input_theta, spec, self.weight.dtype)
+
+    def _check_scale_dtypes(self) -> None:
+        """A module-wide cast (DeepSpeed's to bf16, on stages 0 to 2) rounds the frozen scales in silence."""
+        for name in ("weight_s0", "weight_global", "input_s0"):
+            scale = getattr(self, name)
+            if scale is not None and scale.dtype != torch.float32:
+                raise TypeError(
+                    f"{name} is {scale.dtype}, expected torch.float32: something cast the whole module; "
+                    f"restore the frozen scales after it"
+                )
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Say that weights or scales of ``model`` changed, so that no layer uses codes of the old ones.
+
+    The training loop calls it after every optimizer step, load and write of scales. Nothing else can notice: DeepSpeed
+    writes to ``.data``, which leaves a tensor's version as it was.
+    """
+    for module in model.modules():
+        if isinstance(module, QuantLayer):
+            module.forget_codes()
