@@ -149,15 +149,16 @@ template <int kBits, int kMantissa, int kSmallest, int kLargest, uint32_t kInsid
 struct MiniFloat {
   using Code = uint8_t;
   static constexpr uint32_t kSign = 1u << (kBits - 1);
-  static constexpr uint32_t kHidden = 23u - kMantissa;  // bits of an fp32 mantissa that the grid's does not have
-  // The power of two whose spacing is that of the subnormal numbers, and its exponent bits.
-  static constexpr uint32_t kRounderExponent = 127u + kHidden + kSmallest;
+  static constexpr int kHidden = 23 - kMantissa;  // bits of an fp32 mantissa that the grid's does not have
+  // The bits of the smallest normal number, of the spacing below it, and of the power of two with this spacing.
+  static constexpr uint32_t kNormal = static_cast<uint32_t>(127 + kSmallest) << 23;
+  static constexpr uint32_t kSpacing = static_cast<uint32_t>(127 + kSmallest - kMantissa) << 23;
+  static constexpr uint32_t kRounder = static_cast<uint32_t>(127 + kSmallest + kHidden) << 23;
 
   // The power of two whose spacing is the grid's at `a` <= kLargest: adding it rounds `a` to the grid.
   DEEPQAT_INLINE float rounder(float a) const {
-    const float normal = float_of((bits_of(a) & 0x7f800000u) + (kHidden << 23));
-    const float subnormal = float_of(kRounderExponent << 23);
-    return normal < subnormal ? subnormal : normal;
+    const float normal = float_of((bits_of(a) & 0x7f800000u) + (static_cast<uint32_t>(kHidden) << 23));
+    return normal < float_of(kRounder) ? float_of(kRounder) : normal;
   }
 
   DEEPQAT_INLINE float saturated(float v) const {
@@ -177,7 +178,7 @@ struct MiniFloat {
   // d fq / d s, where `rounded` is round(v). See quant/reference.py for why it is 0 for normal numbers.
   DEEPQAT_INLINE float scale_term(float v, float rounded) const {
     const float a = magnitude(v);
-    const float below = a < float_of((127u + kSmallest) << 23) ? rounded - v : 0.0f;
+    const float below = a < float_of(kNormal) ? rounded - v : 0.0f;
     return a > float_of(kInside) ? rounded : below;  // a NaN is neither
   }
 
@@ -186,15 +187,15 @@ struct MiniFloat {
   DEEPQAT_INLINE Code quantized(float v) const {
     const float a = saturated(v);
     const uint32_t c = bits_of(rounder(a));
-    uint32_t code = bits_of(a + float_of(c)) - c + (c >> kHidden) - (kRounderExponent << kMantissa);
+    uint32_t code = bits_of(a + float_of(c)) - c + ((c - kRounder) >> kHidden);
     code |= (bits_of(v) >> (32 - kBits)) & kSign;
     return static_cast<Code>(v != v ? static_cast<uint32_t>(kNaN) : code);
   }
 
   DEEPQAT_INLINE float decode(Code code) const {
     const uint32_t a = code & (kSign - 1u);
-    const float normal = float_of((a << kHidden) + ((126u + kSmallest) << 23));
-    const float subnormal = static_cast<float>(static_cast<int32_t>(a)) * float_of((127u + kSmallest - kMantissa) << 23);
+    const float normal = float_of((a << kHidden) + kNormal - (1u << 23));
+    const float subnormal = static_cast<float>(static_cast<int32_t>(a)) * float_of(kSpacing);
     float value = a < (1u << kMantissa) ? subnormal : normal;
     if constexpr (kNaN != 0) value = a == static_cast<uint32_t>(kNaN) ? float_of(0x7fc00000u) : value;
     return with_sign_of(value, float_of(static_cast<uint32_t>(code & kSign) << (32 - kBits)));
