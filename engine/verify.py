@@ -38,8 +38,14 @@ from model.compressed import load_compressed
 # and where an input lies that close to a boundary its fp8 code flips, 2.5e-8. A scale or a layer read wrongly gives
 # 1e-3 and more.
 SAME_ARITHMETIC_KL = 1e-5
-# The same of our forward. Measured: 1.4e-5 with fp8 inputs, 0 without; what fp8 quantisation itself costs is 1e-3.
+# The same of our forward. Measured: 1.4e-5 with static fp8 inputs, 0 without them and with weights that bf16 holds,
+# 2e-5 for NVFP4. Where a choice of experts hangs on a rounding the token's logits are those of other weights: 4e-3 with
+# random routers.
 OUR_FORWARD_KL = 1e-3
+OUR_FORWARD_KL_ROUTED = 1e-2
+# Dynamic inputs come to lie on boundaries: of symmetric int8 the largest value of each token stands at 127.5 codes, and
+# the two readers round every tenth negative one to another code. Measured: up to 0.73 of what it costs to quantise
+# these inputs at all, which bounds the difference where it is larger than the figures above.
 
 
 @dataclass
@@ -115,6 +121,7 @@ class Report:
         layers: number of quantised Linears.
         same_arithmetic: with the known differences taken out.
         our_forward: with them.
+        inputs_as_given: where inputs are quantised: our forward without that. What quantising them costs.
         full_forward: of a MoE with quantised inputs: its experts' inputs quantised too, as they are when served. No
             bound.
         problems: everything that is wrong, empty if the checkpoint is good.
@@ -125,6 +132,7 @@ class Report:
     layers: int
     same_arithmetic: Comparison
     our_forward: Comparison
+    inputs_as_given: Comparison | None
     full_forward: Comparison | None
     problems: list[str]
     note: str | None = None
@@ -136,7 +144,8 @@ class Report:
 
     def table(self) -> str:
         """The comparison for people, problems below it."""
-        rows = [self.same_arithmetic, self.our_forward, *([self.full_forward] if self.full_forward else [])]
+        others = [row for row in (self.inputs_as_given, self.full_forward) if row is not None]
+        rows = [self.same_arithmetic, self.our_forward, *others]
         head = f"{'against':<17} {'max |diff|':>10} {'mean':>10} {'KL':>10} {'top-1':>9} {'ppl, ours':>10} "
         head += f"{'transformers':>12}"
         title = f"{self.scheme}: {self.layers} quantised layers, {rows[0].tokens} tokens, logits in fp32"
@@ -171,8 +180,11 @@ def compare_with_transformers(
     problems += loading
 
     quantization.set_fake_quant(weights=True, activations=True)
-    same, ours, full = Comparison("same arithmetic"), Comparison("our forward"), None
-    if any(is_expert(name) and layer.input_fake_quant for name, layer in quantization.layers.items()):
+    same, ours, given, full = Comparison("same arithmetic"), Comparison("our forward"), None, None
+    quantised_inputs = {is_expert(name) for name, layer in quantization.layers.items() if layer.input_fake_quant}
+    if False in quantised_inputs:
+        given = Comparison("inputs as given")
+    if True in quantised_inputs:
         full = Comparison("full forward")
     for ids in batches:
         expected = theirs(input_ids=ids, use_cache=False).logits
@@ -182,15 +194,21 @@ def compare_with_transformers(
             ours.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
         if full is not None:
             full.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
+        if given is not None:
+            quantization.set_fake_quant(weights=True, activations=False)
+            given.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
+            quantization.set_fake_quant(weights=True, activations=True)
 
-    for comparison, bound in ((same, SAME_ARITHMETIC_KL), (ours, OUR_FORWARD_KL)):
+    routed = any(is_expert(name) for name in quantization.layers)
+    our_bound = max(OUR_FORWARD_KL_ROUTED if routed else OUR_FORWARD_KL, 0.0 if given is None else given.kl)
+    for comparison, bound in ((same, SAME_ARITHMETIC_KL), (ours, our_bound)):
         if not comparison.kl <= bound:  # a NaN is not
             problems.append(
-                f"{comparison.name}: KL from transformers is {comparison.kl:.3g} nats per token, at most {bound:.0e} "
+                f"{comparison.name}: KL from transformers is {comparison.kl:.3g} nats per token, at most {bound:.2g} "
                 f"expected; the largest logit difference is {comparison.max_abs:.3g}"
             )
     note = experts_not_loaded(quantization)
     if note is not None:
         note += ": compared with its plain model, filled with what compressed-tensors decompresses"
     schemes = dict.fromkeys(layer.scheme.name for layer in quantization.layers.values())
-    return Report(", ".join(schemes), len(quantization.layers), same, ours, full, problems, note)
+    return Report(", ".join(schemes), len(quantization.layers), same, ours, given, full, problems, note)

@@ -70,15 +70,20 @@ def load_theirs(
     # The eager experts multiply expert by expert, as we do; the default sums in another order.
     moe = any(is_expert(name) for name, _ in model.named_parameters())
     options: dict[str, Any] = {"experts_implementation": "eager"} if moe else {}
-    options |= {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": trust_remote_code}
+    options |= {"dtype": torch.float32, "output_loading_info": True}
+    trust = {"trust_remote_code": trust_remote_code}
     auto: Any = AutoModelForCausalLM
     if experts_not_loaded(quantization) is None:
-        theirs, info = auto.from_pretrained(directory, local_files_only=True, **options)
+        theirs, info = auto.from_pretrained(directory, local_files_only=True, **options, **trust)
+        theirs.hf_quantizer.compressor.decompress_model(theirs)
     else:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, **trust)
         del config.quantization_config
+        with torch.device("meta"):
+            model_class = type(auto.from_config(config, **trust))
         state = _decompressed(directory, model, quantization)
-        theirs, info = auto.from_pretrained(None, config=config, state_dict=state, **options)
+        theirs, info = model_class.from_pretrained(None, config=config, state_dict=state, **options)
+        _quantize_inputs(theirs, quantization)
     problems = []
     for kind, keys in info.items():
         # It has no use for the input scales of experts that it dequantises.
@@ -87,10 +92,6 @@ def load_theirs(
         ]
         if found:
             problems.append(f"transformers reports {kind}: {listed(sorted(map(str, found)))}")
-    if theirs.hf_quantizer is not None:
-        theirs.hf_quantizer.compressor.decompress_model(theirs)
-    else:
-        _quantize_inputs(theirs, quantization)
     for parameter in theirs.parameters():
         # What was dequantised in the scale's dtype, against the dtype asked for.
         if parameter.is_floating_point() and parameter.dtype in (torch.bfloat16, torch.float16):

@@ -276,7 +276,9 @@ def test_the_script(good, damaged, capsys):
     options = ["--tokens", "50", "--window", "20"]
     assert main(["--export", str(good[0]), *options]) == 0
     table = capsys.readouterr().out
-    assert re.search(r"50 tokens.*\n.*\nsame arithmetic .*\nour forward .*\nfull forward .*\nok\n", table), table
+    assert re.search(
+        r"50 tokens.*\n.*\nsame arithmetic .*\nour forward .*\ninputs as given .*\nfull forward .*\nok\n", table
+    ), table
     edit_config(damaged[0], lambda config: config["ignore"].remove("lm_head"))
     assert main(["--export", str(damaged[0]), *options]) == 1
     assert "missing: lm_head.input_scale" in capsys.readouterr().out

@@ -1,0 +1,224 @@
+"""Every preset, dense and MoE: quantised, exported, read back by transformers and by us; and the other layouts."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.verify import Report, compare_with_transformers
+from engine.verify_reader import decompress
+from model.build import build_model
+from model.compressed import load_compressed, quantized_keys
+from model.load import load_weights
+from model.ranks import RankError
+from model.save import export_model
+from quant import Quantization, prepare
+from quant.export import unpack_scale, unpack_weight
+from quant.reference import absmax_scale, fake_quant, quantize
+from quant.rules import Rule
+from quant.spec import SCHEMES, Scheme, TensorSpec
+from tests.tiny import tiny_checkpoint
+
+KINDS = ("qwen3", "qwen3_moe")
+
+
+def absmax(weight: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Largest magnitudes, in the shape of the scale."""
+    shape = spec.scale_shape(tuple(weight.shape))
+    m, n = shape if len(shape) == 2 else (1, 1)
+    return weight.float().abs().view(m, weight.shape[0] // m, n, -1).amax((1, 3)).view(shape)
+
+
+@torch.no_grad()
+def fill_scales(model, quantization: Quantization, batches) -> None:
+    """Absmax scales of weights, stored ones of inputs calibrated on ``batches``."""
+    layers = quantization.layers
+    for group in quantization.weight_groups:
+        largest = torch.stack([absmax(layers[name].weight, group.spec) for name in group.members]).amax(0)
+        group.s0.copy_(absmax_scale(largest, group.spec))
+    for group in quantization.global_groups:
+        largest = max(layers[name].weight.abs().max().float() for name in group.members)
+        group.s0.fill_(448 * 6 / largest)
+    if quantization.input_groups:
+        quantization.set_fake_quant(weights=False, activations=False)
+        quantization.observe(True)
+        for ids in batches:
+            model(input_ids=ids)
+        quantization.observe(False)
+        quantization.set_fake_quant(weights=True, activations=True)
+        for group in quantization.input_groups:
+            group.s0.copy_(absmax_scale(group.observer.absmax.view(1), group.spec))
+
+
+def exported(directory: Path, kind: str, scheme: Scheme | None, rules=(), *, layout="compressed", **options):
+    """A tiny model of fresh random weights, quantised and exported; tokens that it was calibrated on."""
+    source = tiny_checkpoint(directory / "source", kind, seed=random.randrange(2**31), wide=True)
+    if kind == "qwen3_moe":
+        # With a choice, a random router sends a token in a thousand elsewhere wherever a rounding differs.
+        config = AutoConfig.from_pretrained(source)
+        config.num_experts_per_tok = config.num_experts
+        config.save_pretrained(source)
+    batches = [torch.randint(0, 301, (2, 48)) for _ in range(2)]
+    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu")).eval()
+    load_weights(model, source, progress=False)
+    quantization = prepare(model, scheme, rules=rules, learn_weight_scale=True, learn_input_scale=False, **options)
+    fill_scales(model, quantization, batches)
+    export_model(model, quantization, source, directory / "export", layout=layout, max_shard_size=200_000)
+    return model, quantization, batches
+
+
+# One of each format and kind of input; the others differ in a number.
+OTHERS = ("w8a16_g128", "w8a16_g32", "w4a16_g32", "w4a16_channel", "w3a16_g128", "w3a16_g32", "w2a16_g128")
+OTHERS += ("w2a16_channel", "w4a8_int8")
+CASES = [
+    pytest.param(kind, scheme, id=f"{kind}-{scheme.name}", marks=[pytest.mark.full] if scheme.name in OTHERS else [])
+    for kind in KINDS
+    for scheme in SCHEMES.values()
+]
+# Experts that transformers does not load (engine/verify_reader.py).
+NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4"}
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """Everything in the weight files."""
+    return {key: tensor for path in directory.glob("*.safetensors") for key, tensor in load_file(path).items()}
+
+
+def same_arithmetic(report: Report) -> None:
+    """Logits differ by the rounding of matrix products and no more (measured: not at all)."""
+    assert report.ok, report.table()
+    assert report.same_arithmetic.relative_max < 1e-5, report.table()
+
+
+@pytest.mark.parametrize(("kind", "scheme"), CASES)
+def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
+    """Codes and scales on disk are those of the forward; compressed-tensors decompresses them to the weights that it
+    multiplied with; transformers and our reader compute its logits."""
+    model, quantization, batches = exported(tmp_path, kind, scheme)
+    tensors = tensors_of(tmp_path / "export")
+    size = weights = 0
+    for name, layer in quantization.layers.items():
+        keys = quantized_keys(model, name, layer)
+        state = {suffix: tensors[key] for suffix, key in keys.items()}
+        scale = layer.weight_scale()
+        assert torch.equal(unpack_scale(state["weight_scale"], scheme.weights, state.get("weight_global_scale")), scale)
+        expected = quantize(layer.weight, scale, scheme.weights)
+        assert torch.equal(unpack_weight(state, scheme).view(torch.int8), expected.view(torch.int8)), name
+        assert torch.equal(decompress(state, scheme).bfloat16(), fake_quant(layer.weight, scale, scheme.weights)), name
+        if scheme.static_input is not None:
+            assert torch.equal(unpack_scale(state["input_scale"], scheme.static_input), layer.input_scale())
+        size += sum(tensor.nbytes for suffix, tensor in state.items() if suffix not in ("input_scale", "weight_shape"))
+        weights += layer.weight.numel()
+    assert len(quantization.layers) == (14 if kind == "qwen3" else 38)
+    assert 8 * size / weights == pytest.approx(bits_on_disk(scheme, quantization), rel=1e-9)
+
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert (report.note is not None) == (kind == "qwen3_moe" and scheme.name in NOT_LOADED)
+    again, _ = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
+
+
+def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
+    """Bits per weight of the quantised layers: those of a code, and of the scales' share."""
+    spec, scales = scheme.weights, 0.0
+    bits = {"float32": 32, "model": 16, "e4m3": 8, "e8m0": 8}[spec.scale_format]
+    for layer in quantization.layers.values():
+        count = {
+            "tensor": 1,
+            "channel": layer.out_features,
+            "group": layer.weight.numel() // (spec.group_size or 1),
+            "block": layer.weight.numel() // (spec.group_size or 1) ** 2,
+        }[spec.granularity]
+        scales += count * bits + (32 if spec.scale_format == "e4m3" else 0)
+    return spec.bits + scales / sum(layer.weight.numel() for layer in quantization.layers.values())
+
+
+FP8, INT4 = SCHEMES["fp8_dynamic"], SCHEMES["w4a16_g32"]
+OUTER = [Rule(FP8, first=1), Rule(None, r".*\.1\.self_attn\..*")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_schemes(kind, tmp_path, seed):
+    """The first layer in fp8, of the last one attention as it is, lm_head in int8, int4 elsewhere. Of a MoE the experts
+    of both layers have one scheme, which is what transformers can read."""
+    rules = OUTER if kind == "qwen3" else [Rule(INT4, r".*\.experts\..*"), *OUTER]
+    head = {"lm_head": SCHEMES["w8a16_channel"]}
+    model, quantization, batches = exported(tmp_path, kind, INT4, rules, named=head)
+    config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    assert [group["weights"]["num_bits"] for group in config["config_groups"].values()] == [8, 4, 8]
+    assert (r"re:.*mlp\.gate$" in config["ignore"]) == (kind == "qwen3_moe")
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.note is None
+    assert set(report.scheme.split(", ")) == {"fp8_dynamic", "w4a16_g32", "w8a16_channel"}
+    again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
+    schemes = [{name: layer.scheme for name, layer in each.layers.items()} for each in (read, quantization)]
+    assert schemes[0] == schemes[1]
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
+
+
+def test_experts_of_several_schemes(tmp_path, seed):
+    """Read right by us and by vLLM; transformers would decode all of them with one: the report says so."""
+    _, _, batches = exported(tmp_path, "qwen3_moe", INT4, [Rule(SCHEMES["w2a16_g32"], last=1)])
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.note is not None
+    assert report.note.startswith("transformers decodes all experts with one scheme")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", [SCHEMES["nvfp4"], SCHEMES["w8a8_static"]], ids=lambda scheme: scheme.name)
+def test_a_dequantised_export_is_a_plain_checkpoint_of_the_fake_quantised_weights(kind, scheme, tmp_path, seed):
+    model, quantization, batches = exported(tmp_path, kind, scheme, layout="dequantized")
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
+    options = {"experts_implementation": "eager"} if kind == "qwen3_moe" else {}
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype=torch.bfloat16, output_loading_info=True, **options
+    )
+    assert not any(info.values()), info
+    quantization.set_fake_quant(weights=True, activations=False)
+    with torch.no_grad():
+        logits = model(input_ids=batches[0]).logits
+        assert torch.equal(theirs(input_ids=batches[0]).logits, logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_block"])
+def test_vllm_fp8_holds_the_tensors_of_the_compressed_export(kind, name, tmp_path, seed):
+    """Under the names of vLLM's own fp8 loader; blocks load in transformers too, which has that configuration."""
+    model, quantization, _ = exported(tmp_path, kind, SCHEMES[name])
+    export_model(model, quantization, tmp_path / "source", tmp_path / "native", layout="vllm_fp8")
+    compressed, native = tensors_of(tmp_path / "export"), tensors_of(tmp_path / "native")
+    if name == "fp8_block":
+        compressed = {key.replace("weight_scale", "weight_scale_inv"): tensor for key, tensor in compressed.items()}
+    assert native.keys() == compressed.keys()
+    assert all(torch.equal(native[key].view(torch.uint8), compressed[key].view(torch.uint8)) for key in native)
+    routers = [f"model.layers.{i}.mlp.gate" for i in range(2)] if kind == "qwen3_moe" else []
+    config = json.loads((tmp_path / "native" / "config.json").read_text())["quantization_config"]
+    assert config == {
+        "quant_method": "fp8",
+        "activation_scheme": "static" if name == "fp8_static" else "dynamic",
+        **({} if name == "fp8_static" else {"weight_block_size": [128, 128]}),
+        "ignored_layers": [*routers, "lm_head"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("vllm_fp8", "holds fp8_static or fp8_block for all quantised layers, got w4a16_g32"),
+        ("gguf", "unknown layout 'gguf'; known: compressed, vllm_fp8, dequantized"),
+    ],
+)
+def test_a_layout_that_cannot_hold_the_model_is_refused(layout, message, tmp_path):
+    with pytest.raises(RankError, match=message):
+        exported(tmp_path, "qwen3", INT4, layout=layout)
+    assert not (tmp_path / "export").exists()
