@@ -1,12 +1,15 @@
 """The benchmarks run from end to end and write their tables; what they measure at these sizes means nothing."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.recovery import QUICK, Bench, sweep
 from engine.kd import KD_KINDS
+from tests.tiny import TEXT, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,3 +73,27 @@ def test_kd_loss(tmp_path: Path) -> None:
     assert all(float(row["ms"]) >= 0 for row in times)
     peaks = [row for row in rows if "T" in row]
     assert len(peaks) == 6 and all("fp32 [T, V]" in row["direct, kl"] for row in peaks)
+
+
+def test_recovery(tmp_path: Path) -> None:
+    """FT, PTQ and QAT, one of each single change, and nothing trained again where its models were kept."""
+    tiny_checkpoint(tmp_path / "model", even=True, layers=3)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 20)
+    options = ["--model", str(tmp_path / "model"), "--train", str(text), "--text", str(text)]
+    options += ["--out", str(tmp_path / "out"), "--schemes", "w2a16_g32", "--also", "fp8_static", "--rates", "1e-3"]
+    rows = run("recovery", *options, "--seeds", "2", results=tmp_path)
+    schemes = [row for row in rows if "scheme" in row]
+    assert [row["scheme"] for row in schemes] == ["w2a16_g32", "fp8_static"]
+    assert all(float(row[way]) > 1 for row in schemes for way in ("FT", "PTQ", "QAT"))
+    assert [row["way"] for row in rows if "way" in row][:2] == ["FT", "QAT, w2a16_g32"]
+    known = json.loads((tmp_path / "out/perplexities.json").read_text())
+    changes = [row for row in rows if "change" in row]
+    assert len(changes) == 1 + sum(name.startswith("w2a16_g32_0.001_0_") for name in known)
+    assert changes[0]["QAT"] == schemes[0]["QAT"] == f"{known['w2a16_g32_0.001_0']['perplexity']:.2f}"
+
+    # What the folder says is taken from there.
+    known["ft_0.001_0"]["perplexity"] = 1.5
+    (tmp_path / "out/perplexities.json").write_text(json.dumps(known))
+    bench = Bench(tmp_path / "model", text, text, QUICK, tmp_path / "out")
+    assert sweep(lambda rate, seed: bench.trained(None, rate, seed), [1e-3], 1).text() == "1.50, spread 0.00"
