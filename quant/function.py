@@ -284,7 +284,7 @@ def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Ten
         saved.input_theta,
         plan.input,
         saved.weight.dtype,
-        factor=_lsq_factor(plan.input_numel, plan.input),
+        factor=lsq_factor(plan.input_numel, plan.input),
         theta_gradient=True,
     )
     return grad_used, grad_theta
@@ -300,7 +300,7 @@ def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Te
     grad_theta = saved.weight_scale(plan.weight).backward_(
         grad_used,
         saved.weight,
-        factor=_lsq_factor(plan.weight_numel, plan.weight),
+        factor=lsq_factor(plan.weight_numel, plan.weight),
         theta_gradient=ctx.needs_input_grad[4],
     )
     return grad_used, grad_theta
@@ -320,6 +320,6 @@ def _used_input(ctx: Any, saved: _Saved, *, after: Tensor) -> Tensor:
     return kernels.fake_quantize(saved.x, *scale, after=after)
 
 
-def _lsq_factor(numel: int, spec: TensorSpec) -> float:
+def lsq_factor(numel: int, spec: TensorSpec) -> float:
     """LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``."""
     return 1 / math.sqrt(numel * spec.qmax)
