@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from engine.recipe import LearnableRecipe, OptimRecipe
 from model.experts import PerExpertMLPs
 from model.zero import full_shape
-from quant import QuantLinear
+from quant import QuantCache, QuantLinear
 
 # LSQ divides the gradient of a scale by sqrt(numel * qmax), some 1e5 for a 4096 x 4096 weight in fp8: gradients of
 # theta are 1e-9 and less, and Adam's usual eps of 1e-8 would be added to a root of their square that is smaller than
@@ -53,11 +53,12 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
 
 
 def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
-    if isinstance(module, QuantLinear):
+    if isinstance(module, QuantLinear | QuantCache):
         scales = {
             "weight_theta": "weight_scale",
             "input_theta": "act_scale",
             "weight_s0": "frozen",
+            "weight_global": "frozen",
             "input_s0": "frozen",
         }
         if name in scales:

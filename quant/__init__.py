@@ -12,6 +12,7 @@ from quant.calibrate import (
     scales_from_stats,
 )
 from quant.kernels import prepare_kernels
+from quant.kv_cache import QuantCache
 from quant.linear import SCALE_PARAMETERS, QuantLinear, weights_changed
 from quant.observe import Observer
 from quant.prepare import Quantization, ScaleGroup, prepare
@@ -25,6 +26,7 @@ __all__ = [
     "SCHEMES",
     "Observer",
     "Preset",
+    "QuantCache",
     "QuantLinear",
     "Quantization",
     "Ranges",

@@ -132,14 +132,14 @@ class _FakeQuantize(torch.autograd.Function):
         return grad if needs_x else None, None, grad_theta, None, None
 
 
-def attach_kv_cache(model: PreTrainedModel, spec: TensorSpec, *, learn: bool) -> dict[str, QuantCache]:
+def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[str, QuantCache]:
     """Give every attention module of ``model`` a quantiser of its keys and one of its values, in place.
 
     The model's attention implementation becomes one that calls them; it may not be set again afterwards. The scales are
     new Parameters on the device of the attention's, not partitioned.
 
     Args:
-        model: of transformers; parameters may be partitioned or on the meta device.
+        model: of transformers (PreTrainedModel); parameters may be partitioned or on the meta device.
         spec: how keys and values are quantised: per tensor.
         learn: whether the scales get a theta.
 
@@ -151,6 +151,8 @@ def attach_kv_cache(model: PreTrainedModel, spec: TensorSpec, *, learn: bool) ->
             interface, or whose cache does not hold them.
     """
     attentions = _attention_modules(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"{type(model).__name__} is not a PreTrainedModel, whose attention implementation can be set")
     name = _register(model.config._attn_implementation, attentions)
     model.set_attn_implementation(name)
     caches: dict[str, QuantCache] = {}
