@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from engine.recipe import LearnableRecipe, OptimRecipe
 from model.experts import PerExpertMLPs
 from model.zero import full_shape
-from quant import QuantEmbedding, QuantLayer
+from quant import QuantCache, QuantEmbedding, QuantLayer
 
 # LSQ divides the gradient of a scale by sqrt(numel * qmax), some 1e5 for a 4096 x 4096 weight in fp8: gradients of
 # theta are 1e-9 and less, and Adam's usual eps of 1e-8 would be added to a root of their square that is smaller than
@@ -54,7 +54,7 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
 
 
 def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
-    if isinstance(module, QuantLayer):
+    if isinstance(module, (QuantLayer, QuantCache)):
         scales = {
             "weight_theta": "weight_scale",
             "input_theta": "act_scale",

@@ -18,7 +18,7 @@ _EXPERT = re.compile(r"\.\d+\.")
 
 @dataclass(frozen=True)
 class QuantStats:
-    """Statistics by layer (weights) and by owner of the scale group (inputs)."""
+    """Statistics by layer (weights) and by owner of the scale group (inputs, and keys and values)."""
 
     weights: dict[str, WeightStatistics]
     input_scales: dict[str, float]
@@ -57,11 +57,16 @@ def log(stats: QuantStats, metrics: Metrics, step: int) -> None:
     }
     for tag, values in by_tag.items():
         metrics.histogram(tag, values, step)
-    worst = {"quant/weight_error_db_worst": max(errors.values()), "quant/clipped_weights_most": max(clipped.values())}
+    worst = {}
+    if stats.weights:  # not where the KV cache alone is quantised
+        worst = {
+            "quant/weight_error_db_worst": max(errors.values()),
+            "quant/clipped_weights_most": max(clipped.values()),
+        }
+        metrics.picture("quant/weight_error_by_layer", lambda: error_picture(errors, step), step)
     if stats.clipped_inputs:
         worst["quant/clipped_inputs_most"] = max(stats.clipped_inputs.values())
     metrics.log(worst, step)
-    metrics.picture("quant/weight_error_by_layer", lambda: error_picture(errors, step), step)
 
 
 def decibels(relative_error: float) -> float:

@@ -235,6 +235,7 @@ def build_student(
             learn_input_scale=recipe.learnable.act_scale,
             ranges=recipe.quant.ranges(),
             fp8_gemm=uses_fp8_gemm(recipe, device),
+            kv_cache=recipe.quant.preset().kv_cache,
         )
     partition_new_parameters(model, ds_config)
     set_learnable(model, recipe.learnable)
@@ -324,7 +325,10 @@ def _summary(recipe: Recipe, quantization: Quantization) -> str:
     how = f"{len(multiplied)} by fp8 GEMM" if multiplied else "simulated"
     counts = Counter(layer.scheme.name for layer in quantization.layers.values())
     schemes = ", ".join(f"{count} {name}" for name, count in counts.items()) if len(counts) > 1 else recipe.quant.scheme
-    return f"{len(quantization.layers)} linear layers, {schemes}, {how}"
+    parts = [f"{len(quantization.layers)} linear layers, {schemes}, {how}"] if quantization.layers else []
+    if quantization.caches:
+        parts.append(f"keys and values of {len(quantization.caches) // 2} layers")
+    return "; ".join(parts)
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:

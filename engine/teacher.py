@@ -87,20 +87,20 @@ class SelfTeacher(Teacher):
     @torch.no_grad()
     def look(self, inputs: dict[str, Any], batch: MicroBatch) -> AtHead:
         """Run the student as it was: eval mode, nothing quantised, no observer watching; then all as before."""
-        layers = self.quantization.layers
+        modules = self.quantization.modules
         state = self.quantization.fake_quant_state()
-        observers = {name: layer.input_observer for name, layer in layers.items()}
+        observers = {name: module.input_observer for name, module in modules.items()}
         was_training = self.engine.training
         self.engine.eval()
         self.quantization.set_fake_quant(weights=False, activations=False)
-        for layer in layers.values():
-            layer.input_observer = None
+        for module in modules.values():
+            module.input_observer = None
         try:
             with self.head.computing(lambda hidden, weight, bias: hidden):
                 hidden = self.engine(**inputs).logits
         finally:
-            for name, layer in layers.items():
-                layer.input_observer = observers[name]
+            for name, module in modules.items():
+                module.input_observer = observers[name]
             self.quantization.restore_fake_quant(state)
             self.engine.train(was_training)
         # The head's own weight, not the one that the student's losses are computed with, which may be quantised.

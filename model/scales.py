@@ -37,8 +37,13 @@ from quant import (
 from quant.reference import E8M0_BIAS
 from quant.spec import FP8_MAX
 
-# Scales as their keys on disk end.
-KINDS = ("weight_scale", "weight_global_scale", "input_scale")
+# Scales as their keys on disk end. Those of the KV cache have several spellings (llm-compressor's now and before, and
+# ModelOpt's), under the name of the attention module.
+LAYER_SCALES = (".weight_scale", ".weight_global_scale", ".input_scale")
+CACHE_SCALES = {
+    "k_cache": (".k_scale", ".k_cache.scale", ".k_proj.k_scale"),
+    "v_cache": (".v_scale", ".v_cache.scale", ".v_proj.v_scale"),
+}
 
 # Scales held at full size at a time while measuring or writing. Group scales are 1/32 of the weights' number or fewer.
 BUCKET_ELEMENTS = 16 * 2**20
@@ -238,13 +243,13 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
 
 def input_scales(quantization: Quantization) -> dict[str, float]:
     """Every effective activation scale, by owner of its group; a collective under ZeRO-3."""
-    groups = quantization.input_groups
+    groups, modules = quantization.input_groups, quantization.modules
     found = {}
     for bucket in _buckets(groups):
         parameters = [p for group in bucket for p in (group.s0, group.theta) if p is not None]
         with gathered(parameters), torch.no_grad():
             for group in bucket:
-                scale = quantization.layers[group.owner].input_scale()
+                scale = modules[group.owner].input_scale()
                 assert scale is not None
                 found[group.owner] = scale.item()
     return found
@@ -313,9 +318,10 @@ def load_scales(
     """Read the scales of a PTQ checkpoint into the model; a collective.
 
     Keys are ``<layer>.weight_scale`` (NVFP4: and ``weight_global_scale``) and ``<layer>.input_scale`` with the layers'
-    names on disk, in any file of the directory, of shape ``()``, ``[1]`` or the scale's own. Layers that share a scale
-    take the largest of theirs, as serving engines do when they fuse them. Where the weight scale of any member is
-    missing, the whole group is measured from the weights, and listed in the report.
+    names on disk, and ``<attention>.k_scale`` (or ``k_cache.scale``) and ``v_scale``, in any file of the directory, of
+    shape ``()``, ``[1]`` or the scale's own. Layers that share a scale take the largest of theirs, as serving engines
+    do when they fuse them. Where the weight scale of any member is missing, the whole group is measured from the
+    weights, and listed in the report.
 
     Args:
         model: the quantised model; the weights are loaded.
@@ -331,16 +337,18 @@ def load_scales(
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
         found = _read_scales(Path(directory))
         on_disk = {name: module_name_on_disk(model, name) for name in quantization.layers}
-        unused = _unused(Path(directory), found, set(on_disk.values()))
+        keys = {kind: {name: [disk + kind] for name, disk in on_disk.items()} for kind in LAYER_SCALES}
+        keys[".input_scale"] |= {name: _cache_keys(model, name) for name in quantization.caches}
+        unused = _unused(Path(directory), found, keys)
         found = _without_global_scales(found)
-        weights, missing_weights = _group_values(quantization.weight_groups, found, on_disk, "weight_scale")
-        global_scales, missing_globals = _group_values(
-            quantization.global_groups, found, on_disk, "weight_global_scale"
-        )
-        inputs, missing_inputs = _group_values(quantization.input_groups, found, on_disk, "input_scale")
+        weights, missing_weights = _group_values(quantization.weight_groups, found, keys[".weight_scale"])
+        global_scales, missing_globals = _group_values(quantization.global_groups, found, keys[".weight_global_scale"])
+        # q, k and v see one tensor, and an expert that calibration never reached has no scale of its own: any member's
+        # input scale will do. Each weight needs its own.
+        inputs, missing_inputs = _group_values(quantization.input_groups, found, keys[".input_scale"], any_member=True)
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
-                f"{directory} has no input_scale for {listed(missing_inputs)}. Set quant.calibration_batches to "
+                f"{directory} has no input scale for {listed(missing_inputs)}. Set quant.calibration_batches to "
                 "measure them in place, or quant.initial_input_scale, or name a PTQ checkpoint that has them"
             )
     report = ScaleReport(
@@ -364,7 +372,8 @@ def load_scales(
 
 
 def _read_scales(directory: Path) -> dict[str, Tensor]:
-    """Every scale of the directory's safetensors files, fp32, by key; what counts as one is in ``KINDS``."""
+    """Every scale of the directory's safetensors files, fp32, by key."""
+    endings = (*LAYER_SCALES, *(ending for spellings in CACHE_SCALES.values() for ending in spellings))
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} has no *.safetensors file: expected a PTQ checkpoint")
@@ -373,14 +382,13 @@ def _read_scales(directory: Path) -> dict[str, Tensor]:
         try:
             with safe_open(path, framework="pt") as reader:
                 for key in reader.keys():  # noqa: SIM118 (a safe_open handle is not iterable)
-                    kind = key.rpartition(".")[2]
-                    if kind in KINDS:
+                    if key.endswith(endings):
                         scale = reader.get_tensor(key)
                         # A power of two is stored as its exponent.
                         found[key] = (
                             torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
                         )
-                    elif kind in ("weight_zero_point", "input_zero_point") and bool(reader.get_tensor(key).any()):
+                    elif key.endswith("zero_point") and bool(reader.get_tensor(key).any()):
                         raise ValueError(f"{path}: {key} is not 0; only symmetric quantisation is read")
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
@@ -396,30 +404,48 @@ def _without_global_scales(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
-def _unused(directory: Path, found: Mapping[str, Tensor], layers: set[str]) -> list[str]:
+def _cache_keys(model: PreTrainedModel, name: str) -> list[str]:
+    """Keys that the scale of a quantiser of keys or values may have."""
+    attention, _, kind = name.rpartition(".")
+    return [module_name_on_disk(model, attention) + ending for ending in CACHE_SCALES[kind]]
+
+
+def _unused(directory: Path, found: Mapping[str, Tensor], keys: Mapping[str, Mapping[str, Sequence[str]]]) -> list[str]:
     """Keys of layers that the model does not quantise; an error if there are no others, as with a wrong prefix."""
+    expected = [key for by_name in keys.values() for spellings in by_name.values() for key in spellings]
+    layers = {key.rpartition(".")[0] for key in expected}
     unused = [key for key in found if key.rpartition(".")[0] not in layers]
     if len(unused) == len(found):
         raise ValueError(
-            f"{directory} has no scale of a quantised layer: expected keys like {min(layers)}.weight_scale, "
+            f"{directory} has no scale of a quantised layer: expected keys like {min(expected)}, "
             f"found {listed(unused) or 'no weight_scale and no input_scale'}"
         )
     return unused
 
 
 def _group_values(
-    groups: Sequence[ScaleGroup], found: Mapping[str, Tensor], on_disk: Mapping[str, str], kind: str
+    groups: Sequence[ScaleGroup],
+    found: Mapping[str, Tensor],
+    keys: Mapping[str, Sequence[str]],
+    *,
+    any_member: bool = False,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The value of each group (the largest of its members'), and the owners of groups without any."""
+    """The value of each group (the largest of its members'), and the owners of groups without any.
+
+    Args:
+        groups: scale groups.
+        found: scales by key.
+        keys: the keys that a member's scale may have, by the member's name.
+        any_member: one member's scale is enough; else each must have one.
+    """
     values: dict[str, Tensor] = {}
     missing: list[str] = []
     for group in groups:
-        keys = [f"{on_disk[name]}.{kind}" for name in group.members]
-        members = [_checked(key, found[key], group) for key in keys if key in found]
-        # q, k and v see one tensor, and an expert that calibration never reached has no scale of its own: any member's
-        # input scale will do. Each weight needs its own.
-        if members and (kind == "input_scale" or len(members) == len(group.members)):
-            values[group.owner] = torch.stack(members).amax(0)
+        own = [[key for key in keys[name] if key in found] for name in group.members]
+        if any(own) if any_member else all(own):
+            values[group.owner] = torch.stack([_checked(key, found[key], group) for some in own for key in some]).amax(
+                0
+            )
         else:
             missing.append(group.owner)
     return values, missing

@@ -13,6 +13,7 @@ from quant.calibrate import (
 )
 from quant.embedding import QuantEmbedding
 from quant.kernels import prepare_kernels
+from quant.kv_cache import QuantCache
 from quant.layer import SCALE_PARAMETERS, QuantLayer, weights_changed
 from quant.linear import QuantLinear
 from quant.observe import Observer
@@ -27,6 +28,7 @@ __all__ = [
     "SCHEMES",
     "Observer",
     "Preset",
+    "QuantCache",
     "QuantEmbedding",
     "QuantLayer",
     "QuantLinear",

@@ -1,6 +1,5 @@
 """The module that stands where a quantised nn.Embedding stood."""
 
-import math
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quant import kernels
+from quant.function import lsq_factor
 from quant.layer import QuantLayer
 from quant.spec import Scheme
 
@@ -63,7 +63,7 @@ class QuantEmbedding(QuantLayer):
         spec = self.scheme.weights
         if theta is not None:
             numel = spec.elements_per_scale((self.out_features, self.in_features))
-            theta = F.embedding(ids, scaled_gradient(theta, 1 / math.sqrt(numel * spec.qmax))).flatten(0, -2)
+            theta = F.embedding(ids, scaled_gradient(theta, lsq_factor(numel, spec))).flatten(0, -2)
         s0 = F.embedding(ids, self.weight_s0).flatten(0, -2)
         return kernels.fake_quantize(rows.flatten(0, -2), s0, theta, spec, self.weight.dtype).view(rows.shape)
 

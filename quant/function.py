@@ -284,7 +284,7 @@ def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Ten
         saved.input_theta,
         plan.input,
         saved.weight.dtype,
-        factor=_lsq_factor(plan.input_numel, plan.input),
+        factor=lsq_factor(plan.input_numel, plan.input),
         theta_gradient=True,
     )
     return grad_used, grad_theta
@@ -300,7 +300,7 @@ def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Te
     grad_theta = saved.weight_scale(plan.weight).backward_(
         grad_used,
         saved.weight,
-        factor=_lsq_factor(plan.weight_numel, plan.weight),
+        factor=lsq_factor(plan.weight_numel, plan.weight),
         theta_gradient=ctx.needs_input_grad[4],
     )
     return grad_used, grad_theta
@@ -337,7 +337,7 @@ class UsedWeightFunction(torch.autograd.Function):
         numel: int,
     ) -> Tensor:
         ctx.save_for_backward(weight, s0, theta, global_scale)
-        ctx.spec, ctx.factor = spec, _lsq_factor(numel, spec)
+        ctx.spec, ctx.factor = spec, lsq_factor(numel, spec)
         return WeightScale(s0, theta, global_scale, spec, weight.dtype).fake_quantize(weight)
 
     @staticmethod
@@ -351,6 +351,6 @@ class UsedWeightFunction(torch.autograd.Function):
         return grad_weight if ctx.needs_input_grad[0] else None, None, grad_theta, None, None, None
 
 
-def _lsq_factor(numel: int, spec: TensorSpec) -> float:
+def lsq_factor(numel: int, spec: TensorSpec) -> float:
     """LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``."""
     return 1 / math.sqrt(numel * spec.qmax)

@@ -11,6 +11,8 @@ to the largest one and compute something else than was trained. So the same grou
 
 The Parameter is registered on every member and owned by the first one in module order, so ``model.parameters()`` lists
 it once. A group that is only partly quantised is an error: what is served could not be what was trained.
+
+Keys and values have a scale each per layer, which nothing shares; their groups are among those of inputs.
 """
 
 import re
@@ -23,6 +25,7 @@ from torch import nn
 from quant.calibrate import Ranges
 from quant.embedding import QuantEmbedding
 from quant.inputs import SharedInput
+from quant.kv_cache import QuantCache, attach_kv_cache
 from quant.layer import QuantLayer
 from quant.linear import QuantLinear
 from quant.observe import Observer
@@ -42,7 +45,7 @@ class ScaleGroup:
     Attributes:
         owner: name of the first member in module order; the scale's Parameters carry its name in
             ``named_parameters()``.
-        members: names of all layers that share the scale, in module order.
+        members: names of all layers (or the quantiser of keys, or of values) that share the scale, in module order.
         spec: how what it scales is quantised.
         s0: the frozen fp32 scale, ``(1,)`` or the shape that ``spec`` says; NaN until filled.
         theta: its learned correction in the model's dtype, 0 at the start, or None for a static scale.
@@ -66,10 +69,12 @@ class Quantization:
         exempt: names of the modules that an exempt pattern matched (routers that are no nn.Linear among them), in
             module order.
         weight_groups: every weight scale; each layer is a member of one.
-        input_groups: every stored input scale; empty where no scheme has one.
+        input_groups: every stored scale of inputs, then those of keys and values; empty where there is none.
         global_groups: every global scale of weights whose scales are e4m3 (NVFP4).
         ranges: what first scales are to fit.
         simulated: names of the layers that the fp8 GEMM was asked for and cannot take; they simulate.
+        caches: the quantisers of keys and values by module name, in module order; empty where the KV cache stays as it
+            is.
     """
 
     layers: dict[str, QuantLayer]
@@ -79,44 +84,61 @@ class Quantization:
     global_groups: list[ScaleGroup] = field(default_factory=list)
     ranges: Ranges = Ranges()  # noqa: RUF009 (frozen)
     simulated: list[str] = field(default_factory=list)
+    caches: dict[str, QuantCache] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> dict[str, QuantLayer | QuantCache]:
+        """Everything that can be switched, by module name: layers, then caches."""
+        return {**self.layers, **self.caches}
 
     def set_fake_quant(self, weights: bool, activations: bool, pattern: str | None = None) -> None:
-        """Switch fake quantisation of weights and of the inputs that the scheme quantises.
+        """Switch fake quantisation of weights, and of what the scheme quantises of inputs, keys and values.
 
         Args:
             weights: whether weights are fake-quantised from now on.
-            activations: the same of inputs; without effect where the scheme leaves them alone.
+            activations: the same of inputs, keys and values; without effect where the scheme leaves them alone.
             pattern: a regex that names the layers to switch in full; all of them without it.
 
         Raises:
             ValueError: the pattern matches no layer.
         """
         for name in self.matching(pattern):
-            self.layers[name].weight_fake_quant = weights
-            self.layers[name].input_fake_quant = activations and self.layers[name].scheme.activations is not None
+            if name in self.layers:
+                self.layers[name].weight_fake_quant = weights
+                self.layers[name].input_fake_quant = activations and self.layers[name].scheme.activations is not None
+            else:
+                self.caches[name].input_fake_quant = activations
         self._recount_inputs()
 
     def matching(self, pattern: str | None) -> list[str]:
-        """Names of the layers that the regex matches in full; all of them without one.
+        """Names of the layers (and quantisers of keys and values) that the regex matches in full; all without one.
 
         Raises:
             ValueError: the pattern matches no layer.
         """
-        names = [name for name in self.layers if pattern is None or re.fullmatch(pattern, name)]
+        names = [name for name in self.modules if pattern is None or re.fullmatch(pattern, name)]
         if not names:
             raise ValueError(
-                f"pattern {pattern!r} matches no quantised layer; names look like {examples(list(self.layers))}"
+                f"pattern {pattern!r} matches no quantised layer; names look like {examples(list(self.modules))}"
             )
         return names
 
     def fake_quant_state(self) -> dict[str, tuple[bool, bool]]:
-        """What is fake-quantised now, (weight, input) by layer; :meth:`restore_fake_quant` takes it back."""
-        return {name: (layer.weight_fake_quant, layer.input_fake_quant) for name, layer in self.layers.items()}
+        """What is fake-quantised now, (weight, input) by layer; :meth:`restore_fake_quant` takes it back.
+
+        Keys and values count as inputs.
+        """
+        return {
+            name: (isinstance(module, QuantLinear) and module.weight_fake_quant, module.input_fake_quant)
+            for name, module in self.modules.items()
+        }
 
     def restore_fake_quant(self, state: Mapping[str, tuple[bool, bool]]) -> None:
         """Set the switches of every layer as :meth:`fake_quant_state` gave them."""
         for name, layer in self.layers.items():
             layer.weight_fake_quant, layer.input_fake_quant = state[name]
+        for name, cache in self.caches.items():
+            _, cache.input_fake_quant = state[name]
         self._recount_inputs()
 
     def _recount_inputs(self) -> None:
@@ -133,15 +155,16 @@ class Quantization:
     @property
     def observing(self) -> bool:
         """Whether inputs are being watched."""
-        return any(layer.input_observer is not None for layer in self.layers.values())
+        return any(module.input_observer is not None for module in self.modules.values())
 
     def observe(self, on: bool) -> None:
         """Start or stop watching the inputs of every input group. Starting forgets what was seen before."""
+        modules = self.modules
         for group in self.input_groups:
             if on and group.observer is not None:
                 group.observer.reset()
             for name in group.members:
-                self.layers[name].input_observer = group.observer if on else None
+                modules[name].input_observer = group.observer if on else None
 
 
 def prepare(
@@ -155,6 +178,7 @@ def prepare(
     learn_input_scale: bool,
     ranges: Ranges = Ranges(),  # noqa: B008 (frozen)
     fp8_gemm: bool = False,
+    kv_cache: TensorSpec | None = None,
 ) -> Quantization:
     """Replace every nn.Linear of ``model`` that gets a scheme by a QuantLinear, in place, and named embeddings too.
 
@@ -165,14 +189,16 @@ def prepare(
         model: any module tree; Linears may be partitioned or on the meta device.
         scheme, rules, exempt, named: which layer gets which scheme, see :func:`quant.rules.assign`.
         learn_weight_scale: whether weight scales get a theta.
-        learn_input_scale: whether stored input scales get one.
+        learn_input_scale: whether stored input scales, and those of keys and values, get one.
         ranges: what scales are to fit when they are measured.
         fp8_gemm: multiply codes, not fake-quantised values, in the layers whose scheme and shapes allow it.
+        kv_cache: how the keys and values of every attention module are quantised, see
+            :func:`quant.kv_cache.attach_kv_cache`; None leaves them as they are.
 
     Raises:
         ValueError: a rule or pattern matches nothing, nothing is left to quantise, layers that serving fuses have
             several schemes, a weight is shared with another module, a layer does not fit its scheme, there is no input
-            scale to learn, or no fp8 GEMM.
+            scale to learn, or no fp8 GEMM, or the model's KV cache cannot be quantised.
     """
     assigned = assign(model, scheme, rules, exempt, named)
     modules = dict(model.named_modules())
@@ -181,9 +207,9 @@ def prepare(
     }
     schemes = {name: one for name, one in assigned.schemes.items() if name not in embeddings}
     linears = {name: _checked_linear(name, modules[name]) for name in schemes}
-    if not assigned.schemes:
+    if not assigned.schemes and kv_cache is None:
         raise ValueError(f"nothing to quantise: every nn.Linear of {type(model).__name__} is exempt, or it has none")
-    if learn_input_scale and not any(one.static_input for one in schemes.values()):
+    if learn_input_scale and kv_cache is None and not any(one.static_input for one in schemes.values()):
         names = ", ".join(dict.fromkeys(one.name for one in schemes.values()))
         raise ValueError(f"{names}: no scheme here stores a scale of inputs, so there is none to learn")
     if fp8_gemm and not any(one.has_fp8_gemm for one in schemes.values()):
@@ -198,7 +224,11 @@ def prepare(
         for members in by_input
         if (spec := schemes[members[0]].static_input) is not None
     ]
+    caches: dict[str, QuantCache] = {}
+    if kv_cache is not None:
+        caches = attach_kv_cache(model, kv_cache, learn=learn_input_scale)
     quant_linears = _replace(modules, linears, schemes, weight_groups, global_groups, input_groups)
+    input_groups += [_cache_group(name, cache, ranges) for name, cache in caches.items()]
     _share_inputs(quant_linears, by_weight)
     simulated = _use_fp8_gemm(quant_linears) if fp8_gemm else []
     layers: dict[str, QuantLayer] = {**quant_linears}
@@ -209,7 +239,7 @@ def prepare(
     order = {name: index for index, name in enumerate(assigned.schemes)}
     layers = dict(sorted(layers.items(), key=lambda item: order[item[0]]))
     weight_groups.sort(key=lambda group: order[group.owner])
-    return Quantization(layers, assigned.exempt, weight_groups, input_groups, global_groups, ranges, simulated)
+    return Quantization(layers, assigned.exempt, weight_groups, input_groups, global_groups, ranges, simulated, caches)
 
 
 def _checked_linear(name: str, module: nn.Module) -> nn.Linear:
@@ -319,8 +349,15 @@ def _input_group(
         raise ValueError(
             f"layers that share an input scale read inputs of different widths: {widths}; exempt all of them"
         )
-    observer = Observer(spec, histogram=ranges.inputs != "absmax")
-    return ScaleGroup(members[0], members, spec, *_new_scale(linears[members[0]], (1,), learn), observer)
+    return ScaleGroup(members[0], members, spec, *_new_scale(linears[members[0]], (1,), learn), _observer(spec, ranges))
+
+
+def _cache_group(name: str, cache: QuantCache, ranges: Ranges) -> ScaleGroup:
+    return ScaleGroup(name, [name], cache.spec, cache.input_s0, cache.input_theta, _observer(cache.spec, ranges))
+
+
+def _observer(spec: TensorSpec, ranges: Ranges) -> Observer:
+    return Observer(spec, histogram=ranges.inputs != "absmax")
 
 
 def _new_scale(

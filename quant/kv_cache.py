@@ -1,0 +1,272 @@
+"""Keys and values fake-quantised as a quantised KV cache keeps them: after q/k-norm and RoPE, one scale each per layer.
+
+What serving computes: vLLM stores ``e4m3(k / k_scale)``, saturating, and attention reads it back times ``k_scale``, in
+the prompt as in generation; values the same. So do SGLang, and transformers for a compressed-tensors checkpoint. The
+scales are per layer, fp32 of shape [1], on disk ``<attention>.k_scale`` and ``<attention>.v_scale``. We multiply by the
+reciprocal where these divide, which moves the code of about one value in a thousand to its neighbour. Attention kernels
+that also round queries and probabilities to fp8 do more than this simulates.
+
+How: transformers' models call attention through a registry of implementations (``AttentionInterface``), with keys and
+values in their last form. :func:`attach_kv_cache` registers one that quantises them with the scales of the attention
+module and goes on to the implementation that it stands for, which is then left as it is: sdpa, eager, flex_attention,
+flash_attention_2 or the user's own. With a cache, keys are stored as they were and quantised when they are read, which
+gives the same values: one token's does not depend on the others.
+
+Attention kernels keep the quantised keys and values for backward. Beside them this keeps a 1-bit mask where the scale
+is fixed, the unquantised ones where it learns.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from quant import kernels
+from quant.function import lsq_factor
+from quant.observe import Observer
+from quant.spec import TensorSpec
+
+KEY, VALUE = "k_cache", "v_cache"
+"""Attributes of an attention module."""
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_EAGER = "eager_attention_forward"
+
+
+class QuantCache(nn.Module):
+    """The keys, or the values, of one layer through the grid of the cache and back.
+
+    A theta that trains gets a gradient of zeros while nothing is quantised. Its gradient has the factor of LSQ, whose
+    numel is the features of a token (KV heads times their size), as for the input of a Linear.
+
+    Attributes:
+        spec: how they are quantised.
+        input_s0: frozen fp32 scale ``(1,)``; NaN until filled.
+        input_theta: its learned logarithmic correction in the model's dtype, or None.
+        input_fake_quant: whether they are quantised now.
+        input_observer: watches them in every forward while set.
+    """
+
+    def __init__(self, spec: TensorSpec, *, dtype: torch.dtype, device: torch.device, learn: bool) -> None:
+        """``dtype`` is the model's."""
+        super().__init__()
+        self.spec = spec
+        self.input_s0 = nn.Parameter(torch.full((1,), torch.nan, device=device), requires_grad=False)
+        self.input_theta = nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) if learn else None
+        self.input_fake_quant = True
+        self.input_observer: Observer | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` is ``[batch, KV heads, tokens, head size]`` in the model's dtype, any stride."""
+        if self.input_observer is not None:
+            self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
+        learns = self.input_theta is not None and torch.is_grad_enabled()
+        if not (self.input_fake_quant or learns):
+            return x
+        if self.input_s0.dtype != torch.float32:
+            raise TypeError(
+                f"input_s0 is {self.input_s0.dtype}, expected torch.float32: something cast the whole module; "
+                "restore the frozen scales after it"
+            )
+        spec = self.spec if self.input_fake_quant else None
+        return _FakeQuantize.apply(x, self.input_s0, self.input_theta, spec, x.shape[1] * x.shape[-1])
+
+    @torch.no_grad()
+    def input_scale(self) -> Tensor:
+        """The effective scale as the forward uses it, fp32 ``(1,)``. Parameters gathered."""
+        return kernels.effective_scale(self.input_s0, self.input_theta, self.spec, torch.float32)
+
+    def extra_repr(self) -> str:
+        return f"{self.spec.dtype}, fake_quant={self.input_fake_quant}"
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """``apply(x, s0, theta, spec, features)``; ``x`` itself where spec is None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec | None, features: int
+    ) -> Tensor:
+        needs_x, _, needs_theta, *_ = ctx.needs_input_grad
+        ctx.spec, ctx.features = spec, features
+        if spec is None:
+            ctx.save_for_backward(theta)
+            return x.view_as(x)
+        scale = (s0, theta, spec, x.dtype)
+        if needs_x and not needs_theta:
+            _, mask, values = kernels.quantize_with_values(x, *scale, mask=True)
+            ctx.save_for_backward(mask)
+            return values
+        if needs_theta:
+            ctx.save_for_backward(x, s0, theta)
+        return kernels.fake_quantize(x, *scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, _, needs_theta, *_ = ctx.needs_input_grad
+        saved = ctx.saved_tensors
+        if ctx.spec is None:
+            return grad, None, torch.zeros_like(saved[0]) if needs_theta else None, None, None
+        # A copy: what is written here is ours, and contiguous as the kernels ask for.
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        if not needs_theta:
+            (mask,) = saved
+            return kernels.masked_(grad, mask), None, None, None, None
+        x, s0, theta = saved
+        grad_theta = kernels.fake_quantize_backward_(
+            grad,
+            x,
+            s0,
+            theta,
+            ctx.spec,
+            x.dtype,
+            factor=lsq_factor(ctx.features, ctx.spec),
+            theta_gradient=True,
+        )
+        return grad if needs_x else None, None, grad_theta, None, None
+
+
+def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[str, QuantCache]:
+    """Give every attention module of ``model`` a quantiser of its keys and one of its values, in place.
+
+    The model's attention implementation becomes one that calls them; it may not be set again afterwards. The scales are
+    new Parameters on the device of the attention's, not partitioned.
+
+    Args:
+        model: of transformers (PreTrainedModel); parameters may be partitioned or on the meta device.
+        spec: how keys and values are quantised: per tensor.
+        learn: whether the scales get a theta.
+
+    Returns:
+        The quantisers by module name, keys before values, in module order.
+
+    Raises:
+        ValueError: the model has no attention, or one whose keys and values do not come through transformers' attention
+            interface, or whose cache does not hold them.
+    """
+    attentions = _attention_modules(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"{type(model).__name__} is not a PreTrainedModel, whose attention implementation can be set")
+    name = _register(model.config._attn_implementation, attentions)
+    model.set_attn_implementation(name)
+    caches: dict[str, QuantCache] = {}
+    for path, attention in attentions.items():
+        if attention.config._attn_implementation != name:
+            raise ValueError(
+                f"{path}, a {type(attention).__name__}, did not take another attention implementation: keys and values "
+                "cannot be quantised"
+            )
+        like = next(attention.parameters())
+        for attribute in (KEY, VALUE):
+            cache = QuantCache(spec, dtype=like.dtype, device=like.device, learn=learn).train(attention.training)
+            attention.add_module(attribute, cache)
+            caches[f"{path}.{attribute}"] = cache
+    return caches
+
+
+def _attention_modules(model: nn.Module) -> dict[str, Any]:
+    """The modules that call an attention implementation, by name; an error where others attend by themselves."""
+    modules = dict(model.named_modules())
+    found = {name: module for name, module in modules.items() if _INTERFACE in _globals_used(module)}
+    others = [
+        f"{name} ({type(module).__name__})"
+        for name, module in modules.items()
+        if "attention" in type(module).__name__.lower()
+        and not any(attention == name or attention.startswith(f"{name}.") for attention in found)
+    ]
+    if others:
+        raise ValueError(
+            f"{', '.join(others[:3])}: attention that does not go through transformers' AttentionInterface, so its "
+            "keys and values cannot be quantised"
+        )
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no module that calls attention through transformers' AttentionInterface, so "
+            "its keys and values cannot be quantised"
+        )
+    for name, attention in found.items():
+        what = _not_cached(attention)
+        if what:
+            raise ValueError(f"the KV cache of {name}, a {type(attention).__name__}, cannot be quantised: {what}")
+    return found
+
+
+def _not_cached(attention: nn.Module) -> str | None:
+    """Why the cache of this module does not hold the keys and values that its attention reads."""
+    if hasattr(attention, "kv_b_proj"):
+        return "it is served from the latent that keys and values are projected from"
+    if getattr(attention, "is_kv_shared_layer", False):
+        return "it reads the keys and values of another layer"
+    return None
+
+
+def _globals_used(module: nn.Module) -> tuple[str, ...]:
+    """Names of globals and attributes in the source of the module's forward."""
+    code = getattr(_forward(module), "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+def _forward(module: nn.Module) -> Callable[..., Any]:
+    return inspect.unwrap(type(module).forward)
+
+
+def _register(base: str, attentions: dict[str, Any]) -> str:
+    """Register ``base`` with quantised keys and values for a model's attention modules; returns the name for it."""
+    implementations = {_implementation(base, name, attention) for name, attention in attentions.items()}
+    if len(implementations) > 1:
+        raise ValueError(f"attention modules with different implementations of {base!r} in one model")
+    (implementation,) = implementations
+    # Flash kernels are looked up by the name that the configuration holds.
+    renames = "flash" in base
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(module, KEY):
+            key, value = getattr(module, KEY)(key), getattr(module, VALUE)(value)
+        caller = _Renamed(module, base) if renames else module
+        return implementation(caller, query, key, value, *args, **kwargs)
+
+    # "flash" in a name makes transformers look for a kernel of that name, and so does a slash.
+    plain = re.sub(r"\W", "_", base.replace("flash", "fast"))
+    name = f"{plain}_quantised_kv_{implementation.__module__.rpartition('.')[2]}"
+    AttentionInterface.register(name, attention)
+    masks = AttentionMaskInterface()
+    if base in masks:
+        AttentionMaskInterface.register(name, masks[base])
+    return name
+
+
+def _implementation(base: str, name: str, attention: nn.Module) -> Callable[..., Any]:
+    """What ``attention`` calls where the configuration says ``base``: its file may have one of its own."""
+    scope = _forward(attention).__globals__
+    if base != "eager":
+        return scope[_INTERFACE].get_interface(base, None)
+    eager = [used for used in _globals_used(attention) if used.endswith(_EAGER)]
+    if len(eager) != 1:
+        raise ValueError(f"{name}, a {type(attention).__name__}, has no {_EAGER}: use another attn_implementation")
+    return scope[eager[0]]
+
+
+class _Renamed:
+    """An attention module, whose configuration says another name of the implementation."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
+        self.config = _RenamedConfig(module.config, name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _RenamedConfig:
+    def __init__(self, config: Any, name: str) -> None:
+        self._config = config
+        self._attn_implementation = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
