@@ -129,7 +129,7 @@ class Quantization:
         Keys and values count as inputs.
         """
         return {
-            name: (isinstance(module, QuantLinear) and module.weight_fake_quant, module.input_fake_quant)
+            name: (isinstance(module, QuantLayer) and module.weight_fake_quant, module.input_fake_quant)
             for name, module in self.modules.items()
         }
 
