@@ -10,10 +10,15 @@ from engine.recipe import Recipe, parse_size
 from engine.recipe_checks import RecipeError
 from engine.setup import Session, say
 from model.save import export_model
+from quant.layouts import check_layout
 
 
-def check_export_dir(recipe: Recipe) -> None:
-    """Refuse before any work a destination that could not be written after it. Raises RecipeError."""
+def check_export(recipe: Recipe) -> None:
+    """Refuse before any work what could not be written after it: the layout, or the destination. Raises RecipeError."""
+    try:
+        check_layout(recipe.export.format, recipe.quant.linear_schemes())
+    except ValueError as error:
+        raise RecipeError(f"export.format: {error}") from None
     directory, output = recipe.export_dir(), Path(recipe.output_dir)
     problem = None
     if directory.resolve() == output.resolve() or directory.resolve() in output.resolve().parents:
@@ -31,13 +36,15 @@ def check_export_dir(recipe: Recipe) -> None:
 
 
 def export(session: Session, directory: Path, *, compressed: bool = True) -> None:
-    """Write the model into ``directory``, compressed or plain; errors as of :func:`model.save.export_model`."""
+    """Write the model into ``directory``, in the recipe's layout or as it is; errors as of
+    :func:`model.save.export_model`."""
     recipe = session.recipe
     report = export_model(
         session.model,
         session.quantization if compressed else None,
         recipe.model.path,
         directory,
+        layout=recipe.export.format,
         max_shard_size=parse_size(recipe.export.max_shard_size),
     )
     size = report.bytes / 1e6

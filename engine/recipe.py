@@ -20,6 +20,7 @@ from typing import Literal
 from engine.kd import CACHED_KINDS, TOP_K_KINDS
 from engine.quant_recipe import QuantRecipe
 from engine.recipe_checks import RecipeError, at_least, need, pattern, positive
+from quant.layouts import Layout
 
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -392,6 +393,9 @@ class ExportRecipe:
     """Write the compressed checkpoint when training ends."""
     dir: str | None = None
     """Where to write it. null: export in output_dir."""
+    format: Layout = "compressed"
+    """compressed: compressed-tensors, which transformers, vLLM and SGLang read. vllm_fp8: the same tensors under vLLM's
+    own fp8 configuration (fp8_static and fp8_block). dequantized: a plain checkpoint of fake-quantised weights."""
     max_shard_size: str = "5GB"
     """Largest safetensors file, like 5GB, 500MB or 2GiB; rank 0 holds one such file in memory while writing."""
 

@@ -7,7 +7,7 @@ from engine.cache_teacher import open_cached_teacher
 from engine.calibrate import calibrate_inputs
 from engine.checkpoint import LATEST, Checkpoint, check_resumable, load_checkpoint, verify_checkpoint
 from engine.events import check_events
-from engine.export import check_export_dir
+from engine.export import check_export
 from engine.fake_quant import FakeQuant
 from engine.losses import DIAGNOSTICS
 from engine.metrics import Metrics
@@ -78,7 +78,7 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
         The checkpoint to resume from, if there is to be one.
     """
     if recipe.export.enabled:
-        check_export_dir(recipe)
+        check_export(recipe)
     if recipe.train.resume:
         return check_resumable(recipe, checkpoints)
     if (checkpoints / LATEST).exists():

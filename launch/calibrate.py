@@ -7,7 +7,7 @@ in place under the recipe's ZeRO stage. The result is served as it is, and is wh
 """
 
 from engine.calibrate import calibrate_inputs
-from engine.export import check_export_dir, export
+from engine.export import check_export, export
 from engine.recipe import Recipe
 from engine.recipe_file import parse_recipe
 from engine.setup import build_loader, say, set_up, start_ranks
@@ -23,7 +23,7 @@ def main() -> None:
 
 def calibrate(recipe: Recipe) -> None:
     """Measure what the recipe's scheme needs and write the PTQ checkpoint."""
-    check_export_dir(recipe)
+    check_export(recipe)
     context = start_ranks(recipe)
     loader, _ = build_loader(recipe, context.tokenizer)
     session, uncalibrated = set_up(recipe, context, training=False)

@@ -2,20 +2,23 @@
 
     deepspeed --num_gpus 8 launch/export.py --checkpoint runs/qwen3_4b/checkpoints/step_00001000 --out served/qwen3_4b
 
-The run's recipe lies in the checkpoint. Any number of ranks will do that can hold it.
+The run's recipe lies in the checkpoint. Any number of ranks will do that can hold it. ``--format`` names another layout
+than the recipe's ``export.format``: ``vllm_fp8``, or ``dequantized`` for readers of plain checkpoints.
 """
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from engine.checkpoint import load_checkpoint, read_checkpoint, verify_checkpoint
-from engine.export import check_export_dir, export_trained
+from engine.export import check_export, export_trained
 from engine.fake_quant import FakeQuant
 from engine.recipe import Recipe
 from engine.recipe_file import load_recipe
 from engine.setup import set_up, start_ranks
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks
+from quant.layouts import Layout
 
 
 def main() -> None:
@@ -23,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a step directory that train.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; it must not hold anything yet")
+    parser.add_argument("--format", choices=get_args(Layout), help="layout of the files; that of the recipe by default")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher appends it
     arguments = parser.parse_args()
     if not (arguments.checkpoint / "recipe.yaml").is_file():
@@ -30,12 +34,13 @@ def main() -> None:
     with clean_exit():
         recipe = load_recipe(arguments.checkpoint / "recipe.yaml")
         recipe.export.dir = str(arguments.out)
+        recipe.export.format = arguments.format or recipe.export.format
         export_checkpoint(recipe, arguments.checkpoint)
 
 
 def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
     """Rebuild the run's engine without its teacher, load its state, export."""
-    check_export_dir(recipe)
+    check_export(recipe)
     context = start_ranks(recipe)
     with errors_on_all_ranks(OSError, ValueError):
         found = read_checkpoint(checkpoint)

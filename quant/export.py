@@ -162,7 +162,8 @@ def pack_linear(
         weight_global: fp32 [1], by which NVFP4's scales were divided; None for other formats.
 
     Raises:
-        ValueError: a scale is missing, misshapen, not finite, not positive, or not representable as it is stored.
+        ValueError: a scale is missing, misshapen, not finite, 0, negative where the weight is no integer, or not
+            representable as it is stored.
     """
     spec, layout = scheme.weights, export_format(scheme)
     shapes = packed_shapes(weight.shape[1], weight.shape[0], scheme, model_dtype)
@@ -170,19 +171,19 @@ def pack_linear(
     if layout == NVFP4_PACKED:
         if weight_global is None:
             raise ValueError(f"{name} has no global scale, and scheme {scheme.name!r} needs one")
-        _check_scale(f"{name}.weight_global_scale", weight_global, (1,))
+        _check_scale(f"{name}.weight_global_scale", weight_global, (1,), signed=False)
         packed["weight_global_scale"] = stored(weight_global, torch.float32)
     key = f"{name}.weight_scale"
-    packed["weight_scale"] = _pack_scale(
-        key, weight_scale, shapes["weight_scale"][1], spec, model_dtype, packed.get("weight_global_scale")
-    )
+    _check_scale(key, weight_scale, shapes["weight_scale"][1], signed=spec.dtype == "int")
+    packed["weight_scale"] = _pack_scale(key, weight_scale, spec, model_dtype, packed.get("weight_global_scale"))
     static = scheme.static_input
     if static is not None:
         if input_scale is None:
             raise ValueError(
                 f"{name} has no input scale, and scheme {scheme.name!r} needs one: calibrate or load a PTQ checkpoint"
             )
-        packed["input_scale"] = _pack_scale(f"{name}.input_scale", input_scale, (1,), static, model_dtype)
+        _check_scale(f"{name}.input_scale", input_scale, (1,), signed=False)
+        packed["input_scale"] = _pack_scale(f"{name}.input_scale", input_scale, static, model_dtype)
     try:
         codes = weight_codes(weight, weight_scale, spec)
     except ValueError as error:
@@ -210,13 +211,11 @@ def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _pack_scale(
     key: str,
     scale: torch.Tensor,
-    shape: tuple[int, ...],
     spec: TensorSpec,
     model_dtype: torch.dtype,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The effective fp32 ``scale`` as it is stored."""
-    _check_scale(key, scale, shape)
     dtype = _stored_dtype(spec, model_dtype)
     scale = stored(scale, torch.float32)
     if spec.scale_format == "e8m0":
@@ -244,12 +243,14 @@ def unpack_scale(packed: torch.Tensor, spec: TensorSpec, global_scale: torch.Ten
     return packed.float() if global_scale is None else packed.float() / global_scale
 
 
-def _check_scale(key: str, scale: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _check_scale(key: str, scale: torch.Tensor, shape: tuple[int, ...], *, signed: bool) -> None:
     if tuple(scale.shape) != shape:
         raise ValueError(f"{key} has shape {tuple(scale.shape)}, expected {shape}")
-    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+    size = scale.abs() if signed else scale
+    if not bool((torch.isfinite(scale) & (size > 0)).all()):
         raise ValueError(
-            f"{key} has a value that is not finite and positive; the model diverged, export an earlier checkpoint"
+            f"{key} has a value that is not finite {'or is 0' if signed else 'and positive'}; the model diverged, export "
+            "an earlier checkpoint"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from quant.config import ignore_patterns, quantization_config
-from quant.export import Shapes, dequantized_weight, pack_linear, packed_shapes, unpack_weight
+from quant.export import Shapes, dequantized_weight, export_format, pack_linear, packed_shapes, unpack_weight
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
 Layout = Literal["compressed", "vllm_fp8", "dequantized"]
@@ -30,6 +30,9 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
     """
     if layout not in get_args(Layout):
         raise ValueError(f"unknown layout {layout!r}; known: {', '.join(get_args(Layout))}")
+    schemes = list(schemes)
+    for scheme in schemes:
+        export_format(scheme)
     found = {(scheme.weights, scheme.activations): scheme.name for scheme in schemes}
     ours = [(scheme.weights, scheme.activations) for scheme in (_PER_TENSOR, _BLOCK)]
     if layout == "vllm_fp8" and (len(found) != 1 or next(iter(found)) not in ours):

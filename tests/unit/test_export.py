@@ -46,11 +46,13 @@ def weight_and_scale(scheme: Scheme, rows: int, columns: int, *, zeros: bool = F
     absmax = blocks.float().abs().amax(-1).view(spec.scale_shape((rows, columns)))
     global_scale = (448 * 6 / weight.float().abs().max()).view(1) if spec.scale_format == "e4m3" else None
     theta = 0.1 * torch.randn(absmax.shape).bfloat16()
-    return (
-        weight,
-        effective_scale(absmax_scale(absmax, spec), theta, spec, torch.bfloat16, global_scale),
-        global_scale,
-    )
+    scale = effective_scale(absmax_scale(absmax, spec), theta, spec, torch.bfloat16, global_scale)
+    return weight, signed(scale) if spec.dtype == "int" else scale, global_scale
+
+
+def signed(scale: torch.Tensor) -> torch.Tensor:
+    """Every second scale negative, as some initial scales of integers are."""
+    return torch.where(torch.arange(scale.numel()).view(scale.shape) % 2 == 0, scale, -scale)
 
 
 def input_scale_of(scheme: Scheme) -> torch.Tensor | None:
@@ -274,6 +276,8 @@ def test_unusable_scales_and_weights_are_named():
         (weight, torch.ones(4, 1), scale, fp8, r"x.q.weight_scale has shape \(4, 1\), expected \(1,\)"),
         (weight, torch.tensor([torch.nan]), scale, fp8, "x.q.weight_scale has a value that is not finite"),
         (weight, scale, torch.zeros(1), fp8, "x.q.input_scale has a value"),
+        (weight, -scale, scale, fp8, "x.q.weight_scale has a value that is not finite and positive"),
+        (weight, torch.zeros(4, 2), None, int4, "x.q.weight_scale has a value that is not finite or is 0"),
         (weight.index_fill(0, torch.tensor([2]), torch.inf), scale, scale, fp8, "x.q: the weight holds NaN or Inf"),
         (weight, torch.full((4, 2), 1.001), None, int4, "stored in torch.bfloat16, which cannot hold its values"),
         (weight, torch.full((4, 2), 1.5), None, SCHEMES["mxfp4"], "stored in torch.uint8, which cannot hold its"),

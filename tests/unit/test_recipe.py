@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.export import check_export
 from engine.recipe import DataRecipe, EventRecipe, ModelRecipe, Recipe, TrainRecipe, parse_size
 from engine.recipe_checks import RecipeError
 from engine.recipe_file import load_recipe, parse_recipe, save_recipe
@@ -481,6 +482,17 @@ def test_export_dir() -> None:
     assert recipe.export_dir() == Path("out/export")
     recipe.export.dir = "served"
     assert recipe.export_dir() == Path("served")
+
+
+def test_a_layout_that_cannot_hold_a_scheme_is_refused_before_any_work(tmp_path: Path) -> None:
+    recipe = minimal(output_dir=str(tmp_path / "out"))
+    recipe.export.format = "vllm_fp8"
+    check_export(recipe)
+    recipe.quant.lm_head = "w8a16_channel"
+    with pytest.raises(RecipeError, match=r"^export.format: .* got fp8_static, w8a16_channel"):
+        check_export(recipe)
+    recipe.export.format = "compressed"
+    check_export(recipe)
 
 
 def test_the_recipes_that_the_design_names_are_shipped() -> None:
