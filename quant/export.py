@@ -248,9 +248,9 @@ def _check_scale(key: str, scale: torch.Tensor, shape: tuple[int, ...], *, signe
         raise ValueError(f"{key} has shape {tuple(scale.shape)}, expected {shape}")
     size = scale.abs() if signed else scale
     if not bool((torch.isfinite(scale) & (size > 0)).all()):
+        usable = "or is 0" if signed else "and positive"
         raise ValueError(
-            f"{key} has a value that is not finite {'or is 0' if signed else 'and positive'}; the model diverged, export "
-            "an earlier checkpoint"
+            f"{key} has a value that is not finite {usable}; the model diverged, export an earlier checkpoint"
         )
 
 
