@@ -121,7 +121,7 @@ class Report:
         layers: number of quantised Linears.
         same_arithmetic: with the known differences taken out.
         our_forward: with them.
-        inputs_as_given: where inputs are quantised: our forward without that. What quantising them costs.
+        inputs_as_given: where inputs, keys or values are quantised: our forward without that. What quantising costs.
         full_forward: of a MoE with quantised inputs: its experts' inputs quantised too, as they are when served. No
             bound.
         problems: everything that is wrong, empty if the checkpoint is good.
@@ -182,7 +182,7 @@ def compare_with_transformers(
     quantization.set_fake_quant(weights=True, activations=True)
     same, ours, given, full = Comparison("same arithmetic"), Comparison("our forward"), None, None
     quantised_inputs = {is_expert(name) for name, layer in quantization.layers.items() if layer.input_fake_quant}
-    if False in quantised_inputs:
+    if False in quantised_inputs or quantization.caches:
         given = Comparison("inputs as given")
     if True in quantised_inputs:
         full = Comparison("full forward")
@@ -211,4 +211,6 @@ def compare_with_transformers(
     if note is not None:
         note += ": compared with its plain model, filled with what compressed-tensors decompresses"
     schemes = dict.fromkeys(layer.scheme.name for layer in quantization.layers.values())
+    if quantization.caches:
+        schemes["fp8 KV cache"] = None
     return Report(", ".join(schemes), len(quantization.layers), same, ours, given, full, problems, note)

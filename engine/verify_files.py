@@ -15,6 +15,7 @@ from model.compressed import is_ignored, quantized_keys, read_quantization_confi
 from model.names import module_name_on_disk
 from model.ranks import listed
 from model.save import is_router
+from model.scales import cache_keys
 from model.shards import Checkpoint, Reader, read_headers
 from quant import Quantization, QuantLayer
 from quant.export import packed_shapes, unpack_weight, weight_codes
@@ -53,7 +54,7 @@ def check_files(directory: Path, model: PreTrainedModel, quantization: Quantizat
             scales = [stored[suffix][name] for name in group.members if name in stored[suffix]]
             if any(not torch.equal(scale, scales[0]) for scale in scales):
                 problems.append(f"{', '.join(group.members)} are served with one {suffix}, but have several on disk")
-    return problems + _routers_not_ignored(directory, model)
+    return problems + _wrong_caches(checkpoint, model, quantization) + _routers_not_ignored(directory, model)
 
 
 def _wrong_tensors(
@@ -66,6 +67,20 @@ def _wrong_tensors(
         for (suffix, key), (dtype, shape) in zip(keys.items(), expected.values(), strict=True)
         if ((found := checkpoint.tensors[key]).dtype, found.shape) != (dtype, shape)
     ]
+
+
+def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: Quantization) -> list[str]:
+    """Scales of keys and values that servers would not find, or take for 1."""
+    problems = []
+    for name, cache in quantization.caches.items():
+        key = cache_keys(model, name)[0]
+        found = checkpoint.tensors.get(key)
+        if found is None or (found.dtype, found.shape) != (torch.float32, (1,)):
+            what = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
+            problems.append(f"{key} {what}, expected torch.float32 [1]")
+        elif not cache.input_scale().item() > 0:
+            problems.append(f"{key} is {cache.input_scale().item()}, expected a positive number")
+    return problems
 
 
 def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:

@@ -6,6 +6,7 @@ It differs from ours by definition in these points (measured with transformers 5
   same formula in both, an integer zero point too, but it adds the zero point before it rounds: an exact tie then goes
   to the other neighbour where the zero point is odd. And it takes a 2-D input, as some models give their shared
   experts, for one token.
+- *Keys and values* are divided by their scale too.
 - *Weights.* compressed-tensors decompresses fp4 to bf16, in a model loaded as fp32 too. A value of MXFP4 is a bf16
   number; of NVFP4 it is rounded.
 - *Experts.* transformers keeps the experts of a MoE fused and dequantises them when it loads: their inputs are not
@@ -23,7 +24,13 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    apply_quantization_config,
+)
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from torch import Tensor, nn
@@ -33,10 +40,12 @@ from engine.verify_files import dtype_on_disk
 from model.compressed import quantized_keys, read_tensor
 from model.names import module_name_on_disk
 from model.ranks import listed
+from model.scales import cache_keys
 from model.shards import Reader, read_headers
 from quant import Quantization, QuantLayer, Scheme, TensorSpec
 from quant.config import quantization_args
 from quant.export import INT_QUANTIZED, NVFP4_PACKED, export_format
+from quant.kv_cache import QuantCache
 
 
 def is_expert(name: str) -> bool:
@@ -100,10 +109,10 @@ def load_theirs(
 
 
 def _decompressed(directory: Path, model: PreTrainedModel, quantization: Quantization) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint by its key, codes and scales decompressed by compressed-tensors."""
+    """Every weight of the checkpoint by its key, codes and scales decompressed by compressed-tensors."""
     checkpoint = read_headers(directory)
     state: dict[str, Tensor] = {}
-    packed: set[str] = set()
+    packed = {key for name in quantization.caches for key in cache_keys(model, name)}
     with Reader() as reader:
         for name, layer in quantization.layers.items():
             keys = quantized_keys(model, name, layer)
@@ -129,7 +138,15 @@ def decompress(tensors: dict[str, Tensor], scheme: Scheme) -> Tensor:
 
 
 def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> None:
-    """Let Linears of the plain model quantise their inputs as they do where transformers loads the checkpoint."""
+    """Let the plain model quantise inputs, keys and values as it does where transformers loads the checkpoint."""
+    if quantization.caches:
+        args = _args(next(iter(quantization.caches.values())).spec)
+        status = QuantizationStatus.COMPRESSED
+        config = QuantizationConfig(config_groups={}, kv_cache_scheme=args, quantization_status=status)
+        apply_quantization_config(theirs, config)
+        for name, cache in quantization.caches.items():
+            attention, _, kind = name.rpartition(".")
+            getattr(theirs.get_submodule(attention), f"{kind[0]}_scale").data.copy_(cache.input_scale())
     for name, module in theirs.named_modules():
         layer = quantization.layers.get(name)
         if isinstance(module, nn.Linear) and layer is not None and layer.scheme.activations is not None:
@@ -156,22 +173,24 @@ def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quan
         stack.enter_context(inputs_of_experts_left(quantization))
         for name, layer in quantization.layers.items():
             if layer.input_fake_quant:
-                stack.enter_context(_their_input(layer))
+                assert layer.scheme.activations is not None
+                stack.enter_context(_their_input(layer, layer.scheme.activations))
             spec = layer.scheme.weights
             if spec.scale_format == "e4m3":
                 stack.enter_context(_rounded_weight(layer, torch.bfloat16))
             elif is_expert(name) and spec.dtype == "int" and decoded:
                 stack.enter_context(_rounded_weight(layer, model_dtype))
+        for cache in quantization.caches.values():
+            stack.enter_context(_their_input(cache, cache.spec))
         yield
 
 
 @contextmanager
-def _their_input(layer: QuantLayer) -> Iterator[None]:
-    assert layer.scheme.activations is not None
-    hook = layer.register_forward_pre_hook(_fake_quantizer(layer.scheme.activations, layer.input_scale()))
-    layer.input_fake_quant = False
+def _their_input(module: QuantLayer | QuantCache, spec: TensorSpec) -> Iterator[None]:
+    hook = module.register_forward_pre_hook(_fake_quantizer(spec, module.input_scale()))
+    module.input_fake_quant = False
     yield
-    layer.input_fake_quant = True
+    module.input_fake_quant = True
     hook.remove()
 
 

@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from model.build import build_model
 from model.names import Names, module_name_on_disk, own_tensors
 from model.ranks import errors_on_all_ranks, listed
+from model.scales import cache_keys
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
-from quant.config import rules_from_config
+from quant.config import kv_cache_from_config, rules_from_config
 from quant.export import dequantized_weight, packed_shapes, unpack_scale, unpack_weight
 from quant.layer import QuantLayer
 from quant.prepare import Quantization, ScaleGroup, prepare
@@ -56,7 +57,8 @@ def load_compressed(
     """
     directory, device = Path(directory), device or torch.device("cpu")
     with errors_on_all_ranks(OSError, ValueError):
-        rules = rules_from_config(read_quantization_config(directory))
+        config = read_quantization_config(directory)
+        rules, kv_cache = rules_from_config(config), kv_cache_from_config(config)
     engine = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
     model = build_model(
         directory,
@@ -69,7 +71,13 @@ def load_compressed(
     )
     with errors_on_all_ranks(OSError, ValueError):
         quantization = prepare(
-            model, None, named=_schemes(model, rules), exempt=(), learn_weight_scale=False, learn_input_scale=False
+            model,
+            None,
+            named=_schemes(model, rules),
+            exempt=(),
+            learn_weight_scale=False,
+            learn_input_scale=False,
+            kv_cache=kv_cache,
         )
         _fill(model, quantization, read_headers(directory))
     return model.eval(), quantization
@@ -125,20 +133,30 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
     """Everything on disk into the model, each key once."""
     keys = {name: quantized_keys(model, name, layer) for name, layer in quantization.layers.items()}
     plain = _plain_tensors(model, quantization)
-    _check_keys(checkpoint, {*plain, *(key for own in keys.values() for key in own.values())})
+    caches = {name: _cache_key(cache_keys(model, name), checkpoint) for name in quantization.caches}
+    _check_keys(checkpoint, {*plain, *caches.values(), *(key for own in keys.values() for key in own.values())})
     scales: dict[str, dict[str, torch.Tensor]] = {"weight_scale": {}, "input_scale": {}, "weight_global_scale": {}}
     with Reader() as reader, torch.no_grad():
         for key, target in plain.items():
             _expect_shape(checkpoint.tensors[key], tuple(target.shape))
             target.copy_(read_tensor(reader, checkpoint.tensors[key]))
+        for name, key in caches.items():
+            scale = read_tensor(reader, checkpoint.tensors[key]).float()
+            quantization.caches[name].input_s0.copy_(_reshaped(key, scale, (1,)))
         for name, layer in quantization.layers.items():
             tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys[name].items()}
             _fill_layer(name, layer, tensors, scales)
         _fill_scales(quantization.weight_groups, scales["weight_scale"])
-        _fill_scales(quantization.input_groups, scales["input_scale"])
+        stored_inputs = [group for group in quantization.input_groups if group.owner in quantization.layers]
+        _fill_scales(stored_inputs, scales["input_scale"])
         # Of several global scales the smallest: with it no scale of a group is beyond e4m3.
         for group in quantization.global_groups:
             group.s0.copy_(torch.stack([scales["weight_global_scale"][name] for name in group.members]).amin(0))
+
+
+def _cache_key(spellings: list[str], checkpoint: Checkpoint) -> str:
+    """The one that the checkpoint has; the first where it has none."""
+    return next((key for key in spellings if key in checkpoint.tensors), spellings[0])
 
 
 def _plain_tensors(model: PreTrainedModel, quantization: Quantization) -> dict[str, torch.Tensor]:
@@ -157,22 +175,22 @@ def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], 
     spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
     global_scale = None
     if "weight_global_scale" in tensors:
-        global_scale = _reshaped(name, "weight_global_scale", tensors["weight_global_scale"].float(), (1,))
+        global_scale = _reshaped(f"{name}.weight_global_scale", tensors["weight_global_scale"].float(), (1,))
         scales["weight_global_scale"][name] = global_scale
     scale = unpack_scale(tensors["weight_scale"], spec, global_scale)
-    scales["weight_scale"][name] = _reshaped(name, "weight_scale", scale, spec.scale_shape(shape))
+    scales["weight_scale"][name] = _reshaped(f"{name}.weight_scale", scale, spec.scale_shape(shape))
     if layer.scheme.static_input is not None:
         scale = unpack_scale(tensors["input_scale"], layer.scheme.static_input)
-        scales["input_scale"][name] = _reshaped(name, "input_scale", scale, (1,))
+        scales["input_scale"][name] = _reshaped(f"{name}.input_scale", scale, (1,))
     codes = unpack_weight(tensors, layer.scheme)
     if tuple(codes.shape) != shape:
         raise CheckpointError(f"{name} has a weight of shape {tuple(codes.shape)} on disk, expected {shape}")
     layer.weight.copy_(dequantized_weight(codes, scales["weight_scale"][name], spec, layer.weight.dtype))
 
 
-def _reshaped(name: str, suffix: str, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _reshaped(key: str, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     if scale.numel() != torch.Size(shape).numel():
-        raise CheckpointError(f"{name}.{suffix} has shape {tuple(scale.shape)}, expected {shape}")
+        raise CheckpointError(f"{key} has shape {tuple(scale.shape)}, expected {shape}")
     return scale.reshape(shape)
 
 

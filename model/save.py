@@ -31,9 +31,12 @@ from transformers import PreTrainedModel
 
 from model.names import Names, module_name_on_disk
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
+from model.scales import cache_keys
 from model.shards import INDEX, SINGLE
 from model.zero import full_numel, full_shape, gathered, is_partitioned
-from quant.export import stored
+from quant.embedding import QuantEmbedding
+from quant.export import cache_scale, stored
+from quant.kv_cache import QuantCache
 from quant.layer import SCALE_PARAMETERS, QuantLayer
 from quant.layouts import Layout, check_layout, layout_config, linear_shapes, linear_tensors
 from quant.prepare import Quantization
@@ -171,6 +174,9 @@ def _plan(model: PreTrainedModel, quantization: Quantization | None, layout: Lay
     for name, module in model.named_modules():
         if quantization is not None and name in quantization.layers:
             items.append(_quantized_item(module_name_on_disk(model, name), quantization.layers[name], layout))
+        elif isinstance(module, QuantCache):
+            if quantization is not None and layout != "dequantized":
+                items.append(_cache_item(cache_keys(model, name)[0], module))
         else:
             items.append(_plain_item(names, name, module, seen))
     return [item for item in items if item.shapes]
@@ -183,6 +189,11 @@ def _quantized_item(name: str, layer: QuantLayer, layout: Layout) -> _Item:
         suffixes["bias"] = (dtype, (layer.out_features,))
     shapes = {f"{name}.{suffix}": expected for suffix, expected in suffixes.items()}
     return _Item(name, layer, layout, list(layer.parameters(recurse=False)), {}, shapes)
+
+
+def _cache_item(key: str, cache: QuantCache) -> _Item:
+    """The scale of keys or values, all that is stored of them."""
+    return _Item(key, cache, None, list(cache.parameters()), {}, {key: (torch.float32, (1,))})
 
 
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> _Item:
@@ -297,7 +308,9 @@ def _collect(batch: list[_Item], collected: dict[str, torch.Tensor], held: _Held
 
 def _packed(item: _Item) -> dict[str, torch.Tensor]:
     """The item's tensors in CPU memory, exactly as planned."""
-    if item.layout is None:
+    if isinstance(item.module, QuantCache):
+        tensors = {item.name: cache_scale(item.name, item.module.input_scale())}
+    elif item.layout is None:
         tensors = {key: stored(tensor, tensor.dtype) for key, tensor in item.plain.items()}
     else:
         layer = item.module
@@ -396,7 +409,13 @@ def _quantization_config(model: PreTrainedModel, quantization: Quantization, lay
         return {name: module for module in modules for name in (module_name_on_disk(model, module), module)}
 
     layers = {name: quantization.layers[module].scheme for name, module in spellings(quantization.layers).items()}
-    return layout_config(layout, layers, spellings(skipped), spellings(routers))
+    head = model.get_output_embeddings()
+    no_linears = [
+        name for name, module in model.named_modules() if module is head or isinstance(module, QuantEmbedding)
+    ]
+    named = spellings(name for name in no_linears if name in quantization.layers)
+    kv_cache = next((cache.spec for cache in quantization.caches.values()), None)
+    return layout_config(layout, layers, spellings(skipped), spellings(routers), kv_cache, no_linears=list(named))
 
 
 def is_router(module: nn.Module) -> bool:

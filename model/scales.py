@@ -338,7 +338,7 @@ def load_scales(
         found = _read_scales(Path(directory))
         on_disk = {name: module_name_on_disk(model, name) for name in quantization.layers}
         keys = {kind: {name: [disk + kind] for name, disk in on_disk.items()} for kind in LAYER_SCALES}
-        keys[".input_scale"] |= {name: _cache_keys(model, name) for name in quantization.caches}
+        keys[".input_scale"] |= {name: cache_keys(model, name) for name in quantization.caches}
         unused = _unused(Path(directory), found, keys)
         found = _without_global_scales(found)
         weights, missing_weights = _group_values(quantization.weight_groups, found, keys[".weight_scale"])
@@ -404,7 +404,7 @@ def _without_global_scales(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
-def _cache_keys(model: PreTrainedModel, name: str) -> list[str]:
+def cache_keys(model: PreTrainedModel, name: str) -> list[str]:
     """Keys that the scale of a quantiser of keys or values may have."""
     attention, _, kind = name.rpartition(".")
     return [module_name_on_disk(model, attention) + ending for ending in CACHE_SCALES[kind]]

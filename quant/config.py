@@ -17,8 +17,6 @@ from quant.export import export_format
 from quant.rules import Rule
 from quant.spec import SCHEMES, Dtype, Granularity, Scheme, TensorSpec
 
-# Modules that are no Linear to vLLM: the class in ``targets`` does not name them.
-_NO_LINEAR = ("lm_head", "embed_tokens")
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\..+")
 # A component of a module name that is the number of a layer or an expert.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -28,7 +26,11 @@ _SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 
 
 def quantization_config(
-    layers: Mapping[str, Scheme], ignore: Iterable[str], kv_cache: TensorSpec | None = None
+    layers: Mapping[str, Scheme],
+    ignore: Iterable[str],
+    kv_cache: TensorSpec | None = None,
+    *,
+    no_linears: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The ``quantization_config`` of a model.
 
@@ -37,6 +39,7 @@ def quantization_config(
         ignore: of :func:`ignore_patterns`. A Linear that is neither quantised nor listed is loaded without complaint
             and predicts noise.
         kv_cache: of keys and values; None where they stay as they are.
+        no_linears: those of the layers that ``Linear`` does not name: embeddings, and lm_head, which is none to vLLM.
 
     Raises:
         ValueError: a scheme has no format.
@@ -48,7 +51,7 @@ def quantization_config(
         schemes = [SCHEMES["fp8_static"]]
     targets = {scheme: _targets(layers, scheme) for scheme in schemes}
     if len(schemes) == 1:
-        targets = {schemes[0]: ["Linear", *(name for name in layers if name.endswith(_NO_LINEAR))]}
+        targets = {schemes[0]: ["Linear", *no_linears]}
     formats = {export_format(scheme) for scheme in layers.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -198,7 +201,7 @@ def rules_from_config(config: Mapping[str, Any]) -> list[Rule]:
         for target in group.get("targets") or []:
             if target in named:
                 raise ValueError(f"{key}.targets has {target!r}, which another group has too")
-            if not re.fullmatch(r"re:.*|Linear|.*\..*|" + "|".join(_NO_LINEAR), target):
+            if target != "Linear" and re.fullmatch(r"[A-Z]\w*", target):
                 raise ValueError(f"{key}.targets has {target!r}, expected 'Linear', module names or 're:' patterns")
             named[target] = scheme
     # Names before patterns before classes, patterns in the order of the alphabet: compressed-tensors' match_targets.

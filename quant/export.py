@@ -203,6 +203,12 @@ def pack_linear(
     return tensors
 
 
+def cache_scale(key: str, scale: torch.Tensor) -> torch.Tensor:
+    """The scale [1] of keys or values as it is stored: fp32. Raises ValueError where it is not finite and positive."""
+    _check_scale(key, scale, (1,), signed=False)
+    return stored(scale, torch.float32)
+
+
 def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A contiguous copy in CPU memory: what a gathered parameter lends is gone after the gathering block."""
     return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)

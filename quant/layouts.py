@@ -83,6 +83,7 @@ def layout_config(
     skipped: Iterable[str],
     routers: Iterable[str],
     kv_cache: TensorSpec | None = None,
+    no_linears: Iterable[str] = (),
 ) -> dict[str, Any] | None:
     """The ``quantization_config`` of config.json, or None where the checkpoint is a plain one.
 
@@ -92,11 +93,12 @@ def layout_config(
         skipped: module names of the Linears that stay as they are.
         routers: module names of the MoE routers.
         kv_cache: of keys and values; None where they stay as they are.
+        no_linears: those of the layers that are embeddings or the model's head.
     """
     if layout == "dequantized":
         return None
     if layout == "compressed":
-        return quantization_config(layers, ignore_patterns(skipped, layers, routers), kv_cache)
+        return quantization_config(layers, ignore_patterns(skipped, layers, routers), kv_cache, no_linears=no_linears)
     scheme = next(iter(layers.values()))
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     if scheme.static_input is not None:

@@ -141,9 +141,8 @@ def test_experts_of_one_layer_with_several_schemes_are_named_one_by_one():
 
 
 def test_modules_that_are_no_linear_to_vllm_are_named():
-    config = quantization_config(
-        {"model.layers.0.mlp.up_proj": SCHEMES["w4a16_g32"], "lm_head": SCHEMES["w4a16_g32"]}, []
-    )
+    layers = {"model.layers.0.mlp.up_proj": SCHEMES["w4a16_g32"], "lm_head": SCHEMES["w4a16_g32"]}
+    config = quantization_config(layers, [], no_linears=["lm_head"])
     assert config["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
     assert read(config, "lm_head") is SCHEMES["w4a16_g32"]
 

@@ -20,7 +20,7 @@ from quant import Quantization, prepare
 from quant.export import unpack_scale, unpack_weight
 from quant.reference import absmax_scale, fake_quant, quantize
 from quant.rules import Rule
-from quant.spec import SCHEMES, Scheme, TensorSpec
+from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
 from tests.tiny import tiny_checkpoint
 
 KINDS = ("qwen3", "qwen3_moe")
@@ -137,6 +137,49 @@ def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
         }[spec.granularity]
         scales += count * bits + (32 if spec.scale_format == "e4m3" else 0)
     return spec.bits + scales / sum(layer.weight.numel() for layer in quantization.layers.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("preset", ["fp8_kv", "fp8_static_kv"])
+def test_a_quantised_cache(kind, preset, tmp_path, seed):
+    """Scales of keys and values on disk are those of the forward, and transformers uses them."""
+    scheme, cache = PRESETS[preset].linear, PRESETS[preset].kv_cache
+    model, quantization, batches = exported(tmp_path, kind, scheme, kv_cache=cache)
+    tensors = tensors_of(tmp_path / "export")
+    for name, module in quantization.caches.items():
+        stored = tensors[name.replace("_cache", "_scale")]
+        assert (stored.dtype, stored.shape) == (torch.float32, (1,))
+        assert torch.equal(stored, module.input_scale()), name
+    assert len(quantization.caches) == 4
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.scheme == ("fp8 KV cache" if scheme is None else "fp8_static, fp8 KV cache")
+    assert report.inputs_as_given.kl > 10 * report.our_forward.kl, report.table()
+    again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
+    assert read.caches.keys() == quantization.caches.keys()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
+
+
+def test_a_quantised_cache_of_a_model_whose_experts_transformers_does_not_load(tmp_path, seed):
+    cache = PRESETS["fp8_kv"].kv_cache
+    _, _, batches = exported(tmp_path, "qwen3_moe", SCHEMES["int8_dynamic"], kv_cache=cache)
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.note is not None
+
+
+def test_quantised_embeddings(tmp_path, seed):
+    """Embeddings and lm_head, weight-only: modules that are no Linear are named in the configuration."""
+    table = {"model.embed_tokens": SCHEMES["w8a16_channel"], "lm_head": INT4}
+    model, _, batches = exported(tmp_path, "qwen3", INT4, named=table)
+    config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == []
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    again, _ = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
 
 
 FP8, INT4 = SCHEMES["fp8_dynamic"], SCHEMES["w4a16_g32"]
