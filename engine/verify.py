@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.verify_files import check_files
-from engine.verify_reader import experts_not_loaded, inputs_of_experts_left, is_expert, load_theirs, their_arithmetic
+from engine.verify_reader import inputs_of_experts_left, is_expert, load_theirs, not_loaded, their_arithmetic
 from model.compressed import load_compressed
 
 # Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels see
@@ -207,7 +207,7 @@ def compare_with_transformers(
                 f"{comparison.name}: KL from transformers is {comparison.kl:.3g} nats per token, at most {bound:.2g} "
                 f"expected; the largest logit difference is {comparison.max_abs:.3g}"
             )
-    note = experts_not_loaded(quantization)
+    note = not_loaded(quantization)
     if note is not None:
         note += ": compared with its plain model, filled with what compressed-tensors decompresses"
     schemes = dict.fromkeys(layer.scheme.name for layer in quantization.layers.values())

@@ -2,19 +2,18 @@
 
 It differs from ours by definition in these points (measured with transformers 5.23 and compressed-tensors 0.20):
 
-- *Inputs.* It divides by the scale, training multiplies with the fp32 reciprocal. A dynamic scale of fp8 or int8 is the
-  same formula in both, an integer zero point too, but it adds the zero point before it rounds: an exact tie then goes
-  to the other neighbour where the zero point is odd. And it takes a 2-D input, as some models give their shared
-  experts, for one token.
-- *Keys and values* are divided by their scale too.
+- *Inputs, keys and values.* It divides by the scale, training multiplies with the fp32 reciprocal. Dynamic scales are
+  the same formula in both, and so is an integer zero point (``symmetric: false``), but it adds that before it rounds:
+  an exact tie goes to the other neighbour where the zero point is odd. All tokens of a 2-D input, as some models give
+  their shared experts, get one scale.
 - *Weights.* compressed-tensors decompresses fp4 to bf16, in a model loaded as fp32 too. A value of MXFP4 is a bf16
   number; of NVFP4 it is rounded.
 - *Experts.* transformers keeps the experts of a MoE fused and dequantises them when it loads: their inputs are not
   quantised, and integer weights are rounded to the dtype of their scale, bf16.
-- *Experts that it does not load*: ``int-quantized`` and blocks of fp8 are an error, unless there is but one block;
-  NVFP4 is read without its global scale, which is silent noise; with several schemes among the experts all are decoded
-  by the first. There the reader that is compared with is transformers' plain model, filled with what compressed-tensors
-  decompresses from the files, its inputs quantised by compressed-tensors' functions.
+- *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are blocks
+  of fp8 if there is more than one; NVFP4 is read without its global scale, which is silent noise; several schemes among
+  the experts are all decoded as the first. There the reader that is compared with is transformers' plain model, filled
+  with what compressed-tensors decompresses from the files, its inputs quantised by compressed-tensors' functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,6 +43,7 @@ from model.scales import cache_keys
 from model.shards import Reader, read_headers
 from quant import Quantization, QuantLayer, Scheme, TensorSpec
 from quant.config import quantization_args
+from quant.embedding import QuantEmbedding
 from quant.export import INT_QUANTIZED, NVFP4_PACKED, export_format
 from quant.kv_cache import QuantCache
 
@@ -53,8 +53,10 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def experts_not_loaded(quantization: Quantization) -> str | None:
-    """Why transformers does not read the experts of this checkpoint; None where it does, or there are none."""
+def not_loaded(quantization: Quantization) -> str | None:
+    """Why transformers does not read this checkpoint as it is meant; None where it does."""
+    if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
+        return "transformers does not load quantised embeddings"
     schemes = {layer.scheme for name, layer in quantization.layers.items() if is_expert(name)}
     if len(schemes) > 1:
         return "transformers decodes all experts with one scheme"
@@ -82,7 +84,7 @@ def load_theirs(
     options |= {"dtype": torch.float32, "output_loading_info": True}
     trust = {"trust_remote_code": trust_remote_code}
     auto: Any = AutoModelForCausalLM
-    if experts_not_loaded(quantization) is None:
+    if not_loaded(quantization) is None:
         theirs, info = auto.from_pretrained(directory, local_files_only=True, **options, **trust)
         theirs.hf_quantizer.compressor.decompress_model(theirs)
     else:
@@ -167,7 +169,7 @@ def inputs_of_experts_left(quantization: Quantization) -> Iterator[None]:
 @contextmanager
 def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
     """Inside the block our model computes as transformers does."""
-    decoded = experts_not_loaded(quantization) is None
+    decoded = not_loaded(quantization) is None
     model_dtype = dtype_on_disk(directory, model)
     with ExitStack() as stack:
         stack.enter_context(inputs_of_experts_left(quantization))

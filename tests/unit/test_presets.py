@@ -170,13 +170,16 @@ def test_a_quantised_cache_of_a_model_whose_experts_transformers_does_not_load(t
 
 
 def test_quantised_embeddings(tmp_path, seed):
-    """Embeddings and lm_head, weight-only: modules that are no Linear are named in the configuration."""
+    """Embeddings and lm_head, weight-only: modules that are no Linear are named in the configuration. vLLM reads these
+    embeddings, transformers does not."""
     table = {"model.embed_tokens": SCHEMES["w8a16_channel"], "lm_head": INT4}
     model, _, batches = exported(tmp_path, "qwen3", INT4, named=table)
     config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == []
     report = compare_with_transformers(tmp_path / "export", batches)
     same_arithmetic(report)
+    assert report.note is not None
+    assert report.note.startswith("transformers does not load quantised embeddings")
     again, _ = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
