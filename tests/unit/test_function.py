@@ -16,6 +16,8 @@ from quant.reference import (
     dequantize,
     effective_scale,
     fake_quant,
+    fake_quantize_tokens,
+    fake_quantize_tokens_backward,
     inside_range,
     pack_bits,
     quantize,
@@ -23,22 +25,46 @@ from quant.reference import (
 )
 from quant.spec import TensorSpec
 from tests.unit.test_reference import Surrogate as reference_surrogate
+from tests.unit.test_reference import per_scale
+from tests.unit.test_tokens import TokenSurrogate
 
 FP8 = TensorSpec("fp8_e4m3", 8, "tensor")
 INT4 = TensorSpec("int", 4, "group", 16)
-SCHEMES = [(FP8, FP8), (INT4, None), (TensorSpec("int", 2, "group", 16), None), (FP8, None), (None, FP8)]
+BLOCKS, NVFP4 = TensorSpec("fp8_e4m3", 8, "block", 16), TensorSpec("fp4_e2m1", 4, "group", 16)
+FP8_GROUPS = TensorSpec("fp8_e4m3", 8, "group", 16, dynamic=True)
+ASYMMETRIC = TensorSpec("int", 8, "token", symmetric=False, dynamic=True)
+SCHEMES = [
+    (FP8, FP8),
+    (INT4, None),
+    (TensorSpec("int", 2, "group", 16), None),
+    (FP8, None),
+    (None, FP8),
+    (BLOCKS, FP8_GROUPS),
+    (TensorSpec("fp8_e4m3", 8, "channel"), TensorSpec("fp8_e4m3", 8, "token", dynamic=True)),
+    (TensorSpec("int", 8, "channel"), TensorSpec("int", 8, "tensor")),
+    (INT4, ASYMMETRIC),
+    (None, ASYMMETRIC),
+    (NVFP4, None),
+    (TensorSpec("fp4_e2m1", 4, "group", 32), TensorSpec("int", 8, "token", dynamic=True)),
+]
 
 
 class Case:
     """Random operands of one Linear, with scales that clip some of the weights and inputs."""
 
     def __init__(self, weight_spec, input_spec, dtype=torch.float32, *, tokens=None, bias=True):
-        out, in_ = random.randint(1, 24), 16 * random.randint(1, 6)
+        blocks = weight_spec is not None and weight_spec.granularity == "block"
+        out, in_ = 16 * random.randint(1, 2) if blocks else random.randint(1, 24), 32 * random.randint(1, 3)
         tokens = random.choice([(7,), (2, 5), (3, 1)]) if tokens is None else tokens
         self.x = torch.randn(*tokens, in_).to(dtype).requires_grad_()
         self.weight = nn.Parameter(torch.randn(out, in_).to(dtype))
         self.bias = nn.Parameter(torch.randn(out).to(dtype)) if bias else None
         self.weight_s0, self.weight_theta = self._scale(self.weight, weight_spec, (out, in_), dtype)
+        self.weight_global = None
+        if weight_spec is not None and weight_spec.scale_format == "e4m3":
+            # The largest scales before theta have the code 448; some are below the smallest normal one.
+            ends = 448 / self.weight_s0.max() if self.weight_s0.numel() else torch.ones(())
+            self.weight_global = nn.Parameter(10 ** random.uniform(-3, 0) * ends.view(1), requires_grad=False)
         self.input_s0, self.input_theta = self._scale(self.x, input_spec, (math.prod(tokens), in_), dtype)
         # Any numbers: what the caller says is what counts.
         self.plan = Plan(
@@ -47,10 +73,11 @@ class Case:
 
     @staticmethod
     def _scale(x, spec, shape, dtype):
-        if spec is None:
+        if spec is None or spec.dynamic:
             return None, None
-        absmax = x.detach().float().reshape(-1, spec.elements_per_scale(shape)) if x.numel() else torch.ones(1, 1)
-        absmax = absmax.abs().amax(1).reshape(spec.scale_shape(shape))
+        absmax = torch.ones(1)
+        if x.numel():
+            absmax = per_scale(x.detach().float().reshape(shape), spec.scale_shape(shape)).abs().amax(-1)
         theta = 0.3 * torch.randn(absmax.shape) - 0.5
         s0 = nn.Parameter(absmax_scale(absmax, spec), requires_grad=False)
         return s0, nn.Parameter(theta.to(dtype))
@@ -63,18 +90,20 @@ class Case:
         return {name: t for name, t in self.tensors().items() if t is not None and t.requires_grad}
 
     def __call__(self):
-        return quant_linear(*self.tensors().values(), self.plan)
+        return quant_linear(*self.tensors().values(), self.plan, weight_global=self.weight_global)
 
     def scale(self, kind):
         spec = getattr(self.plan, kind)
         s0, theta = getattr(self, f"{kind}_s0"), getattr(self, f"{kind}_theta")
-        return effective_scale(s0, theta, spec, self.weight.dtype).detach()
+        global_scale = self.weight_global if kind == "weight" else None
+        return effective_scale(s0, theta, spec, self.weight.dtype, global_scale).detach()
 
     def operands(self):
         """What the GEMM multiplies: the fake-quantised input and weight."""
         x, weight = self.x.detach(), self.weight.detach()
-        if self.plan.input is not None:
-            x = fake_quant(x, self.scale("input"), self.plan.input)
+        spec = self.plan.input
+        if spec is not None:
+            x = fake_quantize_tokens(x, spec) if spec.dynamic else fake_quant(x, self.scale("input"), spec)
         if self.plan.weight is not None:
             weight = fake_quant(weight, self.scale("weight"), self.plan.weight)
         return x, weight
@@ -148,6 +177,9 @@ class Surrogate:
         self.tensor = tensor.detach()
         if self.spec is None:
             return
+        if self.spec.dynamic:
+            self.tokens = TokenSurrogate(self.tensor, self.spec)
+            return
         self.s0 = getattr(case, f"{kind}_s0").detach().double()
         theta = getattr(case, f"{kind}_theta").detach().double()
         rounded_scale = case.scale(kind)
@@ -157,10 +189,14 @@ class Surrogate:
     def __call__(self, x, theta):
         if self.spec is None:
             return x
+        if self.spec.dynamic:
+            return self.tokens(x)
         return self.of_scale(self._flat(x), self.s0 * theta.exp() + self.rounding).reshape(x.shape)
 
     def step(self, index):
-        """Towards zero: away from the kink that an element at the edge of the grid sits on."""
+        """Inwards: away from the kink that an element at the edge of the grid sits on."""
+        if self.spec is not None and self.spec.dynamic:
+            return 1e-6 * self.tokens.inwards.reshape(-1)[index].item()
         return -1e-6 if self.tensor.reshape(-1)[index] > 0 else 1e-6
 
     def _flat(self, x):
@@ -181,7 +217,9 @@ def test_gradients_in_low_precision(schemes, dtype, seed):
         for name, operand, kind in (("x", x, "input"), ("weight", weight, "weight")):
             expected = operand.grad
             spec = getattr(case.plan, kind)
-            if spec is not None:
+            if spec is not None and spec.dynamic:
+                expected = fake_quantize_tokens_backward(expected, case.x.detach(), spec)
+            elif spec is not None:
                 expected = expected * inside_range(getattr(case, name).detach(), case.scale(kind), spec)
             assert ours[name].dtype == dtype
             # The same products, rounded once to the dtype; the order of fp32 sums may differ.
@@ -224,7 +262,8 @@ class Saved:
     """Records what autograd keeps, without the Parameters that live anyway: ``{storage address: bytes}``."""
 
     def __init__(self, case):
-        self.parameters = {t.data_ptr() for t in case.tensors().values() if isinstance(t, nn.Parameter)}
+        tensors = (*case.tensors().values(), case.weight_global)
+        self.parameters = {t.data_ptr() for t in tensors if isinstance(t, nn.Parameter)}
         self.bytes, self.count, self.dtypes = {}, 0, []
 
     def __enter__(self):
@@ -282,6 +321,16 @@ def test_bytes_kept_for_backward(dtype, seed):
         case.weight.requires_grad_(False)
         case.weight_theta.requires_grad_(False)
         assert kept(case).bytes == {}
+        # Dynamic: the input itself, also where only its own gradient is wanted. Scales that the kernels do not form are
+        # formed again in backward.
+        case = Case(NVFP4, ASYMMETRIC, dtype)
+        own = {case.x.data_ptr(): case.x.untyped_storage().nbytes()}
+        assert kept(case).bytes == own
+        for parameter in (case.weight, case.weight_theta, case.bias):
+            parameter.requires_grad_(False)
+        assert kept(case).bytes == own
+        case.x.requires_grad_(False)
+        assert kept(case).bytes == {}
 
 
 def test_layers_that_read_one_input_keep_it_once(seed):
@@ -302,7 +351,7 @@ def test_the_weight_may_be_gone_between_forward_and_backward(schemes, seed):
     torch.manual_seed(1)
     reference, _ = gradients(case)
     output = case()
-    parameters = [t for t in case.tensors().values() if isinstance(t, nn.Parameter)]
+    parameters = [t for t in (*case.tensors().values(), case.weight_global) if isinstance(t, nn.Parameter)]
     full = [p.data for p in parameters]
     for p in parameters:
         p.data = torch.empty(0)

@@ -46,6 +46,8 @@ def fill_scales(q: quant.Quantization, input_scale: float = 2.5 / 448) -> None:
         for group in q.weight_groups:
             largest = max(q.layers[name].weight.abs().max().float() for name in group.members)
             group.s0.copy_(absmax_scale(largest, group.spec).expand_as(group.s0))
+        for group in q.global_groups:
+            group.s0.fill_(448 / q.layers[group.owner].weight_s0.max().item())
         for group in q.input_groups:
             group.s0.fill_(input_scale)
         for group in (*q.weight_groups, *q.input_groups):
@@ -54,11 +56,16 @@ def fill_scales(q: quant.Quantization, input_scale: float = 2.5 / 448) -> None:
 
 
 def attention(
-    *, learn_input: bool = False, fp8_gemm: bool = False, dtype=torch.bfloat16, bias: bool = False
+    scheme: str = "fp8_static",
+    *,
+    learn_input: bool = False,
+    fp8_gemm: bool = False,
+    dtype=torch.bfloat16,
+    bias: bool = False,
 ) -> tuple[Attention, quant.Quantization]:
     model = Attention(bias=bias).to(dtype)
     q = quant.prepare(
-        model, get_scheme("fp8_static"), learn_weight_scale=True, learn_input_scale=learn_input, fp8_gemm=fp8_gemm
+        model, get_scheme(scheme), learn_weight_scale=True, learn_input_scale=learn_input, fp8_gemm=fp8_gemm
     )
     fill_scales(q)
     return model, q
@@ -78,7 +85,8 @@ class Count(TorchDispatchMode):
 
     def quantised(self, shape: tuple[int, ...]) -> int:
         """How often a tensor of this shape was."""
-        return sum(self.calls[name, shape] for name in ("quantize", "quantize_with_values", "fake_quantize"))
+        names = ("quantize", "quantize_with_values", "fake_quantize", "fake_quantize_tokens")
+        return sum(self.calls[name, shape] for name in names)
 
 
 def entry(model: Attention):
@@ -135,6 +143,27 @@ def test_quantised_once_and_the_same(learn_input, fp8_gemm, dtype, seed):
     assert {"q_proj.weight", "q_proj.weight_theta", "q_proj.bias"} <= shared.keys()
     assert ("q_proj.input_theta" in shared) == learn_input
     assert (shared["x"] == 0).sum() < shared["x"].numel() / 2 and shared["x"].any()
+
+
+@pytest.mark.parametrize("scheme", ("int8_dynamic", "fp8_dynamic", "8da4w"))
+def test_dynamic_inputs_are_quantised_once_and_kept_once(scheme, seed):
+    """The values of one pass over the input are handed on; backward keeps the input itself, once for three layers."""
+    model, q = attention(scheme)
+    x, grad = torch.randn(5, 3, WIDTH).bfloat16(), torch.randn(5, 3, WIDTH).bfloat16()
+    with Count() as count:
+        shared = results(model, x, grad)
+    forward, backward = 1, 3
+    assert count.quantised((5, 3, WIDTH)) == forward + backward and entry(model) is None
+    leaf = x.clone().requires_grad_()
+    with bytes_saved(model) as found:
+        outputs = [layer(leaf) for layer in (model.q_proj, model.k_proj, model.v_proj)]
+    assert list(found) == [leaf.data_ptr()] and len(outputs) == 3
+    unshared(q)
+    with Count() as count:
+        model(x)
+    assert count.quantised((5, 3, WIDTH)) == 3
+    assert_equal(results(model, x, grad), shared)
+    assert shared["output"].any() and shared["q_proj.weight_theta"].any()
 
 
 def test_layers_of_different_parents_share_nothing(seed):
@@ -348,7 +377,17 @@ def test_one_copy_is_kept_for_backward(learn_input, fp8_gemm, seed):
 # ---- weight codes that are kept
 
 
-@pytest.mark.parametrize(("scheme", "fp8_gemm"), [("fp8_static", False), ("fp8_static", True), ("w4a16_g32", False)])
+@pytest.mark.parametrize(
+    ("scheme", "fp8_gemm"),
+    [
+        ("fp8_static", False),
+        ("fp8_static", True),
+        ("w4a16_g32", False),
+        ("int8_dynamic", False),
+        ("nvfp4", False),
+        ("mxfp4", False),
+    ],
+)
 def test_kept_weight_codes(scheme, fp8_gemm, seed):
     """The same bits, quantised once over forwards and backwards, until the weights change."""
     model = Attention(bias=True).bfloat16()

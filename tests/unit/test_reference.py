@@ -1,10 +1,15 @@
 """The definition of the quantisers against an independent oracle, and its gradients against finite differences."""
 
+import math
 import random
 
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
+from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
 
 from quant.reference import (
     absmax_scale,
@@ -18,37 +23,61 @@ from quant.reference import (
 from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
 
 FP8 = TensorSpec("fp8_e4m3", 8, "tensor")
+NVFP4, MXFP4 = TensorSpec("fp4_e2m1", 4, "group", 16), TensorSpec("fp4_e2m1", 4, "group", 32)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECS = [
     FP8,
     TensorSpec("fp8_e4m3", 8, "channel"),
     TensorSpec("fp8_e4m3", 8, "group", 16),
+    TensorSpec("fp8_e4m3", 8, "block", 16),
+    NVFP4,
+    MXFP4,
     *(TensorSpec("int", bits, "group", 16) for bits in (2, 3, 4, 8)),
     TensorSpec("int", 4, "channel"),
     TensorSpec("int", 8, "tensor"),
 ]
 # Every non-negative finite e4m3 value in order: its code is its position.
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+# Every e2m1 value by its code.
+E2M1 = torch.tensor([sign * size for sign in (1.0, -1.0) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+# Exponent and mantissa bits: where subnormal numbers end, and 2 to the power of how many spacings fill a power of two.
+SMALLEST_EXPONENT = {"fp8_e4m3": -6, "fp4_e2m1": 0}
+MANTISSA = {"fp8_e4m3": 3, "fp4_e2m1": 1}
+CODES = {"fp8_e4m3": torch.float8_e4m3fn, "fp4_e2m1": torch.uint8, "int": torch.int8}
 
 
 def round_oracle(v: np.ndarray, spec: TensorSpec) -> np.ndarray:
     """Nearest value of the *unbounded* grid, ties to even, by arithmetic in float64 that shares nothing with torch's
     cast.
 
-    e4m3 continued beyond 448 as if its exponent had no end; integers beyond qmin and qmax.
+    e4m3 continued beyond 448 and e2m1 beyond 6 as if their exponents had no end; integers beyond qmin and qmax.
     """
     v = v.astype(np.float64)
     if spec.dtype == "int":
         return np.rint(v)
     with np.errstate(divide="ignore"):
-        exponent = np.maximum(np.floor(np.log2(np.abs(v))), -6)  # subnormals below 2^-6
-    spacing = np.exp2(exponent - 3)
+        exponent = np.maximum(np.floor(np.log2(np.abs(v))), SMALLEST_EXPONENT[spec.dtype])
+    spacing = np.exp2(exponent - MANTISSA[spec.dtype])
     return np.rint(v / spacing) * spacing
+
+
+def values_of(codes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """What codes stand for, fp32."""
+    return E2M1[codes.long()] if spec.dtype == "fp4_e2m1" else codes.float()
+
+
+def per_scale(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The elements of ``x [out, in]`` as ``[*shape, elements]``, by the scale of this shape that they have."""
+    if shape == (1,):
+        return x.reshape(1, -1)
+    return x.reshape(shape[0], x.shape[0] // shape[0], shape[1], -1).transpose(1, 2).flatten(2)
 
 
 def random_case(spec: TensorSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor in a random shape and stride with a scale that clips some of it."""
-    rows, columns = random.randint(1, 40), 16 * random.randint(1, 12)
+    rows, columns = random.randint(1, 40), 32 * random.randint(1, 6)
+    if spec.granularity == "block":
+        rows = 16 * random.randint(1, 3)
     x = torch.randn(rows, columns) * torch.exp(torch.randn(rows, 1))
     layout = random.choice(("plain", "transposed", "sliced"))
     if layout == "transposed":
@@ -56,8 +85,7 @@ def random_case(spec: TensorSpec, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     elif layout == "sliced":
         x = torch.cat([x, x], dim=1)[:, :columns]
     x = x.to(dtype)
-    size = spec.elements_per_scale((rows, columns))
-    absmax = x.float().reshape(-1, size).abs().amax(1).reshape(spec.scale_shape((rows, columns)))
+    absmax = per_scale(x.float(), spec.scale_shape((rows, columns))).abs().amax(-1)
     clip = torch.empty_like(absmax).uniform_(0.3, 1.2)
     clip.view(-1)[0] = 0.3
     return x, absmax_scale(absmax, spec) * clip
@@ -67,15 +95,16 @@ def expand(scale: torch.Tensor, x: torch.Tensor, spec: TensorSpec) -> torch.Tens
     """The scale of every element."""
     if spec.granularity == "tensor":
         return scale.expand(x.shape)
-    return scale.repeat_interleave(x.shape[1] // scale.shape[1], dim=1)
+    rows = scale.repeat_interleave(x.shape[0] // scale.shape[0], dim=0)
+    return rows.repeat_interleave(x.shape[1] // scale.shape[1], dim=1)
 
 
 class Surrogate:
     """What the gradients are those of: fp64 fake quant with the rounding errors of (x, scale) held fixed.
 
     ``s * clamp(v + e, qmin, qmax)``, where the error e is fixed in codes on an evenly spaced grid, and in units of x
-    (e shrinks as s grows) where the spacing follows x: normal e4m3 numbers. Rounding is to the unbounded grid, so that
-    clamp alone decides what is outside.
+    (e shrinks as s grows) where the spacing follows x: normal numbers of floating-point grids. Rounding is to the
+    unbounded grid, so that clamp alone decides what is outside.
     """
 
     def __init__(self, x, scale, spec):
@@ -84,7 +113,9 @@ class Surrogate:
         v = x.float() * (1 / s)
         self.error = torch.from_numpy(round_oracle(v.numpy(), spec)) - x.double() / s.double()
         self.scale = s.double()
-        self.follows_x = (v.abs() >= 2**-6) & (spec.dtype == "fp8_e4m3")
+        self.follows_x = torch.zeros_like(v, dtype=torch.bool)
+        if spec.dtype != "int":
+            self.follows_x = v.abs() >= 2.0 ** SMALLEST_EXPONENT[spec.dtype]
 
     def __call__(self, x, scale):
         s = expand(scale, x, self.spec)
@@ -103,9 +134,9 @@ def test_codes_and_values_against_the_oracle(spec, dtype, seed):
         rounded = round_oracle(v, spec)
         codes = quantize(x, scale, spec)
         assert codes.shape == x.shape
-        assert codes.dtype == (torch.int8 if spec.dtype == "int" else torch.float8_e4m3fn)
-        np.testing.assert_array_equal(codes.double().numpy(), rounded.clip(spec.qmin, spec.qmax))
-        expected = (codes.float() * scales).to(dtype)
+        assert codes.dtype == CODES[spec.dtype]
+        np.testing.assert_array_equal(values_of(codes, spec).double().numpy(), rounded.clip(spec.qmin, spec.qmax))
+        expected = (values_of(codes, spec) * scales).to(dtype)
         for values in (dequantize(codes, scale, spec, dtype), fake_quant(x, scale, spec)):
             assert values.dtype == dtype and values.shape == x.shape
             assert torch.equal(values, expected)
@@ -132,6 +163,7 @@ def test_the_cast_to_e4m3_rounds_to_nearest_even():
     ("spec", "last_inside", "lowest_inside"),
     [
         (FP8, 464.0, -464.0),  # the tie between 448 and what would be 480 goes to 448
+        (NVFP4, 7.0, -7.0),  # and that of 6 and 8 to 8, whose code is even
         # Ties go to even: qmax is odd, so qmax + 0.5 leaves the grid; qmin is even, so qmin - 0.5 stays.
         *(
             (TensorSpec("int", bits, "tensor"), 2 ** (bits - 1) - 0.5, -(2 ** (bits - 1)) - 0.5)
@@ -146,34 +178,36 @@ def test_the_edges_of_the_range(spec, last_inside, lowest_inside):
     high, low = torch.tensor(last_inside), torch.tensor(lowest_inside)
     v = torch.stack([high, torch.nextafter(high, down), torch.nextafter(high, up)])
     v = torch.cat([v, torch.stack([low, torch.nextafter(low, up), torch.nextafter(low, down)])])
-    high_tie = spec.dtype == "fp8_e4m3"
-    expected = torch.tensor([high_tie, True, False, True, True, False])
+    high_tie, low_tie = spec.dtype == "fp8_e4m3", spec.dtype != "fp4_e2m1"
+    expected = torch.tensor([high_tie, True, False, low_tie, True, False])
     for scale in (torch.ones(1), torch.full((1,), 0.25)):  # powers of two, so that x * (1/s) is v exactly
         x = v * scale
         assert torch.equal(inside_range(x, scale, spec), expected)
-        assert torch.equal(quantize(x, scale, spec).float(), torch.tensor([spec.qmax] * 3 + [spec.qmin] * 3))
+        ends = values_of(quantize(x, scale, spec), spec)
+        assert torch.equal(ends, torch.tensor([spec.qmax] * 3 + [spec.qmin] * 3))
         grad, _ = fake_quant_backward(torch.ones(6), x, scale, spec, scale_gradient=True)
         assert torch.equal(grad, expected.float())
 
 
-@pytest.mark.parametrize("spec", [FP8, TensorSpec("int", 4, "group", 4)], ids=str)
+@pytest.mark.parametrize("spec", [FP8, MXFP4, TensorSpec("int", 4, "group", 4)], ids=str)
 def test_values_that_are_not_finite(spec):
     """NaN stays NaN, infinities clip; none has a gradient, and the scale's gradient stays finite."""
     x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.3]])
-    scale = torch.full(spec.scale_shape((1, 4)), 0.25)
+    scale = torch.full((1, 1), 0.25)
     values = fake_quant(x, scale, spec)
     assert values[0, 0].isnan()
     assert values[0, 1:3].tolist() == [spec.qmax * 0.25, spec.qmin * 0.25]
     assert inside_range(x, scale, spec).tolist() == [[False, False, False, True]]
-    if spec.dtype == "int":
-        assert quantize(x, scale, spec)[0].tolist() == [0, 7, -8, 1]
-    else:
+    if spec.dtype == "fp8_e4m3":
         assert quantize(x, scale, spec)[0, 0].isnan()
+    else:
+        expected_codes = [0, 7, -8, 1] if spec.dtype == "int" else [0, 7, 8 + 7, 2]
+        assert quantize(x, scale, spec)[0].tolist() == expected_codes
     grad = torch.tensor([[2.0, 3.0, 5.0, 7.0]])
     grad_x, grad_scale = fake_quant_backward(grad, x, scale, spec, scale_gradient=True)
     assert grad_x.tolist() == [[0, 0, 0, 7]]
     v = x[0, 3].item() * 4
-    # 1.2 is a normal number of e4m3, whose error does not depend on the scale.
+    # 1.2 is a normal number of the floating-point grids, whose error does not depend on the scale.
     rounding = quantize(x, scale, spec).float()[0, 3].item() - v if spec.dtype == "int" else 0
     expected = 3 * spec.qmax + 5 * spec.qmin + 7 * rounding
     assert grad_scale.item() == pytest.approx(expected, rel=1e-6)  # fp32 sum of three terms
@@ -214,7 +248,7 @@ def test_gradients_against_finite_differences(spec, seed):
 
 
 def _sum_per_scale(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return values.reshape(scale.numel(), -1).sum(1).reshape(scale.shape)
+    return per_scale(values, tuple(scale.shape)).sum(-1)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
@@ -246,20 +280,105 @@ def test_the_effective_scale(model_dtype, seed):
     torch.testing.assert_close(derivative, exact.to(model_dtype), rtol=torch.finfo(model_dtype).eps, atol=0)
 
 
+def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """The nearest in the logarithm, one by one: the fraction of frexp against the square root of a half, squared."""
+    parts = [math.frexp(value) for value in scale.tolist()]  # value = fraction * 2^exponent, fraction in [0.5, 1)
+    return torch.tensor([2.0 ** (exponent - (fraction * fraction < 0.5)) for fraction, exponent in parts])
+
+
+@pytest.mark.parametrize("theta_dtype", (None, *DTYPES))
+def test_effective_scales_of_8_bits(theta_dtype, seed):
+    """e8m0 and e4m3, of scales in their range; the derivative is that of the scale before rounding."""
+    s0 = torch.exp(5 * torch.randn(2000))
+    theta = None if theta_dtype is None else (0.3 * torch.randn(2000)).to(theta_dtype).requires_grad_()
+    unrounded = s0 if theta is None else s0 * theta.detach().double().exp().float()
+    scale = effective_scale(s0, theta, MXFP4, torch.bfloat16)
+    assert scale.dtype == torch.float32 and torch.equal(scale, powers_of_two(unrounded))
+
+    global_scale = torch.tensor([random.uniform(0.01, 100.0)])
+    product = (unrounded * global_scale).clamp(2.0**-9, 448).numpy()
+    stored = torch.from_numpy(round_oracle(product, FP8)).float()
+    nvfp4 = effective_scale(s0, theta, NVFP4, torch.bfloat16, global_scale)
+    assert torch.equal(nvfp4, stored / global_scale)
+    if theta is None:
+        return
+    for rounded in (scale, nvfp4):
+        (derivative,) = torch.autograd.grad(rounded.sum(), theta)
+        # One rounding to theta's dtype, or of the product in fp32.
+        torch.testing.assert_close(derivative, unrounded.to(theta_dtype), rtol=torch.finfo(theta_dtype).eps, atol=0)
+
+
+def test_the_edges_of_scales_of_8_bits():
+    """Powers of two stay, the middle between two in the logarithm is no fp32 number, and both formats have ends."""
+    exponents = torch.arange(-126.0, 128.0)
+    powers = torch.exp2(exponents.double()).float()
+    assert torch.equal(effective_scale(powers, None, MXFP4, torch.float32), powers)
+    middle = torch.exp2(exponents[:-1].double() + 0.5).float()  # rounded, to one side or the other
+    for side, expected in ((0.0, powers[:-1]), (torch.inf, powers[1:])):
+        beside = torch.nextafter(middle, torch.tensor(side))
+        assert torch.equal(effective_scale(beside, None, MXFP4, torch.float32), expected)
+    ends = torch.tensor([0.0, 1e-45, 2.0**-127, 1.4 * 2.0**127, 1.5 * 2.0**127, torch.inf, torch.nan])
+    found = effective_scale(ends, None, MXFP4, torch.float32)
+    assert found[:5].tolist() == [2.0**-127] * 3 + [2.0**127] * 2 and found[5:].isnan().all()
+    ends = torch.tensor([0.0, 2.0**-10, 2.0**-9, 448.0, 500.0, torch.inf, torch.nan])
+    found = effective_scale(ends / 4, None, NVFP4, torch.float32, torch.tensor([4.0]))
+    assert (4 * found)[:5].tolist() == [2.0**-9] * 3 + [448.0] * 2 and found[5:].isnan().all()
+
+
 def test_the_absmax_scale(seed):
     """The largest magnitude lands on the edge of the grid, and nothing divides by zero."""
     absmax = torch.rand(7, 3) + 1e-3
     assert torch.equal(absmax_scale(absmax, FP8), absmax / 448)
+    assert torch.equal(absmax_scale(absmax, NVFP4), absmax / 6)
     assert torch.equal(absmax_scale(absmax, TensorSpec("int", 4, "group", 16)), absmax / 7.5)
     assert torch.equal(absmax_scale(absmax, TensorSpec("int", 2, "group", 16)), absmax / 1.5)
     # 1e-38 is a normal fp32 number, but the reciprocal of 1e-38 / 448 overflows.
-    for spec in (FP8, TensorSpec("int", 4, "tensor")):
+    for spec in (FP8, NVFP4, MXFP4, TensorSpec("int", 4, "tensor")):
         for absmax in (0.0, 1e-45, 1e-38):
             assert torch.isfinite(1 / absmax_scale(torch.tensor([absmax]), spec)).all()
         assert absmax_scale(torch.zeros(1), spec).item() == 1.0
         assert absmax_scale(torch.tensor([torch.nan]), spec).isnan().all(), (
             "a NaN weight must not get a scale in silence"
         )
+
+
+# ---- the formats of 4-bit floats, as compressed-tensors has them
+
+
+def test_e2m1_rounds_as_compressed_tensors_does(seed):
+    """Random values, every tie, and what is beside it."""
+    positive = E2M1[:8]
+    ties = torch.cat([(positive[1:] + positive[:-1]) / 2, torch.tensor([7.0])])
+    beside = [torch.nextafter(ties, torch.tensor(side)) for side in (0.0, torch.inf)]
+    v = torch.cat([3 * torch.randn(100_000), ties, *beside, positive])
+    v = torch.cat([v, -v]).view(1, -1)
+    assert torch.equal(fake_quant(v, torch.ones(1, 1), NVFP4), cast_to_fp4(v.clone()))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_power_of_two_scales_are_those_of_compressed_tensors(dtype, seed):
+    """absmax / scale in [3.5, 7), so that nothing is clipped; rounding such a scale again changes nothing."""
+    absmax = torch.exp(10 * torch.randn(10_000)).to(dtype)
+    edges = 1.75 * torch.exp2(torch.arange(-20.0, 20.0)).to(dtype)
+    absmax = torch.cat([absmax, edges, *(torch.nextafter(edges, torch.tensor(to, dtype=dtype)) for to in (0.0, 9e9))])
+    scale = absmax_scale(absmax, MXFP4)
+    assert torch.equal(scale, torch.exp2(generate_mx_scales(absmax).float() - 127))
+    assert torch.equal(effective_scale(scale, None, MXFP4, dtype), scale)
+    ratio = absmax.float() / scale
+    assert ((ratio >= 3.5) & (ratio < 7)).all()
+    assert inside_range(absmax.view(-1, 1), scale.view(-1, 1), MXFP4).all()
+
+
+def test_scales_with_a_global_scale_are_those_of_compressed_tensors(seed):
+    """absmax / 6 times the global scale, as e4m3."""
+    args = QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
+    )
+    absmax = torch.exp(torch.randn(1000, 1))
+    global_scale = generate_gparam(-absmax.amax(), absmax.amax())
+    stored, _ = calculate_qparams(-absmax, absmax, args, global_scale=global_scale)
+    ours = effective_scale(absmax_scale(absmax, NVFP4), None, NVFP4, torch.float32, global_scale)
+    assert torch.equal(ours, stored.float() / global_scale)
 
 
 def test_an_empty_tensor():
