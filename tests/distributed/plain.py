@@ -23,7 +23,7 @@ from engine.recipe_file import load_recipe
 from engine.schedule import lr_factor
 from model.build import build_model
 from model.load import load_weights
-from quant import Quantization, get_scheme, prepare, scales_from_stats
+from quant import Quantization, prepare, scales_from_stats
 from tests.definitions import kd_loss, lm_loss
 
 RANKS = 2
@@ -97,10 +97,11 @@ def plain_weights(path: str) -> nn.Module:
 
 def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
     """The student, quantised; scales measured and calibrated as the recipe says, unless fake quant starts later."""
-    model = plain_weights(settings.model.path)
+    model, preset = plain_weights(settings.model.path), settings.quant.preset()
     quantization = prepare(
         model,
-        get_scheme("fp8_static"),
+        preset.linear,
+        kv_cache=preset.kv_cache,
         learn_weight_scale=settings.learnable.weight_scale,
         learn_input_scale=settings.learnable.act_scale,
     )
@@ -114,6 +115,9 @@ def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
                     with torch.no_grad():
                         model(input_ids=ids)
         measure(quantization)
+        if settings.quant.initial_input_scale is not None:
+            for group in quantization.input_groups:
+                torch.nn.init.constant_(group.s0, settings.quant.initial_input_scale)
     return model, quantization
 
 

@@ -82,6 +82,16 @@ HELD_OUT = {
 UNSEEN = {"eval": {"every": 0}, "train": {"steps": 5}}
 CALIBRATED = {"stage": 3, "loss": PLAIN, "train": {"steps": 2}}
 PACKED = {"data": {"packing": True, "micro_batch_size": 1}}
+KV = {**SWITCH, "quant": {**SWITCH["quant"], "scheme": "fp8_static_kv"}, "train": {"steps": 4}}
+# Keys and values alone, clipped.
+ONLY_KV = {
+    "stage": 3,
+    "quant": {"scheme": "fp8_kv", "calibration_batches": 0, "initial_input_scale": 1e-3},
+    "learnable": {"weight_scale": False, "act_scale": True},
+    "data": {"packing": True},
+    "train": {"steps": 2, "activation_checkpointing": True},
+    "loss": PLAIN,
+}
 POISON = {"train": {"steps": 3, "gradient_accumulation_steps": 1}, "loss": PLAIN, "optim": {"lr": 1e-2}}
 
 
@@ -154,6 +164,8 @@ RUNS = {
     ),
     "off_bf16": ("qwen3", "bfloat16", {"stage": 0, "loss": PLAIN, "optim": {"schedule": "constant"}}),
     **{f"events_{stage}": ("qwen3", "float32", {**EVENTS, "stage": stage}) for stage in range(4)},
+    **{f"kv_{stage}": ("qwen3", "float32", {**KV, "stage": stage}) for stage in (1, 2, 3)},
+    "onlykv": ("qwen3_moe", "float32", ONLY_KV),
     "blind": ("qwen3", "bfloat16", {"stage": 3, "loss": PLAIN, "quant": {"fake_quant_start": 3}}),
     "never": (
         "qwen3",
@@ -310,6 +322,17 @@ def test_packed_rows_equal_a_plain_loop_with_the_mask_written_out(paths):
 def test_fake_quant_that_starts_later_equals_a_plain_loop(paths, stage):
     """Theta's first step is its first, with Adam's state fresh, though the optimizer has taken two before."""
     assert_equals_plain_loop(paths[f"switch_{stage}"])
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "kv" in name])
+def test_quantised_keys_and_values_train_like_a_plain_loop(paths, name):
+    """Their scales are measured in the middle from what observers saw on both ranks, and learned."""
+    assert_equals_plain_loop(paths[name])
+    found = load_result(paths[name])
+    scales = {key: value for key, value in found["weights"].items() if "_cache." in key}
+    assert len(scales) == 2 * 4 and all(bool(value.isfinite().all()) for value in scales.values())
+    assert {key for key in found["requires_grad"] if "_cache." in key} == {key for key in scales if "theta" in key}
+    assert name != "onlykv" or all(value.any() for value in scales.values())
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("switch")])

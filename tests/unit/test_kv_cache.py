@@ -26,6 +26,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from engine.optim import classify
+from quant import prepare
 from quant.kv_cache import QuantCache, attach_kv_cache
 from quant.observe import Observer
 from quant.reference import effective_scale, fake_quant, inside_range
@@ -336,6 +338,45 @@ def test_activation_checkpointing_and_compilation_change_nothing(seed):
     for name, value in gradients().items():
         # The same operators on the same numbers, but for decompositions whose last bits may move a code.
         assert "theta" in name or (value - expected[name]).norm() < 0.02 * expected[name].norm(), name
+
+
+def test_prepare_switches_and_watches_keys_and_values_as_inputs(seed):
+    """Alone, and beside layers: their scale groups are the last of the inputs', their switch is that of activations."""
+    learn = {"learn_weight_scale": False, "learn_input_scale": True}
+    for preset in (PRESETS["fp8_kv"], PRESETS["fp8_static_kv"]):
+        model = build("qwen3")
+        quantization = prepare(model, preset.linear, kv_cache=preset.kv_cache, **learn)
+        caches = quantization.caches
+        assert [group.owner for group in quantization.input_groups][-len(caches) :] == list(caches)
+        assert len(caches) == 2 * LAYERS and bool(quantization.layers) == (preset.linear is not None)
+        for group in quantization.input_groups[-len(caches) :]:
+            assert group.members == [group.owner] and group.spec == SPEC
+            assert group.s0 is caches[group.owner].input_s0 and group.theta is caches[group.owner].input_theta
+
+        def on(caches=caches):
+            return [cache.input_fake_quant for cache in caches.values()]
+
+        quantization.set_fake_quant(True, False)
+        assert on() == [False] * 4
+        quantization.set_fake_quant(False, True, r".*\.1\.self_attn\.(k|v)_cache")
+        state = quantization.fake_quant_state()
+        assert on() == [False, False, True, True] and [state[name] for name in caches] == [(False, one) for one in on()]
+        quantization.set_fake_quant(True, True)
+        quantization.restore_fake_quant(state)
+        assert quantization.fake_quant_state() == state
+        quantization.observe(True)
+        assert quantization.observing and all(cache.input_observer is not None for cache in caches.values())
+        quantization.set_fake_quant(False, False)
+        model(tokens(), use_cache=False)
+        assert all(group.observer.absmax > 0 for group in quantization.input_groups)
+        quantization.observe(False)
+        assert not quantization.observing
+        kinds = {owned.name: owned.kind for owned in classify(model) if "_cache." in owned.name}
+        assert kinds == {f"{name}.input_s0": "frozen" for name in caches} | {
+            f"{name}.input_theta": "act_scale" for name in caches
+        }
+    with pytest.raises(ValueError, match="nothing to quantise"):
+        prepare(build("qwen3"), None, **learn)
 
 
 def test_flash_attention_finds_its_kernel_by_the_name_it_was_asked_for(seed):
