@@ -4,6 +4,7 @@ The recovered share (PTQ - QAT) / (PTQ - bf16) is how much of what quantising co
 unquantised model, 0 is PTQ, below 0 training did harm. It is the same formula for perplexities and for accuracies.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,7 +126,7 @@ def markdown(comparison: Comparison) -> str:
     for measure in comparison.measures():
         cells = [HEADER, ("---", *("---:" for _ in HEADER[1:])), *comparison.rows(measure)]
         blocks.append(f"## {measure}")
-        blocks.append(heading(comparison, measure))
+        blocks.append(heading(comparison, measure).removeprefix(f"{measure} "))
         blocks.append("\n".join(f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in cells))
     blocks.append(
         "recovered = (PTQ - QAT) / (PTQ - bf16); (no loss): PTQ lost less than the standard error of bf16, or than "
@@ -149,10 +150,12 @@ def plot(comparison: Comparison, path: Path) -> None:
     from matplotlib.figure import Figure  # takes a second to import; without pyplot no window is needed
 
     measures, schemes = comparison.measures(), comparison.schemes
+    columns = min(3, len(measures))
+    rows = math.ceil(len(measures) / columns)
     width = max(4.0, 1.2 * len(schemes) + 2)
-    figure = Figure(figsize=(width * len(measures), 4.2), layout="constrained")
+    figure = Figure(figsize=(width * columns, 4.2 * rows), layout="constrained")
     for index, measure in enumerate(measures):
-        axes = figure.add_subplot(1, len(measures), index + 1)
+        axes = figure.add_subplot(rows, columns, index + 1)
         bf16 = comparison.bf16.measurements[measure]
         axes.axhline(bf16.value, color="0.4", linestyle="--", label="bf16")
         for side, label, colour, marker in (
@@ -160,6 +163,11 @@ def plot(comparison: Comparison, path: Path) -> None:
             (comparison.qat, "QAT", "#0072b2", "s"),
         ):
             points = [(at, side[name].measurements[measure]) for at, name in enumerate(schemes) if name in side]
+            if not points:
+                continue
+            highest = max(found.value for _, found in points)
+            if not bf16.higher_is_better and highest > 10 * bf16.value > 0:
+                axes.set_yscale("log")  # a scheme that fails would press the others onto one line
             axes.errorbar(
                 [at for at, _ in points],
                 [found.value for _, found in points],

@@ -36,8 +36,11 @@ LENGTH = 32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def write_tasks(directory: Path) -> Path:
     """Two tasks and a group with a mean, their data beside them."""
-    directory = tmp_path_factory.mktemp("tasks")
     common = {"dataset_path": "json", "metadata": {"version": 1.0}}
     choice = {
         **common,
