@@ -2,7 +2,7 @@
 
 A user's own schedule is a few lines of Python, run by the same launcher (``deepspeed --num_gpus 8 my_schedule.py``)::
 
-    loop = Loop.from_recipe("launch/recipes/qwen3_4b_fp8.yaml")
+    loop = Loop.from_recipe("launch/recipes/qwen3_4b.yaml")
 
     @loop.at(step=0)
     def off(state): state.quant.disable()

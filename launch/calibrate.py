@@ -1,6 +1,6 @@
 """Measure scales and write a PTQ checkpoint, without training: the recipe's model, scheme, data and export section.
 
-    deepspeed --num_gpus 8 launch/calibrate.py --config launch/recipes/qwen3_4b_fp8.yaml --export.dir ptq/qwen3_4b
+    deepspeed --num_gpus 8 launch/calibrate.py --config launch/recipes/qwen3_4b.yaml --export.dir ptq/qwen3_4b
 
 Weight scales come from the partitions, activation scales from ``quant.calibration_batches`` micro-batches per rank, all
 in place under the recipe's ZeRO stage. The result is served as it is, and is what ``quant.scales`` reads.

@@ -1,6 +1,6 @@
 """Train a model as a recipe says, and export it.
 
-    deepspeed --num_gpus 8 launch/train.py --config launch/recipes/qwen3_4b_fp8.yaml [--section.field value ...]
+    deepspeed --num_gpus 8 launch/train.py --config launch/recipes/qwen3_4b.yaml [--section.field value ...]
 
 ``--help`` shows every knob, ``--print_config`` the recipe that results.
 """

@@ -1,6 +1,7 @@
 """The recipe: what is read, what is refused, and what the refusal says. Every error names the key's path."""
 
 import dataclasses
+import itertools
 import math
 import os
 import random
@@ -17,10 +18,11 @@ from engine.export import check_export
 from engine.recipe import DataRecipe, EventRecipe, ModelRecipe, Recipe, TrainRecipe, parse_size
 from engine.recipe_checks import RecipeError
 from engine.recipe_file import load_recipe, parse_recipe, save_recipe
-from quant import DEFAULT_EXEMPT, Preset, Rule, Scheme, TensorSpec, get_scheme
+from quant import DEFAULT_EXEMPT, PRESETS, Preset, Rule, Scheme, TensorSpec, get_scheme
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
+OF_SCHEMES = sorted((ROOT / "launch" / "recipes" / "schemes").glob("*.yaml"))
 
 CACHED = "--loss.kd_weight 1 --loss.kd kl_top_k --loss.top_k 5 --loss.teacher_cache c"
 FROZEN = "--learnable.weight false"
@@ -495,15 +497,10 @@ def test_a_layout_that_cannot_hold_a_scheme_is_refused_before_any_work(tmp_path:
     check_export(recipe)
 
 
-def test_the_recipes_that_the_design_names_are_shipped() -> None:
-    names = {path.stem for path in SHIPPED}
-    assert names >= {
-        "qwen3_4b_fp8",
-        "qwen3_4b_fp8_scales_only",
-        "qwen3_30b_a3b_fp8",
-        "llama3_8b_fp8",
-        "qwen3_0_6b_w2a16",
-    }
+def test_a_recipe_is_shipped_per_preset_and_model() -> None:
+    assert {path.stem for path in OF_SCHEMES} == set(PRESETS)
+    sizes = {"qwen3_0_6b", "qwen3_4b", "qwen3_30b_a3b", "llama3_2_1b", "llama3_8b", "llama3_70b"}
+    assert {path.stem for path in SHIPPED} == {*sizes, "qwen3_4b_fp8_scales_only"}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -516,6 +513,21 @@ def test_shipped_recipe(path: Path) -> None:
     if "scales_only" in path.stem:
         learn = recipe.learnable
         assert dataclasses.astuple(learn) == (False, True, True, True, False, False)
+
+
+@pytest.mark.parametrize("path", OF_SCHEMES, ids=lambda path: path.stem)
+def test_recipe_of_a_scheme(path: Path) -> None:
+    """It opens with its command, which works on the files that are there."""
+    text = path.read_text()
+    command = " ".join(line.strip("# \\") for line in text.split("\n\n")[0].splitlines()[2:])
+    words = command.split()
+    named = [ROOT / word for before, word in itertools.pairwise(words) if before == "--config"]
+    assert named[1] == path and all(file.is_file() for file in named), command
+    assert words[-1] == f"runs/qwen3_4b_{path.stem}"
+    # On one of the models: what a scheme sets, no model does.
+    model = [one for one in SHIPPED if "only" not in one.stem][OF_SCHEMES.index(path) % (len(SHIPPED) - 1)]
+    recipe = parse_recipe(["--config", str(model), "--config", str(path)], check_files=False)
+    assert recipe.quant.preset() == PRESETS[path.stem] and recipe.output_dir == f"runs/{model.stem}"
 
 
 # --------------------------------------------------------------------------------------------------- several schemes
