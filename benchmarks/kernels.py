@@ -43,10 +43,10 @@ BACKWARD, SCALE_BACKWARD, MASK_BACKWARD = "backward", "backward, scale gradient"
 
 @dataclass(frozen=True)
 class Case:
-    """What is quantised: a tensor of ``dtype``, by ``spec``, or without one each token by its own int8 grid."""
+    """What is quantised: a tensor of ``dtype``, by ``spec``; if that is dynamic, each token by its own grid."""
 
     name: str
-    spec: TensorSpec | None
+    spec: TensorSpec
     dtype: torch.dtype
 
 
@@ -55,7 +55,9 @@ CASES = (
     Case("fp8 per tensor, fp32", TensorSpec("fp8_e4m3", 8, "tensor"), torch.float32),
     Case("int4, groups of 32, bf16", TensorSpec("int", 4, "group", 32), torch.bfloat16),
     Case("int4 per channel, bf16", TensorSpec("int", 4, "channel"), torch.bfloat16),
-    Case("int8 per token, bf16", None, torch.bfloat16),
+    Case("e2m1, groups of 32, bf16", TensorSpec("fp4_e2m1", 4, "group", 32), torch.bfloat16),
+    Case("int8 per token, bf16", TensorSpec("int", 8, "token", symmetric=False, dynamic=True), torch.bfloat16),
+    Case("fp8 per token, bf16", TensorSpec("fp8_e4m3", 8, "token", dynamic=True), torch.bfloat16),
 )
 
 
@@ -79,15 +81,15 @@ class Operation:
 def operations(case: Case, x: Tensor, grad: Tensor) -> list[Operation]:
     """Everything that training does to ``x``, and to the gradient of its quantised form."""
     n, size = x.numel(), x.element_size()
-    if case.spec is None:
-        tokens = x.shape[0]
+    grid, stored = grid_of(case.spec), stored_dtype(case.spec, x.dtype)
+    if case.spec.dynamic:
+        tokens, how = x.shape[0], (grid, case.spec.symmetric)
         return [
-            Operation(FORWARD, "fake_quantize_tokens", (x, False), 2 * n * size),
-            Operation(QUANTIZE, "quantize_tokens", (x, False), n * (size + 1) + tokens * 5),
-            Operation(BACKWARD, "fake_quantize_tokens_backward", (grad, x, False), 3 * n * size),
+            Operation(FORWARD, "fake_quantize_tokens", (x, *how), 2 * n * size),
+            Operation(QUANTIZE, "quantize_tokens", (x, *how), n * (size + 1) + tokens * 5),
+            Operation(BACKWARD, "fake_quantize_tokens_backward", (grad, x, *how), 3 * n * size),
         ]
     s0, theta = scales(case.spec, x)
-    grid, stored = grid_of(case.spec), stored_dtype(case.spec, x.dtype)
     scale = (s0, theta, grid, stored)
     codes, mask = torch.ops.deepqat.quantize(x, *scale, True)
     read = s0.numel() * (s0.element_size() + theta.element_size())
@@ -117,12 +119,14 @@ def scales(spec: TensorSpec, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def torchao_operations(case: Case, x: Tensor, grad: Tensor) -> dict[str, Callable[[], object]]:
     """torchao's fake quantisers with static scales where it has them, by the titles of :func:`operations`."""
+    if case.spec.dtype == "fp4_e2m1" or (case.spec.dtype == "fp8_e4m3" and case.spec.dynamic):
+        return {}
     from torchao.quantization import qat, quant_primitives
     from torchao.quantization.granularity import PerAxis, PerGroup
 
     scale: Tensor | None = None
     leaf = x.detach().requires_grad_()
-    if case.spec is not None and case.spec.dtype == "fp8_e4m3":
+    if case.spec.dtype == "fp8_e4m3":
         # Its Float8FakeQuantizer measures the scale anew in every forward; these are the parts of it that follow.
         scale = nn.Parameter(scales(case.spec, x)[0].reshape(1, 1))
 
@@ -130,7 +134,7 @@ def torchao_operations(case: Case, x: Tensor, grad: Tensor) -> dict[str, Callabl
             codes = quant_primitives._quantize_affine_float8(leaf, scale)
             return quant_primitives._dequantize_affine_float8(codes, scale, x.dtype)
 
-    elif case.spec is not None:
+    elif not case.spec.dynamic:
         granularity = PerGroup(case.spec.group_size) if case.spec.group_size else PerAxis(0)
         learned = qat.IntxFakeQuantizeConfig(torch.int4, granularity, is_dynamic=False, range_learning=True)
         quantizer = _initialized(qat.FakeQuantizerBase.from_config(learned), leaf)

@@ -30,9 +30,9 @@ class WeightScale(NamedTuple):
     spec: TensorSpec
     dtype: torch.dtype
 
-    def effective(self) -> Tensor:
-        """The scale that the forward uses, fp32."""
-        return kernels.effective_scale(self.s0, self.theta, self.spec, self.dtype, self.global_scale)
+    def effective(self, *, after: Tensor | None = None) -> Tensor:
+        """The scale that the forward uses, fp32; ``after`` as in :mod:`quant.kernels.ops`."""
+        return kernels.effective_scale(self.s0, self.theta, self.spec, self.dtype, self.global_scale, after=after)
 
     def quantize(self, weight: Tensor) -> Tensor:
         """The weight's codes."""
@@ -41,20 +41,21 @@ class WeightScale(NamedTuple):
 
     def dequantize(self, codes: Tensor, *, after: Tensor | None = None) -> Tensor:
         """The weight that these codes stand for; ``after`` as in :mod:`quant.kernels.ops`."""
-        return kernels.dequantize(codes, *self._of_runs(), self.dtype, after=after)
+        return kernels.dequantize(codes, *self._of_runs(after), self.dtype, after=after)
 
     def fake_quantize(self, weight: Tensor, *, after: Tensor | None = None) -> Tensor:
         """The weight through its codes and back; ``after`` as in :mod:`quant.kernels.ops`."""
-        return kernels.fake_quantize(weight, *self._of_runs(), after=after)
+        return kernels.fake_quantize(weight, *self._of_runs(after), after=after)
 
     def backward_(self, grad: Tensor, weight: Tensor, *, factor: float, theta_gradient: bool) -> Tensor | None:
         """Theta's gradient times ``factor``, where wanted; that of the weight takes the place of ``grad``."""
         if not theta_gradient or self._kernels_form_it():
             return kernels.fake_quantize_backward_(
-                grad, weight, *self._of_runs(), factor=factor, theta_gradient=theta_gradient
+                grad, weight, *self._of_runs(grad), factor=factor, theta_gradient=theta_gradient
             )
         assert self.theta is not None
-        effective = self.effective()
+        learned = kernels.learned_scale(self.s0, self.theta, after=grad)
+        effective = self.effective(after=grad)
         runs = self._per_run(effective)
         # With a theta of 0 the kernel multiplies by the effective scale, where s0 * exp(theta) belongs.
         gradient = kernels.fake_quantize_backward_(
@@ -63,16 +64,16 @@ class WeightScale(NamedTuple):
         assert gradient is not None
         if self.spec.granularity == "block":
             gradient = gradient.unflatten(0, (effective.shape[0], -1)).sum(1)
-        return (gradient * (kernels.learned_scale(self.s0, self.theta) / effective)).to(self.theta.dtype)
+        return (gradient * (learned / effective)).to(self.theta.dtype)
 
     def _kernels_form_it(self) -> bool:
         return self.spec.granularity != "block" and self.spec.scale_format in ("float32", "model")
 
-    def _of_runs(self) -> tuple[Tensor, Tensor | None, TensorSpec, torch.dtype]:
+    def _of_runs(self, after: Tensor | None = None) -> tuple[Tensor, Tensor | None, TensorSpec, torch.dtype]:
         """``s0, theta, spec, model_dtype`` for the kernels."""
         if self._kernels_form_it():
             return self.s0, self.theta, self.spec, self.dtype
-        return self._per_run(self.effective()), None, self.spec, torch.float32  # rounded already
+        return self._per_run(self.effective(after=after)), None, self.spec, torch.float32  # rounded already
 
     def _per_run(self, scale: Tensor) -> Tensor:
         """``[out / size, in / size]`` of blocks as ``[out, in / size]``; others as they are."""

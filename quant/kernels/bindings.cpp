@@ -86,7 +86,8 @@ int grid_of_codes(at::ScalarType dtype) {
 #define DEEPQAT_CALL(kernel, tensor, ...) deepqat::cpu::kernel(__VA_ARGS__)
 #endif
 
-Tensor effective_scale(const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype) {
+Tensor effective_scale(const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
+                       const OptionalTensor& /*after*/) {
   const Scales scales = scales_of(s0.numel(), s0, theta, scale_dtype, s0);
   Tensor out = at::empty(s0.sizes(), s0.options());
   DEEPQAT_CALL(effective_scale, s0, scales, out.mutable_data_ptr<float>());

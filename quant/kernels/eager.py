@@ -7,9 +7,10 @@ from quant import reference
 from quant.spec import TensorSpec
 
 
-def effective_scale(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
+def effective_scale(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     """The scales, fp32, in s0's shape."""
-    return reference.effective_scale(s0, theta, _spec(8), scale_dtype)
+    scale = reference.effective_scale(s0, theta, _spec(8), scale_dtype)
+    return scale.clone() if scale is s0 else scale  # an operator's result is not its argument
 
 
 def quantize(

@@ -37,7 +37,7 @@ _OPS = torch.ops.deepqat
 _SCALE = "Tensor s0, Tensor? theta"
 
 for _schema in (
-    f"effective_scale({_SCALE}, ScalarType scale_dtype) -> Tensor",
+    f"effective_scale({_SCALE}, ScalarType scale_dtype, Tensor? after=None) -> Tensor",
     f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask) -> (Tensor, Tensor)",
     f"quantize_with_values(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask) "
     "-> (Tensor, Tensor, Tensor)",
@@ -135,18 +135,23 @@ def effective_scale(
     spec: TensorSpec,
     model_dtype: torch.dtype,
     global_scale: Tensor | None = None,
+    *,
+    after: Tensor | None = None,
 ) -> Tensor:
-    """:func:`quant.reference.effective_scale` without a gradient, for those who need the scale as a tensor."""
-    scale = learned_scale(s0, theta, stored_dtype(spec, model_dtype))
+    """:func:`quant.reference.effective_scale` without a gradient, for those who need the scale as a tensor; ``after``
+    as above."""
+    scale = learned_scale(s0, theta, stored_dtype(spec, model_dtype), after=after)
     return round_scale(scale, spec, global_scale) if spec.scale_format in ("e8m0", "e4m3") else scale
 
 
-def learned_scale(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype = torch.float32) -> Tensor:
-    """``s0 * exp(theta)`` rounded to ``scale_dtype``, as fp32 in s0's shape."""
-    if theta is None and scale_dtype == torch.float32:
+def learned_scale(
+    s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype = torch.float32, *, after: Tensor | None = None
+) -> Tensor:
+    """``s0 * exp(theta)`` rounded to ``scale_dtype``, as fp32 in s0's shape; ``after`` as above."""
+    if theta is None and scale_dtype == torch.float32 and after is None:
         return s0
     _ensure()
-    return _OPS.effective_scale(s0, theta, scale_dtype)
+    return _OPS.effective_scale(s0, theta, scale_dtype, after)
 
 
 def quantize(
@@ -286,7 +291,7 @@ def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @torch.library.register_fake("deepqat::effective_scale")
-def _(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
+def _(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     return _like(s0)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from quant.kernels import eager
 from quant.kernels.build import build
 from tests.unit.conftest import seed  # noqa: F401  (a fixture)
-from tests.unit.test_kernels import DTYPES, OPS, Case, assert_same, check_theta_gradient, random_case
+from tests.unit.test_kernels import DTYPES, OPS, TOKEN_GRIDS, Case, assert_same, check_theta_gradient, random_case
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,10 +65,10 @@ def check(case: Case) -> None:
             (grad, x, s0, theta, grid, stored, case.factor, wanted),
             (gg, gx, gs, gt, grid, stored, case.factor, wanted),
         )
-    for symmetric in (False, True):
-        same("quantize_tokens", (x, symmetric), (gx, symmetric))
-        same("fake_quantize_tokens", (x, symmetric), (gx, symmetric))
-        same("fake_quantize_tokens_backward", (grad, x, symmetric), (gg, gx, symmetric))
+    for tokens in TOKEN_GRIDS:
+        same("quantize_tokens", (x, *tokens), (gx, *tokens))
+        same("fake_quantize_tokens", (x, *tokens), (gx, *tokens))
+        same("fake_quantize_tokens_backward", (grad, x, *tokens), (gg, gx, *tokens))
 
 
 def test_random_tensors(seed):  # noqa: F811
@@ -83,7 +83,7 @@ def test_every_bf16_and_fp16_value():
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
         for scale in (1.0, 0.37, 2.0**-9, 1e-3, 300.0):
-            for grid in (0, 2, 4, 8):
+            for grid in (0, 1, 2, 4, 8):
                 arguments = (torch.tensor([scale]), None, grid, torch.float32)
                 on_device = (torch.tensor([scale]).cuda(), None, grid, torch.float32)
                 assert_same(OPS.fake_quantize(x.cuda(), *on_device).cpu(), eager.fake_quantize(x, *arguments))
@@ -131,7 +131,8 @@ def test_the_current_stream_and_cuda_graphs(seed):  # noqa: F811
             *OPS.fake_quantize_backward(grad, x, s0, theta, 0, torch.float32, 1.0, True),
             OPS.masked(grad, mask),
             OPS.amax(x, 4),
-            OPS.fake_quantize_tokens(x, False),
+            OPS.fake_quantize_tokens(x, 8, False),
+            OPS.fake_quantize_tokens(x, 0, True),
         ]
 
     side = torch.cuda.Stream()

@@ -21,6 +21,8 @@ WAYS = {
     "fp8_gemm": ("fp8_static", False, True),
     "fp8_gemm learned": ("fp8_static", True, True),
     "w4a16": ("w4a16_g32", False, False),
+    "dynamic": ("8da4w", False, False),
+    "nvfp4": ("nvfp4", False, False),
 }
 
 
@@ -65,13 +67,15 @@ class Layer:
                 weights = torch.cat([q.layers[name].weight.flatten() for name in group.members]).float()
                 largest = weights.reshape(group.s0.numel(), -1).abs().amax(1).reshape(group.s0.shape)
                 group.s0.copy_(0.7 * absmax_scale(largest, group.spec))
+            for group in q.global_groups:
+                group.s0.fill_(448 / max(q.layers[name].weight_s0.max().item() for name in group.members))
             for group in q.input_groups:
                 group.s0.fill_({"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}[leaf(group)] / 448)
         self.layer: nn.Module = model.model.layers[0].mlp if mlp else model.model.layers[0]
         self.x, self.grad = torch.randn(2, 8, 64).to(dtype), torch.randn(2, 8, 64).to(dtype)
         self.arguments = {} if mlp else {"position_embeddings": model.model.rotary_emb(self.x, torch.arange(8)[None])}
         # q/k/v, o, gate/up, down
-        self.inputs = (2 if mlp else 4) if q.input_groups else 0
+        self.inputs = (2 if mlp else 4) if get_scheme(scheme).activations is not None else 0
         self.weights = 3 if mlp else 7
         assert len(q.layers) == 7
 
@@ -171,7 +175,8 @@ def check_calls(way: str, layer: Layer, graph) -> None:
     wanted = layer.inputs + layer.weights
     for run in (graph, layer.layer):
         calls = layer.forward_calls(run)
-        assert calls["quantize"] + calls["quantize_with_values"] + calls["fake_quantize"] == wanted, calls
+        weights = calls["quantize"] + calls["quantize_with_values"] + calls["fake_quantize"]
+        assert weights + calls["fake_quantize_tokens"] == wanted, calls
         if WAYS[way][2]:
             assert calls["quantize"] == wanted, f"inputs and weights as codes: {calls}"
 
@@ -188,6 +193,8 @@ def test_compiled_by_inductor(seed):
         ("fp8_gemm", torch.bfloat16),
         pytest.param("fp8_gemm learned", torch.float32, marks=pytest.mark.full),
         ("w4a16", torch.bfloat16),
+        ("dynamic", torch.bfloat16),
+        ("nvfp4", torch.bfloat16),
     ],
 )
 def test_traced_as_one_graph(way, dtype, seed):

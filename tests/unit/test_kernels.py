@@ -8,6 +8,7 @@ import decimal
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -303,12 +304,12 @@ def check(case: Case) -> None:
     OPS.masked_(overwritten, mask)
     assert_same(overwritten, eager.masked(case.grad, mask), f"masked in place, {what}")
     assert_same(OPS.amax(x, case.s0.numel()), eager.amax(x, case.s0.numel()), f"amax, {what}")
-    check_tokens(x, case.grad, what)
+    check_tokens(x, case.grad, what, random.sample(TOKEN_GRIDS, 3))
 
 
-def check_tokens(x: Tensor, grad: Tensor, what: str) -> None:
+def check_tokens(x: Tensor, grad: Tensor, what: str, grids: Sequence[tuple[int, bool]] = TOKEN_GRIDS) -> None:
     """The operators of dynamic codes."""
-    for grid in TOKEN_GRIDS:
+    for grid in grids:
         about = f"tokens of grid and symmetry {grid}, {what}"
         for ours, theirs in zip(OPS.quantize_tokens(x, *grid), eager.quantize_tokens(x, *grid), strict=True):
             assert_same(ours, theirs, f"codes, scale or zero point, {about}")
