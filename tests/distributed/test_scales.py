@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.recipe_file import load_recipe
-from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, prepare, scales_from_stats
+from quant import SCHEMES, Quantization, prepare, scales_from_stats
 from quant.reference import fake_quant
+from quant.spec import PRESETS
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import plain_model, plain_weights
 from tests.distributed.recipes import write_chats, write_recipe
@@ -21,15 +22,30 @@ SCRIPT = Path(__file__).parent / "scales_script.py"
 RANKS = 2
 UNUSED = "model.layers.9.self_attn.k_proj.weight_scale"
 KINDS = ("qwen3", "qwen3_moe")
-Q, K, V, OUT = (f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")
+ATTENTION = "model.layers.1.self_attn"
+Q, K, V, OUT = (f"{ATTENTION}.{name}_proj" for name in "qkvo")
+# How files spell the scales of keys and values, by layer; the first is what we write.
+SPELLINGS = ("{kind}_scale", "{kind}_cache.scale")
 
 
 def structure(model: Path) -> Quantization:
     """The layers and groups of a checkpoint, in one process."""
-    scheme = SCHEMES["fp8_static"]
+    preset = PRESETS["fp8_static_kv"]
     return prepare(
-        plain_weights(str(model)), scheme, exempt=DEFAULT_EXEMPT, learn_weight_scale=True, learn_input_scale=False
+        plain_weights(str(model)),
+        preset.linear,
+        kv_cache=preset.kv_cache,
+        learn_weight_scale=True,
+        learn_input_scale=False,
     )
+
+
+def key_of(member: str, what: str, spelling: str | None = None) -> str:
+    """The key of a member's weight or input scale; of keys and values, spelled as we do or as in that layer's file."""
+    path, _, leaf = member.rpartition(".")
+    if not leaf.endswith("_cache"):
+        return f"{member}.{what}_scale"
+    return f"{path}.{(spelling or SPELLINGS[int(path.split('.')[2])]).format(kind=leaf[0])}"
 
 
 def random_scales(quantization: Quantization) -> dict[str, torch.Tensor]:
@@ -39,7 +55,7 @@ def random_scales(quantization: Quantization) -> dict[str, torch.Tensor]:
         f"{name}.{kind}": torch.rand(random.choice(shapes)) + 0.01
         for name in quantization.layers
         for kind in ("weight_scale", "input_scale")
-    }
+    } | {key_of(name, "input"): torch.rand(random.choice(shapes)) + 0.01 for name in quantization.caches}
 
 
 def write_case(directory: Path, name: str, scales: dict[str, torch.Tensor], **arguments: object) -> None:
@@ -58,20 +74,19 @@ def write_cases(directory: Path, quantization: Quantization, scales: dict[str, t
     def without(*suffixes: str) -> dict[str, torch.Tensor]:
         return {key: value for key, value in scales.items() if not key.endswith(suffixes)}
 
-    side = {
-        "model.layers.0.self_attn.k_cache.scale": torch.ones(1),
-        "model.layers.0.self_attn.v_cache.scale": torch.ones(1),
-    }
-    zero_points = {f"{Q}.weight_zero_point": torch.zeros(1), f"{Q}.input_zero_point": torch.zeros(1)}
+    zero_points = {f"{place}_zero_point": torch.zeros(1) for place in (f"{Q}.weight", f"{Q}.input", f"{ATTENTION}.k")}
     inverse = {f"{OUT}.weight_scale_inv": torch.ones(1), f"{OUT}.weight": torch.ones(3).to(torch.float8_e4m3fn)}
-    write_case(directory, "good", {**scales, **side, **zero_points, **inverse})
+    write_case(directory, "good", {**scales, **zero_points, **inverse})
     write_case(directory, "missing_weights", without(f"{K}.weight_scale", f"{OUT}.weight_scale"))
     write_case(directory, "missing_inputs", without(f"{OUT}.input_scale"))
+    write_case(directory, "missing_caches", without(f"{ATTENTION}.v_cache.scale"))
     write_case(directory, "missing_inputs_initial", without(f"{OUT}.input_scale"), initial_input_scale=0.25)
     write_case(directory, "missing_inputs_calibrated", without(f"{OUT}.input_scale"), inputs_calibrated_later=True)
     write_case(directory, "one_member_has_the_input_scale", without(f"{Q}.input_scale", f"{V}.input_scale"))
     bad = {
         "zero_point": {f"{K}.weight_zero_point": torch.ones(1)},
+        "cache_zero_point": {f"{ATTENTION}.v_zero_point": torch.ones(1)},
+        "cache_per_head": {f"{ATTENTION}.k_scale": torch.ones(2, 1, 1)},
         "nan": {f"{K}.weight_scale": torch.tensor([torch.nan])},
         "infinite": {f"{K}.input_scale": torch.tensor([torch.inf])},
         "zero": {f"{K}.input_scale": torch.tensor(0.0)},
@@ -106,6 +121,7 @@ def base(tmp_path_factory):
             data,
             stage=3,
             dtype="float32",
+            quant={"scheme": "fp8_static_kv"},
             loss={"kd_weight": 0.0, "teacher": None},
         )
         quantization = structure(model)
@@ -133,7 +149,7 @@ def test_calibration_finds_the_scales_of_one_process_and_reading_back_changes_no
     back = [torch.load(base / f"read_back_{kind}_{rank}.pt", weights_only=True) for rank in range(RANKS)]
     for groups, what in ((expected.weight_groups, "weight"), (expected.input_groups, "input")):
         for group in groups:
-            written = [disk[f"{member}.{what}_scale"] for member in group.members]
+            written = [disk[key_of(member, what, SPELLINGS[0])] for member in group.members]
             assert all(value.shape == (1,) and value.dtype == torch.float32 for value in written)
             assert all(torch.equal(value, written[0]) for value in written)
             assert all(torch.equal(scales[f"{group.owner}.{what}"], written[0]) for scales in back)
@@ -148,7 +164,7 @@ def test_groups_take_the_largest_scale_of_their_members_whatever_its_shape(base,
     quantization = structure(base / kind)
     for groups, what in ((quantization.weight_groups, "weight"), (quantization.input_groups, "input")):
         for group in groups:
-            expected = max(float(scales[f"{member}.{what}_scale"]) for member in group.members)
+            expected = max(float(scales[key_of(member, what)]) for member in group.members)
             assert found["scales"][f"{group.owner}.{what}"].tolist() == [expected]
     assert found["report"]["weights_measured"] == found["report"]["inputs_missing"] == []
     assert len(found["report"]["weights_loaded"]) == len(quantization.weight_groups)
@@ -176,6 +192,8 @@ def test_a_missing_input_scale_is_an_error_unless_there_is_another_source(base, 
     error = case(base, kind, "missing_inputs")["error"]
     assert OUT in error and "quant.initial_input_scale" in error and "quant.calibration_batches" in error
     assert Q not in error
+    error = case(base, kind, "missing_caches")["error"]
+    assert f"{ATTENTION}.v_cache" in error and f"{ATTENTION}.k_cache" not in error
     initial = case(base, kind, "missing_inputs_initial")
     assert initial["scales"][f"{OUT}.input"].tolist() == [0.25] and initial["report"]["inputs_initial"] == [OUT]
     later = case(base, kind, "missing_inputs_calibrated")
@@ -190,6 +208,8 @@ def test_a_missing_input_scale_is_an_error_unless_there_is_another_source(base, 
     ("name", "named"),
     [
         ("zero_point", (f"{K}.weight_zero_point", "symmetric")),
+        ("cache_zero_point", (f"{ATTENTION}.v_zero_point", "symmetric")),
+        ("cache_per_head", (f"{ATTENTION}.k_scale", "(2, 1, 1)")),
         ("nan", (f"{K}.weight_scale", "nan")),
         ("infinite", (f"{K}.input_scale", "inf")),
         ("zero", (f"{K}.input_scale", "positive")),
