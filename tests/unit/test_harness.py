@@ -14,7 +14,9 @@ import yaml
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is optional: pip install lm-eval==0.4.13")
 
-from engine.harness import load_tasks  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
+
+from engine.harness import ServedModel, load_tasks  # noqa: E402
 from engine.score import scoring_model  # noqa: E402
 from model.ranks import RankError  # noqa: E402
 from tests.tiny import tiny_checkpoint, tiny_model, tiny_tokenizer  # noqa: E402
@@ -25,7 +27,8 @@ QUESTIONS = [
     {"question": "The quick brown", "choices": ["dog", "fox jumps over", "lazy"], "answer": 1},
     {"question": "The lazy", "choices": ["dog", "fox jumps over the quick dog", "12"], "answer": 0},
     {"question": "What is 30 plus 12?", "choices": ["What?", "30", "12 plus 30 is 42"], "answer": 2},
-    {"question": "The fox jumps", "choices": ["over", "said 30", "plus"], "answer": 0},
+    # Letters that the tokenizer has not seen are a token each: longer than a window.
+    {"question": "Vexed zebus gaze at Zagreb's big yews; why?", "choices": ["over", "said 30", "plus"], "answer": 0},
 ]
 DOCUMENTS = [
     {"page": "The quick brown fox jumps — twice."},
@@ -111,6 +114,16 @@ def test_accuracy_is_that_of_the_highest_log_likelihood(folder, seed, offset):
     # Standard error of a mean of n zeros and ones, with Bessel's correction.
     assert acc.stderr == pytest.approx(math.sqrt(acc.value * (1 - acc.value) / 4))
     assert re.fullmatch(r"5 samples, 0-shot, requests [0-9a-f]{12}, at most 32 tokens, float32", acc.conditions)
+
+
+def test_log_likelihoods_of_continuations(seed):
+    assert len(tiny_tokenizer().encode(QUESTIONS[-1]["question"])) > LENGTH, "one that has to be cut"
+    pairs = [(row["question"], " " + choice) for row in QUESTIONS for choice in row["choices"]]
+    model = scoring_model(tiny_model("qwen3", dtype=torch.float32, seed=seed), torch.device("cpu"))
+    served = ServedModel(model, tiny_tokenizer(), length=LENGTH, batch_size=4)
+    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    found = [value for value, _ in served.loglikelihood(requests)]
+    assert found == pytest.approx([by_hand(seed, *pair) for pair in pairs], rel=1e-5)
 
 
 def test_perplexity_of_documents(folder, seed):
