@@ -10,10 +10,10 @@ It differs from ours by definition in these points (measured with transformers 5
   number; of NVFP4 it is rounded.
 - *Experts.* transformers keeps the experts of a MoE fused and dequantises them when it loads: their inputs are not
   quantised, and integer weights are rounded to the dtype of their scale, bf16.
-- *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are blocks
-  of fp8 if there is more than one; NVFP4 is read without its global scale, which is silent noise; several schemes among
-  the experts are all decoded as the first. There the reader that is compared with is transformers' plain model, filled
-  with what compressed-tensors decompresses from the files, its inputs quantised by compressed-tensors' functions.
+- *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are
+  blocks of fp8 if there is more than one; NVFP4 is read without its global scale, which is silent noise; several
+  schemes among the experts are all decoded as the first. There the reader that is compared with is transformers' plain
+  model, filled with what compressed-tensors decompresses from the files, its inputs quantised by compressed-tensors.
 """
 
 from collections.abc import Callable, Iterator

@@ -16,33 +16,21 @@ from model.compressed import load_compressed, quantized_keys
 from model.load import load_weights
 from model.ranks import RankError
 from model.save import export_model
+from model.scales import renew_weight_scales
 from quant import Quantization, prepare
 from quant.export import unpack_scale, unpack_weight
 from quant.reference import absmax_scale, fake_quant, quantize
 from quant.rules import Rule
-from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
+from quant.spec import PRESETS, SCHEMES, Scheme
 from tests.tiny import tiny_checkpoint
 
 KINDS = ("qwen3", "qwen3_moe")
 
 
-def absmax(weight: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Largest magnitudes, in the shape of the scale."""
-    shape = spec.scale_shape(tuple(weight.shape))
-    m, n = shape if len(shape) == 2 else (1, 1)
-    return weight.float().abs().view(m, weight.shape[0] // m, n, -1).amax((1, 3)).view(shape)
-
-
 @torch.no_grad()
 def fill_scales(model, quantization: Quantization, batches) -> None:
-    """Absmax scales of weights, stored ones of inputs calibrated on ``batches``."""
-    layers = quantization.layers
-    for group in quantization.weight_groups:
-        largest = torch.stack([absmax(layers[name].weight, group.spec) for name in group.members]).amax(0)
-        group.s0.copy_(absmax_scale(largest, group.spec))
-    for group in quantization.global_groups:
-        largest = max(layers[name].weight.abs().max().float() for name in group.members)
-        group.s0.fill_(448 * 6 / largest)
+    """Measured scales of weights, stored ones of inputs calibrated on ``batches``."""
+    renew_weight_scales(quantization)
     if quantization.input_groups:
         quantization.set_fake_quant(weights=False, activations=False)
         quantization.observe(True)
