@@ -13,12 +13,15 @@ that of a best of few. Then one change at a time, for the first scheme. torchao'
 part where torchao is installed and has the scheme.
 
 With ``--out`` the models are kept there, and what the folder has already is not trained again: a full run takes hours.
+With ``--known`` nothing is trained at all, and the tables say nan where a run is missing.
 Writes ``benchmarks/results/recovery.md``.
 """
 
 import argparse
 import json
+import math
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -32,21 +35,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks import recovery_torchao, timing
-from benchmarks.recovery_torchao import forward
 from engine.evaluate import evaluate_text, load_for_evaluation, read_eval_text
 from engine.loop import Loop
 from engine.recipe import Recipe
 from engine.recipe_file import parse_recipe
+from engine.score import ScoringModel, scoring_model
 from launch.calibrate import calibrate
-from quant import DEFAULT_EXEMPT, SCHEMES
+from quant import SCHEMES
 
 # Perplexities of torchao's QAT on qwen3-11m and WikiText-2, 150 steps at a constant rate of 1e-4, and at 2 bits what
 # would be 90% of the loss there. Ours have to be below by more than the spread of the seeds where that is said.
 BARS = {"w2a16_g32": (46.12, False), "w3a16_g32": (45.83, True)}
-DTYPE = torch.bfloat16
+DTYPE, DEVICE = torch.bfloat16, torch.device("cpu")
 SETTINGS: dict[str, Any] = {
     "data.kind": "text",
     "learnable.norm": True,
@@ -82,10 +85,13 @@ class Bench:
         model, train, text: checkpoint, text to train on, text to measure perplexity on.
         size: how much of it.
         out: folder of the models, and of ``perplexities.json``.
+        only_known: give NaN instead of training.
     """
 
-    def __init__(self, model: Path, train: Path, text: Path, size: Size, out: Path) -> None:
-        self.model, self.train, self.size, self.out = model, train, size, out
+    def __init__(
+        self, model: Path, train: Path, text: Path, size: Size, out: Path, *, only_known: bool = False
+    ) -> None:
+        self.model, self.train, self.size, self.out, self._only_known = model, train, size, out, only_known
         self.text = read_eval_text(text, AutoTokenizer.from_pretrained(model), size.tokens)
         self._source = {"model": str(model), "train": str(train), "text": str(text), "size": str(size)}
         self._file = out / "perplexities.json"
@@ -93,8 +99,7 @@ class Bench:
 
     def untrained(self) -> float:
         """Perplexity of the checkpoint that everything starts from."""
-        device = torch.device("cpu")
-        return self._once("untrained", {}, lambda: self._perplexity(load_for_evaluation(self.model, DTYPE, device)))
+        return self._once("untrained", {}, lambda: self._perplexity(load_for_evaluation(self.model, DTYPE, DEVICE)))
 
     def trained(
         self, scheme: str | None, rate: float, seed: int = 0, label: str = "", change: Mapping[str, Any] | None = None
@@ -123,7 +128,9 @@ class Bench:
         settings = self._settings(scheme, rate, seed)
         recipe = self._recipe(settings, self.out / "torchao")
         name = name_of("torchao", scheme, rate, seed)
-        return self._once(name, settings, lambda: self._perplexity(recovery_torchao.train(recipe)))
+        return self._once(
+            name, settings, lambda: self._perplexity(scoring_model(recovery_torchao.train(recipe), DEVICE))
+        )
 
     def _settings(self, scheme: str | None, rate: float, seed: int) -> dict[str, Any]:
         size = self.size
@@ -156,21 +163,20 @@ class Bench:
             shutil.rmtree(self.out / name, ignore_errors=True)  # of a run that was interrupted
             recipe = self._recipe(settings, self.out / name)
             make(recipe)
-            return self._perplexity(load_for_evaluation(recipe.export_dir(), DTYPE, torch.device("cpu")))
+            return self._perplexity(load_for_evaluation(recipe.export_dir(), DTYPE, DEVICE))
 
         return self._once(name, settings, run)
 
-    def _perplexity(self, model: torch.nn.Module) -> float:
-        length = self.size.length
-        return evaluate_text(
-            lambda ids, mask: forward(model, ids, mask), self.text, length=length, batch_size=16
-        ).per_token
+    def _perplexity(self, model: ScoringModel) -> float:
+        return evaluate_text(model, self.text, length=self.size.length, batch_size=16).per_token
 
     def _once(self, name: str, settings: Mapping[str, Any], run: Callable[[], float]) -> float:
         """What ``run`` gives, or gave with the same settings before."""
         settings = self._source | settings
         known = self._known.get(name)
         if known is None or known["settings"] != settings:
+            if self._only_known:
+                return math.nan
             began = time.perf_counter()
             perplexity = run()
             seconds = round(time.perf_counter() - began)
@@ -185,6 +191,11 @@ def name_of(*words: object) -> str:
     return "_".join(str("ft" if word is None else word) for word in words if word != "")
 
 
+def slug(text: str) -> str:
+    """Its first words, for a folder's name."""
+    return "-".join(re.findall(r"\w+", text)[:4])
+
+
 @dataclass(frozen=True)
 class Found:
     """Perplexities of one way for one scheme: by rate with seed 0, and at the best rate by seed."""
@@ -195,7 +206,7 @@ class Found:
     @property
     def best(self) -> float:
         """The best rate."""
-        return min(self.by_rate, key=self.by_rate.__getitem__)
+        return best_of(self.by_rate)
 
     @property
     def first(self) -> float:
@@ -217,26 +228,35 @@ class Found:
         return f"{self.mean:.2f}, spread {self.spread:.2f}"
 
 
+def best_of(by_rate: Mapping[float, float]) -> float:
+    """The rate of the smallest perplexity that is known."""
+    return min(by_rate, key=lambda rate: (math.isnan(by_rate[rate]), by_rate[rate]))
+
+
 def sweep(run: Callable[[float, int], float], rates: Sequence[float], seeds: int) -> Found:
     """Every rate once, the best of them with the other seeds."""
     by_rate = {rate: run(rate, 0) for rate in rates}
-    best = min(by_rate, key=by_rate.__getitem__)
+    best = best_of(by_rate)
     return Found(by_rate, [by_rate[best], *(run(best, seed) for seed in range(1, seeds))])
 
 
 def changes(bench: Bench, teacher: Path) -> dict[str, dict[str, Any]]:
     """What is changed in one run each: keys of the recipe."""
-    last = AutoConfig.from_pretrained(bench.model).num_hidden_layers - 1
-    ends = [rf"(.*\.)?layers\.({index})\..*" for index in (0, last)]
     distilled = {"loss.kd_weight": 1.0, "loss.kd": "kl"}
+    absmax = {"quant.weight_range": "absmax"}
+    follow = {"quant.scales_follow_weights": True}
+    ends = [{"scheme": "none", "first": 1}, {"scheme": "none", "last": 1}]
     return {
         "fake quant off for the first third": {"quant.fake_quant_start": max(1, bench.size.steps // 3)},
+        "first scales by absmax": absmax,
+        "first scales signed": {"quant.signed_scales": True},
         "scales fixed, not learned": {"learnable.weight_scale": False},
+        "scales by absmax of each step, not learned": {**absmax, **follow, "learnable.weight_scale": False},
+        "learned share of each step's absmax (LWC)": {**absmax, **follow},
         "constant learning rate": {"optim.schedule": "constant"},
-        "norms frozen": {"learnable.norm": False},
         "KD from the bf16 model, beside the LM loss": {**distilled, "loss.teacher": str(bench.model)},
         "KD from FT, beside the LM loss": {**distilled, "loss.teacher": str(teacher)},
-        "first and last layer in bf16 (another size)": {"quant.exempt": [*DEFAULT_EXEMPT, *ends]},
+        "first and last layer in bf16 (another size)": {"quant.rules": ends},
     }
 
 
@@ -247,7 +267,7 @@ def share(ptq: float, qat: Found, ft: Found) -> str:
 
 def verdict(scheme: str, qat: Found) -> str | None:
     """Whether the scheme's bar is met."""
-    if scheme not in BARS:
+    if scheme not in BARS or math.isnan(qat.mean):
         return None
     bar, beyond_spread = BARS[scheme]
     met = qat.mean + qat.spread < bar if beyond_spread else qat.mean <= bar
@@ -297,7 +317,7 @@ def changed(bench: Bench, scheme: str, qat: Found, ft: Found) -> list[str]:
     plain = qat.by_rate[qat.best]
     rows = [["as above", f"{plain:.2f}", ""]]
     for name, change in changes(bench, bench.finetuned(ft.best)).items():
-        perplexity = bench.trained(scheme, qat.best, 0, name.split(",")[0].replace(" ", "-"), change)
+        perplexity = bench.trained(scheme, qat.best, 0, slug(name), change)
         rows.append([name, f"{perplexity:.2f}", f"{perplexity - plain:+.2f}"])
     return [f"## One change at a time: {scheme}, rate {qat.best:g}, seed 0", table(("change", "QAT", ""), rows)]
 
@@ -317,6 +337,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="folder to keep models and perplexities in; none: they are thrown away"
     )
+    parser.add_argument("--known", action="store_true", help="train nothing: only what is in --out")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["w2a16_g32", "w3a16_g32"])
     parser.add_argument("--also", nargs="*", choices=SCHEMES, default=["w4a16_g32", "fp8_static"], help="run once each")
     parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3], help="learning rates")
@@ -325,19 +346,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--results", type=Path, default=timing.RESULTS, help="folder that the tables are written to")
     arguments = parser.parse_args()
+    if arguments.known and arguments.out is None:
+        parser.error("--known: nothing is known without --out")
 
-    load, device = os.getloadavg(), torch.device("cpu")
+    load = os.getloadavg()
     size = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory() as temporary:
         out = arguments.out or Path(temporary)
         out.mkdir(parents=True, exist_ok=True)
-        bench = Bench(arguments.model, arguments.train, arguments.text, size, out)
+        bench = Bench(arguments.model, arguments.train, arguments.text, size, out, only_known=arguments.known)
         tables = report(bench, arguments)
     head = f"""# What training recovers of what quantisation loses
 
 {arguments.model.name}, {size.steps} steps of {size.rows} x {size.length} tokens of {arguments.train.name}; perplexity
 per token on the first {len(bench.text.token_ids):,} tokens of {arguments.text.name}, in windows of {size.length}.
-{timing.machine(device, load, "transformers", "deepspeed", "torchao")}
+{timing.machine(DEVICE, load, "transformers", "deepspeed", "torchao")}
 `{timing.command()}`
 
 FT: trained in bf16. PTQ: FT, quantised. QAT: trained as it is served. Recovered: (PTQ - QAT) / (PTQ - FT). All with
@@ -347,7 +370,7 @@ seed 0 at the rate that was best with it; the mean is over {arguments.seeds} see
 from their smallest to their largest.
 
 """
-    timing.write(arguments.results, "recovery", device, head + tables)
+    timing.write(arguments.results, "recovery", DEVICE, head + tables)
 
 
 if __name__ == "__main__":

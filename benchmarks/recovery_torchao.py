@@ -6,8 +6,8 @@ quantises with the largest magnitude of each step's weights, and learns no scale
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks import timing
 from data.loader import Loader, model_inputs
@@ -25,12 +25,7 @@ def takes(scheme: str) -> bool:
     return timing.installed("torchao") and integers
 
 
-def forward(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """Logits [B, T, V] of ``ids`` [B, T]."""
-    return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-
-
-def train(recipe: Recipe) -> nn.Module:
+def train(recipe: Recipe) -> PreTrainedModel:
     """The model after training, fake quantisation still in it."""
     settings, optim, steps = recipe.data, recipe.optim, recipe.train.steps
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
@@ -64,7 +59,7 @@ def train(recipe: Recipe) -> nn.Module:
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(parameters, masters)
-    return model.eval()
+    return model
 
 
 def fake_quantize(model: nn.Module, scheme: str) -> None:
