@@ -10,7 +10,14 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
 
 from engine.evaluate import Perplexity, evaluate_text, load_for_evaluation, read_eval_text
 from engine.score import CHUNK_TOKENS, Window, rolling_windows, score_windows, scoring_model
+from model.build import build_model
+from model.compressed import load_compressed
+from model.load import load_weights
 from model.ranks import RankError
+from model.save import export_model
+from model.scales import measure_weight_scales, write_scales
+from quant import get_scheme, prepare
+from quant.linear import QuantLinear
 from tests.tiny import tiny_checkpoint, tiny_config, tiny_model, tiny_tokenizer
 
 TEXT = "The quick brown fox.\n  It jumps — twice!  Then 12 plus 30\tis 42.\n"
@@ -203,6 +210,24 @@ def test_the_same_from_disk(tmp_path, text):
     loaded = load_for_evaluation(directory, torch.float32, CPU)
     expected = evaluate_text(scoring(), text, length=16)
     assert evaluate_text(loaded, text, length=16).log_likelihood == pytest.approx(expected.log_likelihood, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_an_export_with_a_quantised_head(tmp_path, text, kind):
+    source = tiny_checkpoint(tmp_path / "source", kind, even=True)
+    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
+    load_weights(model, source, progress=False)
+    int2 = get_scheme("w2a16_g32")
+    quantization = prepare(model, int2, named={"lm_head": int2}, learn_weight_scale=False, learn_input_scale=False)
+    write_scales(quantization.weight_groups, measure_weight_scales(quantization))
+    export_model(model, quantization, source, tmp_path / "export")
+    whole, _ = load_compressed(tmp_path / "export")
+    assert isinstance(whole.get_output_embeddings(), QuantLinear)
+    result = evaluate_text(load_for_evaluation(tmp_path / "export", torch.float32, CPU), text, length=16, batch_size=2)
+    assert result.log_likelihood == pytest.approx(one_at_a_time(whole, text, 16), rel=1e-5)
+    # What was evaluated is not what it was made of, which is further away than any rounding.
+    plain = evaluate_text(load_for_evaluation(source, torch.float32, CPU), text, length=16)
+    assert abs(plain.log_likelihood / result.log_likelihood - 1) > 1e-3
 
 
 def test_first_tokens_only(tmp_path, text):
