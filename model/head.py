@@ -105,6 +105,10 @@ class QuantHead(LMHead, QuantLinear):
         self.weight_fake_quant = linear.weight_fake_quant
         self.train(linear.training)
 
+    def used_weight(self) -> Tensor:
+        """Fake-quantised."""
+        return QuantLinear.used_weight(self)
+
 
 def changes_logits(config: PretrainedConfig) -> str | None:
     """Why losses cannot be computed from the hidden states of a model: its logits are more than lm_head's output."""

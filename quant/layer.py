@@ -28,6 +28,7 @@ class QuantLayer(nn.Module):
         weight_fake_quant, input_fake_quant: what is quantised now.
         input_observer: watches the input in every forward while set.
         shared_input: hands the quantised input to the layers that read the same tensor, or None.
+        fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
         keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
             :func:`weights_changed`. Only where weights stay resident.
     """
@@ -65,6 +66,7 @@ class QuantLayer(nn.Module):
         self.input_fake_quant = scheme.activations is not None
         self.input_observer: Observer | None = None
         self.shared_input: SharedInput | None = None
+        self.fp8_gemm = False
         self.keeps_weight_codes = False
         self._weight_codes: Tensor | None = None
 

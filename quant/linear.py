@@ -21,7 +21,6 @@ class QuantLinear(QuantLayer):
 
     Attributes:
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
-        fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class QuantLinear(QuantLayer):
                 f"{scheme.name!r}; choose another scheme, or exempt this layer"
             )
         self.weight_numel = weight_numel
-        self.fp8_gemm = False
 
     @classmethod
     def from_linear(
