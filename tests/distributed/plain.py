@@ -23,7 +23,8 @@ from engine.recipe_file import load_recipe
 from engine.schedule import lr_factor
 from model.build import build_model
 from model.load import load_weights
-from quant import Quantization, prepare, scales_from_stats
+from quant import Quantization, prepare
+from quant.reference import absmax_scale
 from tests.definitions import kd_loss, lm_loss
 
 RANKS = 2
@@ -138,9 +139,9 @@ def measure(quantization: Quantization) -> None:
     """Scales from the whole weights and from what the observers saw; theta is 0 and fake quant is on then."""
     for group in quantization.weight_groups:
         absmax = max(quantization.layers[name].weight.abs().max() for name in group.members)
-        group.s0.copy_(scales_from_stats(absmax.reshape(1), group.spec))
+        group.s0.copy_(absmax_scale(absmax.reshape(1), group.spec))
     for group in quantization.input_groups:
-        group.s0.copy_(scales_from_stats(group.observer.absmax.reshape(1), group.spec))
+        group.s0.copy_(absmax_scale(group.observer.absmax.reshape(1), group.spec))
     for group in (*quantization.weight_groups, *quantization.input_groups):
         if group.theta is not None:
             group.theta.zero_()
