@@ -72,7 +72,8 @@ class LearnableRecipe:
     weight_scale: bool = True
     """Scales of the quantised weights (theta of s0 * exp(theta))."""
     act_scale: bool = False
-    """Static scales of the quantised activations. Keeps each shared input in full for backward, not 1-byte codes."""
+    """Static scales of the quantised activations, keys and values too. Keeps each shared input in full for backward,
+    not 1-byte codes."""
     norm: bool = False
     """Weights of the norms."""
     router: bool = False

@@ -1,10 +1,11 @@
 """Keys and values fake-quantised as a quantised KV cache keeps them: after q/k-norm and RoPE, one scale each per layer.
 
 What serving computes: vLLM stores ``e4m3(k / k_scale)``, saturating, and attention reads it back times ``k_scale``, in
-the prompt as in generation; values the same. So do SGLang, and transformers for a compressed-tensors checkpoint. The
-scales are per layer, fp32 of shape [1], on disk ``<attention>.k_scale`` and ``<attention>.v_scale``. We multiply by the
-reciprocal where these divide, which moves the code of about one value in a thousand to its neighbour. Attention kernels
-that also round queries and probabilities to fp8 do more than this simulates.
+the prompt as in generation; values the same. So do transformers and, since August 2026 (its pull request 35455), SGLang
+with a compressed-tensors checkpoint. The scales are per layer, fp32 of shape [1], on disk ``<attention>.k_scale`` and
+``<attention>.v_scale``. We multiply by the reciprocal where these divide, which moves the code of about one value in a
+thousand to its neighbour. Attention kernels that also round queries and probabilities to fp8 do more than this
+simulates.
 
 How: transformers' models call attention through a registry of implementations (``AttentionInterface``), with keys and
 values in their last form. :func:`attach_kv_cache` registers one that quantises them with the scales of the attention

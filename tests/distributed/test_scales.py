@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.recipe_file import load_recipe
-from quant import SCHEMES, Quantization, prepare, scales_from_stats
-from quant.reference import fake_quant
+from quant import SCHEMES, Quantization, prepare
+from quant.reference import absmax_scale, fake_quant
 from quant.spec import PRESETS
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import plain_model, plain_weights
@@ -182,7 +182,7 @@ def test_a_missing_weight_scale_is_measured_for_its_whole_group_and_listed(base,
     weights = load_file(base / kind / "model.safetensors")
     for owner, members in ((Q, (Q, K, V)), (OUT, (OUT,))):
         absmax = max(float(weights[f"{member}.weight"].abs().max()) for member in members)
-        expected = scales_from_stats(torch.tensor([absmax]), SCHEMES["fp8_static"].weights)
+        expected = absmax_scale(torch.tensor([absmax]), SCHEMES["fp8_static"].weights)
         assert torch.equal(found["scales"].pop(f"{owner}.weight"), expected)
     assert all(torch.equal(value, good[key]) for key, value in found["scales"].items())
 
@@ -243,7 +243,7 @@ def test_scales_measured_from_partitions_are_those_of_the_whole_weights(base, ki
             (weight,) = whole
             absmax = weight.unflatten(-1, (-1, spec.group_size or weight.shape[1])).abs().amax(-1)
         if name != "searched":
-            assert torch.equal(scale, scales_from_stats(absmax, spec)), owner
+            assert torch.equal(scale, absmax_scale(absmax, spec)), owner
             continue
         # Which candidate wins may turn on the order of a sum; the error that it has may not.
         (weight,) = whole
@@ -252,5 +252,5 @@ def test_scales_measured_from_partitions_are_those_of_the_whole_weights(base, ki
             difference = fake_quant(weight, scales, spec) - weight
             return difference.square().unflatten(-1, (-1, spec.group_size)).sum(-1)
 
-        best = torch.stack([error(share / 20 * scales_from_stats(absmax, spec)) for share in range(6, 27)]).amin(0)
+        best = torch.stack([error(share / 20 * absmax_scale(absmax, spec)) for share in range(6, 27)]).amin(0)
         torch.testing.assert_close(error(scale), best, rtol=1e-4, atol=1e-9)

@@ -18,8 +18,8 @@ from data.loader import valid_tokens
 from engine.checkpoint import best_checkpoint
 from engine.kd import KD_KINDS
 from engine.recipe_file import load_recipe
-from quant import SCHEMES, needs_search, scales_from_stats
-from quant.reference import fake_quant
+from quant import SCHEMES, Ranges
+from quant.reference import absmax_scale, fake_quant
 from tests.definitions import kd_loss
 from tests.distributed.launcher import ROOT, run_ranks
 from tests.distributed.plain import (
@@ -351,11 +351,11 @@ def test_scales_are_measured_from_the_weights_at_the_start(paths, name):
         scale = seen["after"][f"{owner}.weight_s0"]
         moved += not torch.equal(scale, seen["before"][f"{owner}.weight_s0"])
         if spec.granularity == "tensor":
-            expected = scales_from_stats(torch.stack([weight.abs().max() for weight in whole]).amax().view(1), spec)
+            expected = absmax_scale(torch.stack([weight.abs().max() for weight in whole]).amax().view(1), spec)
         else:
             (weight,) = whole
-            expected = scales_from_stats(weight.unflatten(-1, (-1, 32)).abs().amax(-1), spec)
-        if needs_search(spec):
+            expected = absmax_scale(weight.unflatten(-1, (-1, 32)).abs().amax(-1), spec)
+        if Ranges().searches(spec):
             errors = [
                 (fake_quant(weight, s, spec) - weight).square().unflatten(-1, (-1, 32)).sum(-1)
                 for s in (scale, expected)
@@ -456,7 +456,7 @@ def test_scales_that_begin_anew_are_measured_from_the_weights_as_they_are(paths,
         layer, _, leaf = name.rpartition(".")
         if leaf == "weight_s0" and layer.endswith("down_proj"):  # which shares its scale with no other
             absmax = found[2][f"{layer}.weight"].abs().amax()
-            assert torch.equal(value, scales_from_stats(absmax.view(1), spec)), name
+            assert torch.equal(value, absmax_scale(absmax.view(1), spec)), name
         if leaf == "input_s0":
             assert torch.equal(value, found[1][name]), name  # inputs are not in use yet
             assert torch.equal(found[4][name], value) == (".layers.0." not in name), name
