@@ -77,6 +77,25 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {key: tensor for path in directory.glob("*.safetensors") for key, tensor in load_file(path).items()}
 
 
+def served_as_one(tensors: dict[str, torch.Tensor]) -> None:
+    """Serving fuses q/k/v, gate/up and the experts of a layer and keeps one of these scales for all."""
+    for key, tensor in tensors.items():
+        layer, _, suffix = key.rpartition(".")
+        parent, _, leaf = layer.rpartition(".")
+        fused = next(
+            (names for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if leaf in names), ()
+        )
+        if (
+            suffix == "input_scale"
+            or suffix == "weight_global_scale"
+            or (suffix == "weight_scale" and tensor.numel() == 1)
+        ):
+            assert all(torch.equal(tensors[f"{parent}.{other}.{suffix}"], tensor) for other in fused), key
+        experts, _, expert = parent.rpartition(".")
+        if suffix == "input_scale" and expert.isdigit():
+            assert torch.equal(tensors[f"{experts}.0.{leaf}.{suffix}"], tensor), key
+
+
 def same_arithmetic(report: Report) -> None:
     """Logits differ by the rounding of matrix products and no more (measured: not at all)."""
     assert report.ok, report.table()
@@ -89,6 +108,7 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
     multiplied with; transformers and our reader compute its logits."""
     model, quantization, batches = exported(tmp_path, kind, scheme)
     tensors = tensors_of(tmp_path / "export")
+    served_as_one(tensors)
     size = weights = 0
     for name, layer in quantization.layers.items():
         keys = quantized_keys(model, name, layer)
