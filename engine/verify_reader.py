@@ -152,7 +152,7 @@ def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> Non
     for name, module in theirs.named_modules():
         layer = quantization.layers.get(name)
         if isinstance(module, nn.Linear) and layer is not None and layer.scheme.activations is not None:
-            module.register_forward_pre_hook(_fake_quantizer(layer.scheme.activations, layer.input_scale()))
+            module.register_forward_pre_hook(fake_quantizer(layer.scheme.activations, layer.input_scale()))
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quan
 
 @contextmanager
 def _their_input(module: QuantLayer | QuantCache, spec: TensorSpec) -> Iterator[None]:
-    hook = module.register_forward_pre_hook(_fake_quantizer(spec, module.input_scale()))
+    hook = module.register_forward_pre_hook(fake_quantizer(spec, module.input_scale()))
     module.input_fake_quant = False
     yield
     module.input_fake_quant = True
@@ -206,7 +206,7 @@ def _rounded_weight(layer: QuantLayer, dtype: torch.dtype) -> Iterator[None]:
     layer.weight_fake_quant = True
 
 
-def _fake_quantizer(spec: TensorSpec, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+def fake_quantizer(spec: TensorSpec, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     """A hook before a module's forward: compressed-tensors' fake quantisation of its input."""
     args = _args(spec)
 

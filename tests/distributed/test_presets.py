@@ -33,7 +33,7 @@ def run(base: Path, chosen: list[tuple[str, str]]) -> Path:
     """One launch for all of them."""
     sources = {kind: tiny_checkpoint(base / f"source-{kind}", kind, wide=True, seed=1) for kind in dict(chosen)}
     entries = [f"{kind}-{preset}:{preset}:{sources[kind]}" for kind, preset in chosen]
-    run_ranks(SCRIPT, str(base / "out"), *entries)
+    run_ranks(SCRIPT, str(base / "out"), *entries, timeout=40 * (10 + len(chosen)))
     return base / "out"
 
 

@@ -19,9 +19,10 @@ from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import Quantization, prepare
 from quant.export import unpack_scale, unpack_weight
+from quant.layouts import check_layout
 from quant.reference import absmax_scale, fake_quant, quantize
 from quant.rules import Rule
-from quant.spec import PRESETS, SCHEMES, Scheme
+from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
 from tests.tiny import tiny_checkpoint
 
 KINDS = ("qwen3", "qwen3_moe")
@@ -76,6 +77,25 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {key: tensor for path in directory.glob("*.safetensors") for key, tensor in load_file(path).items()}
 
 
+def served_as_one(tensors: dict[str, torch.Tensor]) -> None:
+    """Serving fuses q/k/v, gate/up and the experts of a layer and keeps one of these scales for all."""
+    for key, tensor in tensors.items():
+        layer, _, suffix = key.rpartition(".")
+        parent, _, leaf = layer.rpartition(".")
+        fused = next(
+            (names for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if leaf in names), ()
+        )
+        if (
+            suffix == "input_scale"
+            or suffix == "weight_global_scale"
+            or (suffix == "weight_scale" and tensor.numel() == 1)
+        ):
+            assert all(torch.equal(tensors[f"{parent}.{other}.{suffix}"], tensor) for other in fused), key
+        experts, _, expert = parent.rpartition(".")
+        if suffix == "input_scale" and expert.isdigit():
+            assert torch.equal(tensors[f"{experts}.0.{leaf}.{suffix}"], tensor), key
+
+
 def same_arithmetic(report: Report) -> None:
     """Logits differ by the rounding of matrix products and no more (measured: not at all)."""
     assert report.ok, report.table()
@@ -88,6 +108,7 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
     multiplied with; transformers and our reader compute its logits."""
     model, quantization, batches = exported(tmp_path, kind, scheme)
     tensors = tensors_of(tmp_path / "export")
+    served_as_one(tensors)
     size = weights = 0
     for name, layer in quantization.layers.items():
         keys = quantized_keys(model, name, layer)
@@ -160,10 +181,11 @@ def test_a_quantised_cache_of_a_model_whose_experts_transformers_does_not_load(t
 def test_quantised_embeddings(tmp_path, seed):
     """Embeddings and lm_head, weight-only: modules that are no Linear are named in the configuration. vLLM reads these
     embeddings, transformers does not."""
-    table = {"model.embed_tokens": SCHEMES["w8a16_channel"], "lm_head": INT4}
+    table = {"model.embed_tokens": INT4, "lm_head": INT4}
     model, _, batches = exported(tmp_path, "qwen3", INT4, named=table)
     config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == []
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "model.embed_tokens", "lm_head"]
     report = compare_with_transformers(tmp_path / "export", batches)
     same_arithmetic(report)
     assert report.note is not None
@@ -243,6 +265,13 @@ def test_vllm_fp8_holds_the_tensors_of_the_compressed_export(kind, name, tmp_pat
         **({} if name == "fp8_static" else {"weight_block_size": [128, 128]}),
         "ignored_layers": [*routers, "lm_head"],
     }
+
+
+def test_a_scheme_without_a_format_is_refused_in_every_layout():
+    scheme = Scheme("int8-per-block", TensorSpec("int", 8, "block", 128))
+    for layout in ("compressed", "dequantized"):
+        with pytest.raises(ValueError, match="'int8-per-block' has no export format"):
+            check_layout(layout, [INT4, scheme])
 
 
 @pytest.mark.parametrize(
