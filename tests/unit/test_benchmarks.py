@@ -33,9 +33,9 @@ def run(script: str, *arguments: str, results: Path) -> list[dict[str, str]]:
     return rows
 
 
-def test_kernels(tmp_path: Path) -> None:
+def test_quant_kernels(tmp_path: Path) -> None:
     """Compiling the reference is left out: it takes minutes."""
-    rows = run("kernels", "--no-compile", results=tmp_path)
+    rows = run("quant_kernels", "--no-compile", results=tmp_path)
     assert len({row["tensor"] for row in rows}) == 7
     assert {"forward", "dequantise", "backward", "backward, scale gradient"} <= {row["operation"] for row in rows}
     for row in rows:

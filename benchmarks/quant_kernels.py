@@ -1,6 +1,6 @@
 """How fast the fused quantisers are: against the reference in eager mode and compiled, torchao, and a plain copy.
 
-    python benchmarks/kernels.py [--device cuda] [--threads 1] [--rounds 15] [--no-compile]
+    python benchmarks/quant_kernels.py [--device cuda] [--threads 1] [--rounds 15] [--no-compile]
 
 Every operator is called with the arguments of the reference that defines it (``quant/kernels/eager.py``), and must give
 the same forward results before it is timed. Beside them runs a copy of the tensor, for what memory allows: GB/s are the
@@ -11,7 +11,7 @@ no theta. Its backward is timed alone, on a graph that is kept.
 
 On CUDA the time of the device is taken, after a read of more memory than the L2 cache holds. On the CPU glibc is told
 to keep freed memory, as otherwise the operating system clears the pages of every large result, which takes longer than
-some of the operations. Writes ``benchmarks/results/kernels.md``, on CUDA ``kernels_cuda.md``.
+some of the operations. Writes ``benchmarks/results/quant_kernels.md``, on CUDA ``quant_kernels_cuda.md``.
 """
 
 import ctypes
@@ -304,7 +304,7 @@ def main() -> None:
         rows += measure(case, shape, clock, 2 if arguments.quick else arguments.rounds, not arguments.no_compile)
         print(f"{case.name}: done", flush=True)
     head = timing.machine(device, load, "torchao")
-    timing.write(arguments.results, "kernels", device, report(rows, shape, device, head, remark))
+    timing.write(arguments.results, "quant_kernels", device, report(rows, shape, device, head, remark))
 
 
 if __name__ == "__main__":
