@@ -175,11 +175,11 @@ struct MiniFloat {
 
   DEEPQAT_INLINE bool inside(float v) const { return magnitude(v) <= float_of(kInside); }
 
-  // d fq / d s, where `rounded` is round(v). See quant/reference.py for why it is 0 for normal numbers.
+  // d fq / d s, where `rounded` is round(v). See quant/reference.py for why it is 0 for normal numbers, and not beyond.
   DEEPQAT_INLINE float scale_term(float v, float rounded) const {
     const float a = magnitude(v);
     const float below = a < float_of(kNormal) ? rounded - v : 0.0f;
-    return a > float_of(kInside) ? rounded : below;  // a NaN is neither
+    return a > static_cast<float>(kLargest) ? rounded : below;  // a NaN is neither
   }
 
   // The code of round(v): the sum counts in steps of the grid from the rounder on, which itself stands at 2^kMantissa

@@ -201,7 +201,8 @@ class Smooth:
     def __call__(self, x, theta):
         at, s = self.surrogate, self.s0 * theta.exp() + self.rounding
         error = torch.where(at.follows_x, at.error * at.scale / s, at.error)
-        return torch.where(self.inside, x + s * error, s * self.bound)
+        inside = torch.where(at.beyond, s * self.bound + x - at.x, x + s * error)
+        return torch.where(self.inside, inside, s * self.bound)
 
 
 def _exp(cache):
