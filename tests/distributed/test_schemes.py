@@ -50,8 +50,8 @@ def test_every_step_equals_a_plain_one(results, name):
 
 
 def test_what_is_quantised_and_what_moves(results):
-    """lm_head and embeddings have scales that train, one down_proj has none; scales that follow change in every step, and
-    signed ones have both signs."""
+    """lm_head and embeddings have scales that train, one down_proj has none; scales that follow change in every step,
+    and signed ones have both signs."""
     mixed = load_result(results["mixed-3"])
     assert {"lm_head", "model.embed_tokens"} <= mixed["scales"].keys()
     assert not any("layers.1.mlp.down_proj" in name for name in mixed["scales"])
