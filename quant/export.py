@@ -24,7 +24,7 @@ from collections.abc import Iterable
 import torch
 
 from quant.packing import pack_int32, pack_nibbles, packed_columns, unpack_int32, unpack_nibbles
-from quant.reference import dequantize, quantize
+from quant.reference import E8M0_BIAS, dequantize, quantize
 from quant.spec import Dtype, Scheme, TensorSpec
 
 FLOAT_QUANTIZED = "float-quantized"
@@ -38,7 +38,6 @@ MXFP4_PACKED = "mxfp4-pack-quantized"
 CHUNK_ELEMENTS = 1 << 20
 
 _CODES: dict[Dtype, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp4_e2m1": torch.uint8, "int": torch.int8}
-_E8M0_BIAS = 127
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -225,7 +224,7 @@ def _pack_scale(
     dtype = _stored_dtype(spec, model_dtype)
     scale = stored(scale, torch.float32)
     if spec.scale_format == "e8m0":
-        packed = (torch.frexp(scale).exponent - 1 + _E8M0_BIAS).to(dtype)
+        packed = (torch.frexp(scale).exponent - 1 + E8M0_BIAS).to(dtype)
     else:
         packed = (scale if global_scale is None else scale * global_scale).to(dtype)
     if not torch.equal(unpack_scale(packed, spec, global_scale), scale):
@@ -244,7 +243,7 @@ def unpack_scale(packed: torch.Tensor, spec: TensorSpec, global_scale: torch.Ten
         global_scale: ``weight_global_scale``, where the format has one.
     """
     if spec.scale_format == "e8m0":
-        exponent = packed.to(torch.int32) - _E8M0_BIAS
+        exponent = packed.to(torch.int32) - E8M0_BIAS
         return torch.ldexp(torch.ones(exponent.shape), exponent)
     return packed.float() if global_scale is None else packed.float() / global_scale
 
