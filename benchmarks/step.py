@@ -36,6 +36,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from benchmarks import timing
 from quant import SCHEMES, combine, partial_stats, prepare, prepare_kernels, scales_from_stats
+from quant.reference import absmax_scale
 from quant.spec import FP8_MAX
 
 MIB = 2**20
@@ -178,7 +179,7 @@ def ours(
             weights = [quantization.layers[name].weight for name in group.members]
             stats = [partial_stats(w.flatten(), 0, (w.shape[0], w.shape[1]), chosen.weights) for w in weights]
             group.s0.copy_(scales_from_stats(reduce(combine, stats), chosen.weights))
-        if chosen.activations is None:
+        if not quantization.input_groups:
             return
         quantization.set_fake_quant(weights=False, activations=False)
         quantization.observe(True)
@@ -186,7 +187,7 @@ def ours(
         quantization.observe(False)
         for group in quantization.input_groups:
             assert group.observer is not None
-            group.s0.copy_(scales_from_stats(group.observer.absmax.reshape(1), chosen.activations))
+            group.s0.copy_(absmax_scale(group.observer.absmax.reshape(1), group.spec))
         quantization.set_fake_quant(weights=True, activations=True)
 
 
