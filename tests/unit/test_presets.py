@@ -88,7 +88,7 @@ def served_as_one(tensors: dict[str, torch.Tensor]) -> None:
         if (
             suffix == "input_scale"
             or suffix == "weight_global_scale"
-            or (suffix == "weight_scale" and tensor.numel() == 1)
+            or (suffix == "weight_scale" and tensor.shape == (1,))
         ):
             assert all(torch.equal(tensors[f"{parent}.{other}.{suffix}"], tensor) for other in fused), key
         experts, _, expert = parent.rpartition(".")
