@@ -225,6 +225,8 @@ class Found:
 
     def text(self) -> str:
         """The mean, and how far the seeds lie apart."""
+        if math.isnan(self.mean):
+            return "nan"
         return f"{self.mean:.2f}, spread {self.spread:.2f}"
 
 
@@ -318,7 +320,8 @@ def changed(bench: Bench, scheme: str, qat: Found, ft: Found) -> list[str]:
     rows = [["as above", f"{plain:.2f}", ""]]
     for name, change in changes(bench, bench.finetuned(ft.best)).items():
         perplexity = bench.trained(scheme, qat.best, 0, slug(name), change)
-        rows.append([name, f"{perplexity:.2f}", f"{perplexity - plain:+.2f}"])
+        difference = "" if math.isnan(perplexity) else f"{perplexity - plain:+.2f}"
+        rows.append([name, f"{perplexity:.2f}", difference])
     return [f"## One change at a time: {scheme}, rate {qat.best:g}, seed 0", table(("change", "QAT", ""), rows)]
 
 
@@ -366,8 +369,8 @@ per token on the first {len(bench.text.token_ids):,} tokens of {arguments.text.n
 FT: trained in bf16. PTQ: FT, quantised. QAT: trained as it is served. Recovered: (PTQ - QAT) / (PTQ - FT). All with
 the same checkpoint, samples, order and steps: AdamW, {size.warmup} steps of warm-up, then cosine to 0, norms train,
 scales (their logarithms) at {SETTINGS["optim.scale_lr"]:g}; everything else as recipes have it. Each figure is of
-seed 0 at the rate that was best with it; the mean is over {arguments.seeds} seeds of the samples' order, the spread
-from their smallest to their largest.
+seed 0 at the rate that was best with it (nan: not run); the mean is over {arguments.seeds} seeds of the samples'
+order, the spread from their smallest to their largest.
 
 """
     timing.write(arguments.results, "recovery", DEVICE, head + tables)
