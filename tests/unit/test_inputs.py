@@ -158,6 +158,13 @@ def test_dynamic_inputs_are_quantised_once_and_kept_once(scheme, seed):
     with bytes_saved(model) as found:
         outputs = [layer(leaf) for layer in (model.q_proj, model.k_proj, model.v_proj)]
     assert list(found) == [leaf.data_ptr()] and len(outputs) == 3
+    model.q_proj.weight.requires_grad_(False)
+    model.q_proj.weight_theta.requires_grad_(False)
+    with Count() as count:
+        model(leaf)
+    assert count.quantised((5, 3, WIDTH)) == 1, "a frozen layer takes the same values"
+    model.q_proj.weight.requires_grad_(True)
+    model.q_proj.weight_theta.requires_grad_(True)
     unshared(q)
     with Count() as count:
         model(x)
