@@ -111,7 +111,7 @@ def test_gradients_of_every_scheme(scheme, seed):
         torch.testing.assert_close(ours["x"], by_used_x, rtol=1e-4, atol=1e-4)
     else:  # what it clips has a test of its own
         kept = ours["x"] != 0
-        assert kept.float().mean() > 0.9
+        assert kept.float().mean() > 0.5
         torch.testing.assert_close(ours["x"][kept], by_used_x[kept], rtol=1e-4, atol=1e-4)
 
     v = layer.weight.detach() / expanded(scale, layer.weight)
