@@ -290,7 +290,10 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
     changed = [f"data.{key} (was {old[key]!r}, is {new[key]!r})" for key in keys]
     changed += _rows_problem(before, found.world_size, recipe, int(os.environ.get("WORLD_SIZE", "1")))
     # Scales of one scheme have shapes that fit another, and each group of the optimizer its parameters.
-    knobs = [("model", "dtype"), ("quant", "scheme"), ("quant", "exempt")]
+    knobs = [("model", "dtype")]
+    knobs += [("quant", name) for name in ("scheme", "schemes", "rules", "lm_head", "embedding", "exempt")]
+    # Observers have a histogram or none.
+    knobs += [("quant", "input_range")]
     knobs += [("learnable", name) for name in asdict(recipe.learnable)]
     for section, name in knobs:
         was, now = (getattr(getattr(one, section), name) for one in (before, recipe))

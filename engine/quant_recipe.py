@@ -124,6 +124,11 @@ class QuantRecipe:
         if self.scales_follow_weights:
             expected = "absmax, since quant.scales_follow_weights measures in every step"
             yield from need(self.weight_range == "absmax", "quant.weight_range", self.weight_range, expected)
+            expected = "null: quant.scales_follow_weights replaces its weight scales after the first step"
+            yield from need(self.scales is None, "quant.scales", self.scales, expected)
+            expected = f"false: quant.scheme {self.scheme} has no weight scales"
+            none = self.known() and not self.linear_schemes()
+            yield from need(not none, "quant.scales_follow_weights", self.scales_follow_weights, expected)
         yield from at_least("quant.calibration_batches", self.calibration_batches, 0)
         if self.initial_input_scale is not None:
             yield from positive("quant.initial_input_scale", self.initial_input_scale)

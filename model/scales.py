@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
@@ -221,6 +221,7 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
     names, sums, scales = [], [], []
     for bucket in _buckets(groups):
         parameters = [p for group in bucket for p in (group.s0, group.theta) if p is not None]
+        parameters += _global_scales_of(quantization, bucket)
         with gathered(parameters), torch.no_grad():
             for name in (name for group in bucket for name in group.members):
                 layer = quantization.layers[name]
@@ -239,6 +240,12 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
         )
         for name, (clipped, error, energy), scale in zip(names, whole.tolist(), scales, strict=True)
     }
+
+
+def _global_scales_of(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> list[nn.Parameter]:
+    """The second scales that the effective ones of these groups are formed with, each once."""
+    used = [quantization.layers[name].weight_global for group in bucket for name in group.members]
+    return list({id(scale): scale for scale in used if scale is not None}.values())
 
 
 def input_scales(quantization: Quantization) -> dict[str, float]:
@@ -319,9 +326,9 @@ def load_scales(
 
     Keys are ``<layer>.weight_scale`` (NVFP4: and ``weight_global_scale``) and ``<layer>.input_scale`` with the layers'
     names on disk, and ``<attention>.k_scale`` (or ``k_cache.scale``) and ``v_scale``, in any file of the directory, of
-    shape ``()``, ``[1]`` or the scale's own. Layers that share a scale take the largest of theirs, as serving engines
-    do when they fuse them. Where the weight scale of any member is missing, the whole group is measured from the
-    weights, and listed in the report.
+    shape ``()``, ``[1]`` or the scale's own. Layers that share a scale take the largest of theirs (the smallest of
+    global scales, which divide), as serving engines do when they fuse them. Where the weight scale of any member is
+    missing, the whole group is measured from the weights, and listed in the report.
 
     Args:
         model: the quantised model; the weights are loaded.
@@ -332,7 +339,8 @@ def load_scales(
 
     Raises:
         RankError: on every rank: no such directory, a damaged file, a scale of another shape, zero, negative or not
-            finite, a zero point that is not 0, or an activation scale that is missing without a way to get it.
+            finite, NVFP4's without a global one, a zero point that is not 0, or an activation scale that is missing
+            without a way to get it.
     """
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
         found = _read_scales(Path(directory))
@@ -340,9 +348,13 @@ def load_scales(
         keys = {kind: {name: [disk + kind] for name, disk in on_disk.items()} for kind in LAYER_SCALES}
         keys[".input_scale"] |= {name: cache_keys(model, name) for name in quantization.caches}
         unused = _unused(Path(directory), found, keys)
+        _check_global_scales(quantization, found, on_disk, Path(directory))
         found = _without_global_scales(found)
         weights, missing_weights = _group_values(quantization.weight_groups, found, keys[".weight_scale"])
-        global_scales, missing_globals = _group_values(quantization.global_groups, found, keys[".weight_global_scale"])
+        # With the smallest of several global scales no scale of their layers is beyond e4m3.
+        global_scales, missing_globals = _group_values(
+            quantization.global_groups, found, keys[".weight_global_scale"], smallest=True
+        )
         # q, k and v see one tensor, and an expert that calibration never reached has no scale of its own: any member's
         # input scale will do. Each weight needs its own.
         inputs, missing_inputs = _group_values(quantization.input_groups, found, keys[".input_scale"], any_member=True)
@@ -404,6 +416,19 @@ def _without_global_scales(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
+def _check_global_scales(
+    quantization: Quantization, found: Mapping[str, Tensor], on_disk: Mapping[str, str], directory: Path
+) -> None:
+    """Of NVFP4 a scale says nothing without its global one, which other writers may spell in another way."""
+    layers = [on_disk[name] for group in quantization.global_groups for name in group.members]
+    alone = [n for n in layers if f"{n}.weight_scale" in found and f"{n}.weight_global_scale" not in found]
+    if alone:
+        raise ValueError(
+            f"{directory} has no weight_global_scale beside the weight_scale of {listed(alone)}: expected both, as "
+            "compressed-tensors writes NVFP4"
+        )
+
+
 def cache_keys(model: PreTrainedModel, name: str) -> list[str]:
     """Keys that the scale of a quantiser of keys or values may have."""
     attention, _, kind = name.rpartition(".")
@@ -429,6 +454,7 @@ def _group_values(
     keys: Mapping[str, Sequence[str]],
     *,
     any_member: bool = False,
+    smallest: bool = False,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The value of each group (the largest of its members'), and the owners of groups without any.
 
@@ -437,15 +463,15 @@ def _group_values(
         found: scales by key.
         keys: the keys that a member's scale may have, by the member's name.
         any_member: one member's scale is enough; else each must have one.
+        smallest: the smallest value instead.
     """
     values: dict[str, Tensor] = {}
     missing: list[str] = []
     for group in groups:
         own = [[key for key in keys[name] if key in found] for name in group.members]
         if any(own) if any_member else all(own):
-            values[group.owner] = torch.stack([_checked(key, found[key], group) for some in own for key in some]).amax(
-                0
-            )
+            members = torch.stack([_checked(key, found[key], group) for some in own for key in some])
+            values[group.owner] = members.amin(0) if smallest else members.amax(0)
         else:
             missing.append(group.owner)
     return values, missing

@@ -168,6 +168,9 @@ def follow(quantization: Quantization) -> None:
             group.s0.copy_(torch.where(parts.amax(-1) > -parts.amin(-1), -absmax, absmax) / 2 ** (group.spec.bits - 1))
         else:
             group.s0.copy_(absmax_scale(absmax, group.spec))
+    for group in quantization.global_groups:  # with it the largest scale is the largest e4m3 number
+        parts = torch.cat([quantization.layers[name].weight.flatten() for name in group.members])
+        group.s0.copy_(448 * 6 / parts.abs().amax())
 
 
 def plain_loop(

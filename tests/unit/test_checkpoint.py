@@ -20,6 +20,7 @@ from engine.checkpoint import (
     verify_checkpoint,
 )
 from engine.checkpoint_files import CheckedFiles, file_crc32, replace_text
+from engine.quant_recipe import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
 from engine.recipe_checks import RecipeError
 from engine.recipe_file import save_recipe
@@ -228,6 +229,14 @@ def test_other_samples_or_another_dtype_are_refused(tmp_path, monkeypatch):
             "quant.scheme (was 'fp8_static', is 'w2a16_g32')",
         ),
         (lambda wanted: wanted.quant.exempt.append("a"), "quant.exempt (was ["),
+        (lambda wanted: wanted.quant.rules.append(RuleRecipe("none", first=1)), "quant.rules (was [], is [RuleRecipe("),
+        (
+            lambda wanted: wanted.quant.schemes.update(mine=SchemeRecipe(TensorRecipe("int", 3, "channel"))),
+            "quant.schemes (was {}, is {'mine': ",
+        ),
+        (lambda wanted: setattr(wanted.quant, "lm_head", "w8a16_channel"), "quant.lm_head (was None, is"),
+        (lambda wanted: setattr(wanted.quant, "embedding", "w8a16_channel"), "quant.embedding (was None, is"),
+        (lambda wanted: setattr(wanted.quant, "input_range", "mse"), "quant.input_range (was 'absmax', is 'mse')"),
         (lambda wanted: setattr(wanted.learnable, "norm", True), "learnable.norm (was False, is True)"),
         (lambda wanted: setattr(wanted.model, "dtype", "float32"), "model.dtype (was 'bfloat16', is 'float32')"),
     ],

@@ -26,6 +26,7 @@ OF_SCHEMES = sorted((ROOT / "launch" / "recipes" / "schemes").glob("*.yaml"))
 
 CACHED = "--loss.kd_weight 1 --loss.kd kl_top_k --loss.top_k 5 --loss.teacher_cache c"
 FROZEN = "--learnable.weight false"
+FOLLOW = "--quant.scales_follow_weights true --quant.weight_range absmax"
 
 MINIMAL = """\
 model: {path: model}
@@ -289,6 +290,9 @@ def test_required_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         ("--learnable.weight false --quant.fake_quant_start -1", "quant.fake_quant_start: -1 (never)"),
         ("--learnable.act_scale true --quant.scheme w4a16_g32", "learnable.act_scale: True, expected false"),
         ("--quant.initial_input_scale 1 --quant.scheme w4a16_g32", "quant.initial_input_scale: 1.0, expected null"),
+        (f"{FOLLOW} --quant.weight_range auto", "quant.weight_range: 'auto', expected absmax, since quant.scales_foll"),
+        (f"{FOLLOW} --quant.scales ptq", "quant.scales: 'ptq', expected null: quant.scales_follow_weights replaces"),
+        (f"{FOLLOW} --quant.scheme fp8_kv", "quant.scales_follow_weights: True, expected false: quant.scheme fp8_kv"),
         ("--data.train []", "data.train: [], expected at least one file"),
         ("--data.kind text --data.fields {input:a}", "data.fields"),
         ("--data.max_length 1", "data.max_length: 1, expected at least 2"),
