@@ -207,7 +207,7 @@ def compare_with_transformers(
                 f"{comparison.name}: KL from transformers is {comparison.kl:.3g} nats per token, at most {bound:.2g} "
                 f"expected; the largest logit difference is {comparison.max_abs:.3g}"
             )
-    note = not_loaded(quantization)
+    note = not_loaded(model, quantization)
     if note is not None:
         note += ": compared with its plain model, filled with what compressed-tensors decompresses"
     schemes = dict.fromkeys(layer.scheme.name for layer in quantization.layers.values())

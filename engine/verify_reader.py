@@ -12,7 +12,8 @@ It differs from ours by definition in these points (measured with transformers 5
   quantised, and integer weights are rounded to the dtype of their scale, bf16.
 - *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are
   blocks of fp8 if there is more than one; NVFP4 is read without its global scale, which is silent noise; several
-  schemes among the experts are all decoded as the first. There the reader that is compared with is transformers' plain
+  schemes among the experts are all decoded as the first, and experts that are not quantised, beside layers that
+  are packed, cannot be loaded, or are drawn at random. There the reader that is compared with is transformers' plain
   model, filled with what compressed-tensors decompresses from the files, its inputs quantised by compressed-tensors.
 """
 
@@ -44,7 +45,7 @@ from model.shards import Reader, read_headers
 from quant import Quantization, QuantLayer, Scheme, TensorSpec
 from quant.config import quantization_args
 from quant.embedding import QuantEmbedding
-from quant.export import INT_QUANTIZED, NVFP4_PACKED, export_format
+from quant.export import FLOAT_QUANTIZED, INT_QUANTIZED, NVFP4_PACKED, export_format
 from quant.kv_cache import QuantCache
 
 
@@ -53,12 +54,14 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def not_loaded(quantization: Quantization) -> str | None:
-    """Why transformers does not read this checkpoint as it is meant; None where it does."""
+def not_loaded(model: nn.Module, quantization: Quantization) -> str | None:
+    """Why transformers does not read this checkpoint of ``model`` as it is meant; None where it does."""
     if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
         return "transformers does not load quantised embeddings"
     schemes = {layer.scheme for name, layer in quantization.layers.items() if is_expert(name)}
-    if len(schemes) > 1:
+    plain = any(is_expert(name) and isinstance(module, nn.Linear) for name, module in model.named_modules())
+    packed = any(export_format(layer.scheme) != FLOAT_QUANTIZED for layer in quantization.layers.values())
+    if len(schemes) > 1 or (plain and packed):
         return "transformers decodes all experts with one scheme"
     for scheme in schemes:
         if scheme.weights.granularity == "block":
@@ -84,7 +87,7 @@ def load_theirs(
     options |= {"dtype": torch.float32, "output_loading_info": True}
     trust = {"trust_remote_code": trust_remote_code}
     auto: Any = AutoModelForCausalLM
-    if not_loaded(quantization) is None:
+    if not_loaded(model, quantization) is None:
         theirs, info = auto.from_pretrained(directory, local_files_only=True, **options, **trust)
         theirs.hf_quantizer.compressor.decompress_model(theirs)
     else:
@@ -169,7 +172,7 @@ def inputs_of_experts_left(quantization: Quantization) -> Iterator[None]:
 @contextmanager
 def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
     """Inside the block our model computes as transformers does."""
-    decoded = not_loaded(quantization) is None
+    decoded = not_loaded(model, quantization) is None
     model_dtype = dtype_on_disk(directory, model)
     with ExitStack() as stack:
         stack.enter_context(inputs_of_experts_left(quantization))

@@ -230,6 +230,16 @@ def test_experts_of_several_schemes(tmp_path, seed):
     assert report.note.startswith("transformers decodes all experts with one scheme")
 
 
+@pytest.mark.parametrize("rule", [Rule(None, first=1), Rule(None, r".*\.experts\..*down_proj")], ids=["layer", "down"])
+def test_experts_of_which_some_are_left(rule, tmp_path, seed):
+    """transformers fails to load them, or draws what it misses at random: the report says so."""
+    _, _, batches = exported(tmp_path, "qwen3_moe", INT4, [rule])
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.note is not None
+    assert report.note.startswith("transformers decodes all experts with one scheme")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scheme", [SCHEMES["nvfp4"], SCHEMES["w8a8_static"]], ids=lambda scheme: scheme.name)
 def test_a_dequantised_export_is_a_plain_checkpoint_of_the_fake_quantised_weights(kind, scheme, tmp_path, seed):
