@@ -73,14 +73,20 @@ def calibrate_inputs(
     forward.eval()
     quantization.set_fake_quant(weights=False, activations=False)
     quantization.observe(True)
+    observers = [group.observer for group in quantization.input_groups if group.observer is not None]
     for batch in batches:
         # One sample at a time, without its padding: what padding positions hold is never served.
-        samples = list(sample_inputs(batch)) or [batch["input_ids"][:1]]
+        samples = list(sample_inputs(batch))
         # Rows hold unequal numbers of samples when they are packed or the last ones, and a forward is a collective
-        # under ZeRO-3: who has fewer repeats its last one, which changes no maximum.
-        most = reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX)
-        for index in range(int(most)):
-            forward(input_ids=samples[min(index, len(samples) - 1)].to(device), use_cache=False)
+        # under ZeRO-3: who has fewer goes along with some tokens that are not counted.
+        most = int(reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
+        for sample in samples:
+            forward(input_ids=sample.to(device), use_cache=False)
+        seen = [dict(vars(observer)) for observer in observers]
+        for _ in range(most - len(samples)):
+            forward(input_ids=batch["input_ids"][:1, :2].to(device), use_cache=False)
+        for observer, attributes in zip(observers, seen, strict=True):
+            vars(observer).update(attributes)
     quantization.observe(False)
     write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
     quantization.restore_fake_quant(before)

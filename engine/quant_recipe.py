@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.recipe_checks import at_least, need, pattern, positive
-from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, Ranges, Rule, Scheme, TensorSpec
+from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
 
 NONE = "none"  # what a rule calls the scheme of layers that stay as they are
 
@@ -129,6 +129,8 @@ class QuantRecipe:
             expected = f"false: quant.scheme {self.scheme} has no weight scales"
             none = self.known() and not self.linear_schemes()
             yield from need(not none, "quant.scales_follow_weights", self.scales_follow_weights, expected)
+        if self.known():
+            yield from self._idle_problems()
         yield from at_least("quant.calibration_batches", self.calibration_batches, 0)
         if self.initial_input_scale is not None:
             yield from positive("quant.initial_input_scale", self.initial_input_scale)
@@ -142,6 +144,7 @@ class QuantRecipe:
                 own.scheme(name)
             except ValueError as error:
                 yield f"quant.schemes.{name}: {error}"
+                return  # what follows asks for the schemes
         known = [*PRESETS, *self.schemes]
         linear = [*SCHEMES, *self.schemes]
         yield from need(self.scheme in known, "quant.scheme", self.scheme, f"one of {', '.join(known)}")
@@ -154,11 +157,20 @@ class QuantRecipe:
             name = getattr(self, place)
             if name is None:
                 continue
-            weight_only = [one for one in linear if not self._has_inputs(one)]
-            yield from need(name in weight_only, f"quant.{place}", name, f"one of {', '.join(weight_only)}")
+            schemes = {one: self._scheme(one) for one in linear}
+            good = [one for one, scheme in schemes.items() if scheme.activations is None]
+            if place == "embedding":
+                good = [one for one in good if QuantEmbedding.takes(schemes[one])]
+            yield from need(name in good, f"quant.{place}", name, f"one of {', '.join(good)}")
 
-    def _has_inputs(self, name: str) -> bool:
-        return (self.schemes[name] if name in self.schemes else SCHEMES[name]).activations is not None
+    def _idle_problems(self) -> Iterator[str]:
+        """Settings that nothing here would use."""
+        integers = any(scheme.weights.dtype == "int" for scheme in self.linear_schemes())
+        expected = "false: no scheme here has integer weights"
+        yield from need(integers or not self.signed_scales, "quant.signed_scales", self.signed_scales, expected)
+        expected = "absmax: no scheme here stores scales of inputs"
+        absmax = self.input_range == "absmax"
+        yield from need(absmax or self.stores_input_scales(), "quant.input_range", self.input_range, expected)
 
     def _scheme(self, name: str) -> Scheme:
         return SCHEMES[name] if name in SCHEMES else self.schemes[name].scheme(name)

@@ -219,8 +219,9 @@ def build_student(
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation,
     )
-    if training:
-        with errors_on_all_ranks(ValueError):
+    with errors_on_all_ranks(ValueError):  # before the weights are read
+        named = _named_schemes(recipe, model)
+        if training:
             _check_head(model, recipe)
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
     say(f"weights: {report.summary()}")
@@ -229,7 +230,7 @@ def build_student(
             model,
             recipe.quant.preset().linear,
             rules=recipe.quant.chosen_rules(),
-            named=_named_schemes(recipe, model),
+            named=named,
             exempt=recipe.quant.exempt,
             learn_weight_scale=recipe.learnable.weight_scale,
             learn_input_scale=recipe.learnable.act_scale,
@@ -324,7 +325,7 @@ def _summary(recipe: Recipe, quantization: Quantization) -> str:
     multiplied = [layer for layer in quantization.layers.values() if layer.fp8_gemm]
     how = f"{len(multiplied)} by fp8 GEMM" if multiplied else "simulated"
     counts = Counter(layer.scheme.name for layer in quantization.layers.values())
-    schemes = ", ".join(f"{count} {name}" for name, count in counts.items()) if len(counts) > 1 else recipe.quant.scheme
+    schemes = ", ".join(f"{count} {name}" for name, count in counts.items()) if len(counts) > 1 else "".join(counts)
     parts = [f"{len(quantization.layers)} linear layers, {schemes}, {how}"] if quantization.layers else []
     if quantization.caches:
         parts.append(f"keys and values of {len(quantization.caches) // 2} layers")

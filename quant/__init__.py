@@ -19,7 +19,7 @@ from quant.linear import QuantLinear
 from quant.observe import Observer
 from quant.prepare import Quantization, ScaleGroup, prepare
 from quant.rules import DEFAULT_EXEMPT, Rule
-from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_preset, get_scheme
+from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_scheme
 
 __all__ = [
     "DEFAULT_EXEMPT",
@@ -39,7 +39,6 @@ __all__ = [
     "Scheme",
     "TensorSpec",
     "combine",
-    "get_preset",
     "get_scheme",
     "partial_clipped",
     "partial_errors",

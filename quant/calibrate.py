@@ -28,7 +28,7 @@ from quant.spec import TensorSpec
 
 # Fractions of the absmax scale that the search tries. At 2 and 3 bits a grid of 200 lowers the error of a Gaussian
 # weight by less than another 1%, and its choices all lie in this interval. 1 is among them: the result is never worse
-# than absmax.
+# than absmax, where scales are not signed.
 SEARCH_FRACTIONS: tuple[float, ...] = tuple(step / 20 for step in range(6, 27))
 
 _CHUNK = 2**20  # elements that the search holds in fp32 at a time, in a few copies
@@ -150,7 +150,9 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
     counts, magnitudes = counts.double().cpu(), MAGNITUDES.double()
     if ranges.inputs == "percentile":
         fits = counts.cumsum(0) >= ranges.percentile / 100 * counts.sum()
-        return absmax_scale(magnitudes[fits.int().argmax()].float().view(1), spec)
+        # At least the smallest magnitude that is not 0: nothing would be left of inputs that are nearly all zeros.
+        index = max(int(fits.int().argmax()), int(counts[1:].nonzero().min()) + 1 if counts[1:].any() else 0)
+        return absmax_scale(magnitudes[index].float().view(1), spec)
     seen = counts.nonzero().flatten()
     values, weights = magnitudes[seen].float(), counts[seen]
     largest = absmax_scale(values.max().view(1), spec)

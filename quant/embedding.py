@@ -29,8 +29,7 @@ class QuantEmbedding(QuantLayer):
         Raises:
             ValueError: the scheme is another one, or the embedding does more than look up.
         """
-        spec = scheme.weights
-        if scheme.activations is not None or spec.dtype != "int" or spec.granularity not in ("channel", "group"):
+        if not self.takes(scheme):
             raise ValueError(
                 f"scheme {scheme.name!r}: embeddings can have integer weights per channel or group, without inputs"
             )
@@ -51,6 +50,12 @@ class QuantEmbedding(QuantLayer):
         )
         self.padding_idx = embedding.padding_idx
         self.train(embedding.training)
+
+    @staticmethod
+    def takes(scheme: Scheme) -> bool:
+        """Whether an embedding can have this scheme."""
+        spec = scheme.weights
+        return scheme.activations is None and spec.dtype == "int" and spec.granularity in ("channel", "group")
 
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` int64 of any shape. Returns ``[..., features]`` in the model's dtype."""

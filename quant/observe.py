@@ -1,8 +1,8 @@
 """What a layer's input looks like over many batches: its largest magnitude, how much of it a static scale clips, and
 where that is wanted a histogram of its magnitudes.
 
-The statistics stay on the device and are never read here, so that watching costs no host synchronisation. The reader
-decides when to look, and reduces over ranks.
+The statistics stay on the device and are never read here, so that watching costs no host synchronisation (but for a
+histogram on CUDA, whose counting waits for the device). The reader decides when to look, and reduces over ranks.
 """
 
 import torch

@@ -272,6 +272,8 @@ def _fused(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, across_
     for name in schemes:
         groups.setdefault(_fused_key(name, modules, across_experts), []).append(name)
     for parent, *leaves in groups:
+        if across_experts and parent.rpartition(".")[2] == "experts":
+            leaves = [*FUSED[1], "down_proj"]  # each shares its inputs, but one kernel runs all of them
         _check_one_scheme(_members(parent, leaves, modules, across_experts), schemes)
     return list(groups.values())
 

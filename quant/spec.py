@@ -237,17 +237,6 @@ PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.i
 }
 
 
-def get_preset(name: str) -> Preset:
-    """The preset of that name.
-
-    Raises:
-        ValueError: no such preset; the text lists those that exist.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"unknown quantisation scheme {name!r}; known: {', '.join(PRESETS)}")
-    return PRESETS[name]
-
-
 def get_scheme(name: str) -> Scheme:
     """How the preset of that name quantises a Linear.
 

@@ -153,6 +153,16 @@ def test_which_formats_are_searched():
     assert Ranges(signed=True).signs(specs[0]) and not Ranges(signed=True).signs(FP8)
 
 
+def test_inputs_that_are_nearly_all_zero_keep_their_few_values():
+    """A percentile of them is 0, which no scale fits."""
+    observer = Observer(FP8, histogram=True)
+    x = torch.zeros(200_000)
+    x[:10] = 3.0
+    observer.update(x, None)
+    scale = scale_from_histogram(observer.histogram, Ranges(inputs="percentile", percentile=99.0), FP8)
+    torch.testing.assert_close(scale, torch.tensor([3.0 / 448]), rtol=0.02, atol=0)
+
+
 INT8 = TensorSpec("int", 8, "tensor")
 
 

@@ -195,7 +195,7 @@ def test_meta_and_partitioned_weights_will_do():
         (r".*\.0\.self_attn\.v_proj", ["layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj is exempt"]),
         (r".*\.1\.mlp\.experts\.2\.up_proj", ["layers.1.mlp.experts.2.gate_proj", "experts.2.up_proj is exempt"]),
         (r".*experts\.1\.(gate_proj|up_proj)", ["experts.0.gate_proj", "experts.1.gate_proj", "are exempt"]),
-        (r".*\.0\.mlp\.experts\.0\.down_proj", ["experts.2.down_proj", "experts.0.down_proj is exempt"]),
+        (r".*\.0\.mlp\.experts\.0\.down_proj", ["experts.1.gate_proj", "experts.0.down_proj is exempt"]),
         (r".*shared_expert\.gate_proj", ["shared_expert.up_proj", "shared_expert.gate_proj is exempt"]),
     ],
 )
@@ -286,6 +286,10 @@ def test_rules_that_serving_could_not_follow_are_errors():
         mixed(moe_model(), Rule(INT4, layers=r".*v_proj"))
     with pytest.raises(ValueError, match=r"experts\.0\.gate_proj has w2a16_g32, \S+experts\.2\.gate_proj has"):
         mixed(moe_model(), Rule(INT4, layers=r".*experts\.2\..*"))
+    with pytest.raises(
+        ValueError, match=r"experts\.0\.gate_proj has w2a16_g32, \S+experts\.0\.down_proj has w4a16_g32"
+    ):
+        mixed(moe_model(), Rule(INT4, layers=r".*experts\..*down_proj"))
     with pytest.raises(ValueError, match=r"rule 1 \(layers: lm_head\) matches no layer"):
         mixed(moe_model(), Rule(INT4, first=1), Rule(INT4, layers="lm_head"))
     with pytest.raises(ValueError, match=r"rule 1 \(layers: \.\*mlp\.\*, first: 1\) matches no layer"):

@@ -230,10 +230,9 @@ def test_experts_of_several_schemes(tmp_path, seed):
     assert report.note.startswith("transformers decodes all experts with one scheme")
 
 
-@pytest.mark.parametrize("rule", [Rule(None, first=1), Rule(None, r".*\.experts\..*down_proj")], ids=["layer", "down"])
-def test_experts_of_which_some_are_left(rule, tmp_path, seed):
-    """transformers fails to load them, or draws what it misses at random: the report says so."""
-    _, _, batches = exported(tmp_path, "qwen3_moe", INT4, [rule])
+def test_experts_of_which_some_are_left(tmp_path, seed):
+    """transformers fails to load them: the report says so."""
+    _, _, batches = exported(tmp_path, "qwen3_moe", INT4, [Rule(None, first=1)])
     report = compare_with_transformers(tmp_path / "export", batches)
     same_arithmetic(report)
     assert report.note is not None
