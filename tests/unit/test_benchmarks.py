@@ -75,6 +75,7 @@ def test_kd_loss(tmp_path: Path) -> None:
     assert len(peaks) == 6 and all("fp32 [T, V]" in row["direct, kl"] for row in peaks)
 
 
+@pytest.mark.full
 def test_recovery(tmp_path: Path) -> None:
     """FT, PTQ and QAT, one of each single change, and nothing trained again where its models were kept."""
     tiny_checkpoint(tmp_path / "model", even=True, layers=3)
