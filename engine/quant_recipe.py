@@ -95,7 +95,8 @@ class QuantRecipe:
     integers of 3 bits and fewer, absmax for the others."""
     signed_scales: bool = False
     """true: scales of integer weights are negative where that lets the code without a counterpart be used (-2 of 2
-    bits): 20% less squared error at 2 bits. transformers and vLLM multiply by whatever sign a scale has."""
+    bits): 20% less squared error at 2 bits. transformers multiplies by whatever sign a scale has; other readers were
+    not tried."""
     input_range: Literal["absmax", "percentile", "mse"] = "absmax"
     """Stored scale of an input, from what calibration sees: the largest magnitude fits, or quant.percentile of the
     magnitudes, or the squared error is smallest."""

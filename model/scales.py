@@ -186,9 +186,10 @@ def _global_scales(quantization: Quantization, owners: set[str] | None) -> dict[
     if not groups:
         return {}
     absmax = torch.stack([_local_absmax(quantization, group) for group in groups])
-    reduced = reduce_over_ranks(absmax, dist.ReduceOp.MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    scales = [FP8_MAX * group.spec.qmax / one.view(1) for group, one in zip(groups, reduced, strict=True)]
-    return {group.owner: scale for group, scale in zip(groups, scales, strict=True)}
+    reduced = reduce_over_ranks(absmax, dist.ReduceOp.MAX)
+    scales = {group.owner: FP8_MAX * group.spec.qmax / one.view(1) for group, one in zip(groups, reduced, strict=True)}
+    # Of nothing but zeros, which are exact under any scale.
+    return {owner: torch.where(scale.isinf(), 1.0, scale) for owner, scale in scales.items()}
 
 
 def _local_absmax(quantization: Quantization, group: ScaleGroup) -> Tensor:

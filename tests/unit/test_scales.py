@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from model.ranks import RankError
-from model.scales import load_scales, measure_weight_scales
+from model.scales import load_scales, measure_weight_scales, renew_weight_scales
 from quant import get_scheme, prepare
 from tests.tiny import tiny_model
 
@@ -48,3 +48,14 @@ def test_scales_without_their_global_one_are_refused(tmp_path, seed):
     with pytest.raises(RankError, match=r"no weight_global_scale beside the weight_scale of model.layers.0.self_attn"):
         load_scales(model, quantization, tmp_path)
     assert all(group.s0.isnan().all() for group in quantization.weight_groups)
+
+
+def test_weights_of_zeros_have_a_global_scale(seed):
+    """Any would do; that of their largest magnitude is infinite."""
+    model, quantization = quantized(seed)
+    for name in QKV:
+        model.get_submodule(name).weight.data.zero_()
+    renew_weight_scales(quantization)
+    layer = quantization.layers[QKV[0]]
+    assert layer.weight_global.item() == 1.0 and layer.weight_scale().isfinite().all()
+    assert not layer(torch.randn(3, layer.in_features, dtype=torch.bfloat16)).any()
