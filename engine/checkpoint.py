@@ -292,8 +292,8 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
     # Scales of one scheme have shapes that fit another, and each group of the optimizer its parameters.
     knobs = [("model", "dtype")]
     knobs += [("quant", name) for name in ("scheme", "schemes", "rules", "lm_head", "embedding", "exempt")]
-    # Observers have a histogram or none.
-    knobs += [("quant", "input_range")]
+    # Observers have a histogram or none; a theta corrects a fixed scale or the absmax of its step.
+    knobs += [("quant", "input_range"), ("quant", "scales_follow_weights")]
     knobs += [("learnable", name) for name in asdict(recipe.learnable)]
     for section, name in knobs:
         was, now = (getattr(getattr(one, section), name) for one in (before, recipe))

@@ -237,6 +237,10 @@ def test_other_samples_or_another_dtype_are_refused(tmp_path, monkeypatch):
         (lambda wanted: setattr(wanted.quant, "lm_head", "w8a16_channel"), "quant.lm_head (was None, is"),
         (lambda wanted: setattr(wanted.quant, "embedding", "w8a16_channel"), "quant.embedding (was None, is"),
         (lambda wanted: setattr(wanted.quant, "input_range", "mse"), "quant.input_range (was 'absmax', is 'mse')"),
+        (
+            lambda wanted: setattr(wanted.quant, "scales_follow_weights", True),
+            "quant.scales_follow_weights (was False, is",
+        ),
         (lambda wanted: setattr(wanted.learnable, "norm", True), "learnable.norm (was False, is True)"),
         (lambda wanted: setattr(wanted.model, "dtype", "float32"), "model.dtype (was 'bfloat16', is 'float32')"),
     ],
