@@ -290,7 +290,7 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
     changed = [f"data.{key} (was {old[key]!r}, is {new[key]!r})" for key in keys]
     changed += _rows_problem(before, found.world_size, recipe, int(os.environ.get("WORLD_SIZE", "1")))
     # Scales of one scheme have shapes that fit another, and each group of the optimizer its parameters.
-    knobs = [("model", "dtype")]
+    knobs = [("model", "dtype"), ("model", "experts")]
     knobs += [("quant", name) for name in ("scheme", "schemes", "rules", "lm_head", "embedding", "exempt")]
     # Observers have a histogram or none; a theta corrects a fixed scale or the absmax of its step.
     knobs += [("quant", "input_range"), ("quant", "scales_follow_weights")]

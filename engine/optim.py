@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.recipe import LearnableRecipe, OptimRecipe
-from model.experts import PerExpertMLPs
+from model.experts import ExpertMLPs
 from model.zero import full_shape
 from quant import QuantCache, QuantEmbedding, QuantLayer
 
@@ -77,7 +77,7 @@ def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """
     for block in model.modules():
         children = list(block.children())
-        if any(isinstance(child, PerExpertMLPs) for child in children):
+        if any(isinstance(child, ExpertMLPs) for child in children):
             for child in children:
                 if next(child.parameters(recurse=False), None) is not None:
                     yield from child.parameters()

@@ -52,6 +52,9 @@ class ModelRecipe:
     """direct: each rank reads only its own slices of the files; rank0: rank 0 reads all and sends, which is slow."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the parameters and of the GEMMs. float32 takes twice the memory and is for tests."""
+    experts: Literal["stacked", "per_expert"] = "stacked"
+    """Form of MoE layers in memory; on disk they are the same. stacked: all experts of a layer in two parameters, with
+    a scale each; per_expert: a module per expert and projection, many times the parameters and collectives."""
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""

@@ -35,7 +35,7 @@ from engine.recipe import Recipe
 from engine.recipe_checks import RecipeError
 from engine.teacher import ModelTeacher, SelfTeacher, Teacher, common_vocabulary, first_difference
 from model.build import build_model, check_rotary_buffers
-from model.experts import PerExpertMLPs
+from model.experts import ExpertMLPs
 from model.head import LMHead, QuantHead, changes_logits, install_head, output_head, remove_head
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, is_main, listed, rank, world_size
@@ -218,6 +218,7 @@ def build_student(
         device=device,
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation,
+        experts=recipe.model.experts,
     )
     with errors_on_all_ranks(ValueError):  # before the weights are read
         named = _named_schemes(recipe, model)
@@ -250,7 +251,7 @@ def build_student(
     _keep_weight_codes(recipe, ds_config, quantization)
     say(f"quantised: {_summary(recipe, quantization)}")
     if quantization.simulated:
-        say(f"sides that are no multiples of 16, so no fp8 GEMM: {listed(quantization.simulated)}")
+        say(f"simulated, as stacked experts or sides that are no multiples of 16: {listed(quantization.simulated)}")
     return model, quantization
 
 
@@ -305,7 +306,7 @@ def _compile_layers(model: PreTrainedModel) -> None:
     """torch.compile each decoder layer by itself, in place: they share one graph, so compiling does not take longer
     with their number. Layers with experts stay as they are: which tokens an expert gets is known only at run time."""
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    dense = [layer for layer in layers if not any(isinstance(part, PerExpertMLPs) for part in layer.modules())]
+    dense = [layer for layer in layers if not any(isinstance(part, ExpertMLPs) for part in layer.modules())]
     for layer in dense:
         layer.compile()
     say(f"compiled: {len(dense)} of {len(layers)} decoder layers; the first steps take longer")
@@ -419,6 +420,7 @@ def load_teacher(recipe: Recipe, context: RunContext, path: str, logits: int) ->
         device=context.device,
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation,
+        experts=recipe.model.experts,
     )
     with errors_on_all_ranks(ValueError):
         if problem := changes_logits(model.config):

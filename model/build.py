@@ -1,14 +1,14 @@
 """The empty model: every module in place, every parameter with memory for what this rank holds of it, no weight read.
 
 The model's ``__init__`` runs with its parameters on the meta device and its buffers real, on every stage alike: a hook
-of torch's own on parameter registration swaps each Parameter for a meta one. Then MoE layers are decomposed, which
+of torch's own on parameter registration swaps each Parameter for a meta one. Then MoE layers are arranged, which
 costs nothing as there is nothing to copy, embeddings are tied, and :func:`model.zero.materialise` makes the parameters
 one by one, under ``zero.Init`` for stage 3. Against running ``__init__`` inside ``zero.Init`` this means that
 
 - no modelling code runs or is imported while torch's tensor constructors are patched. There a float ``torch.arange``
   becomes bf16, and so does the ``torch.tensor`` of a longrope configuration, and with them ``inv_freq``; and
   torch._dynamo cannot be imported;
-- a fused MoE layer exists on no rank: the peak is the partitions and one parameter, not all experts of a layer;
+- no rank ever holds a whole layer: the peak is the partitions and one parameter;
 - an error in the configuration or in the modelling code is raised before the first collective.
 
 Against building all of it on the meta device, buffers need not be computed again by code that knows each kind of them.
@@ -28,7 +28,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model import zero
-from model.experts import decompose_experts
+from model.experts import Form, arrange_experts
 from model.ranks import errors_on_all_ranks, raise_everywhere
 
 
@@ -40,6 +40,7 @@ def build_model(
     device: torch.device,
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
+    experts: Form = "stacked",
     quantized: bool = False,
 ) -> PreTrainedModel:
     """Build the causal language model that ``path/config.json`` describes, with uninitialised parameters.
@@ -53,6 +54,7 @@ def build_model(
         device: of the buffers, and on stages 0-2 of the parameters.
         trust_remote_code: whether Python code in ``path`` may be run.
         attn_implementation: as transformers names them ("sdpa", "eager", "flash_attention_2", ...).
+        experts: the form of MoE layers, see :mod:`model.experts`.
         quantized: the checkpoint is a compressed one, to be read by ``model.compressed``: build what it was before.
 
     Raises:
@@ -67,7 +69,7 @@ def build_model(
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
             )
-            decompose_experts(model)
+            arrange_experts(model, experts)
         # no_init_weights switches off the method that ties them.
         model.tie_weights()
         _place_buffers(model, dtype, device)

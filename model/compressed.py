@@ -67,6 +67,7 @@ def load_compressed(
         device=device,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
+        experts="per_expert",  # which is how they lie on disk
         quantized=True,
     )
     with errors_on_all_ranks(OSError, ValueError):

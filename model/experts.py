@@ -1,27 +1,99 @@
-"""Mixture-of-experts layers as per-expert Linears.
+"""Mixture-of-experts layers in one of two forms, in the place of transformers' fused modules.
 
 transformers keeps all experts of a layer in two 3-D parameters, ``gate_up_proj [E, 2I, H]`` (gate first) and
-``down_proj [E, H, I]``. Quantisation wants one module with one scale per expert and projection, as checkpoints on disk
-and serving have them. So the fused module is replaced while the model is still empty (on the meta device): nothing is
-copied.
+``down_proj [E, H, I]``. Quantisation wants a module around each weight, with one scale per expert and projection, as
+checkpoints on disk and serving have them. So the fused module is replaced while the model is still empty (on the meta
+device): nothing is copied.
 
-**Every expert runs, in a fixed order, on every rank**, with an empty input if no token chose it. If each rank ran only
-the experts that its own tokens chose, ranks would disagree on which parameters have gradients and in which order they
-come, and the reductions of ZeRO stages 1-3 would add unlike things up, in silence. An empty matrix product gives every
-parameter its zero gradient.
+- **stacked**: the two weights stay what they are, each in a :class:`quant.experts.StackedLinear` with E scales. Few
+  parameters, few collectives, one launch for all experts.
+- **per_expert**: three nn.Linears for each expert: thousands of small parameters, any of which can be looked at by
+  itself.
+
+In either form **every expert has a gradient on every rank**. Were each rank to run only those per-expert Linears that
+its own tokens chose, ranks would disagree on which parameters have gradients and in which order they come, and the
+reductions of ZeRO stages 1-3 would add unlike things up, in silence. So each of them runs, in a fixed order, with an
+empty input if no token chose it: an empty matrix product gives every parameter its zero gradient.
 
 Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate size.
 """
 
 import copy
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from model import zero
+from quant.experts import StackedLinear
 
 ATTRIBUTES = ("num_experts", "hidden_dim", "intermediate_dim", "act_fn")
+Form = Literal["stacked", "per_expert"]
+
+
+class ExpertMLPs(nn.Module):
+    """The experts of one MoE layer; same signature and same results as transformers' eager fused module, bit for bit
+    where the matrix products are."""
+
+    def __init__(self, num_experts: int, hidden_dim: int, intermediate_dim: int, act_fn: nn.Module):
+        super().__init__()
+        self.num_experts = num_experts
+        self.hidden_dim = hidden_dim
+        self.intermediate_dim = intermediate_dim
+        self.act_fn = act_fn
+
+
+class StackedMLPs(ExpertMLPs):
+    """All experts' weights in two stacks; ``weights`` are Parameters ``[E, 2I, H]`` and ``[E, H, I]``."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_dim: int,
+        intermediate_dim: int,
+        act_fn: nn.Module,
+        weights: tuple[nn.Parameter, nn.Parameter],
+    ):
+        super().__init__(num_experts, hidden_dim, intermediate_dim, act_fn)
+        e, h, i = num_experts, hidden_dim, intermediate_dim
+        self.gate_up_proj = StackedLinear(weights[0], (e, 2 * i, h), ("gate_proj", "up_proj"))
+        self.down_proj = StackedLinear(weights[1], (e, h, i), ("down_proj",))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts' outputs. The host waits for nothing, where the GEMM is a grouped one.
+
+        Args:
+            hidden_states: [T, H].
+            top_k_index: [T, K] integers in [0, E]; E means none.
+            top_k_weights: [T, K].
+
+        Returns:
+            [T, H] in the dtype of ``hidden_states``, experts added up in their order.
+        """
+        tokens, per_token = top_k_index.shape
+        # "None" is the last expert with a weight of 0: leaving rows out would make the host wait for their number.
+        none = top_k_index == self.num_experts
+        top_k_index = top_k_index.clamp(max=self.num_experts - 1)
+        # [K, T], as transformers orders them, then grouped by expert.
+        choices = top_k_index.t().reshape(-1)
+        order = torch.argsort(choices, stable=True)
+        counts = torch.zeros(self.num_experts, dtype=torch.int32, device=order.device)
+        counts.index_add_(0, choices, torch.ones_like(choices, dtype=torch.int32))
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        gate, up = self.gate_up_proj(hidden_states[order % tokens], offsets).chunk(2, dim=-1)
+        rows = self.down_proj(self.act_fn(gate) * up, offsets)
+        weights = top_k_weights.masked_fill(none, 0).t().reshape(-1)[order]
+        rows = (rows * weights[:, None]).to(hidden_states.dtype)
+        # Where the rows of each token ended up, in the order of their experts. Added one by one: a sum over K would
+        # round in another way, and the atomic additions of index_add come in any order.
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        place = place.view(per_token, tokens).t().gather(1, top_k_index.argsort(dim=-1, stable=True))
+        output = torch.zeros_like(hidden_states)
+        for column in place.unbind(1):
+            output = output + rows[column]
+        return output
 
 
 class ExpertMLP(nn.Module):
@@ -34,18 +106,11 @@ class ExpertMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_dim, hidden_dim, bias=False)
 
 
-class PerExpertMLPs(nn.Module):
-    """The experts of one MoE layer; children ``"0"`` to ``"E-1"`` are the experts' weights.
-
-    Same signature and same results, bit for bit where the matrix products are, as transformers' eager fused module.
-    """
+class PerExpertMLPs(ExpertMLPs):
+    """Children ``"0"`` to ``"E-1"`` are the experts' weights."""
 
     def __init__(self, num_experts: int, hidden_dim: int, intermediate_dim: int, act_fn: nn.Module):
-        super().__init__()
-        self.num_experts = num_experts
-        self.hidden_dim = hidden_dim
-        self.intermediate_dim = intermediate_dim
-        self.act_fn = act_fn
+        super().__init__(num_experts, hidden_dim, intermediate_dim, act_fn)
         for expert in range(num_experts):
             self.add_module(str(expert), ExpertMLP(hidden_dim, intermediate_dim))
 
@@ -55,16 +120,7 @@ class PerExpertMLPs(nn.Module):
             yield self.get_submodule(str(expert))  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts' outputs.
-
-        Args:
-            hidden_states: [T, H].
-            top_k_index: [T, K] integers in [0, E]; E means none.
-            top_k_weights: [T, K].
-
-        Returns:
-            [T, H] in the dtype of ``hidden_states``, experts added up in their order.
-        """
+        """As :meth:`StackedMLPs.forward`."""
         tokens = hidden_states.shape[0]
         # [K, T], as transformers orders them, then grouped by expert. The counts are the only thing the host waits for.
         choices = top_k_index.t().reshape(-1)
@@ -83,8 +139,8 @@ class PerExpertMLPs(nn.Module):
         return output
 
 
-def decompose_experts(model: nn.Module) -> int:
-    """Replace every fused experts module of an empty model by :class:`PerExpertMLPs`, a leaf for ZeRO-3.
+def arrange_experts(model: nn.Module, form: Form) -> int:
+    """Replace every fused experts module of an empty model by one of ``form``, a leaf for ZeRO-3.
 
     Run it where new parameters land on the meta device: nothing is copied. Returns how many there were.
 
@@ -98,7 +154,12 @@ def decompose_experts(model: nn.Module) -> int:
         if type(fused) not in checked:
             _check_function(name, fused)
             checked.add(type(fused))
-        experts = PerExpertMLPs(fused.num_experts, fused.hidden_dim, fused.intermediate_dim, fused.act_fn)
+        sizes = (fused.num_experts, fused.hidden_dim, fused.intermediate_dim, fused.act_fn)
+        experts: ExpertMLPs
+        if form == "stacked":
+            experts = StackedMLPs(*sizes, (fused.gate_up_proj, fused.down_proj))
+        else:
+            experts = PerExpertMLPs(*sizes)
         experts.train(fused.training)
         zero.mark_leaf(experts)
         model.set_submodule(name, experts)
@@ -154,11 +215,10 @@ def _check_function(name: str, module: nn.Module) -> None:
         config._experts_implementation = "eager"
     values = {"num_experts": e, "hidden_dim": h, "intermediate_dim": i, "config": config}
     theirs.__dict__.update(values, gate_up_proj=gate_up, down_proj=down)
-    ours = PerExpertMLPs(e, h, i, module.get_submodule("act_fn"))
-    for expert, mlp in enumerate(ours.experts()):
-        mlp.gate_proj, mlp.up_proj, mlp.down_proj = (
-            _Fixed(weight) for weight in (gate_up[expert, :i], gate_up[expert, i:], down[expert])
-        )
+    ours = StackedMLPs(e, h, i, module.get_submodule("act_fn"), (nn.Parameter(gate_up), nn.Parameter(down)))
+    for stack, weight in ((ours.gate_up_proj, gate_up), (ours.down_proj, down)):
+        del stack.weight  # while a model is built every Parameter lands on the meta device
+        stack.weight = weight  # type: ignore[assignment]
     try:
         result, expected = ours(inputs, chosen, weights), theirs(inputs, chosen, weights)
     except Exception as error:
@@ -171,11 +231,3 @@ def _check_function(name: str, module: nn.Module) -> None:
             f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: it has the usual "
             "parameters, but computes something else than down(act(gate(x)) * up(x))"
         )
-
-
-class _Fixed(nn.Linear):
-    """A Linear with a given weight, which is no Parameter."""
-
-    def __init__(self, weight: Tensor):
-        nn.Module.__init__(self)
-        self.weight, self.bias = weight, None  # type: ignore[assignment]

@@ -83,7 +83,7 @@ class PlainHead(LMHead, nn.Linear):
         return self.weight
 
 
-class QuantHead(LMHead, QuantLinear):
+class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: its forward takes no offsets
     """Of a QuantLinear, whose input is not quantised."""
 
     def __init__(self, linear: QuantLinear) -> None:

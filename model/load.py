@@ -104,12 +104,15 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
     """Rank 0 everything. Whatever it finds, it takes part in every collective, and errors are raised after the last."""
     error: str | None = None
     differing = []
+    by_target: dict[int, list[_Read]] = {}  # a stack of experts is gathered once, not for each of them
     for read in reads:
-        with gathered([read.target], modifier_rank=0):
+        by_target.setdefault(id(read.target), []).append(read)
+    for together in by_target.values():
+        target = together[0].target
+        with gathered([target], modifier_rank=0):
             if is_main() and error is None:
                 try:
-                    if not _transfer(read, reader, 0, read.target.detach().view(-1)):
-                        differing.append(read)
+                    differing += [read for read in together if not _transfer(read, reader, 0, target.detach().view(-1))]
                 except (CheckpointError, OSError) as caught:
                     error = str(caught)
     raise_everywhere(error)
@@ -119,16 +122,27 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
 
 @torch.no_grad()
 def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
-    """Read ``values``, which begin at element ``start`` of our tensor, or compare them; False if they differ."""
-    start += read.piece.offset
+    """Read what belongs to the piece of ``values``, which begin at element ``start`` of our tensor, or compare it.
+
+    Returns whether they agree.
+    """
+    begin, end = _overlap(read.piece, start, start + values.numel())
+    values = values[begin - start : end - start]
+    offset_on_disk = begin - read.piece.start + read.piece.offset
     if read.filled_from is None:
-        reader.read(read.source, start, values)
+        reader.read(read.source, offset_on_disk, values)
         return True
     equal = True
-    for offset, chunk in reader.chunks(read.source, start, values.numel()):
+    for offset, chunk in reader.chunks(read.source, offset_on_disk, values.numel()):
         mine = values[offset : offset + chunk.numel()].cpu()
         equal = equal and torch.equal(chunk.to(mine.dtype).view(torch.uint8), mine.view(torch.uint8))
     return equal
+
+
+def _overlap(piece: Piece, start: int, stop: int) -> tuple[int, int]:
+    """The elements of our tensor that are of the piece and in ``[start, stop)``; begin and end are equal if none is."""
+    begin = min(max(start, piece.start), stop)
+    return begin, max(begin, min(stop, piece.start + piece.numel))
 
 
 def _refuse(differing: list[_Read]) -> None:
@@ -146,6 +160,7 @@ def _bytes_to_read(reads: list[_Read], method: str) -> int:
     total = 0
     for read in reads:
         start, stop = local_range(read.target) if method == "direct" else (0, full_numel(read.target))
+        start, stop = _overlap(read.piece, start, stop)
         total += (stop - start) * (read.source.dtype or read.target.dtype).itemsize
     return total
 
@@ -194,21 +209,27 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
     layouts = _layouts(names, {*checkpoint.tensors, *checkpoint.lost}, problems)
     ignored = _ignored(model)
     reads: list[_Read] = []
-    filled: dict[int, tuple[str, str]] = {}  # by identity, as a tied parameter has several names: the name and its key
+    # By identity, as a tied parameter has several names, and by where it begins there: the name and its key.
+    filled: dict[tuple[int, int], tuple[str, str]] = {}
     for key, source in checkpoint.tensors.items():
         layout = layouts.get(key)
         if layout is not None and _fits(source, layout, tensors, problems):
             for piece in layout.pieces:
                 target = tensors[piece.name]
-                name, by = filled.setdefault(id(target), (piece.name, key))
+                name, by = filled.setdefault((id(target), piece.start), (piece.name, key))
                 if by != key and name == piece.name:
                     problems.twice.append(f"{name} (in {by} and in {key})")
                 reads.append(_Read(source, piece, target, by if by != key else None))
         elif key in layouts and layout is None and not ignored.search(key):
             problems.unexpected.append(key)
-    present = {id(tensors[piece.name]) for layout in layouts.values() if layout for piece in layout.pieces}
+    present: dict[int, dict[int, int]] = {}  # by identity: elements, by where they begin
+    for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
+        present.setdefault(id(tensors[piece.name]), {})[piece.start] = piece.numel
     unique = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    problems.missing = [names.key(name) for identity, name in reversed(unique.items()) if identity not in present]
+    for identity, name in reversed(unique.items()):
+        there = present.get(identity, {})
+        if sum(there.values()) < full_numel(tensors[name]):
+            problems.missing += names.missing(name, there.keys())
     if text := problems.text():
         raise CheckpointError(f"the weights in {path} do not fill {type(model).__name__}:\n{text}")
     return reads

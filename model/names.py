@@ -1,9 +1,9 @@
 """Names on disk and names in the model, in both directions.
 
 Three things lie between them. transformers renames keys as it loads (mixtral's ``block_sparse_moe`` is ``mlp`` in its
-model); it merges per-expert tensors into its fused 3-D parameters; and :mod:`model.experts` takes these apart again.
-All three only move whole runs of memory: every tensor of ours is a contiguous run of one tensor on disk, row-major. So
-a mapping is a key, the shape that its tensor must have, and the :class:`Piece` of ours that each run of it is.
+model); it merges per-expert tensors into its fused 3-D parameters; and :mod:`model.experts` may take these apart again.
+All three only move whole runs of memory: a tensor on disk is made of contiguous runs of ours, row-major. So a mapping
+is a key, the shape that its tensor must have, and the :class:`Piece` of ours that each run of it is.
 
 The renaming rules are transformers' own (``get_model_conversion_mapping``). They are found by model class and type, not
 by looking at the experts, so that it does not matter that these have been replaced. Rules that compute something
@@ -12,7 +12,9 @@ by looking at the experts, so that it does not matter that these have been repla
 
 import math
 import re
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from model.experts import PerExpertMLPs
+from model.experts import ExpertMLPs, StackedMLPs
 from model.zero import full_shape
 from quant import SCALE_PARAMETERS
 
@@ -36,11 +38,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """One of our tensors inside a tensor on disk: ``prod(shape)`` contiguous elements from element ``offset``."""
+    """A run of one of our tensors inside a tensor on disk, ``prod(shape)`` contiguous elements of both.
+
+    Attributes:
+        name: of ours.
+        offset: where it begins in the tensor on disk.
+        shape: what it is there.
+        start: where it begins in ours.
+    """
 
     name: str
     offset: int
     shape: Shape
+    start: int = 0
 
     @property
     def numel(self) -> int:
@@ -74,10 +84,11 @@ class Names:
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._prefix = model.base_model_prefix
         self.own = {name: tuple(full_shape(tensor)) for name, tensor in own_tensors(model).items()}
-        self._fused = _fused_layouts(model)
-        self._fused_of = {piece.name: (key, piece) for key, layout in self._fused.items() for piece in layout.pieces}
+        self._experts = _expert_tensors(model)
+        self._fused = _fused_layouts(self._experts)
         # The names that transformers' own model has, and that its rules lead to.
-        self._theirs = dict.fromkeys([*(name for name in self.own if name not in self._fused_of), *self._fused], True)
+        arranged = {expert.piece.name for expert in self._experts.values()}
+        self._theirs = dict.fromkeys([*(name for name in self.own if name not in arranged), *self._fused], True)
         # For writing, legacy spellings are not brought back, and a prefix that may have been there is not made up.
         rules = get_model_conversion_mapping(model, add_legacy=False)
         reverse = [rule.reverse_transform() for rule in reversed(rules) if not isinstance(rule, PrefixChange)]
@@ -98,19 +109,28 @@ class Names:
             if pattern is not None:
                 return self._converted(key, name, pattern)
             return self._fused.get(name) or self._whole(name)
-        # Per-expert names as they are here, for an architecture that has only fused tensors on disk.
-        return self._whole(key) if key in self._fused_of else None
+        # Per-expert names of our own, for an architecture that has only fused tensors on disk.
+        if key not in self._experts:
+            return None
+        piece = self._experts[key].piece
+        return Layout(piece.shape, (replace(piece, offset=0),))
 
     def key(self, name: str) -> str:
-        """The key under which ``save_pretrained`` writes our parameter ``name``; per expert for experts.
+        """The key under which ``save_pretrained`` writes our parameter ``name``; of experts that of one of them, by the
+        name that :func:`quant.experts.linears_of` gives it.
 
         Where transformers knows fused tensors on disk only, the per-expert key is the name itself, renamed.
         """
         key = name
-        if name in self._fused_of:
-            fused, piece = self._fused_of[name]
-            key = self._expert_key(fused, piece) or name
+        if name in self._experts:
+            key = self._expert_key(self._experts[name]) or name
         return _renamed(key, self._reverse_renamings)
+
+    def missing(self, name: str, covered: Collection[int]) -> list[str]:
+        """Keys of what is missing of our parameter ``name``, of which pieces from these starts are there."""
+        parts = [part for part, expert in self._experts.items() if expert.piece.name == name]
+        absent = [self.key(part) for part in parts if self._experts[part].piece.start not in covered]
+        return absent if parts else [self.key(name)]
 
     def _rename(
         self, key: str, renamings: list[WeightRenaming], converters: list[WeightConverter]
@@ -139,19 +159,29 @@ class Names:
         # All pieces of a fused parameter are of one size.
         size = fused.pieces[0].numel
         inside = fused.pieces[start // size : (start + math.prod(shape)) // size]
-        pieces = tuple(Piece(piece.name, piece.offset - start, piece.shape) for piece in inside)
+        pieces = tuple(replace(piece, offset=piece.offset - start) for piece in inside)
         return Layout(shape, pieces) if pieces else None
 
-    def _expert_key(self, fused: str, piece: Piece) -> str | None:
-        """The key that a stacking converter has for a piece of a fused parameter; None without such a converter."""
-        rows = self._fused[fused].shape[1]
-        expert, row = divmod(piece.offset // math.prod(piece.shape[1:]), rows)
+    def _expert_key(self, expert: "_ExpertTensor") -> str | None:
+        """The key that a stacking converter has for a part of a fused parameter; None without such a converter."""
+        rows = self._fused[expert.fused].shape[1]
+        index, row = divmod(expert.piece.offset // math.prod(expert.piece.shape[1:]), rows)
         for converter, reverse in self._stackings:
             sources = converter._original_source_patterns
-            first, matched = reverse.rename_source_key(fused)
-            if matched is not None and len(sources) * piece.shape[0] == rows:
-                return first.replace(sources[0], sources[row // piece.shape[0]]).replace("*", str(expert), 1)
+            first, matched = reverse.rename_source_key(expert.fused)
+            if matched is not None and len(sources) * expert.piece.shape[0] == rows:
+                return first.replace(sources[0], sources[row // expert.piece.shape[0]]).replace("*", str(index), 1)
         return None
+
+
+@dataclass(frozen=True)
+class _ExpertTensor:
+    """The weight of one Linear of one expert: transformers' parameter that holds it, and where it lies there and
+    here."""
+
+    fused: str
+    shape: Shape  # of transformers' parameter
+    piece: Piece
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -182,21 +212,35 @@ def module_name_on_disk(model: PreTrainedModel, module: str) -> str:
 _NAMES: WeakKeyDictionary[PreTrainedModel, Names] = WeakKeyDictionary()
 
 
-def _fused_layouts(model: nn.Module) -> dict[str, Layout]:
-    """The fused parameters that were taken apart, by the names that they had: their shapes, and our tensors in them."""
-    layouts = {}
+def _expert_tensors(model: nn.Module) -> dict[str, _ExpertTensor]:
+    """The weight of every Linear of every expert, by its per-expert name, in transformers' order."""
+    found = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, PerExpertMLPs):
+        if isinstance(module, ExpertMLPs):
             e, h, i = module.num_experts, module.hidden_dim, module.intermediate_dim
-            gate_up, down = [], []
-            for expert in range(e):
-                path = f"{prefix}.{expert}"
-                gate_up.append(Piece(f"{path}.gate_proj.weight", expert * 2 * i * h, (i, h)))
-                gate_up.append(Piece(f"{path}.up_proj.weight", (expert * 2 + 1) * i * h, (i, h)))
-                down.append(Piece(f"{path}.down_proj.weight", expert * h * i, (h, i)))
-            layouts[f"{prefix}.gate_up_proj"] = Layout((e, 2 * i, h), tuple(gate_up))
-            layouts[f"{prefix}.down_proj"] = Layout((e, h, i), tuple(down))
-    return layouts
+            for fused, shape, projections in (
+                ("gate_up_proj", (i, h), ("gate_proj", "up_proj")),
+                ("down_proj", (h, i), ("down_proj",)),
+            ):
+                whole = (e, len(projections) * shape[0], shape[1])
+                for index in range(e * len(projections)):
+                    expert, part = divmod(index, len(projections))
+                    name = f"{prefix}.{expert}.{projections[part]}.weight"
+                    offset = index * math.prod(shape)
+                    piece = Piece(name, offset, shape)
+                    if isinstance(module, StackedMLPs):
+                        piece = Piece(f"{prefix}.{fused}.weight", offset, shape, offset)
+                    found[name] = _ExpertTensor(f"{prefix}.{fused}", whole, piece)
+    return found
+
+
+def _fused_layouts(experts: dict[str, _ExpertTensor]) -> dict[str, Layout]:
+    """Transformers' fused parameters by name: their shapes, and our tensors in them."""
+    shapes, pieces = {}, defaultdict(list)
+    for expert in experts.values():
+        shapes[expert.fused] = expert.shape
+        pieces[expert.fused].append(expert.piece)
+    return {name: Layout(shape, tuple(pieces[name])) for name, shape in shapes.items()}
 
 
 def _is_stacking(converter: WeightConverter) -> bool:

@@ -18,8 +18,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,13 @@ from model.scales import cache_keys
 from model.shards import INDEX, SINGLE
 from model.zero import full_numel, full_shape, gathered, is_partitioned
 from quant.embedding import QuantEmbedding
-from quant.export import cache_scale, stored
+from quant.experts import LinearPart, StackedLinear, linears_of
+from quant.export import Shapes, cache_scale, stored
 from quant.kv_cache import QuantCache
 from quant.layer import SCALE_PARAMETERS, QuantLayer
 from quant.layouts import Layout, check_layout, layout_config, linear_shapes, linear_tensors
 from quant.prepare import Quantization
+from quant.spec import FP8_TENSOR
 
 # Everything beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,
 # remote code.
@@ -87,10 +89,12 @@ class _Item:
 
     name: str
     module: nn.Module
-    layout: Layout | None  # of a QuantLayer; None: written as it is
     parameters: list[nn.Parameter]  # to be gathered
-    plain: dict[str, torch.Tensor]  # written as they are: key on disk -> parameter or buffer
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # key on disk -> what will be written
+    shapes: Shapes  # key on disk -> what will be written
+    layout: Layout | None = None  # of a QuantLayer; None: written as it is
+    linears: Mapping[str, LinearPart] = field(default_factory=dict)  # of a QuantLayer, by name on disk
+    plain: Mapping[str, torch.Tensor] = field(default_factory=dict)  # written as they are, by key: parameter or buffer
+    stacked: Mapping[str, LinearPart] = field(default_factory=dict)  # by key: the parts of the module's only parameter
 
     @property
     def bytes(self) -> int:
@@ -173,27 +177,40 @@ def _plan(model: PreTrainedModel, quantization: Quantization | None, layout: Lay
     items = []
     for name, module in model.named_modules():
         if quantization is not None and name in quantization.layers:
-            items.append(_quantized_item(module_name_on_disk(model, name), quantization.layers[name], layout))
+            items.append(_quantized_item(model, name, quantization.layers[name], layout))
         elif isinstance(module, QuantCache):
             if quantization is not None and layout != "dequantized":
                 items.append(_cache_item(cache_keys(model, name)[0], module))
+        elif getattr(module, "projections", ()):
+            items.append(_stacked_item(model, name, module))
         else:
             items.append(_plain_item(names, name, module, seen))
     return [item for item in items if item.shapes]
 
 
-def _quantized_item(name: str, layer: QuantLayer, layout: Layout) -> _Item:
+def _quantized_item(model: PreTrainedModel, name: str, layer: QuantLayer, layout: Layout) -> _Item:
     dtype = layer.weight.dtype
-    suffixes = linear_shapes(layout, layer.in_features, layer.out_features, layer.scheme, dtype)
-    if layer.bias is not None:
-        suffixes["bias"] = (dtype, (layer.out_features,))
-    shapes = {f"{name}.{suffix}": expected for suffix, expected in suffixes.items()}
-    return _Item(name, layer, layout, list(layer.parameters(recurse=False)), {}, shapes)
+    linears = {module_name_on_disk(model, part.name): part for part in linears_of(name, layer)}
+    shapes: Shapes = {}
+    for on_disk, part in linears.items():
+        suffixes = linear_shapes(layout, part.in_features, part.out_features, layer.scheme, dtype)
+        if layer.bias is not None:
+            suffixes["bias"] = (dtype, (part.out_features,))
+        shapes |= {f"{on_disk}.{suffix}": expected for suffix, expected in suffixes.items()}
+    return _Item(name, layer, list(layer.parameters(recurse=False)), shapes, layout=layout, linears=linears)
+
+
+def _stacked_item(model: PreTrainedModel, name: str, module: nn.Module) -> _Item:
+    """Experts that are not quantised, or without their scales."""
+    stack = module.get_parameter("weight")
+    parts = {f"{module_name_on_disk(model, part.name)}.weight": part for part in linears_of(name, module)}
+    shapes: Shapes = {key: (stack.dtype, (part.out_features, part.in_features)) for key, part in parts.items()}
+    return _Item(name, module, [stack], shapes, stacked=parts)
 
 
 def _cache_item(key: str, cache: QuantCache) -> _Item:
     """The scale of keys or values, all that is stored of them."""
-    return _Item(key, cache, None, list(cache.parameters()), {}, {key: (torch.float32, (1,))})
+    return _Item(key, cache, list(cache.parameters()), {key: (torch.float32, (1,))})
 
 
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> _Item:
@@ -207,8 +224,8 @@ def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> _
         seen.add(id(tensor))
         plain[names.key(f"{name}.{suffix}" if name else suffix)] = tensor
     parameters = [tensor for tensor in plain.values() if isinstance(tensor, nn.Parameter)]
-    shapes = {key: (tensor.dtype, tuple(full_shape(tensor))) for key, tensor in plain.items()}
-    return _Item(name, module, None, parameters, plain, shapes)
+    shapes: Shapes = {key: (tensor.dtype, tuple(full_shape(tensor))) for key, tensor in plain.items()}
+    return _Item(name, module, parameters, shapes, plain=plain)
 
 
 def _shards(items: Iterable[_Item], limit: int) -> Iterator[list[_Item]]:
@@ -312,20 +329,25 @@ def _packed(item: _Item) -> dict[str, torch.Tensor]:
         tensors = {item.name: cache_scale(item.name, item.module.input_scale())}
     elif item.layout is None:
         tensors = {key: stored(tensor, tensor.dtype) for key, tensor in item.plain.items()}
+        for key, part in item.stacked.items():
+            tensors[key] = stored(part.weight(item.parameters[0]), item.parameters[0].dtype)
     else:
         layer = item.module
         assert isinstance(layer, QuantLayer)
-        tensors = linear_tensors(
-            item.layout,
-            item.name,
-            layer.weight.detach(),
-            layer.weight_scale(),
-            layer.input_scale(),
-            layer.bias,
-            layer.scheme,
-            layer.weight.dtype,
-            weight_global=layer.weight_global,
-        )
+        tensors = {}
+        scale, input_scale = layer.weight_scale(), layer.input_scale()
+        for name, part in item.linears.items():
+            tensors |= linear_tensors(
+                item.layout,
+                name,
+                part.weight(layer.weight.detach()),
+                part.scale(scale, layer.scheme.weights),
+                input_scale,
+                layer.bias,
+                layer.scheme,
+                layer.weight.dtype,
+                weight_global=None if layer.weight_global is None else part.scale(layer.weight_global, FP8_TENSOR),
+            )
     made = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
     if made != item.shapes:
         raise ValueError(f"{item.name} became {made}, planned was {item.shapes}")
@@ -401,14 +423,22 @@ def _write_config(
 
 def _quantization_config(model: PreTrainedModel, quantization: Quantization, layout: Layout) -> dict[str, Any] | None:
     """Under the names on disk, which vLLM sees, and under transformers' own where they differ."""
-    skipped = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    skipped = [
+        part.name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, StackedLinear))
+        for part in linears_of(name, module)
+    ]
     routers = [name for name, module in model.named_modules() if is_router(module)]
 
     def spellings(modules: Iterable[str]) -> dict[str, str]:
         """Modules by each of their names."""
         return {name: module for module in modules for name in (module_name_on_disk(model, module), module)}
 
-    layers = {name: quantization.layers[module].scheme for name, module in spellings(quantization.layers).items()}
+    schemes = {
+        part.name: layer.scheme for name, layer in quantization.layers.items() for part in linears_of(name, layer)
+    }
+    layers = {name: schemes[module] for name, module in spellings(schemes).items()}
     head = model.get_output_embeddings()
     no_linears = [
         name for name, module in model.named_modules() if module is head or isinstance(module, QuantEmbedding)

@@ -34,8 +34,9 @@ from quant import (
     scales_from_errors,
     scales_from_stats,
 )
+from quant.experts import linears_of
 from quant.reference import E8M0_BIAS
-from quant.spec import FP8_MAX
+from quant.spec import FP8_MAX, FP8_TENSOR, TensorSpec
 
 # Scales as their keys on disk end. Those of the KV cache have several spellings (llm-compressor's now and before, and
 # ModelOpt's), under the name of the attention module.
@@ -185,18 +186,11 @@ def _global_scales(quantization: Quantization, owners: set[str] | None) -> dict[
     groups = [g for g in quantization.global_groups if owners is None or not owners.isdisjoint(g.members)]
     if not groups:
         return {}
-    absmax = torch.stack([_local_absmax(quantization, group) for group in groups])
-    reduced = reduce_over_ranks(absmax, dist.ReduceOp.MAX)
-    scales = {group.owner: FP8_MAX * group.spec.qmax / one.view(1) for group, one in zip(groups, reduced, strict=True)}
+    absmax = [_local_stats(quantization, group, FP8_TENSOR).amax(0) for group in groups]
+    reduced = reduce_over_ranks(torch.cat(absmax), dist.ReduceOp.MAX).split([one.numel() for one in absmax])
+    scales = {group.owner: FP8_MAX * group.spec.qmax / one for group, one in zip(groups, reduced, strict=True)}
     # Of nothing but zeros, which are exact under any scale.
     return {owner: torch.where(scale.isinf(), 1.0, scale) for owner, scale in scales.items()}
-
-
-def _local_absmax(quantization: Quantization, group: ScaleGroup) -> Tensor:
-    """Largest magnitude of this rank's share of the weights of a group; fp32 scalar."""
-    shares = [local_data(quantization.layers[name].weight) for name in group.members]
-    edges = [torch.stack(torch.aminmax(share)).abs().amax() for share in shares if share.numel()]
-    return torch.stack(edges).amax().float() if edges else torch.zeros((), device=shares[0].device)
 
 
 @dataclass(frozen=True)
@@ -235,7 +229,7 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
         whole = reduce_over_ranks(whole)
     return {
         name: WeightStatistics(
-            clipped / (quantization.layers[name].in_features * quantization.layers[name].out_features),
+            clipped / math.prod(quantization.layers[name].weight_shape),
             error / energy if energy else 0.0,
             math.exp(scale),
         )
@@ -266,7 +260,7 @@ def input_scales(quantization: Quantization) -> dict[str, float]:
 def _local_sums(layer: QuantLayer) -> Tensor:
     """Clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the CPU."""
     start, _ = local_range(layer.weight)
-    spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
+    spec, shape = layer.scheme.weights, layer.weight_shape
     local = local_data(layer.weight)
     # An offloaded partition is on the CPU, what is gathered on the GPU.
     scale = layer.weight_scale().to(local.device)
@@ -280,21 +274,21 @@ def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor) -> T
     signed = quantization.ranges.signs(spec)
     for name in group.members:
         layer = quantization.layers[name]
-        shape = (layer.out_features, layer.in_features)
         start, _ = local_range(layer.weight)
-        errors = errors + partial_errors(local_data(layer.weight), start, shape, stats, spec, signed=signed)
+        flat, shape = local_data(layer.weight), layer.weight_shape
+        errors = errors + partial_errors(flat, start, shape, stats, spec, signed=signed)
     # Where weights are not partitioned every rank adds the same errors: the smallest stays the smallest.
     return scales_from_errors(stats, reduce_over_ranks(errors), spec, signed=signed)
 
 
-def _local_stats(quantization: Quantization, group: ScaleGroup) -> Tensor:
-    """Statistics of this rank's share of the group's weights; NaN counts as Inf so that a MAX reduction keeps it."""
+def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec | None = None) -> Tensor:
+    """Statistics of this rank's share of the group's weights, for its spec or another one; NaN counts as Inf so that a
+    MAX reduction keeps it."""
     total: Tensor | None = None
     for name in group.members:
         layer = quantization.layers[name]
         start, _ = local_range(layer.weight)
-        shape = (layer.out_features, layer.in_features)
-        stat = partial_stats(local_data(layer.weight), start, shape, group.spec)
+        stat = partial_stats(local_data(layer.weight), start, layer.weight_shape, spec or group.spec)
         stat = torch.where(torch.isnan(stat), torch.inf, stat)
         total = stat if total is None else combine(total, stat)
     assert total is not None, f"the scale group of {group.owner} has no members"
@@ -345,12 +339,16 @@ def load_scales(
     """
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
         found = _read_scales(Path(directory))
-        on_disk = {name: module_name_on_disk(model, name) for name in quantization.layers}
-        keys = {kind: {name: [disk + kind] for name, disk in on_disk.items()} for kind in LAYER_SCALES}
+        on_disk = {
+            name: [module_name_on_disk(model, part.name) for part in linears_of(name, layer)]
+            for name, layer in quantization.layers.items()
+        }
+        keys = {kind: {n: [disk + kind for disk in disks] for n, disks in on_disk.items()} for kind in LAYER_SCALES}
         keys[".input_scale"] |= {name: cache_keys(model, name) for name in quantization.caches}
         unused = _unused(Path(directory), found, keys)
         _check_global_scales(quantization, found, on_disk, Path(directory))
         found = _without_global_scales(found)
+        _stack(quantization, found, keys)
         weights, missing_weights = _group_values(quantization.weight_groups, found, keys[".weight_scale"])
         # With the smallest of several global scales no scale of their layers is beyond e4m3.
         global_scales, missing_globals = _group_values(
@@ -418,16 +416,40 @@ def _without_global_scales(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_global_scales(
-    quantization: Quantization, found: Mapping[str, Tensor], on_disk: Mapping[str, str], directory: Path
+    quantization: Quantization, found: Mapping[str, Tensor], on_disk: Mapping[str, Sequence[str]], directory: Path
 ) -> None:
     """Of NVFP4 a scale says nothing without its global one, which other writers may spell in another way."""
-    layers = [on_disk[name] for group in quantization.global_groups for name in group.members]
+    layers = [disk for group in quantization.global_groups for name in group.members for disk in on_disk[name]]
     alone = [n for n in layers if f"{n}.weight_scale" in found and f"{n}.weight_global_scale" not in found]
     if alone:
         raise ValueError(
             f"{directory} has no weight_global_scale beside the weight_scale of {listed(alone)}: expected both, as "
             "compressed-tensors writes NVFP4"
         )
+
+
+def _stack(quantization: Quantization, found: dict[str, Tensor], keys: Mapping[str, dict[str, list[str]]]) -> None:
+    """Add the scales of stacked experts, where the file has those of all of them, as one key per stack, which ``keys``
+    then names.
+
+    gate and up of an expert share a scale per tensor and take the larger, and the smaller of global scales.
+    """
+    for group, kind, smallest in (
+        *((group, ".weight_scale", False) for group in quantization.weight_groups),
+        *((group, ".weight_global_scale", True) for group in quantization.global_groups),
+    ):
+        layer = quantization.layers[group.owner]
+        if not layer.projections:
+            continue
+        spellings, keys[kind][group.owner] = keys[kind][group.owner], [f"{group.owner}{kind}"]
+        if not all(key in found for key in spellings):
+            continue
+        numel = full_numel(group.s0) // layer.num_experts
+        shared = numel == 1
+        expected = 1 if shared else numel // len(layer.projections)
+        scales = [_usable(key, found[key], expected, group).flatten() for key in spellings]
+        whole = torch.stack(scales).view(layer.num_experts, len(layer.projections), -1)
+        found[f"{group.owner}{kind}"] = (whole.amin(1) if smallest else whole.amax(1)) if shared else whole
 
 
 def cache_keys(model: PreTrainedModel, name: str) -> list[str]:
@@ -480,13 +502,18 @@ def _group_values(
 
 def _checked(key: str, value: Tensor, group: ScaleGroup) -> Tensor:
     """``value`` in the group's shape."""
-    if value.numel() != full_numel(group.s0):
+    return _usable(key, value, full_numel(group.s0), group).reshape(full_shape(group.s0))
+
+
+def _usable(key: str, value: Tensor, numel: int, group: ScaleGroup) -> Tensor:
+    """``value``, if it has so many elements and each of them can be a scale of the group."""
+    if value.numel() != numel:
         raise ValueError(
-            f"{key} has shape {tuple(value.shape)}, but this scheme has {full_numel(group.s0)} scale(s) there, of "
-            f"shape {tuple(full_shape(group.s0))}"
+            f"{key} has shape {tuple(value.shape)}, but this scheme has {numel} scale(s) there, of "
+            f"{tuple(full_shape(group.s0))} of {group.owner}"
         )
     may_be_negative = group.observer is None and group.spec.dtype == "int"
     if not bool((torch.isfinite(value) & ((value != 0) if may_be_negative else (value > 0))).all()):
         expected = "finite and not 0" if may_be_negative else "finite and positive"
         raise ValueError(f"{key} must be {expected}, got {value.flatten()[:4].tolist()}")
-    return value.reshape(full_shape(group.s0))
+    return value

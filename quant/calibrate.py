@@ -15,6 +15,7 @@ Of inputs an observer keeps a histogram of magnitudes where more than the larges
 (:func:`scale_from_histogram`).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -60,13 +61,13 @@ class Ranges:
         return self.signed and spec.dtype == "int"
 
 
-def partial_stats(flat: Tensor, start: int, shape: tuple[int, int], spec: TensorSpec) -> Tensor:
+def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
     """Largest values, and largest values negated, per scale over one range of a weight.
 
     Args:
         flat: the values ``[start, start + len(flat))`` of the row-major weight, 1-D, any float dtype.
         start: where the range begins.
-        shape: ``(out, in)`` of the whole weight.
+        shape: ``(out, in)`` of the whole weight, or ``(E, out, in)`` of a stack.
         spec: how it is quantised.
 
     Returns:
@@ -98,7 +99,7 @@ def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) 
 
 
 def partial_errors(
-    flat: Tensor, start: int, shape: tuple[int, int], stats: Tensor, spec: TensorSpec, *, signed: bool = False
+    flat: Tensor, start: int, shape: tuple[int, ...], stats: Tensor, spec: TensorSpec, *, signed: bool = False
 ) -> Tensor:
     """Squared quantisation error per candidate and scale over one range of a weight.
 
@@ -161,7 +162,7 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
     return tried[int(torch.stack(errors).argmin())]
 
 
-def partial_clipped(flat: Tensor, start: int, shape: tuple[int, int], scale: Tensor, spec: TensorSpec) -> Tensor:
+def partial_clipped(flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec) -> Tensor:
     """How many values of one range of a weight its scales clip; int64 scalar on the range's device.
 
     Args:
@@ -175,7 +176,7 @@ def partial_clipped(flat: Tensor, start: int, shape: tuple[int, int], scale: Ten
     return clipped
 
 
-def partial_squares(flat: Tensor, start: int, shape: tuple[int, int], scale: Tensor, spec: TensorSpec) -> Tensor:
+def partial_squares(flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec) -> Tensor:
     """Squared quantisation error, and squared values, summed over one range of a weight; fp64 [2].
 
     The first over the second is the relative error of the weight, its inverse the signal-to-noise ratio.
@@ -195,13 +196,13 @@ def partial_squares(flat: Tensor, start: int, shape: tuple[int, int], scale: Ten
     return sums
 
 
-def _by_run(flat: Tensor, start: int, shape: tuple[int, int], spec: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
+def _by_run(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
     """The range as at most three views ``[runs, values]``, each with the slice of the runs it belongs to.
 
     A run is the consecutive elements that share a scale. The views are the rest of a run that began on an earlier rank,
     the whole runs, and the beginning of one that goes on on the next rank.
     """
-    numel, stop = shape[0] * shape[1], start + flat.numel()
+    numel, stop = math.prod(shape), start + flat.numel()
     if flat.dim() != 1 or not 0 <= start <= stop <= numel:
         raise ValueError(
             f"expected a 1-D range inside the {numel} values of a weight {tuple(shape)}, "
@@ -220,22 +221,22 @@ def _by_run(flat: Tensor, start: int, shape: tuple[int, int], spec: TensorSpec) 
         yield slice(first + whole, first + whole + 1), flat[head + whole * size :].view(1, -1)
 
 
-def _runs(shape: tuple[int, int], spec: TensorSpec) -> int:
+def _runs(shape: tuple[int, ...], spec: TensorSpec) -> int:
     """How many runs a weight has. More than scales where these are per block: a block has one in each of its rows."""
-    return shape[0] * shape[1] // spec.run_length(shape)
+    return math.prod(shape) // spec.run_length(shape)
 
 
-def _over_blocks(per_run: Tensor, shape: tuple[int, int], spec: TensorSpec) -> Tensor:
+def _over_blocks(per_run: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
     """``[n, runs]`` as ``[n, scales down, runs per scale, scales across]``."""
     rows = spec.elements_per_scale(shape) // spec.run_length(shape)
-    across = shape[1] // spec.run_length(shape) if rows > 1 else 1
+    across = shape[-1] // spec.run_length(shape) if rows > 1 else 1
     return per_run.view(per_run.shape[0], -1, rows, across)
 
 
-def _per_run(scale: Tensor, shape: tuple[int, int], spec: TensorSpec) -> Tensor:
+def _per_run(scale: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
     """The scale of every run, flat."""
     rows = spec.elements_per_scale(shape) // spec.run_length(shape)
-    return (scale.repeat_interleave(rows, 0) if rows > 1 else scale).reshape(-1)
+    return (scale.repeat_interleave(rows, -2) if rows > 1 else scale).reshape(-1)
 
 
 def _chunks(runs: slice, size: int) -> Iterator[slice]:

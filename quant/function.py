@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quant import kernels
+from quant import gemm, kernels
 from quant.inputs import QuantizedInput, SharedInput, quantize_input
 from quant.spec import TensorSpec
 from quant.weight_scale import WeightScale
@@ -64,18 +63,20 @@ def quant_linear(
     weight_global: Tensor | None = None,
     weight_codes: Tensor | None = None,
     shared: SharedInput | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """``F.linear`` of quantised operands.
 
     Args:
         x: ``[..., in]``; zero tokens are allowed and give zero gradients, not None.
-        weight, bias: ``[out, in]`` and ``[out]`` or None, in the dtype of ``x``.
+        weight, bias: ``[out, in]`` and ``[out]`` or None, in the dtype of ``x``; or a stack ``[E, out, in]`` and None.
         weight_s0, weight_theta, input_s0, input_theta: scales as in :func:`quant.reference.effective_scale`; None where
             not quantised or not learned.
         plan: what is quantised, and how it is computed.
         weight_global: the global scale of the weight's, likewise.
         weight_codes: the weight's codes, if they are known.
         shared: what layers that read the same tensor hand each other.
+        offsets: of a stack, where the rows of each expert end, see :mod:`quant.gemm`.
 
     Returns:
         ``[..., out]`` in the dtype of ``x``. Gradients have their tensors' dtypes.
@@ -105,6 +106,7 @@ def quant_linear(
         input_theta,
         *quantized,
         weight_codes,
+        offsets,
         plan,
     )
 
@@ -147,6 +149,7 @@ class _Saved(NamedTuple):
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
     mask: Tensor  # packed: which elements of an input were inside the range, where its codes are kept
+    offsets: Tensor | None
 
     def weight_scale(self, spec: TensorSpec) -> WeightScale:
         return WeightScale(self.weight_s0, self.weight_theta, self.weight_global, spec, self.weight.dtype)
@@ -173,6 +176,7 @@ class QuantLinearFunction(torch.autograd.Function):
         codes: Tensor | None,
         mask: Tensor | None,
         weight_codes: Tensor | None,
+        offsets: Tensor | None,
         plan: Plan,
     ) -> Tensor:
         needs_x, needs_weight, needs_weight_theta = (ctx.needs_input_grad[i] for i in (0, 1, 4))
@@ -184,7 +188,7 @@ class QuantLinearFunction(torch.autograd.Function):
         if not (needs_weight or needs_weight_theta or needs_input_theta or (dynamic and needs_x)):
             kept_x = None
         ctx.save_for_backward(
-            weight, weight_s0, weight_theta, weight_global, weight_codes, input_s0, input_theta, kept_x, mask
+            weight, weight_s0, weight_theta, weight_global, weight_codes, input_s0, input_theta, kept_x, mask, offsets
         )
         ctx.plan, ctx.input_shape = plan, x.shape
         scale = None
@@ -199,7 +203,7 @@ class QuantLinearFunction(torch.autograd.Function):
         used_weight = _used_weight(weight, scale, weight_codes)
         # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed.
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x if values is None else values, used_weight, bias)
+            return gemm.linear(x if values is None else values, used_weight, bias, offsets)
 
     @staticmethod
     @once_differentiable
@@ -227,7 +231,7 @@ class QuantLinearFunction(torch.autograd.Function):
             None,
             None,
             grad_input_theta,
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
@@ -270,7 +274,7 @@ def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Ten
     plan: Plan = ctx.plan
     scale = None if plan.weight is None else saved.weight_scale(plan.weight)
     used_weight = _used_weight(saved.weight, scale, saved.weight_codes, after=grad)
-    grad_used = (grad @ used_weight).reshape(ctx.input_shape)
+    grad_used = gemm.input_gradient(grad, used_weight, saved.offsets).reshape(ctx.input_shape)
     if plan.input is None:
         return grad_used, None
     if plan.input.dynamic:
@@ -291,10 +295,10 @@ def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Ten
 
 
 def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the weight ``[out, in]`` and of its theta from ``grad [tokens, out]``."""
+    """Gradients of the weight, in its shape, and of its theta from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
     used_x = _used_input(ctx, saved, after=grad)
-    grad_used = grad.t() @ used_x.reshape(-1, used_x.shape[-1])
+    grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
     if plan.weight is None:
         return grad_used, None
     grad_theta = saved.weight_scale(plan.weight).backward_(

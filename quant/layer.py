@@ -14,14 +14,16 @@ SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "input_s0", "i
 
 
 class QuantLayer(nn.Module):
-    """A weight ``[out_features, in_features]`` with its scale, fake-quantised where that is switched on.
+    """A weight ``[out_features, in_features]`` with its scale, fake-quantised where that is switched on; or a stack of
+    those of E experts, as in :class:`quant.experts.StackedLinear`.
 
-    Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``in_features`` and
-    ``out_features``.
+    Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``weight_shape``.
 
     Attributes:
         scheme: how the layer is quantised.
-        weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype.
+        in_features, out_features: of one expert, where it is a stack.
+        num_experts, projections: as in :class:`quant.experts.StackedLinear`; 0 and () where it is none.
+        weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype; or ``[E, out, in]`` and None.
         weight_s0, weight_global, input_s0: frozen fp32 scales, NaN until filled; ``weight_global`` is None but for
             weights with e4m3 scales, ``input_s0`` where no scale of the input is stored.
         weight_theta, input_theta: learned logarithmic corrections in the model's dtype, or None.
@@ -54,6 +56,8 @@ class QuantLayer(nn.Module):
             raise ValueError(f"scheme {scheme.name!r} and weight_global disagree on whether there is a global scale")
         self.in_features = in_features
         self.out_features = out_features
+        self.num_experts = 0
+        self.projections: tuple[str, ...] = ()
         self.scheme = scheme
         self.weight = weight
         self.bias = bias
@@ -69,6 +73,12 @@ class QuantLayer(nn.Module):
         self.fp8_gemm = False
         self.keeps_weight_codes = False
         self._weight_codes: Tensor | None = None
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the whole weight."""
+        stack = (self.num_experts,) if self.projections else ()
+        return (*stack, self.out_features, self.in_features)
 
     def forget_codes(self) -> None:
         """The weight or a scale changed."""

@@ -6,9 +6,10 @@ structure: a schedule turns fake quantisation on in the middle of a run.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quant import gemm
+from quant.experts import StackedLinear
 from quant.function import Plan, UsedWeightFunction, quant_linear
 from quant.layer import QuantLayer
 from quant.spec import Scheme
@@ -16,6 +17,9 @@ from quant.spec import Scheme
 
 class QuantLinear(QuantLayer):
     """``F.linear`` whose operands are fake-quantised where that is switched on; exactly ``F.linear`` where neither is.
+
+    Made from a :class:`quant.experts.StackedLinear` it is all experts' Linears, with a scale per expert where one would
+    have a scale per tensor.
 
     A theta that trains gets a gradient of zeros while its operand is not quantised.
 
@@ -62,7 +66,7 @@ class QuantLinear(QuantLayer):
     @classmethod
     def from_linear(
         cls,
-        linear: nn.Linear,
+        linear: nn.Linear | StackedLinear,
         scheme: Scheme,
         *,
         weight_s0: nn.Parameter,
@@ -87,15 +91,20 @@ class QuantLinear(QuantLayer):
             weight_numel=weight_numel,
             weight_global=weight_global,
         )
+        if isinstance(linear, StackedLinear):
+            module.num_experts, module.projections = linear.num_experts, linear.projections
         return module.train(linear.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` is ``[..., in_features]`` in the model's dtype, zero tokens allowed. Returns ``[..., out]``."""
+    def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """``x`` is ``[..., in_features]`` in the model's dtype, zero tokens allowed. Returns ``[..., out]``.
+
+        Of a stack ``x`` is ``[rows, in_features]`` and ``offsets`` says whose the rows are, see :mod:`quant.gemm`.
+        """
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
         learns = self.weight_theta is not None or self.input_theta is not None
         if not (self.weight_fake_quant or self.input_fake_quant or (learns and torch.is_grad_enabled())):
-            return F.linear(x, self.weight, self.bias)
+            return gemm.linear(x, self.weight, self.bias, offsets)
         self._check_scale_dtypes()
         plan = Plan(
             weight=self.scheme.weights if self.weight_fake_quant else None,
@@ -116,6 +125,7 @@ class QuantLinear(QuantLayer):
             weight_global=self.weight_global,
             weight_codes=self._kept_weight_codes() if self.weight_fake_quant else None,
             shared=self.shared_input,
+            offsets=offsets,
         )
 
     def used_weight(self) -> Tensor:
@@ -141,7 +151,8 @@ class QuantLinear(QuantLayer):
         return self._weight_codes
 
     def extra_repr(self) -> str:
+        stack = f"num_experts={self.num_experts}, " if self.projections else ""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{stack}in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"scheme={self.scheme.name}, fake_quant(weight={self.weight_fake_quant}, input={self.input_fake_quant})"
         )

@@ -9,6 +9,8 @@ to the largest one and compute something else than was trained. So the same grou
 * a static input scale: over q/k/v, over gate/up, and over all experts of an MoE layer, one for gate/up and one for
   down.
 
+Where the experts of a layer are one stack, its scales are one Parameter too, with an entry for each expert.
+
 The Parameter is registered on every member and owned by the first one in module order, so ``model.parameters()`` lists
 it once. A group that is only partly quantised is an error: what is served could not be what was trained.
 
@@ -24,16 +26,19 @@ from torch import nn
 
 from quant.calibrate import Ranges
 from quant.embedding import QuantEmbedding
+from quant.experts import StackedLinear, linears_of
 from quant.inputs import SharedInput
 from quant.kv_cache import QuantCache, attach_kv_cache
 from quant.layer import QuantLayer
 from quant.linear import QuantLinear
 from quant.observe import Observer
 from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples
-from quant.spec import Scheme, TensorSpec
+from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
 # Layers that serving fuses, by the last component of their names; the members of a group have one parent.
 FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+Linears = dict[str, nn.Linear | StackedLinear]
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.(?P<projection>gate_proj|up_proj|down_proj)")
 
@@ -47,7 +52,7 @@ class ScaleGroup:
             ``named_parameters()``.
         members: names of all layers (or the quantiser of keys, or of values) that share the scale, in module order.
         spec: how what it scales is quantised.
-        s0: the frozen fp32 scale, ``(1,)`` or the shape that ``spec`` says; NaN until filled.
+        s0: the frozen fp32 scale, in the shape that ``spec`` says, ``(1,)`` of an input; NaN until filled.
         theta: its learned correction in the model's dtype, 0 at the start, or None for a static scale.
         observer: of the group's input, or None in a group of weights.
     """
@@ -202,10 +207,11 @@ def prepare(
     """
     assigned = assign(model, scheme, rules, exempt, named)
     modules = dict(model.named_modules())
+    assigned_layers = _of_layers(assigned.schemes, modules)
     embeddings = {
-        name: one for name, one in modules.items() if name in assigned.schemes and isinstance(one, nn.Embedding)
+        name: one for name, one in modules.items() if name in assigned_layers and isinstance(one, nn.Embedding)
     }
-    schemes = {name: one for name, one in assigned.schemes.items() if name not in embeddings}
+    schemes = {name: one for name, one in assigned_layers.items() if name not in embeddings}
     linears = {name: _checked_linear(name, modules[name]) for name in schemes}
     if not assigned.schemes and kv_cache is None:
         raise ValueError(f"nothing to quantise: every nn.Linear of {type(model).__name__} is exempt, or it has none")
@@ -233,25 +239,55 @@ def prepare(
     simulated = _use_fp8_gemm(quant_linears) if fp8_gemm else []
     layers: dict[str, QuantLayer] = {**quant_linears}
     for name, embedding in embeddings.items():
-        layers[name], group = _embedding(name, embedding, assigned.schemes[name], learn_weight_scale)
+        layers[name], group = _embedding(name, embedding, assigned_layers[name], learn_weight_scale)
         model.set_submodule(name, layers[name])
         weight_groups.append(group)
-    order = {name: index for index, name in enumerate(assigned.schemes)}
+    order = {name: index for index, name in enumerate(assigned_layers)}
     layers = dict(sorted(layers.items(), key=lambda item: order[item[0]]))
     weight_groups.sort(key=lambda group: order[group.owner])
     return Quantization(layers, assigned.exempt, weight_groups, input_groups, global_groups, ranges, simulated, caches)
 
 
-def _checked_linear(name: str, module: nn.Module) -> nn.Linear:
-    if type(module) is not nn.Linear:
+def _of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
+    """Schemes by name of the layer, in module order, from those by name of the Linear in a checkpoint.
+
+    Raises:
+        ValueError: the Linears of one layer's stacked experts have several schemes, or only some have one.
+    """
+    experts: dict[str, list[str]] = {}  # Linears by the module that holds the stacks
+    for name, module in modules.items():
+        if isinstance(module, StackedLinear):
+            members = experts.setdefault(name.rpartition(".")[0], [])
+            members += [part.name for part in linears_of(name, module)]
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, StackedLinear):
+            members = experts[name.rpartition(".")[0]]
+            if any(member in schemes for member in members):
+                _check_one_scheme(members, schemes)
+                found[name] = schemes[members[0]]
+        elif name in schemes:
+            found[name] = schemes[name]
+    return found
+
+
+def _checked_linear(name: str, module: nn.Module) -> nn.Linear | StackedLinear:
+    if type(module) not in (nn.Linear, StackedLinear):
         raise ValueError(
             f"{name} is a {type(module).__name__}, a subclass of nn.Linear, whose forward QuantLinear might not "
             f"reproduce; exempt it"
         )
-    return module
+    return module  # type: ignore[return-value]
 
 
-def _check_not_tied(modules: dict[str, nn.Module], chosen: Mapping[str, nn.Linear | nn.Embedding]) -> None:
+def _weight_shape(linear: nn.Linear | StackedLinear) -> tuple[int, ...]:
+    stack = (linear.num_experts,) if isinstance(linear, StackedLinear) else ()
+    return (*stack, linear.out_features, linear.in_features)
+
+
+def _check_not_tied(
+    modules: dict[str, nn.Module], chosen: Mapping[str, nn.Linear | StackedLinear | nn.Embedding]
+) -> None:
     """A tied weight has one value on disk, so it cannot be quantised in one place and not in the other."""
     users: dict[int, list[str]] = {}
     for name, module in modules.items():
@@ -315,7 +351,7 @@ def _check_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> 
 
 
 def _weight_groups(
-    sets: list[list[str]], linears: dict[str, nn.Linear], schemes: dict[str, Scheme], learn: bool
+    sets: list[list[str]], linears: Linears, schemes: dict[str, Scheme], learn: bool
 ) -> tuple[list[ScaleGroup], list[ScaleGroup]]:
     """Scale groups of the weights, and those of their global scales."""
     groups, global_groups = [], []
@@ -325,12 +361,13 @@ def _weight_groups(
         for some in [members] if spec.granularity == "tensor" else [[name] for name in members]:
             first = linears[some[0]]
             try:
-                shape = spec.scale_shape((first.out_features, first.in_features))
+                shape = spec.scale_shape(_weight_shape(first))
             except ValueError as error:
                 raise ValueError(f"{some[0]}: {error}") from None
             groups.append(ScaleGroup(some[0], some, spec, *_new_scale(first, shape, learn)))
         if spec.scale_format == "e4m3":
-            global_groups.append(ScaleGroup(members[0], members, spec, *_new_scale(owner, (1,), False)))
+            shape = FP8_TENSOR.scale_shape(_weight_shape(owner))
+            global_groups.append(ScaleGroup(members[0], members, spec, *_new_scale(owner, shape, False)))
     return groups, global_groups
 
 
@@ -343,9 +380,7 @@ def _embedding(name: str, embedding: nn.Embedding, scheme: Scheme, learn: bool) 
         raise ValueError(f"{name}: {error}") from None
 
 
-def _input_group(
-    members: list[str], linears: dict[str, nn.Linear], spec: TensorSpec, learn: bool, ranges: Ranges
-) -> ScaleGroup:
+def _input_group(members: list[str], linears: Linears, spec: TensorSpec, learn: bool, ranges: Ranges) -> ScaleGroup:
     widths = {name: linears[name].in_features for name in members}
     if len(set(widths.values())) > 1:
         raise ValueError(
@@ -363,7 +398,7 @@ def _observer(spec: TensorSpec, ranges: Ranges) -> Observer:
 
 
 def _new_scale(
-    owner: nn.Linear | nn.Embedding, shape: tuple[int, ...], learn: bool
+    owner: nn.Linear | StackedLinear | nn.Embedding, shape: tuple[int, ...], learn: bool
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """A frozen fp32 scale of NaNs, and a theta of zeros in the dtype of the weight if it learns."""
     device, dtype = owner.weight.device, owner.weight.dtype
@@ -373,7 +408,7 @@ def _new_scale(
 
 def _replace(
     modules: dict[str, nn.Module],
-    linears: dict[str, nn.Linear],
+    linears: Linears,
     schemes: dict[str, Scheme],
     weight_groups: list[ScaleGroup],
     global_groups: list[ScaleGroup],
@@ -385,7 +420,7 @@ def _replace(
     layers = {}
     for name, linear in linears.items():
         ours, its_input, its_global = weight_group[name], input_group.get(name), global_group.get(name)
-        shapes = [(linears[member].out_features, linears[member].in_features) for member in ours.members]
+        shapes = [_weight_shape(linears[member]) for member in ours.members]
         layers[name] = QuantLinear.from_linear(
             linear,
             schemes[name],
@@ -411,9 +446,9 @@ def _share_inputs(layers: dict[str, QuantLinear], sets: list[list[str]]) -> None
 
 
 def _use_fp8_gemm(layers: dict[str, QuantLinear]) -> list[str]:
-    """Switch the layers over that ``torch._scaled_mm`` takes (both sides multiples of 16); names of those that have
-    the scheme for it but not the shape."""
+    """Switch the layers over that ``torch._scaled_mm`` takes (one weight, both sides multiples of 16); names of those
+    that have the scheme for it but are something else."""
     able = {name: layer for name, layer in layers.items() if layer.scheme.has_fp8_gemm}
     for layer in able.values():
-        layer.fp8_gemm = layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+        layer.fp8_gemm = layer.in_features % 16 == 0 and layer.out_features % 16 == 0 and not layer.projections
     return [name for name, layer in able.items() if not layer.fp8_gemm]

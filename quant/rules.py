@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from quant.experts import StackedLinear, linears_of
 from quant.spec import Scheme
 
 # Anchored as whole names: `.*gate.*` would also take gate_proj. A model need not have any of these.
@@ -79,6 +80,8 @@ def assign(
 ) -> Assignment:
     """The scheme of every nn.Linear of ``model``, and of the embeddings that are named.
 
+    Stacked experts go by the names of the Linears that they are in a checkpoint, ``experts.7.gate_proj``.
+
     Args:
         model: any module tree.
         scheme: of the Linears for which nothing else decides; None leaves them as they are.
@@ -90,8 +93,8 @@ def assign(
         ValueError: a rule, a pattern or a name is not that of any layer.
     """
     named = named or {}
-    modules = dict(model.named_modules())
-    layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, nn.Embedding))]
+    modules = _modules(model)
+    layers = [name for name, module in modules.items() if isinstance(module, (*_LINEARS, nn.Embedding))]
     unknown = named.keys() - set(layers)
     if unknown:
         raise ValueError(
@@ -103,7 +106,7 @@ def assign(
     schemes: dict[str, Scheme] = {}
     for name in layers:
         chosen = named.get(name)
-        if name not in named and name not in kept and isinstance(modules[name], nn.Linear):
+        if name not in named and name not in kept and isinstance(modules[name], _LINEARS):
             index = next((index for index, rule in enumerate(rules) if rule.matches(name, depth)), None)
             chosen = scheme if index is None else rules[index].scheme
             unused.pop(index, None)  # type: ignore[arg-type]
@@ -117,13 +120,27 @@ def assign(
     return Assignment(schemes, [name for name in modules if name in kept])
 
 
+_LINEARS = (nn.Linear, StackedLinear)
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by name; a stack by the name of each Linear in it."""
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, StackedLinear):
+            modules |= {part.name: module for part in linears_of(name, module)}
+        else:
+            modules[name] = module
+    return modules
+
+
 def _matched(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]:
     """Names of the modules that a pattern matches; an error for a pattern of the user's that matches none."""
     matched: set[str] = set()
     for pattern in patterns:
         names = {name for name in modules if re.fullmatch(pattern, name)}
         if not names and pattern not in DEFAULT_EXEMPT:
-            linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+            linears = [name for name, module in modules.items() if isinstance(module, _LINEARS)]
             raise ValueError(
                 f"exempt pattern {pattern!r} matches no module; it must match a full name such as {examples(linears)}"
             )

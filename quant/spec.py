@@ -106,20 +106,20 @@ class TensorSpec:
             return _FP4_GROUPS[self.group_size]
         return "model" if self.dtype == "int" else "float32"
 
-    def scale_shape(self, weight_shape: tuple[int, int]) -> tuple[int, ...]:
+    def scale_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scale of a weight ``[out, in]``: ``(1,)``, ``(out, 1)``, ``(out, in / group_size)`` or per block
-        ``(out / group_size, in / group_size)``.
+        ``(out / group_size, in / group_size)``. Of a stack ``[E, out, in]``: ``(E,)``, or E of the others.
 
         Never 0-dim: a 0-dim parameter crashes ZeRO-1, 2 and 3.
 
         Raises:
             ValueError: the group size does not divide ``in``, or the block not both sides.
         """
-        out_features, in_features = weight_shape
+        *stack, out_features, in_features = weight_shape
         if self.granularity == "tensor":
-            return (1,)
+            return tuple(stack) or (1,)
         if self.granularity == "channel":
-            return (out_features, 1)
+            return (*stack, out_features, 1)
         size = self.group_size
         assert size is not None, f"{self} is of inputs"
         for name, features in (("in_features", in_features), ("out_features", out_features)):
@@ -128,11 +128,11 @@ class TensorSpec:
                     f"{name} {features} is not divisible by group_size {size}; "
                     f"choose a scheme whose group size divides it, or exempt this layer"
                 )
-        return (out_features // size if self.granularity == "block" else out_features, in_features // size)
+        return (*stack, out_features // size if self.granularity == "block" else out_features, in_features // size)
 
-    def run_length(self, weight_shape: tuple[int, int]) -> int:
-        """How many consecutive elements of the row-major weight ``[out, in]`` share one scale."""
-        out_features, in_features = weight_shape
+    def run_length(self, weight_shape: tuple[int, ...]) -> int:
+        """How many consecutive elements of the row-major weight ``[..., out, in]`` share one scale."""
+        *_, out_features, in_features = weight_shape
         if self.granularity == "tensor":
             return out_features * in_features
         if self.granularity == "channel":
@@ -140,13 +140,13 @@ class TensorSpec:
         assert self.group_size is not None, f"{self} is of inputs"
         return self.group_size
 
-    def elements_per_scale(self, weight_shape: tuple[int, int]) -> int:
-        """How many elements of the weight ``[out, in]`` share one scale, consecutive or not."""
+    def elements_per_scale(self, weight_shape: tuple[int, ...]) -> int:
+        """How many elements of the weight ``[..., out, in]`` share one scale, consecutive or not."""
         run = self.run_length(weight_shape)
         return run * run if self.granularity == "block" else run
 
 
-_FP8_TENSOR = TensorSpec("fp8_e4m3", 8, "tensor")
+FP8_TENSOR = TensorSpec("fp8_e4m3", 8, "tensor")
 _FP8_TOKEN = TensorSpec("fp8_e4m3", 8, "token", dynamic=True)
 _INT8_TOKEN = TensorSpec("int", 8, "token", dynamic=True)
 
@@ -180,7 +180,7 @@ class Scheme:
     @property
     def has_fp8_gemm(self) -> bool:
         """Whether ``torch._scaled_mm`` can multiply the codes: e4m3 with one scale on both sides."""
-        return self.weights == self.activations == _FP8_TENSOR
+        return self.weights == self.activations == FP8_TENSOR
 
 
 def _int(bits: int, group_size: int | None = None) -> TensorSpec:
@@ -194,7 +194,7 @@ def _weight_only(bits: int, group_size: int | None) -> Scheme:
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        Scheme("fp8_static", _FP8_TENSOR, _FP8_TENSOR),
+        Scheme("fp8_static", FP8_TENSOR, FP8_TENSOR),
         Scheme("fp8_dynamic", TensorSpec("fp8_e4m3", 8, "channel"), _FP8_TOKEN),
         Scheme(
             "fp8_block",
@@ -227,13 +227,13 @@ class Preset:
     kv_cache: TensorSpec | None = None
 
     def __post_init__(self) -> None:
-        if self.kv_cache not in (None, _FP8_TENSOR):
-            raise ValueError(f"the KV cache can be {_FP8_TENSOR} or None, got {self.kv_cache}")
+        if self.kv_cache not in (None, FP8_TENSOR):
+            raise ValueError(f"the KV cache can be {FP8_TENSOR} or None, got {self.kv_cache}")
 
 
 PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.items()} | {
-    "fp8_kv": Preset(None, _FP8_TENSOR),
-    "fp8_static_kv": Preset(SCHEMES["fp8_static"], _FP8_TENSOR),
+    "fp8_kv": Preset(None, FP8_TENSOR),
+    "fp8_static_kv": Preset(SCHEMES["fp8_static"], FP8_TENSOR),
 }
 
 

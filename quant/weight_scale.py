@@ -16,7 +16,7 @@ from quant.spec import TensorSpec
 
 
 class WeightScale(NamedTuple):
-    """Of a weight ``[out, in]``, in the shape of ``spec.scale_shape``.
+    """Of a weight ``[out, in]`` or a stack of them ``[E, out, in]``, in the shape of ``spec.scale_shape``.
 
     Attributes:
         s0, theta, global_scale: as in :func:`quant.reference.effective_scale`.
@@ -32,7 +32,10 @@ class WeightScale(NamedTuple):
 
     def effective(self, *, after: Tensor | None = None) -> Tensor:
         """The scale that the forward uses, fp32; ``after`` as in :mod:`quant.kernels.ops`."""
-        return kernels.effective_scale(self.s0, self.theta, self.spec, self.dtype, self.global_scale, after=after)
+        above = self.global_scale
+        if above is not None:
+            above = above.view(-1, *[1] * (self.s0.dim() - 1))  # of a stack, one per expert
+        return kernels.effective_scale(self.s0, self.theta, self.spec, self.dtype, above, after=after)
 
     def quantize(self, weight: Tensor) -> Tensor:
         """The weight's codes."""
@@ -63,7 +66,7 @@ class WeightScale(NamedTuple):
         )
         assert gradient is not None
         if self.spec.granularity == "block":
-            gradient = gradient.unflatten(0, (effective.shape[0], -1)).sum(1)
+            gradient = gradient.unflatten(-2, (effective.shape[-2], -1)).sum(-2)
         return (gradient * (learned / effective)).to(self.theta.dtype)
 
     def _kernels_form_it(self) -> bool:
@@ -76,8 +79,8 @@ class WeightScale(NamedTuple):
         return self._per_run(self.effective(after=after)), None, self.spec, torch.float32  # rounded already
 
     def _per_run(self, scale: Tensor) -> Tensor:
-        """``[out / size, in / size]`` of blocks as ``[out, in / size]``; others as they are."""
+        """``[..., out / size, in / size]`` of blocks as ``[..., out, in / size]``; others as they are."""
         if self.spec.granularity != "block":
             return scale
         assert self.spec.group_size is not None
-        return scale.repeat_interleave(self.spec.group_size, dim=0)
+        return scale.repeat_interleave(self.spec.group_size, dim=-2)

@@ -1,7 +1,8 @@
-"""Decomposed experts against transformers' own, and what must be refused."""
+"""Experts in either form against transformers' own, and what must be refused."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,23 +11,25 @@ from transformers import AutoConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from model.build import build_model
-from model.experts import PerExpertMLPs, decompose_experts
+from model.experts import Form, PerExpertMLPs, StackedMLPs, arrange_experts
 from model.ranks import RankError
 
 
 class Case:
-    """Fused experts of random sizes with random routing, some experts unhit, and the same ones decomposed.
+    """Fused experts of random sizes with random routing, some experts unhit, and the same ones in one of our forms.
 
     With ``exact_products`` every matrix product is exact in any order, by any kernel: sums of at most 90 integers below
     2^13, which fit in fp32. The weights of the chosen experts stay random, so that the order in which experts are added
     up shows in the last bit.
     """
 
-    def __init__(self, dtype: torch.dtype, exact_products: bool = False):
+    def __init__(self, form: Form, dtype: torch.dtype, exact_products: bool = False):
         seed = int(torch.randint(2**31, ()))
         print(f"seed {seed}")
         self.generator = torch.Generator().manual_seed(seed)
         e, h, i, t = self.integer(2, 9), self.integer(1, 70), self.integer(1, 90), self.integer(1, 60)
+        if self.integer(0, 1):  # sides of whole 16 bytes, which the grouped product takes
+            h, i = -h % 8 + h, -i % 8 + i
         used = self.integer(1, e)
         k = self.integer(1, used)
         print(f"{e} experts of which {used} can be hit, hidden {h}, intermediate {i}, {t} tokens, top {k}, {dtype}")
@@ -35,18 +38,32 @@ class Case:
         self.fused = Qwen3MoeExperts(config).to(dtype)
         if exact_products:
             self.fused.act_fn = nn.ReLU()
-        self.ours = PerExpertMLPs(e, h, i, self.fused.act_fn).to(dtype)
         with torch.no_grad():
             for parameter in self.fused.parameters():
                 parameter.copy_(self.values(parameter.shape, exact_products) * (1.0 if exact_products else 0.3))
-            for expert, mlp in enumerate(self.ours.experts()):
-                mlp.gate_proj.weight.copy_(self.fused.gate_up_proj[expert, :i])
-                mlp.up_proj.weight.copy_(self.fused.gate_up_proj[expert, i:])
-                mlp.down_proj.weight.copy_(self.fused.down_proj[expert])
+            if form == "stacked":
+                stacks = (nn.Parameter(self.fused.gate_up_proj.clone()), nn.Parameter(self.fused.down_proj.clone()))
+                self.ours = StackedMLPs(e, h, i, self.fused.act_fn, stacks)
+            else:
+                self.ours = PerExpertMLPs(e, h, i, self.fused.act_fn).to(dtype)
+                for expert, mlp in enumerate(self.ours.experts()):
+                    mlp.gate_proj.weight.copy_(self.fused.gate_up_proj[expert, :i])
+                    mlp.up_proj.weight.copy_(self.fused.gate_up_proj[expert, i:])
+                    mlp.down_proj.weight.copy_(self.fused.down_proj[expert])
         hit = torch.randperm(e, generator=self.generator)[:used]
         choose = [hit[torch.randperm(used, generator=self.generator)[:k]] for _ in range(t)]
         self.inputs = self.values((t, h), exact_products).to(dtype)
         self.index, self.weights = torch.stack(choose), torch.rand(t, k, generator=self.generator).to(dtype)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Of our weights, as those of the fused module."""
+        if isinstance(self.ours, StackedMLPs):
+            return self.ours.gate_up_proj.weight.grad, self.ours.down_proj.weight.grad
+        pairs = [
+            (torch.cat([m.gate_proj.weight.grad, m.up_proj.weight.grad]), m.down_proj.weight.grad)
+            for m in self.ours.experts()
+        ]
+        return torch.stack([gate_up for gate_up, _ in pairs]), torch.stack([down for _, down in pairs])
 
     def integer(self, low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=self.generator))
@@ -58,59 +75,62 @@ class Case:
         return torch.randn(tuple(shape), generator=self.generator)
 
 
+FORMS = pytest.mark.parametrize("form", get_args(Form))
+
+
+@FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("_", range(10))
-def test_bit_equal_to_transformers_where_matrix_products_are(dtype: torch.dtype, _: int):
+def test_bit_equal_to_transformers_where_matrix_products_are(form: Form, dtype: torch.dtype, _: int):
     """Which is all that can be asked: the rows of an expert lie elsewhere in memory there, and gate and up are one
     product. For either, fp32 products of MKL differ in the last bit, in one of ten random cases on some CPUs."""
-    case = Case(dtype, exact_products=True)
+    case = Case(form, dtype, exact_products=True)
     with torch.no_grad():
         ours, theirs = (module(case.inputs, case.index, case.weights) for module in (case.ours, case.fused))
     assert torch.equal(ours, theirs)
 
 
+@FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("_", range(10))
-def test_equal_to_transformers_fused_experts(dtype: torch.dtype, _: int):
+def test_equal_to_transformers_fused_experts(form: Form, dtype: torch.dtype, _: int):
     """Gate and up are one product there, which may add up in another order: fp32 sums of 90 terms differ a little.
 
     In bf16 such a sum is rounded to the next of two values once in a while, 2^-8 apart, and a token adds up several.
     """
-    case = Case(dtype)
+    case = Case(form, dtype)
     with torch.no_grad():
         ours, theirs = (module(case.inputs, case.index, case.weights) for module in (case.ours, case.fused))
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
     assert (ours - theirs).abs().max() <= tolerance * max(1.0, float(theirs.abs().max()))
 
 
-def test_every_expert_gets_a_gradient_and_it_is_the_fused_one():
-    case = Case(torch.float64)
+@FORMS
+def test_every_expert_gets_a_gradient_and_it_is_the_fused_one(form: Form):
+    """Zeros where no token chose it: without a gradient ranks would disagree."""
+    case = Case(form, torch.float64)
     target = torch.randn(case.inputs.shape, generator=case.generator, dtype=torch.float64)
     inputs = [case.inputs.clone().requires_grad_() for _ in range(2)]
     for module, value in zip((case.ours, case.fused), inputs, strict=True):
         (module(value, case.index, case.weights) * target).sum().backward()
-    i = case.fused.intermediate_dim
-    for expert, mlp in enumerate(case.ours.experts()):
-        for ours, theirs in (
-            (mlp.gate_proj, case.fused.gate_up_proj.grad[expert, :i]),
-            (mlp.up_proj, case.fused.gate_up_proj.grad[expert, i:]),
-            (mlp.down_proj, case.fused.down_proj.grad[expert]),
-        ):
-            assert ours.weight.grad is not None, f"expert {expert} has no gradient: ranks would disagree"
-            torch.testing.assert_close(ours.weight.grad, theirs, rtol=1e-10, atol=1e-12)
-            if not (case.index == expert).any():
-                assert not ours.weight.grad.any()
+    for ours, theirs in zip(case.gradients(), (case.fused.gate_up_proj.grad, case.fused.down_proj.grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-12)
 
 
-def test_no_tokens_at_all():
-    case = Case(torch.float32)
-    assert case.ours(case.inputs[:0], case.index[:0], case.weights[:0]).shape == case.inputs[:0].shape
+@FORMS
+def test_no_tokens_at_all(form: Form):
+    case = Case(form, torch.float32)
+    output = case.ours(case.inputs[:0], case.index[:0], case.weights[:0])
+    assert output.shape == case.inputs[:0].shape
+    output.sum().backward()
+    assert not any(gradient.any() for gradient in case.gradients())
 
 
-def test_choices_of_no_expert_are_left_out():
+@FORMS
+def test_choices_of_no_expert_are_left_out(form: Form):
     """transformers uses the number of experts as "none"."""
-    case = Case(torch.bfloat16, exact_products=True)
+    case = Case(form, torch.bfloat16, exact_products=True)
     index = torch.where(torch.rand(case.index.shape, generator=case.generator) < 0.5, case.ours.num_experts, case.index)
     with torch.no_grad():
         ours, theirs = (module(case.inputs, index, case.weights) for module in (case.ours, case.fused))
@@ -140,11 +160,11 @@ def test_experts_in_a_module_list_are_refused():
     """Their own caller runs the hit ones only, which is silently wrong when ranks route differently."""
     model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])})
     with pytest.raises(ValueError, match=r"experts \(ModuleList\) is a mixture of experts"):
-        decompose_experts(model)
+        arrange_experts(model, "stacked")
 
 
 def test_other_modules_are_left_alone():
     model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Linear(4, 4), nn.ModuleList([nn.Linear(2, 2)]))
     before = list(model)
-    assert decompose_experts(model) == 0
+    assert arrange_experts(model, "per_expert") == 0
     assert list(model) == before

@@ -1,5 +1,6 @@
 """Names on disk against names in the model. transformers itself is the judge: what it saves, we must find."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from model.build import build_model
+from model.experts import Form
 from model.load import load_weights
 from model.names import Names, module_name_on_disk, own_tensors
 from model.ranks import RankError
+from quant.experts import StackedLinear, linears_of
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -46,6 +49,10 @@ ARCHITECTURES = {
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2},
 }
 FUSED_ON_DISK = {"granitemoe"}
+MOE = [kind for kind, sizes in ARCHITECTURES.items() if any("experts" in key for key in sizes)]
+KINDS = pytest.mark.parametrize(
+    ("kind", "form"), [*((kind, "stacked") for kind in ARCHITECTURES), *((kind, "per_expert") for kind in MOE)]
+)
 
 
 @pytest.fixture
@@ -68,8 +75,9 @@ def reference(kind: str, seed: int, dtype: torch.dtype = torch.float32, **sizes)
     return model.eval()
 
 
-def build(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return build_model(path, {"bf16": {"enabled": dtype == torch.bfloat16}}, dtype=dtype, device=CPU).eval()
+def build(path: Path, dtype: torch.dtype = torch.float32, experts: Form = "stacked") -> PreTrainedModel:
+    config = {"bf16": {"enabled": dtype == torch.bfloat16}}
+    return build_model(path, config, dtype=dtype, device=CPU, experts=experts).eval()
 
 
 def tensors_on_disk(path: Path) -> dict[str, torch.Tensor]:
@@ -77,44 +85,71 @@ def tensors_on_disk(path: Path) -> dict[str, torch.Tensor]:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no dict)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_what_transformers_saves_is_found_exactly_once_and_gives_its_logits(kind: str, tmp_path: Path, seed: int):
+def names_for_writing(model: PreTrainedModel) -> list[str]:
+    """Our tensors, tied ones once, a stack of experts by the names of its Linears."""
+    unique = {id(tensor): name for name, tensor in reversed(own_tensors(model).items())}
+    found = []
+    for name in unique.values():
+        module = model.get_submodule(name.rpartition(".")[0])
+        stacked = isinstance(module, StackedLinear)
+        parts = linears_of(name.rpartition(".")[0], module) if stacked else ()
+        found += [f"{part.name}.weight" for part in parts] or [name]
+    return found
+
+
+@KINDS
+def test_what_transformers_saves_is_found_exactly_once_and_gives_its_logits(
+    kind: str, form: Form, tmp_path: Path, seed: int
+):
     theirs = reference(kind, seed)
     theirs.save_pretrained(tmp_path)
-    ours = build(tmp_path)
+    ours = build(tmp_path, experts=form)
     names, tensors, disk = Names(ours), own_tensors(ours), tensors_on_disk(tmp_path)
 
-    covered: dict[int, int] = {}
+    covered: dict[int, list[int]] = {id(tensor): [] for tensor in tensors.values()}
     for key, value in disk.items():
         layout = names.layout(key)
         assert layout is not None and layout.shape == tuple(value.shape), key
         assert sum(piece.numel for piece in layout.pieces) == value.numel(), f"{key} has elements that are nobody's"
         for piece in layout.pieces:
-            assert piece.shape == tuple(tensors[piece.name].shape)
-            covered[id(tensors[piece.name])] = covered.get(id(tensors[piece.name]), 0) + 1
-    assert covered == {id(tensor): 1 for tensor in tensors.values()}
+            covered[id(tensors[piece.name])] += range(piece.start, piece.start + piece.numel)
+    for name, tensor in tensors.items():
+        assert sorted(covered[id(tensor)]) == list(range(tensor.numel())), name
 
     load_weights(ours, tmp_path, progress=False)
     ids = torch.randint(3, SIZES["vocab_size"], (2, 19), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        # Gate and up are two products here and one there: fp32 rounding over two layers. Swapping gate and up, or two
-        # experts, changes logits in the first digit.
+        # Gate and up are two products in one form and one in the other: fp32 rounding over two layers. Swapping gate
+        # and up, or two experts, changes logits in the first digit.
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_keys_for_writing_are_those_that_transformers_writes(kind: str, tmp_path: Path, seed: int):
+@KINDS
+def test_keys_for_writing_are_those_that_transformers_writes(kind: str, form: Form, tmp_path: Path, seed: int):
     reference(kind, seed).save_pretrained(tmp_path)
-    ours = build(tmp_path)
-    names, disk = Names(ours), tensors_on_disk(tmp_path)
-    unique = {id(tensor): name for name, tensor in reversed(own_tensors(ours).items())}
-    written = {names.key(name) for name in unique.values()}
-    assert len(written) == len(unique)
+    ours = build(tmp_path, experts=form)
+    names, disk, ours_to_write = Names(ours), tensors_on_disk(tmp_path), names_for_writing(ours)
+    written = [names.key(name) for name in ours_to_write]
+    assert len(set(written)) == len(written)
     if kind in FUSED_ON_DISK:
         # One Linear per expert cannot be written under a fused name: its own name is its key, and it is read back.
-        assert all(names.layout(names.key(name)).pieces[0].name == name for name in unique.values())
+        shapes = {
+            name: tuple(tensor.shape) for name, tensor in own_tensors(build(tmp_path, experts="per_expert")).items()
+        }
+        assert all(names.layout(key).shape == shapes[name] for name, key in zip(ours_to_write, written, strict=True))
     else:
-        assert written == set(disk)
+        assert set(written) == set(disk)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "granitemoe"])
+def test_what_is_missing_of_a_stack_is_named_by_expert(kind: str, tmp_path: Path, seed: int):
+    theirs = reference(kind, seed)
+    theirs.save_pretrained(tmp_path)
+    names = Names(build(tmp_path))
+    _, piece = next((key, p) for key in tensors_on_disk(tmp_path) for p in (names.layout(key) or ()).pieces if p.start)
+    starts = [p.start for key in tensors_on_disk(tmp_path) for p in names.layout(key).pieces if p.name == piece.name]
+    missing = names.missing(piece.name, set(starts) - {piece.start})
+    assert len(missing) == 1 and names.layout(missing[0]).pieces == (replace(piece, offset=0),)
 
 
 def test_module_names_on_disk(tmp_path: Path, seed: int):
