@@ -39,7 +39,7 @@ from model.experts import ExpertMLPs
 from model.head import LMHead, QuantHead, changes_logits, install_head, output_head, remove_head
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, is_main, listed, rank, world_size
-from model.scales import load_scales, renew_weight_scales, write_scales
+from model.scales import load_scales, release_scales, renew_weight_scales, write_scales
 from model.zero import forget_secondary_copies, init_process_group, keep_frozen_fp32, partition_new_parameters, stage
 from quant import Quantization, Scheme, prepare, prepare_kernels
 
@@ -498,6 +498,8 @@ def set_up(
             quantization.layers[output_head(model)[0]] = head
         its_teacher = build_teacher(recipe, context, head.out_features)
     engine = initialize_student(recipe, ds_config, model) if training else initialize_frozen(model, ds_config)
+    if training:
+        release_scales(engine, quantization)
     if head is not None and recipe.has_teacher() and recipe.loss.teacher == "self":
         its_teacher = SelfTeacher(engine, head, quantization)
     session = Session(

@@ -218,7 +218,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
                 target = tensors[piece.name]
                 name, by = filled.setdefault((id(target), piece.start), (piece.name, key))
                 if by != key and name == piece.name:
-                    problems.twice.append(f"{name} (in {by} and in {key})")
+                    problems.twice.append(f"{names.linear(piece) or name} (in {by} and in {key})")
                 reads.append(_Read(source, piece, target, by if by != key else None))
         elif key in layouts and layout is None and not ignored.search(key):
             problems.unexpected.append(key)

@@ -126,6 +126,17 @@ class Names:
             key = self._expert_key(self._experts[name]) or name
         return _renamed(key, self._reverse_renamings)
 
+    def linear(self, piece: Piece) -> str | None:
+        """The name of the Linear's weight that a piece is in a stack of experts; None where it is in none."""
+        return next(
+            (
+                name
+                for name, expert in self._experts.items()
+                if expert.piece == replace(piece, offset=expert.piece.offset)
+            ),
+            None,
+        )
+
     def missing(self, name: str, covered: Collection[int]) -> list[str]:
         """Keys of what is missing of our parameter ``name``, of which pieces from these starts are there."""
         parts = [part for part, expert in self._experts.items() if expert.piece.name == name]

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -21,8 +22,17 @@ from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks
-from model.zero import full_numel, full_shape, gathered, is_partitioned, local_data, local_range
+from model.zero import (
+    full_numel,
+    full_shape,
+    gathered,
+    is_partitioned,
+    local_data,
+    local_range,
+    release,
+)
 from quant import (
+    SCALE_PARAMETERS,
     Quantization,
     QuantLayer,
     ScaleGroup,
@@ -109,6 +119,19 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
             for group in bucket:
                 value = values[group.owner].to(group.s0.device)
                 group.s0.copy_(value if group.theta is None else value / group.theta.float().exp())
+
+
+def release_scales(engine: deepspeed.DeepSpeedEngine, quantization: Quantization) -> None:
+    """Let ZeRO-3 gather scales on the way, beside the weights that come next, not each by itself after every step."""
+    release(
+        engine,
+        (
+            parameter
+            for module in quantization.modules.values()
+            for name, parameter in module.named_parameters(recurse=False)
+            if name in SCALE_PARAMETERS
+        ),
+    )
 
 
 def renew_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> None:

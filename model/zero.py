@@ -37,6 +37,10 @@ from torch.nn import Parameter
 
 DsConfig = dict[str, Any]
 
+# Frozen parameters of at most so many elements are whole on every rank. DeepSpeed's default threshold for parameters
+# that it never releases, which are whole anyway.
+WHOLE_ELEMENTS = 100_000
+
 
 def init_process_group() -> None:
     """Start the process group of this run: NCCL with CUDA, gloo without. Nothing if there is one already.
@@ -140,10 +144,10 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank, enabled=bool(partitioned)):
         yield
-    if modifier_rank is not None and dist.is_initialized():
-        for parameter in parameters:
-            if not is_partitioned(parameter):
-                dist.broadcast(parameter.detach(), modifier_rank)
+        if modifier_rank is not None and dist.is_initialized():
+            for parameter in parameters:
+                if not is_partitioned(parameter) or is_whole(parameter):
+                    dist.broadcast(parameter.detach(), modifier_rank)
 
 
 class _One(nn.Module):
@@ -184,9 +188,45 @@ def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
 
     For parameters made after the model was built (scales). They keep their dtype, unlike those made inside
     ``zero.Init``, which get the training dtype: so frozen fp32 parameters are possible. A collective.
+
+    Small frozen ones are partitioned among a group of one rank (``zero.Init``'s ``data_parallel_group``), which has all
+    of them: gathering them costs no collective. fp32 beside bf16 weights would cost every module one of its own.
     """
-    if stage(ds_config) == 3:
-        deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(ds_config))
+    if stage(ds_config) < 3:
+        return
+    new = [parameter for parameter in module.parameters() if not is_partitioned(parameter)]
+    small = [parameter for parameter in new if not parameter.requires_grad and parameter.numel() <= WHOLE_ELEMENTS]
+    if small and dist.get_world_size() > 1:
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        config = copy.deepcopy(ds_config)
+        for key in ("zero_hpz_partition_size", "offload_param"):
+            config["zero_optimization"].pop(key, None)
+        deepspeed.zero.Init(module=nn.ParameterList(small), config_dict_or_path=config, data_parallel_group=alone)
+    deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(ds_config))
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Whether every rank has all of a ZeRO-3 parameter, though there are several ranks."""
+    group = getattr(parameter, "ds_process_group", None)
+    return group is not None and dist.get_world_size(group=group) == 1 < dist.get_world_size()
+
+
+def release(engine: deepspeed.DeepSpeedEngine, parameters: Iterable[Parameter]) -> None:
+    """Let DeepSpeed gather these parameters where they are used, as it does large ones.
+
+    It keeps small ones gathered, and after every step gathers each of them in a collective of its own
+    (``_post_step`` in stage3.py, over the list that ``mark_persistent_parameters`` in parameter_offload.py makes, in
+    0.19). On the way they share a collective with what else is needed next. After ``initialize``, before the first
+    forward; nothing on stages 0-2.
+    """
+    persistent = getattr(engine.optimizer, "persistent_parameters", None)
+    if persistent is None:
+        return
+    chosen = {id(parameter) for parameter in parameters}
+    for parameter in persistent:
+        if id(parameter) in chosen:
+            parameter.ds_persist = False
+    persistent[:] = [parameter for parameter in persistent if id(parameter) not in chosen]
 
 
 def mark_leaf(module: nn.Module) -> None:

@@ -22,6 +22,7 @@ from engine.recipe import Recipe
 from engine.recipe_file import load_recipe
 from engine.schedule import lr_factor
 from model.build import build_model
+from model.experts import Form
 from model.load import load_weights
 from quant import Quantization, prepare
 from quant.reference import absmax_scale
@@ -89,16 +90,16 @@ def plain_loaders(settings: Recipe) -> list[Loader]:
     ]
 
 
-def plain_weights(path: str) -> nn.Module:
+def plain_weights(path: str, experts: Form = "stacked") -> nn.Module:
     """The checkpoint as our model, fp32, not quantised."""
-    model = build_model(path, {}, dtype=torch.float32, device=torch.device("cpu"))
+    model = build_model(path, {}, dtype=torch.float32, device=torch.device("cpu"), experts=experts)
     load_weights(model, path, progress=False)
     return model
 
 
 def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
     """The student, quantised; scales measured and calibrated as the recipe says, unless fake quant starts later."""
-    model, preset = plain_weights(settings.model.path), settings.quant.preset()
+    model, preset = plain_weights(settings.model.path, settings.model.experts), settings.quant.preset()
     quantization = prepare(
         model,
         preset.linear,
@@ -170,7 +171,7 @@ def follow(quantization: Quantization) -> None:
             group.s0.copy_(absmax_scale(absmax, group.spec))
     for group in quantization.global_groups:  # with it the largest scale is the largest e4m3 number
         parts = torch.cat([quantization.layers[name].weight.flatten() for name in group.members])
-        group.s0.copy_(448 * 6 / parts.abs().amax())
+        group.s0.copy_(448 * 6 / parts.reshape(*group.s0.shape, -1).abs().amax(-1))
 
 
 def plain_loop(

@@ -20,6 +20,7 @@ from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from model.zero import keep_frozen_fp32, partition_new_parameters
 from quant import PRESETS, Quantization, prepare, weights_changed
+from quant.experts import linears_of
 from quant.reference import quantize
 from quant.rules import Rule
 
@@ -63,10 +64,12 @@ def used_in_forward(engine, quantization: Quantization, ids) -> dict[str, dict[s
 
     def keep_layer(name, layer):
         def hook(*_):
-            scale = layer.weight_scale()
-            used[name] = {"codes": quantize(layer.weight, scale, layer.scheme.weights).cpu(), "weight": scale.cpu()}
-            if layer.input_s0 is not None:
-                used[name]["input"] = layer.input_scale().cpu()
+            for part in linears_of(name, layer):
+                spec = layer.scheme.weights
+                weight, scale = part.weight(layer.weight), part.scale(layer.weight_scale(), spec).clone()
+                used[part.name] = {"codes": quantize(weight, scale, spec).cpu(), "weight": scale.cpu()}
+                if layer.input_s0 is not None:
+                    used[part.name]["input"] = layer.input_scale().cpu()
 
         return hook
 

@@ -21,7 +21,9 @@ from model.save import export_model
 from model.scales import measure_weight_scales, write_scales
 from model.zero import gathered, keep_frozen_fp32, partition_new_parameters
 from quant import SCHEMES, Scheme, TensorSpec, prepare
+from quant.experts import linears_of
 from quant.reference import effective_scale, quantize
+from tests.linears import split_stacks
 
 SHARD = 20_000
 CHANNEL = Scheme("w3a16_channel", TensorSpec("int", 3, "channel"))  # odd widths, which no group size divides
@@ -66,13 +68,15 @@ def last_forward(engine, quantization, ids) -> dict[str, dict]:
     def keep(name, layer):
         def hook(*_):
             spec = layer.scheme.weights
-            scale = effective_scale(layer.weight_s0, layer.weight_theta, spec, torch.bfloat16)
-            used[name] = {"codes": quantize(layer.weight, scale, spec).cpu(), "weight_scale": scale.cpu()}
-            if layer.input_s0 is not None:
-                activations = layer.scheme.activations
-                used[name]["input_scale"] = effective_scale(
-                    layer.input_s0, layer.input_theta, activations, torch.bfloat16
-                ).cpu()
+            whole = effective_scale(layer.weight_s0, layer.weight_theta, spec, torch.bfloat16)
+            for part in linears_of(name, layer):
+                weight, scale = part.weight(layer.weight), part.scale(whole, spec).clone()
+                used[part.name] = {"codes": quantize(weight, scale, spec).cpu(), "weight_scale": scale.cpu()}
+                if layer.input_s0 is not None:
+                    activations = layer.scheme.activations
+                    used[part.name]["input_scale"] = effective_scale(
+                        layer.input_s0, layer.input_theta, activations, torch.bfloat16
+                    ).cpu()
 
         return hook
 
@@ -156,6 +160,7 @@ def main() -> None:
         parameters = dict(model.named_parameters())
         with gathered(parameters.values()):
             whole = {key: parameter.detach().cpu().clone() for key, parameter in parameters.items()}
+            whole = split_stacks(model, whole)
         (out / f"rank{rank()}.json").write_text(json.dumps(results))
         if is_main():
             torch.save({"used": used, "whole": whole}, out / "expected.pt")

@@ -32,7 +32,7 @@ def structure(model: Path) -> Quantization:
     """The layers and groups of a checkpoint, in one process."""
     preset = PRESETS["fp8_static_kv"]
     return prepare(
-        plain_weights(str(model)),
+        plain_weights(str(model), "per_expert"),
         preset.linear,
         kv_cache=preset.kv_cache,
         learn_weight_scale=True,
@@ -121,6 +121,7 @@ def base(tmp_path_factory):
             data,
             stage=3,
             dtype="float32",
+            model={"path": str(model), "experts": "per_expert"},  # where every scale is a key of its own
             quant={"scheme": "fp8_static_kv"},
             loss={"kd_weight": 0.0, "teacher": None},
         )
@@ -238,10 +239,11 @@ def test_scales_measured_from_partitions_are_those_of_the_whole_weights(base, ki
         assert torch.equal(scale, found[1][owner][0])
         whole = [weight.float() for weight in weights]
         if spec.granularity == "tensor":
-            absmax = torch.stack([weight.abs().max() for weight in whole]).max().view(1)
+            each = [weight.abs().flatten(-2).amax(-1) for weight in whole]  # of a stack one per expert
+            absmax = torch.stack(each).amax(0).view(scale.shape)
         else:
             (weight,) = whole
-            absmax = weight.unflatten(-1, (-1, spec.group_size or weight.shape[1])).abs().amax(-1)
+            absmax = weight.unflatten(-1, (-1, spec.group_size or weight.shape[-1])).abs().amax(-1)
         if name != "searched":
             assert torch.equal(scale, absmax_scale(absmax, spec)), owner
             continue
@@ -249,7 +251,8 @@ def test_scales_measured_from_partitions_are_those_of_the_whole_weights(base, ki
         (weight,) = whole
 
         def error(scales: torch.Tensor, weight: torch.Tensor = weight) -> torch.Tensor:
-            difference = fake_quant(weight, scales, spec) - weight
+            rows = weight.flatten(0, -2)
+            difference = (fake_quant(rows, scales.flatten(0, -2), spec) - rows).view_as(weight)
             return difference.square().unflatten(-1, (-1, spec.group_size)).sum(-1)
 
         best = torch.stack([error(share / 20 * absmax_scale(absmax, spec)) for share in range(6, 27)]).amin(0)

@@ -52,7 +52,10 @@ def exported(directory: Path, kind: str, scheme: Scheme | None, rules=(), *, lay
         config.num_experts_per_tok = config.num_experts
         config.save_pretrained(source)
     batches = [torch.randint(0, 301, (2, 48)) for _ in range(2)]
-    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu")).eval()
+    # Experts in the form that the reader has, whose logits are equal to the bit; the files are those of either form.
+    device = torch.device("cpu")
+    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=device, experts="per_expert")
+    model.eval()
     load_weights(model, source, progress=False)
     quantization = prepare(model, scheme, rules=rules, learn_weight_scale=True, learn_input_scale=False, **options)
     fill_scales(model, quantization, batches)

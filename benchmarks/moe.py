@@ -1,0 +1,235 @@
+"""A MoE under ZeRO-3 on two ranks: collectives, bytes and time of a step, by the form of its experts.
+
+    python benchmarks/moe.py [--layers 48] [--experts 128] [--rounds 5]
+
+The structure of Qwen3-30B-A3B at reduced width, in bf16, with random weights. Three ways take turns in one process:
+
+- ``plain``: transformers' own fused experts, trained as they are;
+- ``stacked``: fp8 QAT, static scales, those of weights learned, ``model.experts: stacked``;
+- ``per_expert``: the same with ``model.experts: per_expert``.
+
+Collectives are those that DeepSpeed's comms logger sees in a step after the third, without those within one rank. The
+bar: stacked makes no more of any kind than plain, and takes at most 1.15 of its time. Writes
+``benchmarks/results/moe.md``.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+# The plain model last: zero.Init around the constructors of transformers leaves its classes changed.
+WAYS = ("stacked", "per_expert", "plain")
+TOKENS = 128  # per rank
+
+
+def write_config(directory: Path, layers: int, experts: int, hidden: int, inner: int) -> None:
+    """config.json of the model; nothing else is read."""
+    from transformers import Qwen3MoeConfig
+
+    Qwen3MoeConfig(
+        vocab_size=2048,
+        hidden_size=hidden,
+        intermediate_size=3 * inner,
+        moe_intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=experts,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(directory)
+
+
+def ds_config(threshold: int | None) -> dict:
+    """Stage 3; with DeepSpeed's own persistence threshold, or another one."""
+    zero: dict = {"stage": 3}
+    if threshold is not None:
+        zero["stage3_param_persistence_threshold"] = threshold
+    return {
+        "train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True},
+    }
+
+
+def engine_of(way: str, directory: Path, threshold: int | None):
+    """An engine with random weights, and what a step must be followed by."""
+    import copy
+
+    import deepspeed
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from model.build import build_model
+    from model.scales import release_scales, renew_weight_scales, write_scales
+    from model.zero import keep_frozen_fp32, local_data, partition_new_parameters
+    from quant import SCHEMES, prepare, weights_changed
+
+    config = ds_config(threshold)
+    quantization = None
+    if way == "plain":
+        with deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(config)):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16)
+    else:
+        device = torch.device("cpu")
+        model = build_model(directory, config, dtype=torch.bfloat16, device=device, experts=way)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local = local_data(parameter)
+            local.fill_(1) if "norm" in name else local.normal_(0, 0.02)
+    if way != "plain":
+        quantization = prepare(model, SCHEMES["fp8_static"], learn_weight_scale=True, learn_input_scale=False)
+        partition_new_parameters(model, config)
+        renew_weight_scales(quantization)
+        write_scales(quantization.input_groups, {g.owner: torch.tensor([0.02]) for g in quantization.input_groups})
+    model.config.use_cache = False
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    with keep_frozen_fp32(model):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    if quantization is not None:
+        release_scales(engine, quantization)
+    return engine, (lambda: weights_changed(model)) if quantization is not None else (lambda: None)
+
+
+def logged() -> tuple[Counter, Counter]:
+    """Calls and bytes by kind since the last time, without those within one rank."""
+    from deepspeed import comm
+
+    log = comm.comm.comms_logger.comms_dict
+    calls: Counter = Counter()
+    sizes: Counter = Counter()
+    for kind, by_size in log.items():
+        for size, (count, *_) in by_size.items():
+            calls[kind] += count
+            sizes[kind] += count * size
+    log.clear()
+    return calls, sizes
+
+
+def measure(directory: Path, results: Path, threshold: int | None, rounds: int) -> None:
+    """On each rank: all ways at one threshold; rank 0 writes what it found."""
+    from benchmarks.timing import interleave
+    from engine.setup import init_ranks
+    from model.ranks import is_main, rank
+
+    init_ranks()
+    steps, rows = {}, {}
+    for way in WAYS:
+        begin = time.perf_counter()
+        engine, after_step = engine_of(way, directory, threshold)
+        made = time.perf_counter() - begin
+        generator = torch.Generator().manual_seed(rank())
+
+        def step(engine=engine, after_step=after_step, generator=generator) -> float:
+            ids = torch.randint(0, 2048, (1, TOKENS), generator=generator)
+            begin = time.perf_counter()
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            after_step()
+            return time.perf_counter() - begin
+
+        for _ in range(3):
+            step()
+        logged()
+        step()
+        calls, sizes = logged()
+        rows[way] = {"calls": calls, "bytes": sizes, "parameters": len(list(engine.module.parameters())), "made": made}
+        steps[way] = step
+        if is_main():
+            print(f"threshold {threshold}, {way}: {dict(calls)}, made in {made:.0f} s", flush=True)
+    timings = interleave(steps, rounds, 1)
+    for way, row in rows.items():
+        row |= {
+            "median": timings[way].median,
+            "ratio": timings[way].ratio(timings["plain"]),
+            "quartiles": timings[way].spread(timings["plain"]),
+        }
+    if is_main():
+        results.write_text(json.dumps({"threshold": threshold, "ways": rows}))
+    torch.distributed.destroy_process_group()
+
+
+def table(found: list[dict]) -> str:
+    """One row per way and threshold, and whether the bars are met."""
+    kinds = sorted({kind for one in found for way in one["ways"].values() for kind in way["calls"]})
+    lines, misses = [], []
+    for one in found:
+        lines += [
+            f"## Persistence threshold {'as shipped (100,000)' if one['threshold'] is None else one['threshold']}\n",
+            "| way | parameters | "
+            + " | ".join(kinds)
+            + " | MB in all | step, s | of plain | quartiles | made in, s |",
+            "| --- " * (len(kinds) + 7) + "|",
+        ]
+        for way, row in one["ways"].items():
+            calls = " | ".join(str(row["calls"].get(kind, 0)) for kind in kinds)
+            first, third = row["quartiles"]
+            lines.append(
+                f"| {way} | {row['parameters']:,} | {calls} | {sum(row['bytes'].values()) / 1e6:.1f} | "
+                f"{row['median']:.2f} | {row['ratio']:.2f} | {first:.2f} to {third:.2f} | {row['made']:.0f} |"
+            )
+        lines.append("")
+        plain, stacked = one["ways"]["plain"], one["ways"]["stacked"]
+        misses += [
+            f"- threshold {one['threshold']}: {stacked['calls'][kind]} {kind}, plain has {plain['calls'].get(kind, 0)}"
+            for kind in stacked["calls"]
+            if stacked["calls"][kind] > plain["calls"].get(kind, 0)
+        ]
+        if stacked["ratio"] > 1.15:
+            misses.append(f"- threshold {one['threshold']}: stacked takes {stacked['ratio']:.2f} of plain, bar 1.15")
+    return "\n".join(lines) + "\n" + ("Missed:\n\n" + "\n".join(misses) if misses else "The bars are met.") + "\n"
+
+
+def main() -> None:
+    """Launch both ranks, write the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--inner", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--measure", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--threshold", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        measure(*options.measure, options.threshold, options.rounds)
+        return
+    from benchmarks.timing import RESULTS, command, machine
+
+    load = os.getloadavg()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory, results = Path(temporary), Path(temporary) / "results.json"
+        write_config(directory, options.layers, options.experts, options.hidden, options.inner)
+        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29677"]
+        arguments = [__file__, "--measure", str(directory), str(results), "--rounds", str(options.rounds)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        found = []
+        for threshold in ([], ["--threshold", "0"]):
+            subprocess.run([*launcher, *arguments, *threshold], check=True, env=environment)
+            found.append(json.loads(results.read_text()))
+    text = "# Experts by their form, ZeRO-3 on two ranks, CPU\n\n" + (
+        f"{options.layers} layers, {options.experts} experts, top 8, hidden {options.hidden}, intermediate "
+        f"{options.inner}, {TOKENS} tokens per rank, the ways in turn, {options.rounds} rounds. "
+        f"{machine(torch.device('cpu'), load, 'deepspeed', 'transformers')}\n`{command()}`\n\n{table(found)}"
+    )
+    (RESULTS / "moe.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What layers of the model hold, by the names of the Linears that a checkpoint has in their place."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, nn
+
+from quant import Quantization
+from quant.experts import LinearPart, StackedLinear, linears_of
+from quant.layer import QuantLayer
+
+
+def linears(quantization: Quantization) -> Iterator[tuple[LinearPart, QuantLayer]]:
+    """Every quantised Linear, and the layer that holds it."""
+    for name, layer in quantization.layers.items():
+        for part in linears_of(name, layer):
+            yield part, layer
+
+
+def split_stacks(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole parameters by name, the weight of a stack of experts as those of its Linears."""
+    found = dict(tensors)
+    for name, module in model.named_modules():
+        if isinstance(module, StackedLinear) or getattr(module, "projections", ()):
+            stack = found.pop(f"{name}.weight")
+            found |= {f"{part.name}.weight": part.weight(stack).clone() for part in linears_of(name, module)}
+    return found
