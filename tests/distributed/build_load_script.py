@@ -52,8 +52,8 @@ def ds_config(stage: int, dtype: torch.dtype = torch.bfloat16, **zero: Any) -> d
     }
 
 
-def built(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    return build_model(path, config, dtype=dtype, device=CPU)
+def built(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **options: Any) -> PreTrainedModel:
+    return build_model(path, config, dtype=dtype, device=CPU, **options)
 
 
 def loaded(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, method: str = "direct"):
@@ -72,7 +72,7 @@ def expected(state: dict[str, Tensor], name: str) -> Tensor:
     """The value of our parameter ``name`` in the state dict of transformers' model, whose experts are fused."""
     found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
     if found is None:
-        return state[name]
+        return state[re.sub(r"(\.experts\.\w+)\.weight", r"\1", name)]
     prefix, expert, projection = found[1], int(found[2]), found[3]
     if projection == "down":
         return state[f"{prefix}.down_proj"][expert]
@@ -81,21 +81,23 @@ def expected(state: dict[str, Tensor], name: str) -> Tensor:
 
 
 def check_values(path: Path, stage: int) -> None:
-    """Every parameter, by both ways of loading, equals the file bit for bit; buffers and tying are transformers'."""
+    """Every parameter, by both ways of loading and in both forms of experts, equals the file bit for bit; buffers and
+    tying are transformers'."""
     config = ds_config(stage)
     reference = transformers_model(path, torch.bfloat16)
     state = reference.state_dict()
-    direct, rank0 = (built(path, config) for _ in range(2))
+    direct, rank0, separate = (built(path, config, experts=form) for form in ("stacked", "stacked", "per_expert"))
     if stage == 3:
         for parameter in direct.parameters():
             parameter.ds_tensor.fill_(torch.nan)  # what uninitialised memory may hold
     load_weights(direct, path, progress=False)
     load_weights(rank0, path, method="rank0", progress=False)
+    load_weights(separate, path, progress=False)
     for name, parameter in direct.named_parameters():
         if stage == 3:
             start, stop = local_range(parameter)
             assert not parameter.ds_tensor[stop - start :].any(), f"{name}: the padding is not zero"
-    for model in direct, rank0:
+    for model in direct, rank0, separate:
         parameters = dict(model.named_parameters())
         assert all(is_partitioned(parameter) == (stage == 3) for parameter in parameters.values())
         assert sum(map(full_numel, parameters.values())) == sum(p.numel() for p in reference.parameters())
