@@ -17,7 +17,7 @@ from torch import nn
 from engine.loop import Loop, LoopState
 from engine.recipe_file import load_recipe
 from model.ranks import is_main, reduce_over_ranks
-from model.zero import full_numel, full_shape, gathered, is_partitioned, local_data, local_range
+from model.zero import full_numel, full_shape, gathered, is_partitioned, is_whole, local_data, local_range
 
 
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -27,7 +27,9 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     whole = {}
     for name, parameter in model.named_parameters():
-        if is_partitioned(parameter):
+        if is_whole(parameter):
+            whole[name] = local_data(parameter).view(full_shape(parameter)).cpu().clone()
+        elif is_partitioned(parameter):
             flat = torch.zeros(full_numel(parameter), dtype=parameter.dtype, device=local_data(parameter).device)
             flat[slice(*local_range(parameter))] = local_data(parameter)
             whole[name] = reduce_over_ranks(flat).view(full_shape(parameter)).cpu()
