@@ -35,9 +35,9 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
     """Every Parameter of the model once, in module order, with its kind.
 
     ``embedding`` is the table of the tokens, and lm_head, tied to it or not.
-    ``frozen`` are the initial scales s0 and global scales, which never train. A 1-dimensional ``weight`` is a norm:
-    transformers has dozens of norm classes and no common base, and no other layer of its language models has a
-    1-dimensional weight.
+    ``frozen`` are the initial scales s0, global scales and zero points, which never train. A 1-dimensional
+    ``weight`` is a norm: transformers has dozens of norm classes and no common base, and no other layer of its language
+    models has a 1-dimensional weight.
     """
     routers = {id(parameter) for parameter in _router_parameters(model)}
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -60,6 +60,7 @@ def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
             "input_theta": "act_scale",
             "weight_s0": "frozen",
             "weight_global": "frozen",
+            "weight_zero": "frozen",
             "input_s0": "frozen",
         }
         if name in scales:

@@ -94,9 +94,9 @@ class QuantRecipe:
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
     integers of 3 bits and fewer, absmax for the others."""
     signed_scales: bool = False
-    """true: scales of integer weights are negative where that lets the code without a counterpart be used (-2 of 2
-    bits): 20% less squared error at 2 bits. transformers multiplies by whatever sign a scale has; other readers were
-    not tried."""
+    """true: scales of symmetric integer weights are negative where that lets the code without a counterpart be used
+    (-2 of 2 bits): 20% less squared error at 2 bits. transformers multiplies by whatever sign a scale has; other
+    readers were not tried."""
     input_range: Literal["absmax", "percentile", "mse"] = "absmax"
     """Stored scale of an input, from what calibration sees: the largest magnitude fits, or quant.percentile of the
     magnitudes, or the squared error is smallest."""
@@ -166,8 +166,8 @@ class QuantRecipe:
 
     def _idle_problems(self) -> Iterator[str]:
         """Settings that nothing here would use."""
-        integers = any(scheme.weights.dtype == "int" for scheme in self.linear_schemes())
-        expected = "false: no scheme here has integer weights"
+        integers = any(self.ranges().signs(scheme.weights) for scheme in self.linear_schemes())
+        expected = "false: no scheme here has symmetric integer weights"
         yield from need(integers or not self.signed_scales, "quant.signed_scales", self.signed_scales, expected)
         expected = "absmax: no scheme here stores scales of inputs"
         absmax = self.input_range == "absmax"

@@ -42,7 +42,7 @@ def check_files(directory: Path, model: PreTrainedModel, quantization: Quantizat
             tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys.items()}
             for suffix in stored.keys() & tensors.keys():
                 stored[suffix][name] = tensors[suffix].float()
-            codes = weight_codes(layer.weight, layer.weight_scale(), layer.scheme.weights)
+            codes = weight_codes(layer.weight, layer.weight_scale(), layer.scheme.weights, layer.weight_zero)
             if not torch.equal(codes.view(torch.int8), unpack_weight(tensors, layer.scheme).view(torch.int8)):
                 problems.append(f"{name}: our forward quantises the weight to other codes than those on disk")
     for suffix, groups in (

@@ -10,11 +10,15 @@ It differs from ours by definition in these points (measured with transformers 5
   number; of NVFP4 it is rounded.
 - *Experts.* transformers keeps the experts of a MoE fused and dequantises them when it loads: their inputs are not
   quantised, and integer weights are rounded to the dtype of their scale, bf16.
-- *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are
-  blocks of fp8 if there is more than one; NVFP4 is read without its global scale, which is silent noise; several
-  schemes among the experts are all decoded as the first, and experts that are not quantised, beside layers that
-  are packed, cannot be loaded, or are drawn at random. There the reader that is compared with is transformers' plain
-  model, filled with what compressed-tensors decompresses from the files, its inputs quantised by compressed-tensors.
+- *Zero points* of weights it loads with ``dequantize=True`` alone: otherwise it makes the model on the meta device,
+  where compressed-tensors does not pack them, and the shapes differ from those in the file. The weights are then
+  rounded to the dtype of their scale, bf16, and all layers decoded with one scheme.
+- *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are zero
+  points, and blocks of fp8 if there is more than one; NVFP4 is read without its global scale, which is silent noise;
+  several schemes among the experts are all decoded as the first, and experts that are not quantised, beside layers
+  that are packed, cannot be loaded, or are drawn at random. There the reader that is compared with is transformers'
+  plain model, filled with what compressed-tensors decompresses from the files, its inputs quantised by
+  compressed-tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +38,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
 from engine.verify_files import dtype_on_disk
 from model.compressed import quantized_keys, read_tensor
@@ -63,12 +67,20 @@ def not_loaded(model: nn.Module, quantization: Quantization) -> str | None:
     packed = any(export_format(layer.scheme) != FLOAT_QUANTIZED for layer in quantization.layers.values())
     if len(schemes) > 1 or (plain and packed):
         return "transformers decodes all experts with one scheme"
+    if _has_zero_points(quantization) and len({layer.scheme for layer in quantization.layers.values()}) > 1:
+        return "transformers decodes all layers with one scheme where weights have zero points"
     for scheme in schemes:
+        if scheme.weights.has_zero_points:
+            return "transformers does not load zero points of experts"
         if scheme.weights.granularity == "block":
             return "transformers does not load experts with a scale per block"
         if export_format(scheme) in (INT_QUANTIZED, NVFP4_PACKED):
             return f"transformers does not load experts stored as {export_format(scheme)}"
     return None
+
+
+def _has_zero_points(quantization: Quantization) -> bool:
+    return any(layer.weight_zero is not None for layer in quantization.layers.values())
 
 
 def load_theirs(
@@ -88,8 +100,11 @@ def load_theirs(
     trust = {"trust_remote_code": trust_remote_code}
     auto: Any = AutoModelForCausalLM
     if not_loaded(model, quantization) is None:
+        if shifted := _has_zero_points(quantization):
+            options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         theirs, info = auto.from_pretrained(directory, local_files_only=True, **options, **trust)
-        theirs.hf_quantizer.compressor.decompress_model(theirs)
+        if not shifted:
+            theirs.hf_quantizer.compressor.decompress_model(theirs)
     else:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, **trust)
         del config.quantization_config
@@ -183,7 +198,7 @@ def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quan
             spec = layer.scheme.weights
             if spec.scale_format == "e4m3":
                 stack.enter_context(_rounded_weight(layer, torch.bfloat16))
-            elif is_expert(name) and spec.dtype == "int" and decoded:
+            elif decoded and spec.dtype == "int" and (is_expert(name) or spec.has_zero_points):
                 stack.enter_context(_rounded_weight(layer, model_dtype))
         for cache in quantization.caches.values():
             stack.enter_context(_their_input(cache, cache.spec))

@@ -24,7 +24,7 @@ from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
 from quant.config import kv_cache_from_config, rules_from_config
-from quant.export import dequantized_weight, packed_shapes, unpack_scale, unpack_weight
+from quant.export import dequantized_weight, packed_shapes, unpack_scale, unpack_weight, unpack_zero
 from quant.layer import QuantLayer
 from quant.prepare import Quantization, ScaleGroup, prepare
 from quant.rules import Rule
@@ -39,7 +39,8 @@ def load_compressed(
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
 ) -> tuple[PreTrainedModel, Quantization]:
-    """Build the model of a compressed checkpoint and fill it; in eval mode, all fake quantisation on, scales frozen.
+    """Build the model of a compressed checkpoint and fill it; in eval mode, all fake quantisation on (but of 8-bit
+    weights with zero points in bf16, which are as they come out of it), scales frozen.
 
     Where layers share a scale and the file has several values (another writer's checkpoint), the largest is taken, and
     the weights are quantised anew with it: what serving engines do when they fuse these layers.
@@ -136,7 +137,8 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
     plain = _plain_tensors(model, quantization)
     caches = {name: _cache_key(cache_keys(model, name), checkpoint) for name in quantization.caches}
     _check_keys(checkpoint, {*plain, *caches.values(), *(key for own in keys.values() for key in own.values())})
-    scales: dict[str, dict[str, torch.Tensor]] = {"weight_scale": {}, "input_scale": {}, "weight_global_scale": {}}
+    kinds = ("weight_scale", "weight_zero_point", "input_scale", "weight_global_scale")
+    scales: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds}
     with Reader() as reader, torch.no_grad():
         for key, target in plain.items():
             _expect_shape(checkpoint.tensors[key], tuple(target.shape))
@@ -148,6 +150,9 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
             tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys[name].items()}
             _fill_layer(name, layer, tensors, scales)
         _fill_scales(quantization.weight_groups, scales["weight_scale"])
+        for group in quantization.weight_groups:
+            if group.zero is not None:
+                group.zero.copy_(scales["weight_zero_point"][group.owner])
         stored_inputs = [group for group in quantization.input_groups if group.owner in quantization.layers]
         _fill_scales(stored_inputs, scales["input_scale"])
         # Of several global scales the smallest: with it no scale of a group is beyond e4m3.
@@ -186,7 +191,14 @@ def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], 
     codes = unpack_weight(tensors, layer.scheme)
     if tuple(codes.shape) != shape:
         raise CheckpointError(f"{name} has a weight of shape {tuple(codes.shape)} on disk, expected {shape}")
-    layer.weight.copy_(dequantized_weight(codes, scales["weight_scale"][name], spec, layer.weight.dtype))
+    zero = unpack_zero(tensors, layer.scheme)
+    if zero is not None:
+        scales["weight_zero_point"][name] = zero
+        # Too far from 0 for the dtype to tell neighbours apart (255 codes in bf16) another code may come out. What is
+        # put in is the quantised weight anyway.
+        layer.weight_fake_quant = (spec.qmax - spec.qmin) * torch.finfo(layer.weight.dtype).eps / 2 < 0.5
+    weight = dequantized_weight(codes, scales["weight_scale"][name], spec, layer.weight.dtype, zero)
+    layer.weight.copy_(weight)
 
 
 def _reshaped(key: str, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -98,6 +98,7 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
             weight_s0=linear.weight_s0,
             weight_theta=linear.weight_theta,
             weight_global=linear.weight_global,
+            weight_zero=linear.weight_zero,
             input_s0=None,
             input_theta=None,
             weight_numel=linear.weight_numel,

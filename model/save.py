@@ -335,18 +335,20 @@ def _packed(item: _Item) -> dict[str, torch.Tensor]:
         layer = item.module
         assert isinstance(layer, QuantLayer)
         tensors = {}
+        spec, zero, above = layer.scheme.weights, layer.weight_zero, layer.weight_global
         scale, input_scale = layer.weight_scale(), layer.input_scale()
         for name, part in item.linears.items():
             tensors |= linear_tensors(
                 item.layout,
                 name,
                 part.weight(layer.weight.detach()),
-                part.scale(scale, layer.scheme.weights),
+                part.scale(scale, spec),
                 input_scale,
                 layer.bias,
                 layer.scheme,
                 layer.weight.dtype,
-                weight_global=None if layer.weight_global is None else part.scale(layer.weight_global, FP8_TENSOR),
+                weight_global=None if above is None else part.scale(above, FP8_TENSOR),
+                weight_zero=None if zero is None else part.scale(zero, spec),
             )
     made = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
     if made != item.shapes:

@@ -6,6 +6,9 @@ computes the PTQ model. Under ZeRO-3 ``s0`` is partitioned like any Parameter an
 
 Weights are measured from the partitions: each rank takes the largest values of its own range, and one all-reduce of
 the maxima (a few bytes per scale) gives the scale. No weight is gathered.
+
+Of a weight that is not symmetric, what is read, measured and written is ``[2, *scale shape]``: scales, then zero
+points, so that neither changes without the other.
 """
 
 import math
@@ -43,14 +46,18 @@ from quant import (
     partial_stats,
     scales_from_errors,
     scales_from_stats,
+    zero_points_from_stats,
 )
-from quant.experts import linears_of
+from quant.experts import LinearPart, linears_of
+from quant.export import bad_zero_points
+from quant.packing import packed_columns, unpack_zero_points
 from quant.reference import E8M0_BIAS
 from quant.spec import FP8_MAX, FP8_TENSOR, TensorSpec
 
 # Scales as their keys on disk end. Those of the KV cache have several spellings (llm-compressor's now and before, and
 # ModelOpt's), under the name of the attention module.
 LAYER_SCALES = (".weight_scale", ".weight_global_scale", ".input_scale")
+ZERO_POINT = ".weight_zero_point"
 CACHE_SCALES = {
     "k_cache": (".k_scale", ".k_cache.scale", ".k_proj.k_scale"),
     "v_cache": (".v_scale", ".v_cache.scale", ".v_proj.v_scale"),
@@ -103,22 +110,29 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
 
     Args:
         groups: scale groups; those whose owner has no value are left as they are.
-        values: fp32 tensors of the group's scale shape, on any device. Only rank 0's are used, but every rank must pass
-            the same owners.
+        values: fp32 tensors of the group's scale shape (with zero points ``[2, *scale shape]``), on any device. Only
+            rank 0's are used, but every rank must pass the same owners.
 
     Raises:
-        ValueError: a scale that is not finite and positive (or, of integer weights, not 0), or of another shape; before
-            anything is written.
+        ValueError: a scale that is not finite and positive (or, of integer weights, not 0), a zero point that is none
+            of the codes, or another shape; before anything is written.
     """
     chosen = [group for group in groups if group.owner in values]
     for group in chosen:
         _checked(f"the scale of {group.owner}", values[group.owner], group)
     for bucket in _buckets(chosen):
-        parameters = [p for group in bucket for p in (group.s0, group.theta) if p is not None]
-        with gathered(parameters, modifier_rank=0), torch.no_grad():
+        with gathered([p for group in bucket for p in group.parameters], modifier_rank=0), torch.no_grad():
             for group in bucket:
-                value = values[group.owner].to(group.s0.device)
+                value = _write_zero_points(group, values[group.owner].to(group.s0.device))
                 group.s0.copy_(value if group.theta is None else value / group.theta.float().exp())
+
+
+def _write_zero_points(group: ScaleGroup, value: Tensor) -> Tensor:
+    """The scales alone, after the zero points beside them have been written."""
+    if group.zero is None:
+        return value
+    group.zero.copy_(value[1])
+    return value[0]
 
 
 def release_scales(engine: deepspeed.DeepSpeedEngine, quantization: Quantization) -> None:
@@ -149,16 +163,19 @@ def renew_weight_scales(quantization: Quantization, owners: set[str] | None = No
 
 
 def follow_weights(quantization: Quantization) -> None:
-    """Make every s0 the absmax scale of the weight as it is now, whatever theta is; a collective under ZeRO-3.
+    """Make every s0 the absmax scale of the weight as it is now, whatever theta is, and zero points those of its range;
+    a collective under ZeRO-3.
 
     With a theta that learns, ``exp(theta)`` is then the share of the range that is kept: learnable weight clipping
     (OmniQuant, Shao et al. 2024, section 3.2, where a sigmoid stands for the exponential).
     """
     for bucket in _buckets(quantization.weight_groups):
         stats = _bucket_stats(quantization, bucket)
-        with gathered([group.s0 for group in bucket], modifier_rank=0), torch.no_grad():
+        written = [p for group in bucket for p in (group.s0, group.zero) if p is not None]
+        with gathered(written, modifier_rank=0), torch.no_grad():
             for group, stat in zip(bucket, stats, strict=True):
-                group.s0.copy_(scales_from_stats(stat, group.spec, signed=quantization.ranges.signs(group.spec)))
+                scales = scales_from_stats(stat, group.spec, signed=quantization.ranges.signs(group.spec))
+                group.s0.copy_(_write_zero_points(group, _with_zero_points(scales, stat, group.spec)))
     write_scales(quantization.global_groups, _global_scales(quantization, None))
 
 
@@ -172,7 +189,8 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
         owners: measure these groups only; all of them by default.
 
     Returns:
-        fp32 tensors of the groups' scale shapes, equal on every rank. Write them with :func:`write_scales`.
+        fp32 tensors of the groups' scale shapes (with zero points ``[2, *scale shape]``), equal on every rank. Write
+        them with :func:`write_scales`.
 
     Raises:
         RankError: a weight holds NaN or Inf (on every rank, naming the layers).
@@ -185,12 +203,20 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
         for group, stats in zip(bucket, _bucket_stats(quantization, bucket), strict=True):
             if not bool(torch.isfinite(stats).all()):
                 bad.append(group.owner)
-            elif ranges.searches(group.spec):
-                values[group.owner] = _searched(quantization, group, stats)
+                continue
+            if ranges.searches(group.spec):
+                scales = _searched(quantization, group, stats)
             else:
-                values[group.owner] = scales_from_stats(stats, group.spec, signed=ranges.signs(group.spec))
+                scales = scales_from_stats(stats, group.spec, signed=ranges.signs(group.spec))
+            values[group.owner] = _with_zero_points(scales, stats, group.spec)
     raise_everywhere(f"weights with NaN or Inf cannot be quantised: {listed(bad)}" if bad else None)
     return values
+
+
+def _with_zero_points(scales: Tensor, stats: Tensor, spec: TensorSpec) -> Tensor:
+    """What :func:`write_scales` takes."""
+    zero = zero_points_from_stats(stats, spec)
+    return scales if zero is None else torch.stack([scales, zero])
 
 
 def _bucket_stats(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> list[Tensor]:
@@ -238,7 +264,7 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
         return {}
     names, sums, scales = [], [], []
     for bucket in _buckets(groups):
-        parameters = [p for group in bucket for p in (group.s0, group.theta) if p is not None]
+        parameters = [p for group in bucket for p in group.parameters]
         parameters += _global_scales_of(quantization, bucket)
         with gathered(parameters), torch.no_grad():
             for name in (name for group in bucket for name in group.members):
@@ -271,8 +297,7 @@ def input_scales(quantization: Quantization) -> dict[str, float]:
     groups, modules = quantization.input_groups, quantization.modules
     found = {}
     for bucket in _buckets(groups):
-        parameters = [p for group in bucket for p in (group.s0, group.theta) if p is not None]
-        with gathered(parameters), torch.no_grad():
+        with gathered([p for group in bucket for p in group.parameters]), torch.no_grad():
             for group in bucket:
                 scale = modules[group.owner].input_scale()
                 assert scale is not None
@@ -287,8 +312,9 @@ def _local_sums(layer: QuantLayer) -> Tensor:
     local = local_data(layer.weight)
     # An offloaded partition is on the CPU, what is gathered on the GPU.
     scale = layer.weight_scale().to(local.device)
-    clipped = partial_clipped(local, start, shape, scale, spec)
-    return torch.cat([clipped.double().view(1), partial_squares(local, start, shape, scale, spec)]).cpu()
+    zero = None if layer.weight_zero is None else layer.weight_zero.to(local.device)
+    clipped = partial_clipped(local, start, shape, scale, spec, zero)
+    return torch.cat([clipped.double().view(1), partial_squares(local, start, shape, scale, spec, zero)]).cpu()
 
 
 def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor) -> Tensor:
@@ -342,11 +368,11 @@ def load_scales(
 ) -> ScaleReport:
     """Read the scales of a PTQ checkpoint into the model; a collective.
 
-    Keys are ``<layer>.weight_scale`` (NVFP4: and ``weight_global_scale``) and ``<layer>.input_scale`` with the layers'
-    names on disk, and ``<attention>.k_scale`` (or ``k_cache.scale``) and ``v_scale``, in any file of the directory, of
-    shape ``()``, ``[1]`` or the scale's own. Layers that share a scale take the largest of theirs (the smallest of
-    global scales, which divide), as serving engines do when they fuse them. Where the weight scale of any member is
-    missing, the whole group is measured from the weights, and listed in the report.
+    Keys are ``<layer>.weight_scale`` (NVFP4: and ``weight_global_scale``; not symmetric: and ``weight_zero_point``) and
+    ``<layer>.input_scale`` with the layers' names on disk, and ``<attention>.k_scale`` (or ``k_cache.scale``) and
+    ``v_scale``, in any file of the directory, of shape ``()``, ``[1]`` or the scale's own. Layers that share one take
+    the largest of theirs (the smallest of global scales, which divide), as engines do when they fuse them. Where
+    the weight scale of any member is missing, the whole group is measured from the weights, and listed in the report.
 
     Args:
         model: the quantised model; the weights are loaded.
@@ -357,11 +383,11 @@ def load_scales(
 
     Raises:
         RankError: on every rank: no such directory, a damaged file, a scale of another shape, zero, negative or not
-            finite, NVFP4's without a global one, a zero point that is not 0, or an activation scale that is missing
-            without a way to get it.
+            finite, NVFP4's without a global one, a zero point that is missing or, of what is symmetric here, not 0, or
+            an activation scale that is missing without a way to get it.
     """
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
-        found = _read_scales(Path(directory))
+        found, zero_points = _read_scales(Path(directory))
         on_disk = {
             name: [module_name_on_disk(model, part.name) for part in linears_of(name, layer)]
             for name, layer in quantization.layers.items()
@@ -372,6 +398,7 @@ def load_scales(
         _check_global_scales(quantization, found, on_disk, Path(directory))
         found = _without_global_scales(found)
         _stack(quantization, found, keys)
+        _add_zero_points(quantization, found, zero_points, on_disk, keys)
         weights, missing_weights = _group_values(quantization.weight_groups, found, keys[".weight_scale"])
         # With the smallest of several global scales no scale of their layers is beyond e4m3.
         global_scales, missing_globals = _group_values(
@@ -405,13 +432,14 @@ def load_scales(
     return report
 
 
-def _read_scales(directory: Path) -> dict[str, Tensor]:
-    """Every scale of the directory's safetensors files, fp32, by key."""
+def _read_scales(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Every scale of the directory's safetensors files, fp32, and every zero point as it is stored, by key."""
     endings = (*LAYER_SCALES, *(ending for spellings in CACHE_SCALES.values() for ending in spellings))
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} has no *.safetensors file: expected a PTQ checkpoint")
     found: dict[str, Tensor] = {}
+    zero_points: dict[str, Tensor] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as reader:
@@ -422,11 +450,53 @@ def _read_scales(directory: Path) -> dict[str, Tensor]:
                         found[key] = (
                             torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
                         )
-                    elif key.endswith("zero_point") and bool(reader.get_tensor(key).any()):
-                        raise ValueError(f"{path}: {key} is not 0; only symmetric quantisation is read")
+                    elif key.endswith("zero_point"):
+                        zero_points[key] = reader.get_tensor(key)
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
-    return found
+    return found, zero_points
+
+
+def _add_zero_points(
+    quantization: Quantization,
+    found: dict[str, Tensor],
+    zero_points: Mapping[str, Tensor],
+    on_disk: Mapping[str, Sequence[str]],
+    keys: Mapping[str, Mapping[str, Sequence[str]]],
+) -> None:
+    """Make scales that ``keys`` name ``[2, *scale shape]``, zero points beside them, where a group has these.
+
+    Raises:
+        ValueError: scales without zero points, or zero points of another shape; zero points that are not 0 of what is
+            symmetric here.
+    """
+    groups = [group for group in quantization.weight_groups if group.zero is not None]
+    expected = {name + ZERO_POINT for group in groups for name in on_disk[group.owner]}
+    for key, zero in zero_points.items():
+        if key not in expected and bool(zero.any()):
+            raise ValueError(f"{key} is not 0, but what it belongs to has a symmetric scheme here")
+    for group in groups:
+        (key,) = keys[".weight_scale"][group.owner]
+        if key in found:
+            scales = _usable(key, found[key], full_numel(group.s0), group)
+            parts = zip(on_disk[group.owner], linears_of(group.owner, quantization.layers[group.owner]), strict=True)
+            zeros = [_zero_points(zero_points, name, part, group.spec) for name, part in parts]
+            found[key] = torch.stack([scales.reshape(-1), torch.cat(zeros)]).view(2, *full_shape(group.s0))
+
+
+def _zero_points(zero_points: Mapping[str, Tensor], name: str, part: LinearPart, spec: TensorSpec) -> Tensor:
+    """Those of one Linear, fp32, flat; packed in the file or not."""
+    if (stored := zero_points.get(name + ZERO_POINT)) is None:
+        raise ValueError(f"there is {name}.weight_scale without {name}{ZERO_POINT}: expected both")
+    shape = spec.scale_shape((part.out_features, part.in_features))
+    packed = (packed_columns(shape[0], spec.bits), shape[1])
+    if stored.dtype == torch.int32 and stored.shape == packed:
+        stored = unpack_zero_points(stored, spec.bits, shape[0])
+    if tuple(stored.shape) != shape:
+        raise ValueError(
+            f"{name}{ZERO_POINT} is {stored.dtype} {tuple(stored.shape)}, expected {shape}, or packed int32 {packed}"
+        )
+    return stored.float().flatten()
 
 
 def _without_global_scales(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -524,7 +594,14 @@ def _group_values(
 
 
 def _checked(key: str, value: Tensor, group: ScaleGroup) -> Tensor:
-    """``value`` in the group's shape."""
+    """``value`` in the group's shape; of a group with zero points these beside it."""
+    if group.zero is not None:
+        if value.shape != (both := (2, *full_shape(group.s0))):
+            raise ValueError(f"{key} has shape {tuple(value.shape)}, expected scales and zero points {both}")
+        if problem := bad_zero_points(value[1], group.spec):
+            raise ValueError(f"the zero point beside {key} {problem}")
+        _usable(key, value[0], full_numel(group.s0), group)
+        return value
     return _usable(key, value, full_numel(group.s0), group).reshape(full_shape(group.s0))
 
 

@@ -10,6 +10,7 @@ from quant.calibrate import (
     scale_from_histogram,
     scales_from_errors,
     scales_from_stats,
+    zero_points_from_stats,
 )
 from quant.embedding import QuantEmbedding
 from quant.kernels import prepare_kernels
@@ -50,4 +51,5 @@ __all__ = [
     "scales_from_errors",
     "scales_from_stats",
     "weights_changed",
+    "zero_points_from_stats",
 ]

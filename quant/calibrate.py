@@ -2,8 +2,9 @@
 
 ZeRO-3 gives each rank a contiguous range of the row-major weight. A rank reduces its range to two numbers per scale
 (:func:`partial_stats`), the engine combines these over ranks (:func:`combine` is a maximum, so an all-reduce does) and
-the result becomes scales (:func:`scales_from_stats`). Scales whose elements lie on several ranks come out exactly as if
-one rank had seen them all.
+the result becomes scales (:func:`scales_from_stats`) and, where the grid is not symmetric, zero points
+(:func:`zero_points_from_stats`). Scales whose elements lie on several ranks come out exactly as if one rank had seen
+them all.
 
 The largest magnitude is a poor scale where the grid is coarse: at 2 bits it leaves 22% of the energy of a Gaussian
 weight as error (groups of 32), the best scale 14%. Where :meth:`Ranges.searches` says so, a second pass measures the
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from quant.observe import MAGNITUDES
-from quant.reference import absmax_scale, fake_quant, inside_range, round_scale
+from quant.reference import absmax_scale, asymmetric_grid, fake_quant, inside_range, round_scale
 from quant.spec import TensorSpec
 
 # Fractions of the absmax scale that the search tries. At 2 and 3 bits a grid of 200 lowers the error of a Gaussian
@@ -57,8 +58,8 @@ class Ranges:
         return self.weights == "mse" or (self.weights == "auto" and spec.dtype == "int" and spec.bits <= 3)
 
     def signs(self, spec: TensorSpec) -> bool:
-        """Whether the scales of a weight may be negative."""
-        return self.signed and spec.dtype == "int"
+        """Whether the scales of a weight may be negative. A zero point makes use of every code without."""
+        return self.signed and spec.dtype == "int" and spec.symmetric
 
 
 def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
@@ -92,10 +93,20 @@ def combine(a: Tensor, b: Tensor) -> Tensor:
 def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
     """fp32 scales that the largest magnitude fits, from the combined statistics ``[2, *scale shape]``.
 
-    Signed ones map it to ``qmin``, the code that has no counterpart.
+    Signed ones map it to ``qmin``, the code that has no counterpart. Asymmetric ones fit the whole range.
     """
+    if spec.has_zero_points:
+        return asymmetric_grid(-stats[1], stats[0], spec)[0]
     scales = absmax_scale(stats.amax(0), spec)
     return scales * ((spec.qmax - spec.qmin) / 2 / -spec.qmin) * _signs(stats) if signed else scales
+
+
+def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
+    """fp32 zero points of the range that the combined statistics ``[2, *scale shape]`` give; None where there are none.
+
+    They hold for every fraction of the scale too, which shrinks the range on both sides of 0 alike.
+    """
+    return asymmetric_grid(-stats[1], stats[0], spec)[1] if spec.has_zero_points else None
 
 
 def partial_errors(
@@ -113,12 +124,14 @@ def partial_errors(
         ranges, or of two weights that share their scales, add up.
     """
     errors = torch.zeros(len(SEARCH_FRACTIONS), _runs(shape, spec), dtype=torch.float32, device=flat.device)
-    candidates = [_per_run(scale, shape, spec).view(-1, 1) for scale in _candidates(stats, spec, signed)]
+    candidates = [_per_run(scale, shape, spec) for scale in _candidates(stats, spec, signed)]
+    zero = zero_points_from_stats(stats, spec)
+    zero_per_run = None if zero is None else _per_run(zero, shape, spec)
     for runs, rows in _by_run(flat, start, shape, spec):
         for part in _chunks(runs, rows.shape[1]):
             values = rows[part.start - runs.start : part.stop - runs.start].float()
             for index, scales in enumerate(candidates):
-                error = fake_quant(values, scales[part], spec).sub_(values)
+                error = fake_quant(values, scales[part], spec, _of(zero_per_run, part)).sub_(values)
                 errors[index, part] = error.square_().sum(-1)
     return _over_blocks(errors, shape, spec).sum(2).view(-1, *spec.scale_shape(shape))
 
@@ -162,21 +175,37 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
     return tried[int(torch.stack(errors).argmin())]
 
 
-def partial_clipped(flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec) -> Tensor:
+def partial_clipped(
+    flat: Tensor,
+    start: int,
+    shape: tuple[int, ...],
+    scale: Tensor,
+    spec: TensorSpec,
+    zero: Tensor | None = None,
+) -> Tensor:
     """How many values of one range of a weight its scales clip; int64 scalar on the range's device.
 
     Args:
         flat, start, shape, spec: as in :func:`partial_stats`.
         scale: the whole effective scale, fp32.
+        zero: the whole of its zero points, where there are any.
     """
     clipped = torch.zeros((), dtype=torch.int64, device=flat.device)
-    per_run = _per_run(scale, shape, spec).view(-1, 1)
+    per_run = _per_run(scale, shape, spec)
+    zero_per_run = None if zero is None else _per_run(zero, shape, spec)
     for runs, rows in _by_run(flat, start, shape, spec):
-        clipped += (~inside_range(rows, per_run[runs], spec)).sum()
+        clipped += (~inside_range(rows, per_run[runs], spec, _of(zero_per_run, runs))).sum()
     return clipped
 
 
-def partial_squares(flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec) -> Tensor:
+def partial_squares(
+    flat: Tensor,
+    start: int,
+    shape: tuple[int, ...],
+    scale: Tensor,
+    spec: TensorSpec,
+    zero: Tensor | None = None,
+) -> Tensor:
     """Squared quantisation error, and squared values, summed over one range of a weight; fp64 [2].
 
     The first over the second is the relative error of the weight, its inverse the signal-to-noise ratio.
@@ -184,14 +213,16 @@ def partial_squares(flat: Tensor, start: int, shape: tuple[int, ...], scale: Ten
     Args:
         flat, start, shape, spec: as in :func:`partial_stats`.
         scale: the whole effective scale, fp32.
+        zero: the whole of its zero points, where there are any.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
-    per_run = _per_run(scale, shape, spec).view(-1, 1)
+    per_run = _per_run(scale, shape, spec)
+    zero_per_run = None if zero is None else _per_run(zero, shape, spec)
     for runs, rows in _by_run(flat, start, shape, spec):
         for part in _chunks(runs, rows.shape[1]):
             for piece in rows[part.start - runs.start : part.stop - runs.start].split(_CHUNK, dim=1):
                 values = piece.float()
-                error = fake_quant(values, per_run[part], spec).sub_(values)
+                error = fake_quant(values, per_run[part], spec, _of(zero_per_run, part)).sub_(values)
                 sums += torch.stack([t.square().sum(dtype=torch.float64) for t in (error, values)])
     return sums
 
@@ -234,9 +265,13 @@ def _over_blocks(per_run: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> T
 
 
 def _per_run(scale: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """The scale of every run, flat."""
+    """The scale (or zero point) of every run, ``[runs, 1]``."""
     rows = spec.elements_per_scale(shape) // spec.run_length(shape)
-    return (scale.repeat_interleave(rows, -2) if rows > 1 else scale).reshape(-1)
+    return (scale.repeat_interleave(rows, -2) if rows > 1 else scale).reshape(-1, 1)
+
+
+def _of(zero: Tensor | None, runs: slice) -> Tensor | None:
+    return None if zero is None else zero[runs]
 
 
 def _chunks(runs: slice, size: int) -> Iterator[slice]:

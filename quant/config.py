@@ -188,8 +188,8 @@ def rules_from_config(config: Mapping[str, Any]) -> list[Rule]:
     matches every name.
 
     Raises:
-        ValueError: not compressed-tensors, or numerics outside what the schemes here express (asymmetric weights,
-            output activations, activation ordering, ...).
+        ValueError: not compressed-tensors, or numerics outside what the schemes here express (output activations,
+            activation ordering, ...).
     """
     if config.get("quant_method") != "compressed-tensors":
         raise ValueError(f"quant_method is {config.get('quant_method')!r}, expected 'compressed-tensors'")
@@ -303,4 +303,4 @@ def _name(weights: TensorSpec, activations: TensorSpec | None) -> str:
     """A name in the manner of the presets, for numerics that no preset has: w2a8_channel, w4a16_g64."""
     inputs = "a16" if activations is None else f"a{activations.bits}"
     suffix = f"g{weights.group_size}" if weights.granularity == "group" else weights.granularity
-    return f"w{weights.bits}{inputs}_{suffix}"
+    return f"w{weights.bits}{inputs}_{suffix}{'' if weights.symmetric else '_asym'}"

@@ -18,7 +18,8 @@ class QuantEmbedding(QuantLayer):
     Only the rows that are looked up are quantised. For its scale, for calibration and export, the table ``[rows,
     features]`` is the weight of a Linear of ``features`` inputs and ``rows`` outputs.
 
-    The scheme is weight-only, of integers per channel (row) or group.
+    The scheme is weight-only, of symmetric integers per channel (row) or group: vLLM, the one reader of quantised
+    embeddings, passes over their zero points without a word.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class QuantEmbedding(QuantLayer):
         """
         if not self.takes(scheme):
             raise ValueError(
-                f"scheme {scheme.name!r}: embeddings can have integer weights per channel or group, without inputs"
+                f"scheme {scheme.name!r}: embeddings can have symmetric integer weights per channel or group, without "
+                "inputs"
             )
         if type(embedding) is not nn.Embedding or embedding.max_norm is not None or embedding.scale_grad_by_freq:
             raise ValueError(f"{embedding} does more than look up rows; leave it unquantised")
@@ -55,7 +57,8 @@ class QuantEmbedding(QuantLayer):
     def takes(scheme: Scheme) -> bool:
         """Whether an embedding can have this scheme."""
         spec = scheme.weights
-        return scheme.activations is None and spec.dtype == "int" and spec.granularity in ("channel", "group")
+        integers = spec.dtype == "int" and spec.symmetric and spec.granularity in ("channel", "group")
+        return scheme.activations is None and integers
 
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` int64 of any shape. Returns ``[..., features]`` in the model's dtype."""

@@ -10,7 +10,8 @@ have a stored scale:
 - ``float-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale``.
 - ``int-quantized``, 8-bit weights with 8-bit integer inputs: ``weight`` int8 [out, in], ``weight_scale``.
 - ``pack-quantized``, all other integers: ``weight_packed`` int32 [out, ceil(in * bits / 32)] (see ``quant.packing``),
-  ``weight_scale``, ``weight_shape`` int64 [2].
+  ``weight_scale``, ``weight_shape`` int64 [2]; where the weight is not symmetric also ``weight_zero_point`` int32
+  [ceil(out * bits / 32), in / size].
 - ``nvfp4-pack-quantized``: ``weight_packed`` uint8 [out, in / 2], ``weight_scale`` float8_e4m3fn [out, in / 16],
   ``weight_global_scale`` fp32 [1]; the effective scale is their quotient.
 - ``mxfp4-pack-quantized``: ``weight_packed``, ``weight_scale`` uint8 [out, in / 32], the exponent of a power of two
@@ -23,7 +24,15 @@ from collections.abc import Iterable
 
 import torch
 
-from quant.packing import pack_int32, pack_nibbles, packed_columns, unpack_int32, unpack_nibbles
+from quant.packing import (
+    pack_int32,
+    pack_nibbles,
+    pack_zero_points,
+    packed_columns,
+    unpack_int32,
+    unpack_nibbles,
+    unpack_zero_points,
+)
 from quant.reference import E8M0_BIAS, dequantize, quantize
 from quant.spec import Dtype, Scheme, TensorSpec
 
@@ -51,7 +60,8 @@ def export_format(scheme: Scheme) -> str:
         return FLOAT_QUANTIZED
     if weights.dtype == "int" and weights.granularity != "block":
         rows = weights.granularity in ("tensor", "channel")
-        if weights.bits == 8 and rows and inputs is not None and inputs.dtype == "int":
+        eight = weights.bits == 8 and weights.symmetric
+        if eight and rows and inputs is not None and inputs.dtype == "int":
             return INT_QUANTIZED
         if weights.granularity != "tensor":
             return PACK_QUANTIZED
@@ -77,6 +87,8 @@ def packed_shapes(in_features: int, out_features: int, scheme: Scheme, model_dty
             "weight_scale": scale,
             "weight_shape": (torch.int64, (2,)),
         }
+        if spec.has_zero_points:
+            shapes["weight_zero_point"] = (torch.int32, (packed_columns(out_features, spec.bits), scale[1][1]))
     else:
         shapes = {"weight_packed": (torch.uint8, (out_features, in_features // 2)), "weight_scale": scale}
         if layout == NVFP4_PACKED:
@@ -93,8 +105,10 @@ def _stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
     ]
 
 
-def weight_codes(weight: torch.Tensor, scale: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """``quantize(weight, scale, spec)`` of a weight [out, in] on any device, in CPU memory, made a few rows at a time.
+def weight_codes(
+    weight: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, zero: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``quantize(weight, scale, spec, zero)`` of a weight [out, in] on any device, in CPU memory, a few rows at a time.
 
     Raises:
         ValueError: a weight is not finite (integers have no code for that).
@@ -104,17 +118,22 @@ def weight_codes(weight: torch.Tensor, scale: torch.Tensor, spec: TensorSpec) ->
         part = weight[rows]
         if not bool(torch.isfinite(part).all()):
             raise ValueError("the weight holds NaN or Inf; the model diverged, export an earlier checkpoint")
-        codes[rows] = quantize(part, _rows_of_scale(scale, rows, spec), spec).cpu()
+        codes[rows] = quantize(part, _rows_of_scale(scale, rows, spec), spec, _rows_of(zero, rows)).cpu()
     return codes
 
 
 def dequantized_weight(
-    codes: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, dtype: torch.dtype = torch.float32
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    spec: TensorSpec,
+    dtype: torch.dtype = torch.float32,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``dequantize(codes, scale, spec, dtype)`` of the codes [out, in] of a weight, made a few rows at a time."""
+    """``dequantize(codes, scale, spec, dtype, zero)`` of the codes [out, in] of a weight, made a few rows at a time."""
     weight = torch.empty(codes.shape, dtype=dtype)
     for rows in _row_chunks(codes.shape, spec):
-        weight[rows] = dequantize(codes[rows], _rows_of_scale(scale, rows, spec), spec, dtype)
+        part = _rows_of_scale(scale, rows, spec)
+        weight[rows] = dequantize(codes[rows], part, spec, dtype, _rows_of(zero, rows))
     return weight
 
 
@@ -135,6 +154,10 @@ def _rows_of_scale(scale: torch.Tensor, rows: slice, spec: TensorSpec) -> torch.
     return scale[rows]
 
 
+def _rows_of(zero: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if zero is None else zero[rows]
+
+
 @torch.no_grad()
 def pack_linear(
     name: str,
@@ -146,6 +169,7 @@ def pack_linear(
     model_dtype: torch.dtype,
     *,
     weight_global: torch.Tensor | None = None,
+    weight_zero: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """The tensors that stand for one Linear on disk, in CPU memory, none sharing storage with an argument.
 
@@ -159,10 +183,11 @@ def pack_linear(
         scheme: the numerics.
         model_dtype: dtype of everything that is not quantised.
         weight_global: fp32 [1], by which NVFP4's scales were divided; None for other formats.
+        weight_zero: fp32 zero points in the scale's shape; None where the weight is symmetric.
 
     Raises:
         ValueError: a scale is missing, misshapen, not finite, 0, negative where the weight is no integer, or not
-            representable as it is stored.
+            representable as it is stored; a zero point is missing, misshapen or none of the codes.
     """
     spec, layout = scheme.weights, export_format(scheme)
     shapes = packed_shapes(weight.shape[1], weight.shape[0], scheme, model_dtype)
@@ -175,6 +200,8 @@ def pack_linear(
     key = f"{name}.weight_scale"
     _check_scale(key, weight_scale, shapes["weight_scale"][1], signed=spec.dtype == "int")
     packed["weight_scale"] = _pack_scale(key, weight_scale, spec, model_dtype, packed.get("weight_global_scale"))
+    if spec.has_zero_points:
+        packed["weight_zero_point"] = _pack_zero_points(f"{name}.weight_zero_point", weight_zero, weight_scale, spec)
     static = scheme.static_input
     if static is not None:
         if input_scale is None:
@@ -184,7 +211,7 @@ def pack_linear(
         _check_scale(f"{name}.input_scale", input_scale, (1,), signed=False)
         packed["input_scale"] = _pack_scale(f"{name}.input_scale", input_scale, static, model_dtype)
     try:
-        codes = weight_codes(weight, weight_scale, spec)
+        codes = weight_codes(weight, weight_scale, spec, weight_zero)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if layout in (FLOAT_QUANTIZED, INT_QUANTIZED):
@@ -234,6 +261,24 @@ def _pack_scale(
     return packed
 
 
+def _pack_zero_points(key: str, zero: torch.Tensor | None, scale: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if zero is None or zero.shape != scale.shape:
+        found = "missing" if zero is None else f"of shape {tuple(zero.shape)}"
+        raise ValueError(f"{key} is {found}, expected {tuple(scale.shape)}, as the scale")
+    problem = bad_zero_points(zero, spec)
+    if problem:
+        raise ValueError(f"{key} {problem}")
+    return pack_zero_points(stored(zero, torch.int8), spec.bits)
+
+
+def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
+    """What is wrong with zero points that are no codes of the grid; None if nothing is."""
+    wrong = ~((zero == zero.round()) & (zero >= spec.qmin) & (zero <= spec.qmax))
+    if not bool(wrong.any()):
+        return None
+    return f"has {zero[wrong][0].item():g}, expected integers from {spec.qmin:g} to {spec.qmax:g}"
+
+
 def unpack_scale(packed: torch.Tensor, spec: TensorSpec, global_scale: torch.Tensor | None = None) -> torch.Tensor:
     """The effective fp32 scale, in the shape that it has on disk.
 
@@ -257,6 +302,23 @@ def _check_scale(key: str, scale: torch.Tensor, shape: tuple[int, ...], *, signe
         raise ValueError(
             f"{key} has a value that is not finite {usable}; the model diverged, export an earlier checkpoint"
         )
+
+
+def unpack_zero(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor | None:
+    """The fp32 zero points [out, groups] of one Linear from its tensors on disk by suffix; None where there are none.
+
+    Raises:
+        ValueError: their packed height is not that of ``weight_shape``.
+    """
+    if not scheme.weights.has_zero_points:
+        return None
+    packed, bits, rows = tensors["weight_zero_point"], scheme.weights.bits, int(tensors["weight_shape"][0])
+    expected = (packed_columns(rows, bits), tensors["weight_scale"].shape[-1])
+    if tuple(packed.shape) != expected:
+        raise ValueError(
+            f"weight_zero_point has shape {tuple(packed.shape)}, {rows} rows at {bits} bits mean {expected}"
+        )
+    return unpack_zero_points(packed, bits, rows).float()
 
 
 def unpack_weight(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:

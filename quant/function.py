@@ -61,6 +61,7 @@ def quant_linear(
     plan: Plan,
     *,
     weight_global: Tensor | None = None,
+    weight_zero: Tensor | None = None,
     weight_codes: Tensor | None = None,
     shared: SharedInput | None = None,
     offsets: Tensor | None = None,
@@ -74,6 +75,7 @@ def quant_linear(
             not quantised or not learned.
         plan: what is quantised, and how it is computed.
         weight_global: the global scale of the weight's, likewise.
+        weight_zero: the weight's zero points, fp32 in the shape of its scale; None where it is symmetric.
         weight_codes: the weight's codes, if they are known.
         shared: what layers that read the same tensor hand each other.
         offsets: of a stack, where the rows of each expert end, see :mod:`quant.gemm`.
@@ -106,6 +108,7 @@ def quant_linear(
         input_theta,
         *quantized,
         weight_codes,
+        weight_zero,
         offsets,
         plan,
     )
@@ -145,6 +148,7 @@ class _Saved(NamedTuple):
     weight_theta: Tensor | None
     weight_global: Tensor | None
     weight_codes: Tensor | None
+    weight_zero: Tensor | None
     input_s0: Tensor
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
@@ -152,7 +156,9 @@ class _Saved(NamedTuple):
     offsets: Tensor | None
 
     def weight_scale(self, spec: TensorSpec) -> WeightScale:
-        return WeightScale(self.weight_s0, self.weight_theta, self.weight_global, spec, self.weight.dtype)
+        return WeightScale(
+            self.weight_s0, self.weight_theta, self.weight_global, spec, self.weight.dtype, self.weight_zero
+        )
 
 
 class QuantLinearFunction(torch.autograd.Function):
@@ -176,6 +182,7 @@ class QuantLinearFunction(torch.autograd.Function):
         codes: Tensor | None,
         mask: Tensor | None,
         weight_codes: Tensor | None,
+        weight_zero: Tensor | None,
         offsets: Tensor | None,
         plan: Plan,
     ) -> Tensor:
@@ -187,13 +194,12 @@ class QuantLinearFunction(torch.autograd.Function):
         # The range of a dynamic grid comes from the input, and with it which elements have a gradient.
         if not (needs_weight or needs_weight_theta or needs_input_theta or (dynamic and needs_x)):
             kept_x = None
-        ctx.save_for_backward(
-            weight, weight_s0, weight_theta, weight_global, weight_codes, input_s0, input_theta, kept_x, mask, offsets
-        )
+        scales = (weight_s0, weight_theta, weight_global)
+        ctx.save_for_backward(weight, *scales, weight_codes, weight_zero, input_s0, input_theta, kept_x, mask, offsets)
         ctx.plan, ctx.input_shape = plan, x.shape
         scale = None
         if plan.weight is not None:
-            scale = WeightScale(weight_s0, weight_theta, weight_global, plan.weight, weight.dtype)
+            scale = WeightScale(*scales, plan.weight, weight.dtype, weight_zero)
         if plan.fp8_gemm:
             assert scale is not None and codes is not None and plan.input is not None and input_s0 is not None
             input_scale = kernels.effective_scale(input_s0, input_theta, plan.input, weight.dtype)
@@ -231,7 +237,7 @@ class QuantLinearFunction(torch.autograd.Function):
             None,
             None,
             grad_input_theta,
-            *[None] * 6,
+            *[None] * 7,
         )
 
 
@@ -327,7 +333,7 @@ def _used_input(ctx: Any, saved: _Saved, *, after: Tensor) -> Tensor:
 class UsedWeightFunction(torch.autograd.Function):
     """A fake-quantised weight by itself, for a layer whose product is not a plain GEMM. The caller holds the copy.
 
-    ``apply(weight, weight_s0, weight_theta, weight_global, spec, numel)``; saves the Parameters.
+    ``apply(weight, weight_s0, weight_theta, weight_global, spec, numel, weight_zero)``; saves the Parameters.
     """
 
     @staticmethod
@@ -339,20 +345,21 @@ class UsedWeightFunction(torch.autograd.Function):
         global_scale: Tensor | None,
         spec: TensorSpec,
         numel: int,
+        zero: Tensor | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(weight, s0, theta, global_scale)
+        ctx.save_for_backward(weight, s0, theta, global_scale, zero)
         ctx.spec, ctx.factor = spec, lsq_factor(numel, spec)
-        return WeightScale(s0, theta, global_scale, spec, weight.dtype).fake_quantize(weight)
+        return WeightScale(s0, theta, global_scale, spec, weight.dtype, zero).fake_quantize(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, s0, theta, global_scale = ctx.saved_tensors
+        weight, s0, theta, global_scale, zero = ctx.saved_tensors
         grad_weight = grad.clone(memory_format=torch.contiguous_format)
-        grad_theta = WeightScale(s0, theta, global_scale, ctx.spec, weight.dtype).backward_(
+        grad_theta = WeightScale(s0, theta, global_scale, ctx.spec, weight.dtype, zero).backward_(
             grad_weight, weight, factor=ctx.factor, theta_gradient=ctx.needs_input_grad[2]
         )
-        return grad_weight if ctx.needs_input_grad[0] else None, None, grad_theta, None, None, None
+        return grad_weight if ctx.needs_input_grad[0] else None, None, grad_theta, *[None] * 4
 
 
 def lsq_factor(numel: int, spec: TensorSpec) -> float:

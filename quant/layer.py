@@ -10,7 +10,7 @@ from quant.spec import Scheme
 from quant.weight_scale import WeightScale
 
 # The Parameters of a quantised layer that the layer it replaces does not have.
-SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "input_s0", "input_theta")
+SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "weight_zero", "input_s0", "input_theta")
 
 
 class QuantLayer(nn.Module):
@@ -26,6 +26,7 @@ class QuantLayer(nn.Module):
         weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype; or ``[E, out, in]`` and None.
         weight_s0, weight_global, input_s0: frozen fp32 scales, NaN until filled; ``weight_global`` is None but for
             weights with e4m3 scales, ``input_s0`` where no scale of the input is stored.
+        weight_zero: the frozen zero points of the weight, fp32, NaN until filled; None where it is symmetric.
         weight_theta, input_theta: learned logarithmic corrections in the model's dtype, or None.
         weight_fake_quant, input_fake_quant: what is quantised now.
         input_observer: watches the input in every forward while set.
@@ -48,12 +49,15 @@ class QuantLayer(nn.Module):
         weight_global: nn.Parameter | None,
         input_s0: nn.Parameter | None,
         input_theta: nn.Parameter | None,
+        weight_zero: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         if (input_s0 is None) != (scheme.static_input is None):
             raise ValueError(f"scheme {scheme.name!r} and input_s0 disagree on whether a scale of the input is stored")
         if (weight_global is None) != (scheme.weights.scale_format != "e4m3"):
             raise ValueError(f"scheme {scheme.name!r} and weight_global disagree on whether there is a global scale")
+        if (weight_zero is None) != (not scheme.weights.has_zero_points):
+            raise ValueError(f"scheme {scheme.name!r} and weight_zero disagree on whether there are zero points")
         self.in_features = in_features
         self.out_features = out_features
         self.num_experts = 0
@@ -64,6 +68,7 @@ class QuantLayer(nn.Module):
         self.weight_s0 = weight_s0
         self.weight_theta = weight_theta
         self.weight_global = weight_global
+        self.weight_zero = weight_zero
         self.input_s0 = input_s0
         self.input_theta = input_theta
         self.weight_fake_quant = True
@@ -93,7 +98,12 @@ class QuantLayer(nn.Module):
 
     def _weight_scale(self) -> WeightScale:
         return WeightScale(
-            self.weight_s0, self.weight_theta, self.weight_global, self.scheme.weights, self.weight.dtype
+            self.weight_s0,
+            self.weight_theta,
+            self.weight_global,
+            self.scheme.weights,
+            self.weight.dtype,
+            self.weight_zero,
         )
 
     @torch.no_grad()
@@ -106,7 +116,7 @@ class QuantLayer(nn.Module):
 
     def _check_scale_dtypes(self) -> None:
         """A module-wide cast (DeepSpeed's to bf16, on stages 0 to 2) rounds the frozen scales in silence."""
-        for name in ("weight_s0", "weight_global", "input_s0"):
+        for name in ("weight_s0", "weight_global", "weight_zero", "input_s0"):
             scale = getattr(self, name)
             if scale is not None and scale.dtype != torch.float32:
                 raise TypeError(

@@ -13,7 +13,15 @@ from typing import Any, Literal, get_args
 import torch
 
 from quant.config import ignore_patterns, quantization_config
-from quant.export import Shapes, dequantized_weight, export_format, pack_linear, packed_shapes, unpack_weight
+from quant.export import (
+    Shapes,
+    dequantized_weight,
+    export_format,
+    pack_linear,
+    packed_shapes,
+    unpack_weight,
+    unpack_zero,
+)
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
 Layout = Literal["compressed", "vllm_fp8", "dequantized"]
@@ -62,13 +70,16 @@ def linear_tensors(
     dtype: torch.dtype,
     *,
     weight_global: torch.Tensor | None = None,
+    weight_zero: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """What stands for one Linear on disk, in CPU memory; arguments and errors of :func:`quant.export.pack_linear`."""
-    packed = pack_linear(name, weight, weight_scale, input_scale, bias, scheme, dtype, weight_global=weight_global)
+    extra = {"weight_global": weight_global, "weight_zero": weight_zero}
+    packed = pack_linear(name, weight, weight_scale, input_scale, bias, scheme, dtype, **extra)
     if layout != "dequantized":
         return {f"{name}.{_suffix(layout, scheme, key.removeprefix(f'{name}.'))}": t for key, t in packed.items()}
-    codes = unpack_weight({key.removeprefix(f"{name}."): tensor for key, tensor in packed.items()}, scheme)
-    tensors = {f"{name}.weight": dequantized_weight(codes, weight_scale.cpu(), scheme.weights, dtype)}
+    by_suffix = {key.removeprefix(f"{name}."): tensor for key, tensor in packed.items()}
+    codes, zero = unpack_weight(by_suffix, scheme), unpack_zero(by_suffix, scheme)
+    tensors = {f"{name}.weight": dequantized_weight(codes, weight_scale.cpu(), scheme.weights, dtype, zero)}
     return tensors | ({} if bias is None else {f"{name}.bias": packed[f"{name}.bias"]})
 
 

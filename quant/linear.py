@@ -41,6 +41,7 @@ class QuantLinear(QuantLayer):
         input_theta: nn.Parameter | None,
         weight_numel: int,
         weight_global: nn.Parameter | None = None,
+        weight_zero: nn.Parameter | None = None,
     ) -> None:
         """``weight_numel`` is the number of weights that share one scale, over all layers that share ``weight_s0``."""
         super().__init__(
@@ -52,6 +53,7 @@ class QuantLinear(QuantLayer):
             weight_s0=weight_s0,
             weight_theta=weight_theta,
             weight_global=weight_global,
+            weight_zero=weight_zero,
             input_s0=input_s0,
             input_theta=input_theta,
         )
@@ -75,6 +77,7 @@ class QuantLinear(QuantLayer):
         input_theta: nn.Parameter | None,
         weight_numel: int,
         weight_global: nn.Parameter | None = None,
+        weight_zero: nn.Parameter | None = None,
     ) -> "QuantLinear":
         """The same Linear with scales: its Parameter objects are taken over, not copied."""
         assert isinstance(linear.weight, nn.Parameter)
@@ -90,6 +93,7 @@ class QuantLinear(QuantLayer):
             input_theta=input_theta,
             weight_numel=weight_numel,
             weight_global=weight_global,
+            weight_zero=weight_zero,
         )
         if isinstance(linear, StackedLinear):
             module.num_experts, module.projections = linear.num_experts, linear.projections
@@ -123,6 +127,7 @@ class QuantLinear(QuantLayer):
             self.input_theta,
             plan,
             weight_global=self.weight_global,
+            weight_zero=self.weight_zero,
             weight_codes=self._kept_weight_codes() if self.weight_fake_quant else None,
             shared=self.shared_input,
             offsets=offsets,
@@ -137,7 +142,13 @@ class QuantLinear(QuantLayer):
             return self.weight + 0 * self.weight_theta.sum()
         self._check_scale_dtypes()
         return UsedWeightFunction.apply(
-            self.weight, self.weight_s0, self.weight_theta, self.weight_global, self.scheme.weights, self.weight_numel
+            self.weight,
+            self.weight_s0,
+            self.weight_theta,
+            self.weight_global,
+            self.scheme.weights,
+            self.weight_numel,
+            self.weight_zero,
         )
 
     def _kept_weight_codes(self) -> Tensor | None:

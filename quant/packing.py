@@ -3,6 +3,7 @@
 - Integers of 2 to 8 bits: one dense little-endian bitstream per row, of ``code + 2^(bits - 1)``, in int32 words. Code
   ``i`` occupies bits ``[i * bits, (i + 1) * bits)``, so that at 3 bits some codes straddle two words; 32 codes fill
   exactly ``bits`` words.
+- Zero points of such integers: the same bitstream, down each column.
 - e2m1: two codes in a byte, the first one in the low nibble.
 """
 
@@ -45,6 +46,16 @@ def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
             value = value | ((words[..., word + 1] & ((1 << (bits - low)) - 1)) << low)
         codes[..., index] = value - (1 << (bits - 1))
     return codes.view(rows, groups * 32)[:, :columns].contiguous()
+
+
+def pack_zero_points(zero: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack zero points [out, groups] of ``bits`` bits into int32 [ceil(out * bits / 32), groups]."""
+    return pack_int32(zero.to(torch.int8).t(), bits).t().contiguous()
+
+
+def unpack_zero_points(packed: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
+    """The int8 zero points [rows, groups] of words packed by :func:`pack_zero_points`."""
+    return unpack_int32(packed.t(), bits, rows).t().contiguous()
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,7 @@ class ScaleGroup:
         s0: the frozen fp32 scale, in the shape that ``spec`` says, ``(1,)`` of an input; NaN until filled.
         theta: its learned correction in the model's dtype, 0 at the start, or None for a static scale.
         observer: of the group's input, or None in a group of weights.
+        zero: the frozen zero points beside ``s0``, fp32, NaN until filled; None where ``spec`` has none.
     """
 
     owner: str
@@ -63,6 +64,12 @@ class ScaleGroup:
     s0: nn.Parameter
     theta: nn.Parameter | None
     observer: Observer | None = None
+    zero: nn.Parameter | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What has to be gathered to read the scale."""
+        return [parameter for parameter in (self.s0, self.theta, self.zero) if parameter is not None]
 
 
 @dataclass(frozen=True)
@@ -364,11 +371,18 @@ def _weight_groups(
                 shape = spec.scale_shape(_weight_shape(first))
             except ValueError as error:
                 raise ValueError(f"{some[0]}: {error}") from None
-            groups.append(ScaleGroup(some[0], some, spec, *_new_scale(first, shape, learn)))
+            groups.append(_weight_group(some, first, spec, shape, learn))
         if spec.scale_format == "e4m3":
             shape = FP8_TENSOR.scale_shape(_weight_shape(owner))
             global_groups.append(ScaleGroup(members[0], members, spec, *_new_scale(owner, shape, False)))
     return groups, global_groups
+
+
+def _weight_group(
+    members: list[str], owner: nn.Linear | StackedLinear, spec: TensorSpec, shape: tuple[int, ...], learn: bool
+) -> ScaleGroup:
+    zero = _new_scale(owner, shape, False)[0] if spec.has_zero_points else None
+    return ScaleGroup(members[0], members, spec, *_new_scale(owner, shape, learn), zero=zero)
 
 
 def _embedding(name: str, embedding: nn.Embedding, scheme: Scheme, learn: bool) -> tuple[QuantEmbedding, ScaleGroup]:
@@ -427,6 +441,7 @@ def _replace(
             weight_s0=ours.s0,
             weight_theta=ours.theta,
             weight_global=its_global.s0 if its_global is not None else None,
+            weight_zero=ours.zero,
             input_s0=its_input.s0 if its_input is not None else None,
             input_theta=its_input.theta if its_input is not None else None,
             weight_numel=sum(ours.spec.elements_per_scale(shape) for shape in shapes),

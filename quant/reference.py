@@ -8,6 +8,11 @@ working in bf16, changes 0.07% or 3% of the codes of a bf16 tensor)::
     int     Q(v) = clamp(round(v), qmin, qmax)          round to nearest, ties to even
     fq(x)   = Q(v) * s                                  product in fp32, result in x's dtype
 
+Integer weights that are not symmetric have a *zero point* ``z`` beside each scale: the code that stands for 0. Their
+codes are ``q = clamp(round(v) + z, qmin, qmax)``, and ``Q(v) = q - z``: the grid of ``Q`` goes from ``qmin - z`` to
+``qmax - z``, which are ``qmin`` and ``qmax`` in all that follows. ``z`` does not learn, and need not where
+``s`` does: it says how the range lies about 0, and a range that grows or shrinks by a factor lies there as before.
+
 The floating-point grids are those of the OCP Microscaling Formats (MX) Specification v1.0, section 5.3 (e4m3 with NaN
 as its only special value, e2m1 without any).
 
@@ -47,7 +52,8 @@ to include 0, and ``absmax`` its largest magnitude (per token asymmetric int8 is
     e4m3         q = Q(v)                                   fq = q * s
 
 Such a scale follows its token and counts as constant in the gradient. A token (or group) with a NaN or an infinity has
-no range: all of it becomes NaN, without a gradient.
+no range: all of it becomes NaN, without a gradient. The first scale and zero point of weights are those of their range
+likewise, as compressed-tensors and torchao compute them.
 
 Shapes: ``x`` is any shape for a scale per tensor (shape ``(1,)``). Else ``x`` is ``[out, in]`` and the scale ``[out,
 1]`` per channel, ``[out, in / size]`` per group or ``[out / size, in / size]`` per block. Scales are fp32 throughout.
@@ -131,29 +137,51 @@ def absmax_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 
 
-def quantize(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
+def asymmetric_grid(lowest: Tensor, highest: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    """Scale and zero point, both fp32, with which the integer grid spans the range from ``lowest <= 0`` to ``highest >=
+    0``; formulas above. Of a range that is 0, or so small that ``1/scale`` would overflow, the scale is 1. A range that
+    is not finite gives a scale that is not, and the zero point 0."""
+    scale = (highest.float() - lowest.float()) / (spec.qmax - spec.qmin)
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+    zero = (spec.qmin - (lowest.float() * (1.0 / scale)).round()).clamp(spec.qmin, spec.qmax)
+    return scale, torch.where(scale.isfinite(), zero, 0.0)
+
+
+def quantize(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
     """Codes of ``x``, in its shape: ``torch.float8_e4m3fn``, ``torch.int8``, or for e2m1 ``torch.uint8`` 0 to 15 (the
-    sign in bit 3, then exponent and mantissa). Where the grid has no NaN, the code of a NaN is 0."""
-    return _encode(_round_to_grid(_in_codes(x, scale), spec), spec).reshape(x.shape)
+    sign in bit 3, then exponent and mantissa). Where the grid has no NaN, the code of a NaN is 0. ``zero`` is the zero
+    points, fp32 in the scale's shape, here and below."""
+    zero = _zero_per_part(zero)
+    return _encode(_round_to_grid(_in_codes(x, scale), spec, zero), spec, zero).reshape(x.shape)
 
 
-def dequantize(codes: Tensor, scale: Tensor, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-    """``codes * scale``, multiplied in fp32, in ``dtype``."""
-    return (_decode(_parts(codes, scale), spec) * _per_part(scale)).to(dtype).reshape(codes.shape)
+def dequantize(
+    codes: Tensor, scale: Tensor, spec: TensorSpec, dtype: torch.dtype, zero: Tensor | None = None
+) -> Tensor:
+    """``(codes - zero) * scale``, multiplied in fp32, in ``dtype``."""
+    values = _decode(_parts(codes, scale), spec, _zero_per_part(zero))
+    return (values * _per_part(scale)).to(dtype).reshape(codes.shape)
 
 
-def fake_quant(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
+def fake_quant(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
     """``dequantize(quantize(x))`` in ``x``'s dtype, except that a NaN stays a NaN on every grid."""
-    return _round_to_grid(_in_codes(x, scale), spec).mul_(_per_part(scale)).to(x.dtype).reshape(x.shape)
+    rounded = _round_to_grid(_in_codes(x, scale), spec, _zero_per_part(zero))
+    return rounded.mul_(_per_part(scale)).to(x.dtype).reshape(x.shape)
 
 
-def inside_range(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
+def inside_range(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
     """Bool mask in ``x``'s shape: where rounding alone lands on the grid. NaN is outside."""
-    return _inside(_in_codes(x, scale), spec).reshape(x.shape)
+    return _inside(_in_codes(x, scale), spec, _zero_per_part(zero)).reshape(x.shape)
 
 
 def fake_quant_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, spec: TensorSpec, *, scale_gradient: bool
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    spec: TensorSpec,
+    zero: Tensor | None = None,
+    *,
+    scale_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`fake_quant` (of the surrogate above).
 
@@ -162,19 +190,20 @@ def fake_quant_backward(
         x: the tensor before quantisation.
         scale: its effective scale.
         spec: how it is quantised.
+        zero: its zero points.
         scale_gradient: whether the gradient of the scale is wanted.
 
     Returns:
         The gradient of ``x`` in ``grad``'s dtype, and that of the scale in fp32 and in the scale's shape, summed over
         the elements that share it (None where it is not wanted).
     """
-    v = _in_codes(x, scale)
-    inside = _inside(v, spec)
+    v, zero = _in_codes(x, scale), _zero_per_part(zero)
+    inside = _inside(v, spec, zero)
     grad_parts = _parts(grad, scale)
     grad_x = grad_parts.masked_fill(~inside, 0).reshape(x.shape)
     if not scale_gradient:
         return grad_x, None
-    rounded = _round_to_grid(v, spec)
+    rounded = _round_to_grid(v, spec, zero)
     terms = _scale_terms(v, rounded, inside, spec).nan_to_num_(nan=0.0)  # only a NaN x makes a NaN here
     terms.mul_(grad_parts)
     if scale.numel() == 1:
@@ -189,7 +218,7 @@ def quantize_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor, Tensor
     groups = _token_groups(x, spec)
     scale, zero_point = _token_grid(groups, spec)
     v = groups.float() * (1.0 / scale)
-    codes = _encode(_round_to_grid(v if zero_point is None else v.round_().add_(zero_point), spec), spec)
+    codes = _encode(_round_to_grid(v, spec, zero_point), spec, zero_point)
     zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
     return codes.reshape(x.shape), scale.squeeze(-1), zero_point.squeeze(-1).to(torch.int8)
 
@@ -198,11 +227,7 @@ def fake_quantize_tokens(x: Tensor, spec: TensorSpec) -> Tensor:
     """``x [..., features]`` through its dynamic codes and back, in its dtype."""
     groups = _token_groups(x, spec)
     scale, zero_point = _token_grid(groups, spec)
-    v = groups.float() * (1.0 / scale)
-    if zero_point is None:
-        rounded = _round_to_grid(v, spec)
-    else:
-        rounded = _round_to_grid(v.round_().add_(zero_point), spec).sub_(zero_point)
+    rounded = _round_to_grid(groups.float() * (1.0 / scale), spec, zero_point)
     return rounded.mul_(scale).to(x.dtype).reshape(x.shape)
 
 
@@ -210,8 +235,7 @@ def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec) -> 
     """Gradient of :func:`fake_quantize_tokens`: straight-through where rounding alone lands on the grid."""
     groups = _token_groups(x, spec)
     scale, zero_point = _token_grid(groups, spec)
-    v = groups.float() * (1.0 / scale)
-    inside = _inside(v if zero_point is None else v.round_().add_(zero_point), spec)
+    inside = _inside(groups.float() * (1.0 / scale), spec, zero_point)
     return grad.masked_fill(~inside.reshape(x.shape), 0)
 
 
@@ -247,20 +271,16 @@ def _token_grid(groups: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor | None
     lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
     if spec.symmetric:
         scale = absmax_scale(torch.maximum(-lowest, highest), spec)
+        zero_point = torch.zeros_like(scale) if spec.dtype == "int" else None
     else:
-        scale = (highest - lowest) / (spec.qmax - spec.qmin)
-        scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
-    scale = torch.where(scale.isfinite(), scale, torch.nan)
-    if spec.symmetric:
-        return scale, torch.zeros_like(scale) if spec.dtype == "int" else None
-    zero_point = (spec.qmin - (lowest * (1.0 / scale)).round()).clamp_(spec.qmin, spec.qmax)
-    return scale, zero_point.nan_to_num_(nan=0.0)
+        scale, zero_point = asymmetric_grid(lowest, highest, spec)
+    return torch.where(scale.isfinite(), scale, torch.nan), zero_point
 
 
 # ---- grids: functions of v alone, and codes
 
 
-def _round_to_grid(v: Tensor, spec: TensorSpec) -> Tensor:
+def _round_to_grid(v: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
     """``Q(v)``, fp32."""
     if spec.dtype == "fp8_e4m3":
         return v.clamp(spec.qmin, spec.qmax).to(torch.float8_e4m3fn).float()
@@ -268,15 +288,18 @@ def _round_to_grid(v: Tensor, spec: TensorSpec) -> Tensor:
         size = v.abs()
         spacing = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
         return (v / spacing).round_().mul_(spacing).clamp_(spec.qmin, spec.qmax)
-    return v.round().clamp_(spec.qmin, spec.qmax)
+    rounded = v.round()
+    if zero is None:
+        return rounded.clamp_(spec.qmin, spec.qmax)
+    return rounded.add_(zero).clamp_(spec.qmin, spec.qmax).sub_(zero)
 
 
-def _inside(v: Tensor, spec: TensorSpec) -> Tensor:
+def _inside(v: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
     if spec.dtype == "fp8_e4m3":
         return v.abs() <= FP8_ROUNDS_TO_MAX
     if spec.dtype == "fp4_e2m1":
         return v.abs() < FP4_ROUNDS_TO_MAX
-    rounded = v.round()
+    rounded = v.round() if zero is None else v.round().add_(zero)
     return (rounded >= spec.qmin) & (rounded <= spec.qmax)
 
 
@@ -289,11 +312,11 @@ def _scale_terms(v: Tensor, rounded: Tensor, inside: Tensor, spec: TensorSpec) -
     return torch.where(size > spec.qmax, rounded, torch.where(size < smallest, rounded - v, 0.0))
 
 
-def _encode(rounded: Tensor, spec: TensorSpec) -> Tensor:
+def _encode(rounded: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
     """The codes of values of the grid."""
     if spec.dtype == "fp8_e4m3":
         return rounded.to(torch.float8_e4m3fn)
-    number = rounded.nan_to_num(nan=0.0)
+    number = (rounded if zero is None else rounded + zero).nan_to_num(nan=0.0)
     if spec.dtype == "int":
         return number.to(torch.int8)
     size = number.abs()
@@ -301,10 +324,10 @@ def _encode(rounded: Tensor, spec: TensorSpec) -> Tensor:
     return (code + 8 * number.signbit()).to(torch.uint8)
 
 
-def _decode(codes: Tensor, spec: TensorSpec) -> Tensor:
+def _decode(codes: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
     """The values of codes, fp32."""
     if spec.dtype != "fp4_e2m1":
-        return codes.float()
+        return codes.float() if zero is None else codes.float() - zero
     code = codes.bitwise_and(7).float()
     size = torch.where(code < 4, code / 2, torch.where(code < 6, code - 2, 2 * code - 8))
     return torch.where(codes.bitwise_and(8) == 0, size, -size)
@@ -328,3 +351,7 @@ def _parts(x: Tensor, scale: Tensor) -> Tensor:
 def _per_part(scale: Tensor) -> Tensor:
     """The scale in a shape that broadcasts over :func:`_parts`."""
     return scale.reshape(1) if scale.numel() == 1 else scale[:, None, :, None]
+
+
+def _zero_per_part(zero: Tensor | None) -> Tensor | None:
+    return None if zero is None else _per_part(zero)

@@ -43,7 +43,8 @@ class TensorSpec:
             consecutive elements of a row, per ``block`` of ``group_size`` x ``group_size`` elements of a weight, or per
             ``token`` of an input.
         group_size: elements per group, or along each side of a block; for these two only.
-        symmetric: whether the grid is centred on 0. Else a zero point moves it to where the values are.
+        symmetric: whether the grid is centred on 0. Else a zero point, an integer per scale, moves it to where the
+            values are: of int weights per group or channel, and of dynamic int inputs per token.
         dynamic: whether the scale is that of each token (or group of it) when it comes, instead of one that is stored.
     """
 
@@ -80,8 +81,12 @@ class TensorSpec:
             )
         if self.granularity == "token" and not self.dynamic:
             raise ValueError("a scale per token is dynamic: the tokens to come are not known")
-        if not self.symmetric and not (self.dynamic and self.dtype == "int" and self.granularity == "token"):
-            raise ValueError(f"only dynamic int codes per token may be asymmetric, got {self}")
+        if not self.symmetric and (
+            self.dtype != "int" or self.granularity not in (("token",) if self.dynamic else ("channel", "group"))
+        ):
+            raise ValueError(
+                f"only int codes per channel or group, or dynamic ones per token, may be asymmetric, got {self}"
+            )
 
     @property
     def qmin(self) -> float:
@@ -94,6 +99,11 @@ class TensorSpec:
         if self.dtype == "int":
             return float(2 ** (self.bits - 1) - 1)
         return FP8_MAX if self.dtype == "fp8_e4m3" else FP4_MAX
+
+    @property
+    def has_zero_points(self) -> bool:
+        """Whether a zero point is stored beside each scale, with a code's width and range."""
+        return not (self.symmetric or self.dynamic)
 
     @property
     def scale_format(self) -> ScaleFormat:
@@ -183,8 +193,8 @@ class Scheme:
         return self.weights == self.activations == FP8_TENSOR
 
 
-def _int(bits: int, group_size: int | None = None) -> TensorSpec:
-    return TensorSpec("int", bits, "group" if group_size else "channel", group_size)
+def _int(bits: int, group_size: int | None = None, *, symmetric: bool = True) -> TensorSpec:
+    return TensorSpec("int", bits, "group" if group_size else "channel", group_size, symmetric)
 
 
 def _weight_only(bits: int, group_size: int | None) -> Scheme:
@@ -204,6 +214,8 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("int8_dynamic", _int(8), _INT8_TOKEN),
         Scheme("w8a8_static", _int(8), TensorSpec("int", 8, "tensor")),
         *(_weight_only(bits, group_size) for bits in (8, 4, 3, 2) for group_size in (128, 32, None)),
+        Scheme("w4a16_asym", _int(4, 128, symmetric=False)),  # as AWQ has it (Lin et al. 2024)
+        Scheme("w8a16_asym", _int(8, symmetric=False)),
         # As torchao's Int8DynamicActivationIntxWeightConfig: asymmetric inputs, groups of 32.
         Scheme("8da4w", _int(4, 32), TensorSpec("int", 8, "token", symmetric=False, dynamic=True)),
         Scheme("w4a8_int8", _int(4, 128), _INT8_TOKEN),

@@ -1,9 +1,10 @@
 """The scales of a weight, and what the kernels do with them.
 
 The kernels give each of ``n`` equal runs of consecutive elements the scale ``s0 * exp(theta)``, rounded at most to a
-dtype. Two kinds of scales are not like that: one per block covers runs in many rows, and those of 4-bit floats are
-rounded to e8m0, or to e4m3 below a global scale. Of these the effective scales are formed first, one per run, which the
-kernels take as they are: an fp32 number for 128, 32 or 16 weights, as long as the operation lasts.
+dtype, and perhaps a zero point. Two kinds of scales are not like that: one per block covers runs in many rows, and
+those of 4-bit floats are rounded to e8m0, or to e4m3 below a global scale. Of these the effective scales are formed
+first, one per run, which the kernels take as they are: an fp32 number for 128, 32 or 16 weights, as long as the
+operation lasts.
 """
 
 from typing import NamedTuple
@@ -22,6 +23,7 @@ class WeightScale(NamedTuple):
         s0, theta, global_scale: as in :func:`quant.reference.effective_scale`.
         spec: how the weight is quantised.
         dtype: of the weight.
+        zero: the zero points; None where the weight is symmetric.
     """
 
     s0: Tensor
@@ -29,6 +31,7 @@ class WeightScale(NamedTuple):
     global_scale: Tensor | None
     spec: TensorSpec
     dtype: torch.dtype
+    zero: Tensor | None = None
 
     def effective(self, *, after: Tensor | None = None) -> Tensor:
         """The scale that the forward uses, fp32; ``after`` as in :mod:`quant.kernels.ops`."""
@@ -39,22 +42,22 @@ class WeightScale(NamedTuple):
 
     def quantize(self, weight: Tensor) -> Tensor:
         """The weight's codes."""
-        codes, _ = kernels.quantize(weight, *self._of_runs())
+        codes, _ = kernels.quantize(weight, *self._of_runs(), self.zero)
         return codes
 
     def dequantize(self, codes: Tensor, *, after: Tensor | None = None) -> Tensor:
         """The weight that these codes stand for; ``after`` as in :mod:`quant.kernels.ops`."""
-        return kernels.dequantize(codes, *self._of_runs(after), self.dtype, after=after)
+        return kernels.dequantize(codes, *self._of_runs(after), self.dtype, self.zero, after=after)
 
     def fake_quantize(self, weight: Tensor, *, after: Tensor | None = None) -> Tensor:
         """The weight through its codes and back; ``after`` as in :mod:`quant.kernels.ops`."""
-        return kernels.fake_quantize(weight, *self._of_runs(after), after=after)
+        return kernels.fake_quantize(weight, *self._of_runs(after), self.zero, after=after)
 
     def backward_(self, grad: Tensor, weight: Tensor, *, factor: float, theta_gradient: bool) -> Tensor | None:
         """Theta's gradient times ``factor``, where wanted; that of the weight takes the place of ``grad``."""
         if not theta_gradient or self._kernels_form_it():
             return kernels.fake_quantize_backward_(
-                grad, weight, *self._of_runs(grad), factor=factor, theta_gradient=theta_gradient
+                grad, weight, *self._of_runs(grad), self.zero, factor=factor, theta_gradient=theta_gradient
             )
         assert self.theta is not None
         learned = kernels.learned_scale(self.s0, self.theta, after=grad)

@@ -7,6 +7,7 @@
 //     e4m3   Q(v) = nearest e4m3 value, ties to even, saturated at +-448;   inside: |v| <= 464
 //     e2m1   Q(v) = nearest e2m1 value, ties to even, saturated at +-6;     inside: |v| < 7
 //     int    Q(v) = clamp(round(v), qmin, qmax), ties to even;              inside: qmin <= round(v) <= qmax
+//     int with a zero point z   Q(v) = clamp(round(v) + z, qmin, qmax) - z; inside: qmin <= round(v) + z <= qmax
 //
 // NaN stays NaN and is outside; infinities clip.
 
@@ -144,16 +145,20 @@ DEEPQAT_INLINE float learned_factor(float theta) { return static_cast<float>(exp
 // A floating-point grid with a sign bit, kMantissa bits of mantissa and 2^kSmallest as its smallest normal number; below
 // that, and up to twice that, its spacing is 2^(kSmallest - kMantissa). kInside holds the bits of the largest magnitude
 // that rounding alone, on a grid without an end, takes to at most kLargest. A code has kBits bits and is held in a byte.
-// Every member is a function of v = x / s alone.
+// Every member is a function of v = x / s alone. at(z) is the grid of a run with the zero point z, of which only integers
+// have one (kShifted).
 template <int kBits, int kMantissa, int kSmallest, int kLargest, uint32_t kInside, int kNaN>
 struct MiniFloat {
   using Code = uint8_t;
+  static constexpr bool kShifted = false;
   static constexpr uint32_t kSign = 1u << (kBits - 1);
   static constexpr int kHidden = 23 - kMantissa;  // bits of an fp32 mantissa that the grid's does not have
   // The bits of the smallest normal number, of the spacing below it, and of the power of two with this spacing.
   static constexpr uint32_t kNormal = static_cast<uint32_t>(127 + kSmallest) << 23;
   static constexpr uint32_t kSpacing = static_cast<uint32_t>(127 + kSmallest - kMantissa) << 23;
   static constexpr uint32_t kRounder = static_cast<uint32_t>(127 + kSmallest + kHidden) << 23;
+
+  DEEPQAT_INLINE MiniFloat at(float) const { return *this; }
 
   // The power of two whose spacing is the grid's at `a` <= kLargest: adding it rounds `a` to the grid.
   DEEPQAT_INLINE float rounder(float a) const {
@@ -209,7 +214,10 @@ using E2M1 = MiniFloat<4, 1, 0, 6, 0x40dfffffu, 0>;
 
 struct Integer {
   using Code = int8_t;
+  static constexpr bool kShifted = false;
   float qmin, qmax;
+
+  DEEPQAT_INLINE Integer at(float) const { return *this; }
 
   DEEPQAT_INLINE float round(float v) const {
     float rounded = rintf(v);
@@ -221,7 +229,7 @@ struct Integer {
 
   DEEPQAT_INLINE float scale_term(float v, float rounded) const {
     const float term = rintf(v) == rounded ? rounded - v : rounded;
-    return v != v ? 0.0f : term;
+    return rounded != rounded ? 0.0f : term;  // of a NaN
   }
 
   DEEPQAT_INLINE Code quantized(float v) const {
@@ -231,8 +239,6 @@ struct Integer {
 
   DEEPQAT_INLINE float decode(Code code) const { return static_cast<float>(code); }
 };
-
-// ---- dynamic grids, of one token each
 
 // Integers that a zero point moves: code q stands for q - zero_point.
 struct ShiftedInteger {
@@ -246,8 +252,23 @@ struct ShiftedInteger {
 
   DEEPQAT_INLINE bool inside(float v) const { return codes.inside(shifted(v)); }
 
+  DEEPQAT_INLINE float scale_term(float v, float rounded) const { return codes.scale_term(v, rounded); }
+
   DEEPQAT_INLINE Code quantized(float v) const { return codes.quantized(shifted(v)); }
+
+  DEEPQAT_INLINE float decode(Code code) const { return codes.decode(code) - zero_point; }
 };
+
+// Those of weights, each run of which has a zero point of its own.
+struct ShiftedIntegers {
+  using Code = int8_t;
+  static constexpr bool kShifted = true;
+  Integer codes;
+
+  DEEPQAT_INLINE ShiftedInteger at(float zero_point) const { return {codes, zero_point}; }
+};
+
+// ---- dynamic grids, of one token each
 
 // Scale and grid of one token. A token that holds a NaN or an infinity has no scale: NaN, and so are all its
 // fake-quantised values.

@@ -41,8 +41,9 @@ int checked_token_grid(int64_t bits, bool symmetric) {
   return static_cast<int>(bits);
 }
 
-// The scales of a tensor of `numel` elements. s0 and theta must outlive the result.
-Scales scales_of(int64_t numel, const Tensor& s0, const OptionalTensor& theta, at::ScalarType stored_as, const Tensor& x) {
+// The scales of a tensor of `numel` elements. s0, theta and zero must outlive the result.
+Scales scales_of(int64_t numel, const Tensor& s0, const OptionalTensor& theta, at::ScalarType stored_as, const Tensor& x,
+                 const OptionalTensor& zero = std::nullopt, int grid = 8) {
   TORCH_CHECK(s0.scalar_type() == at::kFloat, "s0 is ", s0.scalar_type(), ", expected float32");
   TORCH_CHECK(s0.numel() > 0 && numel % s0.numel() == 0, s0.numel(), " scales do not divide ", numel, " elements");
   TORCH_CHECK(s0.is_contiguous() && s0.device() == x.device(), "s0 must be contiguous and on ", x.device());
@@ -53,6 +54,13 @@ Scales scales_of(int64_t numel, const Tensor& s0, const OptionalTensor& theta, a
     TORCH_CHECK(theta->is_contiguous() && theta->device() == x.device(), "theta must be contiguous and on ", x.device());
     scales.theta = theta->const_data_ptr();
     scales.theta_dtype = dtype_of(theta->scalar_type(), "theta");
+  }
+  if (zero.has_value()) {
+    TORCH_CHECK(grid != deepqat::kE4M3Grid && grid != deepqat::kE2M1Grid, "only integers have zero points");
+    TORCH_CHECK(zero->scalar_type() == at::kFloat, "zero is ", zero->scalar_type(), ", expected float32");
+    TORCH_CHECK(zero->numel() == s0.numel(), "zero has ", zero->numel(), " elements, s0 has ", s0.numel());
+    TORCH_CHECK(zero->is_contiguous() && zero->device() == x.device(), "zero must be contiguous and on ", x.device());
+    scales.zero = zero->const_data_ptr<float>();
   }
   return scales;
 }
@@ -96,10 +104,10 @@ Tensor effective_scale(const Tensor& s0, const OptionalTensor& theta, at::Scalar
 
 std::tuple<Tensor, Tensor, Tensor> quantize_all(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta,
                                                 int64_t bits, at::ScalarType scale_dtype, bool with_mask,
-                                                bool with_values) {
+                                                bool with_values, const OptionalTensor& zero) {
   const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
-  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x);
+  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x, zero, grid);
   Tensor codes = at::empty(x.sizes(), x.options().dtype(code_dtype(grid)));
   Tensor mask = at::empty({with_mask ? (x.numel() + 7) / 8 : 0}, x.options().dtype(at::kByte));
   Tensor values = with_values ? at::empty(x.sizes(), x.options()) : at::empty({0}, x.options());
@@ -112,21 +120,22 @@ std::tuple<Tensor, Tensor, Tensor> quantize_all(const Tensor& x_, const Tensor& 
 }
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
-                                    at::ScalarType scale_dtype, bool with_mask) {
-  const auto [codes, mask, values] = quantize_all(x, s0, theta, bits, scale_dtype, with_mask, false);
+                                    at::ScalarType scale_dtype, bool with_mask, const OptionalTensor& zero) {
+  const auto [codes, mask, values] = quantize_all(x, s0, theta, bits, scale_dtype, with_mask, false, zero);
   return {codes, mask};
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_with_values(const Tensor& x, const Tensor& s0, const OptionalTensor& theta,
-                                                        int64_t bits, at::ScalarType scale_dtype, bool with_mask) {
-  return quantize_all(x, s0, theta, bits, scale_dtype, with_mask, true);
+                                                        int64_t bits, at::ScalarType scale_dtype, bool with_mask,
+                                                        const OptionalTensor& zero) {
+  return quantize_all(x, s0, theta, bits, scale_dtype, with_mask, true, zero);
 }
 
 Tensor dequantize(const Tensor& codes_, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
-                  at::ScalarType dtype, const OptionalTensor& /*after*/) {
+                  at::ScalarType dtype, const OptionalTensor& /*after*/, const OptionalTensor& zero) {
   const Tensor codes = codes_.contiguous();
   const int grid = grid_of_codes(codes.scalar_type());
-  const Scales scales = scales_of(codes.numel(), s0, theta, scale_dtype, codes);
+  const Scales scales = scales_of(codes.numel(), s0, theta, scale_dtype, codes, zero, grid);
   Tensor out = at::empty(codes.sizes(), codes.options().dtype(dtype));
   if (codes.numel() > 0) {
     DEEPQAT_CALL(dequantize, codes, codes.const_data_ptr(), scales, grid, dtype_of(dtype, "dtype"),
@@ -136,10 +145,10 @@ Tensor dequantize(const Tensor& codes_, const Tensor& s0, const OptionalTensor& 
 }
 
 Tensor fake_quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
-                     at::ScalarType scale_dtype, const OptionalTensor& /*after*/) {
+                     at::ScalarType scale_dtype, const OptionalTensor& /*after*/, const OptionalTensor& zero) {
   const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
-  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x);
+  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x, zero, grid);
   Tensor out = at::empty(x.sizes(), x.options());
   if (x.numel() > 0) {
     DEEPQAT_CALL(fake_quantize, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), scales, grid,
@@ -150,14 +159,15 @@ Tensor fake_quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& t
 
 // Writes grad_x, which may be grad itself, and returns theta's gradient.
 Tensor backward_into(Tensor& grad_x, const Tensor& grad, const Tensor& x_, const Tensor& s0, const OptionalTensor& theta,
-                     int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient) {
+                     int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient,
+                     const OptionalTensor& zero) {
   TORCH_CHECK(grad.sizes() == x_.sizes() && grad.scalar_type() == x_.scalar_type(), "grad is ", grad.sizes(), " ",
               grad.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
   TORCH_CHECK(grad.device() == x_.device(), "grad is on ", grad.device(), ", x on ", x_.device());
   TORCH_CHECK(!theta_gradient || theta.has_value(), "there is no theta to have a gradient");
   const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
-  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x);
+  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x, zero, grid);
   Tensor grad_theta = theta_gradient ? at::empty(theta->sizes(), theta->options()) : at::empty({0}, x.options());
   if (x.numel() == 0) return grad_theta.zero_();
   const int64_t sums = theta_gradient ? scales.count * deepqat::segments_of(scales.block) : 0;
@@ -170,17 +180,18 @@ Tensor backward_into(Tensor& grad_x, const Tensor& grad, const Tensor& x_, const
 
 std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad, const Tensor& x, const Tensor& s0,
                                                   const OptionalTensor& theta, int64_t bits, at::ScalarType scale_dtype,
-                                                  double factor, bool theta_gradient) {
+                                                  double factor, bool theta_gradient, const OptionalTensor& zero) {
   Tensor grad_x = at::empty(grad.sizes(), grad.options());
   const Tensor dense = grad.contiguous();
-  Tensor grad_theta = backward_into(grad_x, dense, x, s0, theta, bits, scale_dtype, factor, theta_gradient);
+  Tensor grad_theta = backward_into(grad_x, dense, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero);
   return {grad_x, grad_theta};
 }
 
 Tensor fake_quantize_backward_(Tensor& grad, const Tensor& x, const Tensor& s0, const OptionalTensor& theta,
-                               int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient) {
+                               int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient,
+                               const OptionalTensor& zero) {
   TORCH_CHECK(grad.is_contiguous(), "what is overwritten must be contiguous, grad has strides ", grad.strides());
-  return backward_into(grad, grad, x, s0, theta, bits, scale_dtype, factor, theta_gradient);
+  return backward_into(grad, grad, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero);
 }
 
 void masked_into(Tensor& out, const Tensor& grad, const Tensor& mask) {

@@ -24,11 +24,13 @@ void with_dtype(Dtype dtype, F f) {
 }
 
 template <typename F>
-void with_grid(int grid, F f) {
+void with_grid(int grid, const Scales& scales, F f) {
   if (grid == kE4M3Grid) return f(E4M3{});
   if (grid == kE2M1Grid) return f(E2M1{});
   const float half = static_cast<float>(1 << (grid - 1));
-  f(Integer{-half, half - 1.0f});
+  const Integer codes{-half, half - 1.0f};
+  if (scales.zero != nullptr) return f(ShiftedIntegers{codes});
+  f(codes);
 }
 
 template <typename F>
@@ -58,8 +60,10 @@ DEEPQAT_INLINE void unrolled(int64_t n, Body body) {
 
 // What one stretch of a run needs to know of its scale. `learned` is s0 * exp(theta), before rounding.
 struct Scale {
-  float value, inverse, learned;
+  float value, inverse, learned, zero;
 };
+
+float zero_of(const Scales& scales, int64_t run) { return scales.zero == nullptr ? 0.0f : scales.zero[run]; }
 
 void effective_scales(const Scales& scales, int64_t begin, int64_t end, float* value, float* inverse, float* learned) {
   const float* s0 = scales.s0 + begin;
@@ -96,7 +100,7 @@ void for_each_segment(const Scales& scales, Body body) {
       const int64_t start = segment * kSegment, length = std::min<int64_t>(kSegment, scales.block - start);
       for (int64_t run = first; run < last; ++run) {
         const int64_t i = run - first;
-        body(run * scales.block + start, length, Scale{value[i], inverse[i], learned[i]}, run, segment);
+        body(run * scales.block + start, length, Scale{value[i], inverse[i], learned[i], zero_of(scales, run)}, run, segment);
       }
     }
   });
@@ -201,7 +205,7 @@ void effective_scale(const Scales& scales, float* out) {
 void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask,
               void* values_) {
   with_dtype(dtype, [&](auto zero) {
-    with_grid(grid, [&](auto the_grid) {
+    with_grid(grid, scales, [&](auto the_grid) {
       using T = decltype(zero);
       const auto* x = static_cast<const T*>(x_);
       auto* codes = static_cast<typename decltype(the_grid)::Code*>(codes_);
@@ -209,7 +213,7 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
       // A byte of the mask may belong to two runs; then the mask is made in a pass of its own.
       const bool bytes_of_runs = scales.block % 8 == 0 || scales.count == 1;
       for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
-        const auto g = the_grid;  // a copy: what is written could alias a reference
+        const auto g = the_grid.at(s.zero);  // a copy: what is written could alias a reference
         for (int64_t i = 0; i < length; i += kChunk) {
           const int64_t n = std::min(kChunk, length - i);
           const auto* in = x + offset + i;
@@ -229,8 +233,9 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
       float value, inverse, learned;
       for (int64_t run = 0; run < scales.count; ++run) {
         effective_scales(scales, run, run + 1, &value, &inverse, &learned);
+        const auto g = the_grid.at(zero_of(scales, run));
         for (int64_t i = run * scales.block; i < (run + 1) * scales.block; ++i)
-          mask[i / 8] |= static_cast<uint8_t>((the_grid.inside(load(x[i]) * inverse) ? 1 : 0) << (i % 8));
+          mask[i / 8] |= static_cast<uint8_t>((g.inside(load(x[i]) * inverse) ? 1 : 0) << (i % 8));
       }
     });
   });
@@ -238,11 +243,11 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
 
 void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_) {
   with_dtype(dtype, [&](auto zero) {
-    with_grid(grid, [&](auto the_grid) {
+    with_grid(grid, scales, [&](auto the_grid) {
       const auto* codes = static_cast<const typename decltype(the_grid)::Code*>(codes_);
       auto* out = static_cast<decltype(zero)*>(out_);
       for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
-        const auto g = the_grid;  // a copy: what is written could alias a reference
+        const auto g = the_grid.at(s.zero);  // a copy: what is written could alias a reference
         const auto* from = codes + offset;
         auto* to = out + offset;
         unrolled(length, [&](int64_t i) { store(g.decode(from[i]) * s.value, to + i); });
@@ -253,11 +258,11 @@ void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype,
 
 void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* out_) {
   with_dtype(dtype, [&](auto zero) {
-    with_grid(grid, [&](auto the_grid) {
+    with_grid(grid, scales, [&](auto the_grid) {
       const auto* x = static_cast<const decltype(zero)*>(x_);
       auto* out = static_cast<decltype(zero)*>(out_);
       for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
-        const auto g = the_grid;  // a copy: what is written could alias a reference
+        const auto g = the_grid.at(s.zero);  // a copy: what is written could alias a reference
         const auto* from = x + offset;
         auto* to = out + offset;
         unrolled(length, [&](int64_t i) { store(g.round(load(from[i]) * s.inverse) * s.value, to + i); });
@@ -270,13 +275,13 @@ void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, cons
                             float factor, void* grad_x_, float* partial_sums, void* grad_theta) {
   const int64_t segments = segments_of(scales.block);
   with_dtype(dtype, [&](auto zero) {
-    with_grid(grid, [&](auto the_grid) {
+    with_grid(grid, scales, [&](auto the_grid) {
       using T = decltype(zero);
       const auto* grad = static_cast<const T*>(grad_);
       const auto* x = static_cast<const T*>(x_);
       auto* grad_x = static_cast<T*>(grad_x_);
       for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t run, int64_t segment) {
-        const auto g = the_grid;  // a copy: what is written could alias a reference
+        const auto g = the_grid.at(s.zero);  // a copy: what is written could alias a reference
         const auto *from = x + offset, *dy = grad + offset;
         auto* dx = grad_x + offset;
         if (grad_theta == nullptr)

@@ -16,7 +16,7 @@ namespace {
 __global__ void __launch_bounds__(kLanes, 2) effective_scales(DeviceScales scales, float* out) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kLanes;
   for (int64_t run = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x; run < scales.count(); run += stride)
-    out[run] = scales.of_run(run).value;
+    out[run] = scales.of_run<false>(run).value;
 }
 
 void check(cudaError_t status, const char* kernel) {
@@ -99,12 +99,14 @@ void with_dtype(Dtype dtype, F f) {
 }
 
 template <typename F>
-void with_dtype_and_grid(Dtype dtype, int grid, F f) {
+void with_dtype_and_grid(Dtype dtype, int grid, const Scales& scales, F f) {
   with_dtype(dtype, [&](auto zero) {
     if (grid == kE4M3Grid) return f(zero, E4M3{});
     if (grid == kE2M1Grid) return f(zero, E2M1{});
     const float half = static_cast<float>(1 << (grid - 1));
-    f(zero, Integer{-half, half - 1.0f});
+    const Integer codes{-half, half - 1.0f};
+    if (scales.zero != nullptr) return f(zero, ShiftedIntegers{codes});
+    f(zero, codes);
   });
 }
 
@@ -125,7 +127,7 @@ void effective_scale(const Scales& scales, float* out, void* stream) {
 
 void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask, void* values_,
               void* stream) {
-  with_dtype_and_grid(dtype, grid, [&](auto zero, auto g) {
+  with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
     using Op = Quantize<decltype(zero), decltype(g)>;
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* codes = static_cast<typename decltype(g)::Code*>(codes_);
@@ -136,7 +138,7 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
 }
 
 void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* stream) {
-  with_dtype_and_grid(dtype, grid, [&](auto zero, auto g) {
+  with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
     using Op = Dequantize<decltype(zero), decltype(g)>;
     const auto* codes = static_cast<const typename decltype(g)::Code*>(codes_);
     auto* out = static_cast<decltype(zero)*>(out_);
@@ -145,7 +147,7 @@ void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype,
 }
 
 void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* out_, void* stream) {
-  with_dtype_and_grid(dtype, grid, [&](auto zero, auto g) {
+  with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
     using Op = FakeQuantize<decltype(zero), decltype(g)>;
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* out = static_cast<decltype(zero)*>(out_);
@@ -156,7 +158,7 @@ void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, 
 void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid,
                             float factor, void* grad_x_, float* partial_sums, void* grad_theta, void* stream) {
   const char* name = "fake_quantize_backward";
-  with_dtype_and_grid(dtype, grid, [&](auto zero, auto g) {
+  with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
     using T = decltype(zero);
     using G = decltype(g);
     const auto *grad = static_cast<const T*>(grad_), *x = static_cast<const T*>(x_);

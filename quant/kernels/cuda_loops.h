@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kLanes, 2) elementwise(Op op, DeviceScales sca
   const int lane = threadIdx.x % kWarp;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock * kTile;
   const bool one_scale = Op::kScaled && scales.count() == 1;
-  const Scale the_scale = one_scale ? scales.of_run(0) : Scale{};
+  const Scale the_scale = one_scale ? scales.of_run<Op::kShifted>(0) : Scale{};
   for (int64_t begin = warp_index() * kTile; begin < numel; begin += stride) {
     if (wide && begin + kTile <= numel) {
       const auto position = [&](int u) { return u * kWarpStep + lane * kVector; };
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kLanes, 2) elementwise(Op op, DeviceScales sca
       unrolled<kInFlight>([&](int u) { in[u] = op.template load<true>(begin + position(u), kVector); });
       Scale scale[kInFlight];
       unrolled<kInFlight>([&](int u) { scale[u] = the_scale; });
-      if (Op::kScaled && !one_scale) scales.of_elements(begin, kTile, position, scale);
+      if (Op::kScaled && !one_scale) scales.of_elements<Op::kShifted>(begin, kTile, position, scale);
       unrolled<kInFlight>([&](int u) {
         op.template apply<true>(in[u], begin + position(u), kVector, [&](int) { return scale[u]; });
       });
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kLanes, 2) elementwise(Op op, DeviceScales sca
       Scale scale[kVector];
       unrolled<kVector>([&](int j) { scale[j] = the_scale; });
       const auto position = [&](int j) { return lane * kVector + j; };
-      if (Op::kScaled && !one_scale) scales.of_elements(step, kWarpStep, position, scale);
+      if (Op::kScaled && !one_scale) scales.of_elements<Op::kShifted>(step, kWarpStep, position, scale);
       op.template apply<false>(in, i, n, [&](int j) { return scale[j]; });
     }
   }
@@ -106,7 +106,7 @@ DEEPQAT_DEVICE void short_runs_of_warp(const Op& op, const DeviceScales& scales,
   typename Op::In in[kSteps];
   unrolled<kSteps>([&](int u) { in[u] = op.template load<kFull>(begin + run_of(u) * block, n(u)); });
   Scale scale[kSteps] = {};
-  if constexpr (Op::kScaled) scales.of_runs(first, kSteps * at_once, run_of, scale);
+  if constexpr (Op::kScaled) scales.of_runs<Op::kShifted>(first, kSteps * at_once, run_of, scale);
   typename Op::Value total[kSteps];
   unrolled<kSteps>([&](int u) {
     typename Op::Value mine[kVector] = {};
@@ -170,9 +170,9 @@ __global__ void __launch_bounds__(kLanes, 2) segments(Op op, DeviceScales scales
       // Each lane prepares the scale of another one of the block's next tasks.
       if (turn % kWarp == 0) {
         const int64_t mine = min(task + static_cast<int64_t>(gridDim.x) * lane, tasks - 1);
-        of_next_tasks = scales.of_run(by_segments.quotient(mine));
+        of_next_tasks = scales.of_run<Op::kShifted>(by_segments.quotient(mine));
       }
-      scale = from_lane(of_next_tasks, turn % kWarp);
+      scale = from_lane<Op::kShifted>(of_next_tasks, turn % kWarp);
     }
     const int64_t run = by_segments.quotient(task), start = (task - run * per_run) * kSegment;
     const int64_t offset = run * scales.block() + start;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kLanes, 2) partials(Op op, DeviceScales scales
     const auto total = over_block<Op>(mine, shared[turn % 2]);
     if (threadIdx.x == 0) {
       Scale scale{};
-      if constexpr (Op::kScaled) scale = scales.of_run(run);
+      if constexpr (Op::kScaled) scale = scales.of_run<Op::kShifted>(run);
       op.finish(run, total, scales, scale);
     }
   }

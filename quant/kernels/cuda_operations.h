@@ -15,7 +15,7 @@ namespace deepqat::cuda {
 template <typename T, typename G>
 struct Quantize {
   using In = Vector<T>;
-  static constexpr bool kScaled = true;
+  static constexpr bool kScaled = true, kShifted = G::kShifted;
   const T* x;
   typename G::Code* codes;
   uint8_t* mask;
@@ -32,16 +32,17 @@ struct Quantize {
     float v[kVector];
     values_of(in, v);
     unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
-    store_vector<kWide>(encoded(grid, v), codes + i, n);
+    const auto grid_of = [&](int j) { return grid.at(scale(j).zero); };
+    store_vector<kWide>(encoded(grid_of, v), codes + i, n);
     if (values != nullptr) {
       float rounded[kVector];
-      round_to_grid(grid, v, rounded);
+      round_to_grid(grid_of, v, rounded);
       unrolled<kVector>([&](int j) { rounded[j] *= scale(j).value; });
       store_vector<kWide>(stored<T>(rounded), values + i, n);
     }
     if (mask == nullptr || n <= 0) return;
     uint32_t inside = 0;
-    unrolled<kVector>([&](int j) { inside |= j < n && grid.inside(v[j]) ? 1u << j : 0u; });
+    unrolled<kVector>([&](int j) { inside |= j < n && grid_of(j).inside(v[j]) ? 1u << j : 0u; });
     mask[i / kVector] = static_cast<uint8_t>(inside);
   }
 };
@@ -49,7 +50,7 @@ struct Quantize {
 template <typename T, typename G>
 struct Dequantize {
   using In = Vector<typename G::Code>;
-  static constexpr bool kScaled = true;
+  static constexpr bool kScaled = true, kShifted = G::kShifted;
   const typename G::Code* codes;
   T* out;
   G grid;
@@ -62,7 +63,7 @@ struct Dequantize {
   template <bool kWide, typename ScaleOf>
   DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
     float values[kVector];
-    decode(grid, in, values);
+    decode([&](int j) { return grid.at(scale(j).zero); }, in, values);
     unrolled<kVector>([&](int j) { values[j] *= scale(j).value; });
     store_vector<kWide>(stored<T>(values), out + i, n);
   }
@@ -71,7 +72,7 @@ struct Dequantize {
 template <typename T, typename G>
 struct FakeQuantize {
   using In = Vector<T>;
-  static constexpr bool kScaled = true;
+  static constexpr bool kScaled = true, kShifted = G::kShifted;
   const T* x;
   T* out;
   G grid;
@@ -86,7 +87,7 @@ struct FakeQuantize {
     float v[kVector], rounded[kVector];
     values_of(in, v);
     unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
-    round_to_grid(grid, v, rounded);
+    round_to_grid([&](int j) { return grid.at(scale(j).zero); }, v, rounded);
     unrolled<kVector>([&](int j) { rounded[j] *= scale(j).value; });
     store_vector<kWide>(stored<T>(rounded), out + i, n);
   }
@@ -100,7 +101,7 @@ struct GradAndX {
 template <typename T, typename G>
 struct Backward {
   using In = GradAndX<T>;
-  static constexpr bool kScaled = true;
+  static constexpr bool kScaled = true, kShifted = G::kShifted;
   const T *grad, *x;
   T* grad_x;
   G grid;
@@ -114,7 +115,7 @@ struct Backward {
   DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
     float v[kVector];
     values_of(in.x, v);
-    const auto inside = [&](int j) { return grid.inside(v[j] * scale(j).inverse); };
+    const auto inside = [&](int j) { return grid.at(scale(j).zero).inside(v[j] * scale(j).inverse); };
     store_vector<kWide>(kept(in.grad, inside), grad_x + i, n);
   }
 };
@@ -125,7 +126,7 @@ struct Masked {
     Vector<T> grad;
     uint32_t mask;
   };
-  static constexpr bool kScaled = false;
+  static constexpr bool kScaled = false, kShifted = false;
   const T* grad;
   const uint8_t* mask;
   T* out;
@@ -161,11 +162,12 @@ struct BackwardSums : Backward<T, G> {
     values_of(in.x, v);
     values_of(in.grad, grad);
     unrolled<kVector>([&](int j) { v[j] *= scale.inverse; });
-    round_to_grid(this->grid, v, rounded);
-    const auto inside = [&](int j) { return this->grid.inside(v[j]); };
+    const auto its_grid = this->grid.at(scale.zero);
+    round_to_grid([&](int) { return its_grid; }, v, rounded);
+    const auto inside = [&](int j) { return its_grid.inside(v[j]); };
     store_vector<kWide>(kept(in.grad, inside), this->grad_x + i, n);
     // Beyond the end both are zero, and so is the term, whatever the scale.
-    unrolled<kVector>([&](int j) { sums[j] += grad[j] * this->grid.scale_term(v[j], rounded[j]); });
+    unrolled<kVector>([&](int j) { sums[j] += grad[j] * its_grid.scale_term(v[j], rounded[j]); });
   }
 
   DEEPQAT_DEVICE void finish(int64_t run, float sum, const DeviceScales& scales, const Scale& scale) const {
@@ -178,7 +180,7 @@ template <typename T>
 struct Amax {
   using In = Vector<T>;
   using Value = uint32_t;
-  static constexpr bool kScaled = false;
+  static constexpr bool kScaled = false, kShifted = false;
   const T* x;
   float *partial, *out;
 
@@ -225,7 +227,7 @@ struct QuantizeTokens {
     float v[kVector];
     values_of(in, v);
     unrolled<kVector>([&](int j) { v[j] *= token.inverse; });
-    store_vector<kWide>(encoded(token.grid, v), codes + i, n);
+    store_vector<kWide>(encoded([&](int) { return token.grid; }, v), codes + i, n);
   }
 
   DEEPQAT_DEVICE void finish(int64_t i, const OfToken& token) const {
@@ -252,7 +254,7 @@ struct FakeQuantizeTokens {
     float v[kVector], rounded[kVector];
     values_of(in, v);
     unrolled<kVector>([&](int j) { v[j] *= token.inverse; });
-    round_to_grid(token.grid, v, rounded);
+    round_to_grid([&](int) { return token.grid; }, v, rounded);
     unrolled<kVector>([&](int j) { rounded[j] *= token.scale; });
     store_vector<kWide>(stored<T>(rounded), out + i, n);
   }

@@ -17,12 +17,15 @@ constexpr int kTile = kInFlight * kWarpStep;  // elements of a warp at a time
 
 // `learned` is s0 * exp(theta), before rounding.
 struct Scale {
-  float value, inverse, learned;
+  float value, inverse, learned, zero;
 };
 
+// The zero point is 0 unless kShifted: symmetric grids do not pay for it.
+template <bool kShifted>
 DEEPQAT_DEVICE Scale from_lane(const Scale& scale, int lane) {
+  const float zero = kShifted ? __shfl_sync(kAllLanes, scale.zero, lane) : 0.0f;
   return {__shfl_sync(kAllLanes, scale.value, lane), __shfl_sync(kAllLanes, scale.inverse, lane),
-          __shfl_sync(kAllLanes, scale.learned, lane)};
+          __shfl_sync(kAllLanes, scale.learned, lane), zero};
 }
 
 // n / divisor without the GPU's long division, for n below 2^53: the rounded product is at most one off.
@@ -51,13 +54,14 @@ class DeviceScales {
   DEEPQAT_DEVICE int64_t count() const { return scales_.count; }
   DEEPQAT_DEVICE int64_t block() const { return scales_.block; }
 
+  template <bool kShifted>
   DEEPQAT_DEVICE Scale of_run(int64_t run) const {
     float learned = scales_.s0[run];
     if (scales_.theta != nullptr) learned *= learned_factor(theta(run));
     float value = learned;
     if (scales_.stored_as == Dtype::kBFloat16) value = rounded_to<BFloat16>(learned);
     if (scales_.stored_as == Dtype::kHalf) value = rounded_to<Half>(learned);
-    return {value, 1.0f / value, learned};
+    return {value, 1.0f / value, learned, kShifted ? scales_.zero[run] : 0.0f};
   }
 
   DEEPQAT_DEVICE void store_gradient(int64_t run, float gradient, void* out) const {
@@ -70,23 +74,23 @@ class DeviceScales {
 
   // scale[i] = that of run first + run_of(i), for all lanes of the warp at once; 0 <= run_of(i) < runs. There may be
   // fewer runs than that in the tensor: lanes beyond its end get the scale of the last one, and have no use for it.
-  template <int N, typename RunOf>
+  template <bool kShifted, int N, typename RunOf>
   DEEPQAT_DEVICE void of_runs(int64_t first, int runs, RunOf run_of, Scale (&scale)[N]) const {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll 1
     for (int known = 0; known < runs; known += kWarp) {
       const int64_t run = first + known + lane;
-      const Scale mine = of_run(run < count() ? run : count() - 1);
+      const Scale mine = of_run<kShifted>(run < count() ? run : count() - 1);
       unrolled<N>([&](int i) {
         const int owner = run_of(i) - known;
-        const Scale other = from_lane(mine, owner & (kWarp - 1));
+        const Scale other = from_lane<kShifted>(mine, owner & (kWarp - 1));
         if (owner >= 0 && owner < kWarp) scale[i] = other;
       });
     }
   }
 
   // scale[i] = that of element begin + position(i), likewise; 0 <= position(i) < length <= kTile.
-  template <int N, typename Position>
+  template <bool kShifted, int N, typename Position>
   DEEPQAT_DEVICE void of_elements(int64_t begin, int length, Position position, Scale (&scale)[N]) const {
     const int64_t first = by_block_.quotient(begin);
     // A run longer than a tile may as well end with it, and be as long. What is divided is then so small that
@@ -94,7 +98,7 @@ class DeviceScales {
     const int left = static_cast<int>(min((first + 1) * block() - begin, static_cast<int64_t>(kTile)));
     const int into_first = static_cast<int>(min(block(), static_cast<int64_t>(kTile))) - left;
     const auto run_at = [&](int p) { return static_cast<int>(static_cast<uint32_t>(into_first + p) * magic_ >> 22); };
-    of_runs<N>(first, run_at(length - 1) + 1, [&](int i) { return run_at(position(i)); }, scale);
+    of_runs<kShifted>(first, run_at(length - 1) + 1, [&](int i) { return run_at(position(i)); }, scale);
   }
 
  private:

@@ -138,7 +138,7 @@ DEEPQAT_DEVICE Vector<T> stored(const float (&x)[kVector]) {
   return v;
 }
 
-// ---- v = x / s to the grid
+// ---- v = x / s to the grid; grid_of(i) is that of element i
 
 #if defined(DEEPQAT_HARDWARE_E4M3)
 
@@ -156,11 +156,14 @@ DEEPQAT_DEVICE float2 e4m3_values(__nv_fp8x2_storage_t codes) {
 
 #endif
 
+template <typename GridOf>
+using GridAt = std::invoke_result_t<GridOf, int>;
+
 // Q(v)
-template <typename G>
-DEEPQAT_DEVICE void round_to_grid(const G& grid, const float (&v)[kVector], float (&rounded)[kVector]) {
+template <typename GridOf>
+DEEPQAT_DEVICE void round_to_grid(GridOf grid_of, const float (&v)[kVector], float (&rounded)[kVector]) {
 #if defined(DEEPQAT_HARDWARE_E4M3)
-  if constexpr (std::is_same_v<G, E4M3>) {
+  if constexpr (std::is_same_v<GridAt<GridOf>, E4M3>) {
     unrolled<kVector / 2>([&](int i) {
       const float2 pair = e4m3_values(e4m3_pair(v[2 * i], v[2 * i + 1]));
       rounded[2 * i] = pair.x;
@@ -169,29 +172,30 @@ DEEPQAT_DEVICE void round_to_grid(const G& grid, const float (&v)[kVector], floa
     return;
   }
 #endif
-  unrolled<kVector>([&](int i) { rounded[i] = grid.round(v[i]); });
+  unrolled<kVector>([&](int i) { rounded[i] = grid_of(i).round(v[i]); });
 }
 
 // The codes of Q(v).
-template <typename G>
-DEEPQAT_DEVICE Vector<typename G::Code> encoded(const G& grid, const float (&v)[kVector]) {
-  Vector<typename G::Code> codes;
+template <typename GridOf>
+DEEPQAT_DEVICE Vector<typename GridAt<GridOf>::Code> encoded(GridOf grid_of, const float (&v)[kVector]) {
+  Vector<typename GridAt<GridOf>::Code> codes;
 #if defined(DEEPQAT_HARDWARE_E4M3)
-  if constexpr (std::is_same_v<G, E4M3>) {
+  if constexpr (std::is_same_v<GridAt<GridOf>, E4M3>) {
     __nv_fp8x2_storage_t pairs[kVector / 2];
     unrolled<kVector / 2>([&](int i) { pairs[i] = e4m3_pair(v[2 * i], v[2 * i + 1]); });
     memcpy(&codes, pairs, sizeof codes);
     return codes;
   }
 #endif
-  unrolled<kVector>([&](int i) { codes.at[i] = grid.quantized(v[i]); });
+  unrolled<kVector>([&](int i) { codes.at[i] = grid_of(i).quantized(v[i]); });
   return codes;
 }
 
-template <typename G>
-DEEPQAT_DEVICE void decode(const G& grid, const Vector<typename G::Code>& codes, float (&values)[kVector]) {
+template <typename GridOf>
+DEEPQAT_DEVICE void decode(GridOf grid_of, const Vector<typename GridAt<GridOf>::Code>& codes,
+                           float (&values)[kVector]) {
 #if defined(DEEPQAT_HARDWARE_E4M3)
-  if constexpr (std::is_same_v<G, E4M3>) {
+  if constexpr (std::is_same_v<GridAt<GridOf>, E4M3>) {
     __nv_fp8x2_storage_t pairs[kVector / 2];
     memcpy(pairs, &codes, sizeof codes);
     unrolled<kVector / 2>([&](int i) {
@@ -202,7 +206,7 @@ DEEPQAT_DEVICE void decode(const G& grid, const Vector<typename G::Code>& codes,
     return;
   }
 #endif
-  unrolled<kVector>([&](int i) { values[i] = grid.decode(codes.at[i]); });
+  unrolled<kVector>([&](int i) { values[i] = grid_of(i).decode(codes.at[i]); });
 }
 
 }  // namespace deepqat::cuda

@@ -14,20 +14,36 @@ def effective_scale(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, 
 
 
 def quantize(
-    x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    grid: int,
+    scale_dtype: torch.dtype,
+    mask: bool,
+    zero: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Codes of ``x``, and its packed mask of what is inside the range (empty without ``mask``)."""
-    spec, scale, rows = _spec(grid), _scales(s0, theta, scale_dtype), _rows(x, s0)
-    codes = reference.quantize(rows, scale, spec).reshape(x.shape)
-    inside = reference.inside_range(rows, scale, spec) if mask else torch.empty(0, dtype=torch.bool, device=x.device)
+    grid_of_rows = (_scales(s0, theta, scale_dtype), _spec(grid), _zeros(zero))
+    rows = _rows(x, s0)
+    codes = reference.quantize(rows, *grid_of_rows).reshape(x.shape)
+    inside = torch.empty(0, dtype=torch.bool, device=x.device)
+    if mask:
+        inside = reference.inside_range(rows, *grid_of_rows)
     return codes, reference.pack_bits(inside)
 
 
 def quantize_with_values(
-    x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    grid: int,
+    scale_dtype: torch.dtype,
+    mask: bool,
+    zero: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, mask, and ``x`` through the grid and back."""
-    return *quantize(x, s0, theta, grid, scale_dtype, mask), fake_quantize(x, s0, theta, grid, scale_dtype)
+    codes, inside = quantize(x, s0, theta, grid, scale_dtype, mask, zero)
+    return codes, inside, fake_quantize(x, s0, theta, grid, scale_dtype, zero=zero)
 
 
 def dequantize(
@@ -37,10 +53,12 @@ def dequantize(
     scale_dtype: torch.dtype,
     dtype: torch.dtype,
     after: Tensor | None = None,
+    zero: Tensor | None = None,
 ) -> Tensor:
-    """``codes * scale`` in ``dtype``."""
+    """``(codes - zero) * scale`` in ``dtype``."""
     spec = _spec({torch.float8_e4m3fn: 0, torch.uint8: 1, torch.int8: 8}[codes.dtype])
-    return reference.dequantize(_rows(codes, s0), _scales(s0, theta, scale_dtype), spec, dtype).reshape(codes.shape)
+    scale = _scales(s0, theta, scale_dtype)
+    return reference.dequantize(_rows(codes, s0), scale, spec, dtype, _zeros(zero)).reshape(codes.shape)
 
 
 def fake_quantize(
@@ -50,9 +68,11 @@ def fake_quantize(
     grid: int,
     scale_dtype: torch.dtype,
     after: Tensor | None = None,
+    zero: Tensor | None = None,
 ) -> Tensor:
     """``x`` through the grid and back."""
-    return reference.fake_quant(_rows(x, s0), _scales(s0, theta, scale_dtype), _spec(grid)).reshape(x.shape)
+    scale = _scales(s0, theta, scale_dtype)
+    return reference.fake_quant(_rows(x, s0), scale, _spec(grid), _zeros(zero)).reshape(x.shape)
 
 
 def fake_quantize_backward(
@@ -64,6 +84,7 @@ def fake_quantize_backward(
     scale_dtype: torch.dtype,
     factor: float,
     theta_gradient: bool,
+    zero: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``x`` and, times ``factor``, of theta (empty where it is not wanted)."""
     grad_x, grad_scale = reference.fake_quant_backward(
@@ -71,6 +92,7 @@ def fake_quantize_backward(
         _rows(x, s0),
         _scales(s0, theta, scale_dtype),
         _spec(grid),
+        _zeros(zero),
         scale_gradient=theta_gradient,
     )
     if theta is not None and x.numel() == 0:
@@ -90,9 +112,10 @@ def fake_quantize_backward_(
     scale_dtype: torch.dtype,
     factor: float,
     theta_gradient: bool,
+    zero: Tensor | None = None,
 ) -> Tensor:
     """The gradient of theta; that of ``x`` takes the place of ``grad``."""
-    grad_x, grad_theta = fake_quantize_backward(grad, x, s0, theta, grid, scale_dtype, factor, theta_gradient)
+    grad_x, grad_theta = fake_quantize_backward(grad, x, s0, theta, grid, scale_dtype, factor, theta_gradient, zero)
     grad.copy_(grad_x)
     return grad_theta
 
@@ -158,3 +181,8 @@ def _rows(x: Tensor, s0: Tensor) -> Tensor:
 def _scales(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
     """The effective scale of every row."""
     return effective_scale(s0, theta, scale_dtype).reshape(-1, 1)
+
+
+def _zeros(zero: Tensor | None) -> Tensor | None:
+    """The zero point of every row."""
+    return None if zero is None else zero.reshape(-1, 1)

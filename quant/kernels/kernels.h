@@ -11,7 +11,7 @@ namespace deepqat {
 
 enum class Dtype { kFloat32, kBFloat16, kHalf };
 
-// s = rounded_to(stored_as, s0 * exp(theta)), one for every run.
+// s = rounded_to(stored_as, s0 * exp(theta)), one for every run, and its zero point.
 struct Scales {
   const float* s0;
   const void* theta;  // null for a scale that is s0
@@ -19,6 +19,7 @@ struct Scales {
   Dtype stored_as;
   int64_t count;
   int64_t block;
+  const float* zero = nullptr;  // integers; null where all are 0
 
   int64_t numel() const { return count * block; }
 };

@@ -3,7 +3,8 @@
 An operator forms the scale itself, ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale costs no
 launch of its own. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive parts of the row-major
 tensor: one scale is per tensor, ``(E,)`` per expert of a stack, ``(out, groups)`` per group. A *grid* is 0 for e4m3, 1
-for e2m1, else the number of bits of a signed integer. Tokens have a grid of 0 or 2 to 8; asymmetric only integers.
+for e2m1, else the number of bits of a signed integer, which may have a zero point beside each scale. Tokens have a grid
+of 0 or 2 to 8; asymmetric only integers.
 
 Who computes: on the CPU the compiled kernels, or where there is no C++ compiler the reference. On CUDA the compiled
 kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference in
@@ -38,15 +39,17 @@ _SCALE = "Tensor s0, Tensor? theta"
 
 for _schema in (
     f"effective_scale({_SCALE}, ScalarType scale_dtype, Tensor? after=None) -> Tensor",
-    f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask) -> (Tensor, Tensor)",
-    f"quantize_with_values(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask) "
+    f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask, Tensor? zero=None) -> (Tensor, Tensor)",
+    f"quantize_with_values(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask, Tensor? zero=None) "
     "-> (Tensor, Tensor, Tensor)",
-    f"dequantize(Tensor codes, {_SCALE}, ScalarType scale_dtype, ScalarType dtype, Tensor? after=None) -> Tensor",
-    f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None) -> Tensor",
+    f"dequantize(Tensor codes, {_SCALE}, ScalarType scale_dtype, ScalarType dtype, Tensor? after=None, "
+    "Tensor? zero=None) -> Tensor",
+    f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, Tensor? zero=None) "
+    "-> Tensor",
     f"fake_quantize_backward(Tensor grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
-    "bool theta_gradient) -> (Tensor, Tensor)",
+    "bool theta_gradient, Tensor? zero=None) -> (Tensor, Tensor)",
     f"fake_quantize_backward_(Tensor(a!) grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
-    "bool theta_gradient) -> Tensor",
+    "bool theta_gradient, Tensor? zero=None) -> Tensor",
     "masked(Tensor grad, Tensor mask) -> Tensor",
     "masked_(Tensor(a!) grad, Tensor mask) -> ()",
     "amax(Tensor x, int count) -> Tensor",
@@ -155,7 +158,14 @@ def learned_scale(
 
 
 def quantize(
-    x: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype, *, mask: bool = False
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    spec: TensorSpec,
+    model_dtype: torch.dtype,
+    zero: Tensor | None = None,
+    *,
+    mask: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Codes of ``x`` in its shape, and which elements are inside the range.
 
@@ -165,6 +175,7 @@ def quantize(
         theta: learned logarithmic correction in any of these dtypes and s0's shape, or None.
         spec: the grid. Which elements share a scale follows from the number of scales, not from its granularity.
         model_dtype: dtype of the model's weights.
+        zero: the scales' zero points, fp32, contiguous, in s0's shape; of integers only.
         mask: whether the mask is wanted.
 
     Returns:
@@ -175,15 +186,22 @@ def quantize(
         RuntimeError: the scales do not divide ``x``, or a dtype is none of those above. So do the other operators.
     """
     _ensure()
-    return _OPS.quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), mask)
+    return _OPS.quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), mask, zero)
 
 
 def quantize_with_values(
-    x: Tensor, s0: Tensor, theta: Tensor | None, spec: TensorSpec, model_dtype: torch.dtype, *, mask: bool = False
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    spec: TensorSpec,
+    model_dtype: torch.dtype,
+    zero: Tensor | None = None,
+    *,
+    mask: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`quantize` and :func:`fake_quantize` in one pass: codes, mask, values."""
     _ensure()
-    return _OPS.quantize_with_values(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), mask)
+    return _OPS.quantize_with_values(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), mask, zero)
 
 
 def dequantize(
@@ -193,13 +211,14 @@ def dequantize(
     spec: TensorSpec,
     model_dtype: torch.dtype,
     dtype: torch.dtype,
+    zero: Tensor | None = None,
     *,
     after: Tensor | None = None,
 ) -> Tensor:
-    """``codes * scale`` in ``dtype``, in the shape of ``codes``; other arguments as for :func:`quantize`, ``after`` as
-    above."""
+    """``(codes - zero) * scale`` in ``dtype``, in the shape of ``codes``; other arguments as for :func:`quantize`,
+    ``after`` as above."""
     _ensure()
-    return _OPS.dequantize(codes, s0, theta, stored_dtype(spec, model_dtype), dtype, after)
+    return _OPS.dequantize(codes, s0, theta, stored_dtype(spec, model_dtype), dtype, after, zero)
 
 
 def fake_quantize(
@@ -208,13 +227,14 @@ def fake_quantize(
     theta: Tensor | None,
     spec: TensorSpec,
     model_dtype: torch.dtype,
+    zero: Tensor | None = None,
     *,
     after: Tensor | None = None,
 ) -> Tensor:
     """``x`` through the grid and back, in its shape and dtype. Differentiable in ``x`` and theta (no LSQ factor);
     ``after`` as above."""
     _ensure()
-    return _OPS.fake_quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), after)
+    return _OPS.fake_quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), after, zero)
 
 
 def fake_quantize_backward_(
@@ -224,6 +244,7 @@ def fake_quantize_backward_(
     theta: Tensor | None,
     spec: TensorSpec,
     model_dtype: torch.dtype,
+    zero: Tensor | None = None,
     *,
     factor: float,
     theta_gradient: bool,
@@ -235,7 +256,7 @@ def fake_quantize_backward_(
     """
     _ensure()
     grad_theta = _OPS.fake_quantize_backward_(
-        grad, x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), factor, theta_gradient
+        grad, x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), factor, theta_gradient, zero
     )
     return grad_theta if theta_gradient else None
 
@@ -296,13 +317,29 @@ def _(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, after: Tensor 
 
 
 @torch.library.register_fake("deepqat::quantize")
-def _(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool) -> Any:
+def _(
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    grid: int,
+    scale_dtype: torch.dtype,
+    mask: bool,
+    zero: Tensor | None = None,
+) -> Any:
     codes = _like(x, _CODE_DTYPES.get(grid, torch.int8))
     return codes, x.new_empty((x.numel() + 7) // 8 if mask else 0, dtype=torch.uint8)
 
 
 @torch.library.register_fake("deepqat::quantize_with_values")
-def _(x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, mask: bool) -> Any:
+def _(
+    x: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    grid: int,
+    scale_dtype: torch.dtype,
+    mask: bool,
+    zero: Tensor | None = None,
+) -> Any:
     codes = _like(x, _CODE_DTYPES.get(grid, torch.int8))
     return codes, x.new_empty((x.numel() + 7) // 8 if mask else 0, dtype=torch.uint8), _like(x)
 
@@ -315,6 +352,7 @@ def _(
     scale_dtype: torch.dtype,
     dtype: torch.dtype,
     after: Tensor | None = None,
+    zero: Tensor | None = None,
 ) -> Tensor:
     return _like(codes, dtype)
 
@@ -327,6 +365,7 @@ def _(
     grid: int,
     scale_dtype: torch.dtype,
     after: Tensor | None = None,
+    zero: Tensor | None = None,
 ) -> Tensor:
     return _like(x)
 
@@ -341,6 +380,7 @@ def _(
     scale_dtype: torch.dtype,
     factor: float,
     theta_gradient: bool,
+    zero: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _like(x), _like(theta) if theta is not None and theta_gradient else x.new_empty(0)
 
@@ -355,6 +395,7 @@ def _(
     scale_dtype: torch.dtype,
     factor: float,
     theta_gradient: bool,
+    zero: Tensor | None = None,
 ) -> Tensor:
     return _like(theta) if theta is not None and theta_gradient else x.new_empty(0)
 
@@ -391,17 +432,17 @@ def _(grad: Tensor, x: Tensor, grid: int, symmetric: bool) -> Tensor:
 
 
 def _save_fake_quantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, s0, theta, grid, scale_dtype, _ = inputs
-    ctx.save_for_backward(x, s0, theta)
+    x, s0, theta, grid, scale_dtype, _, zero = inputs
+    ctx.save_for_backward(x, s0, theta, zero)
     ctx.grid, ctx.scale_dtype = grid, scale_dtype
 
 
 def _fake_quantize_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, s0, theta = ctx.saved_tensors
+    x, s0, theta, zero = ctx.saved_tensors
     grad_x, grad_theta = _OPS.fake_quantize_backward(
-        grad, x, s0, theta, ctx.grid, ctx.scale_dtype, 1.0, ctx.needs_input_grad[2]
+        grad, x, s0, theta, ctx.grid, ctx.scale_dtype, 1.0, ctx.needs_input_grad[2], zero
     )
-    return grad_x, None, grad_theta if ctx.needs_input_grad[2] else None, None, None, None
+    return grad_x, None, grad_theta if ctx.needs_input_grad[2] else None, None, None, None, None
 
 
 def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

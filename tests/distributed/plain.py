@@ -165,7 +165,12 @@ def follow(quantization: Quantization) -> None:
         parts = torch.cat([quantization.layers[name].weight.flatten() for name in group.members])
         parts = parts.reshape(*group.s0.shape, -1)
         absmax = parts.abs().amax(-1)
-        if quantization.ranges.signed:  # the largest magnitude becomes -2^(bits - 1)
+        if group.zero is not None:
+            lowest, highest = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
+            steps = group.spec.qmax - group.spec.qmin
+            group.s0.copy_((highest - lowest) / steps)
+            group.zero.copy_((group.spec.qmin - lowest / group.s0).round())
+        elif quantization.ranges.signed:  # the largest magnitude becomes -2^(bits - 1)
             group.s0.copy_(torch.where(parts.amax(-1) > -parts.amin(-1), -absmax, absmax) / 2 ** (group.spec.bits - 1))
         else:
             group.s0.copy_(absmax_scale(absmax, group.spec))
@@ -274,8 +279,17 @@ def assert_equals_plain_loop(path: Path, *, off: range | None = None, without_ta
         assert after.keys() == plain_after.keys()
         scales = [name for name in after if name.endswith("_s0")]
         for name in scales if quantized else ():  # the others are not in use
+            if name.replace("_s0", "_zero") in after:
+                # Of ranges, an end of which may be one of the few weights that are a whole learning rate off.
+                difference = (after[name] - plain_after[name]).abs() / settings.optim.lr
+                assert float(difference.max()) <= WEIGHT_MAX and float(difference.mean()) <= WEIGHT_MEAN, (step, name)
+                continue
             # Of the same weights, or of activations that rounding parts.
             torch.testing.assert_close(after[name], plain_after[name], rtol=1e-5, atol=0)
+        for name in (name for name in after if name.endswith("_zero")):
+            # A weight that differs in its last bits can turn a rounding.
+            difference = (after[name] - plain_after[name]).abs()
+            assert float(difference.max()) <= 1 and float(difference.mean()) < 0.01, (step, name)
         assert_same_steps(after, plain_after, settings, step)
         assert_same_thetas(after, plain_after, settings.optim.scale_lr if quantized else 0.0, step)
 
@@ -285,7 +299,7 @@ def assert_same_steps(
 ) -> None:
     """The model's own Parameters after a step from the same ones, in units of the learning rate: Adam's whole step."""
     for name, value in found.items():
-        if not name.endswith(("_theta", "_s0")):
+        if not name.endswith(("_theta", "_s0", "_zero")):
             difference = (value - expected[name]).abs() / settings.optim.lr
             mean, most = float(difference.mean()), float(difference.max())
             assert mean <= WEIGHT_MEAN and most <= WEIGHT_MAX, (step, name, mean, most)

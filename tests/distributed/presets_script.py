@@ -67,7 +67,10 @@ def used_in_forward(engine, quantization: Quantization, ids) -> dict[str, dict[s
             for part in linears_of(name, layer):
                 spec = layer.scheme.weights
                 weight, scale = part.weight(layer.weight), part.scale(layer.weight_scale(), spec).clone()
-                used[part.name] = {"codes": quantize(weight, scale, spec).cpu(), "weight": scale.cpu()}
+                zero = None if layer.weight_zero is None else part.scale(layer.weight_zero, spec).clone()
+                used[part.name] = {"codes": quantize(weight, scale, spec, zero).cpu(), "weight": scale.cpu()}
+                if zero is not None:
+                    used[part.name]["zero"] = zero.cpu()
                 if layer.input_s0 is not None:
                     used[part.name]["input"] = layer.input_scale().cpu()
 

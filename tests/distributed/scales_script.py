@@ -33,6 +33,7 @@ MEASURED = {
     "channel": Scheme("w4a16_channel", TensorSpec("int", 4, "channel")),
     "group": Scheme("w5a16_g3", TensorSpec("int", 5, "group", 3)),
     "searched": Scheme("w2a16_g3", TensorSpec("int", 2, "group", 3)),
+    "shifted": Scheme("w4a16_g3_asym", TensorSpec("int", 4, "group", 3, symmetric=False)),
     "tensor": SCHEMES["fp8_static"],
 }
 ZERO3 = {

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from engine.verify import compare_with_transformers
 from model.compressed import load_compressed, quantized_keys
 from quant import PRESETS
-from quant.export import unpack_scale, unpack_weight
+from quant.export import unpack_scale, unpack_weight, unpack_zero
 from tests.distributed.launcher import run_ranks
 from tests.distributed.presets_script import MIXED
 from tests.tiny import tiny_checkpoint
@@ -22,6 +22,7 @@ SOME = [
     ("qwen3", "fp8_block"),
     ("qwen3", "8da4w"),
     ("qwen3", "nvfp4"),
+    ("qwen3", "w4a16_asym"),
     ("qwen3", MIXED),
     ("qwen3_moe", "fp8_static_kv"),
     ("qwen3_moe", "w8a8_static"),
@@ -67,6 +68,8 @@ def check(directory: Path) -> None:
         assert torch.equal(codes.view(torch.int8), used[name]["codes"].view(torch.int8)), name
         scale = unpack_scale(state["weight_scale"], spec, state.get("weight_global_scale"))
         assert torch.equal(scale, used[name]["weight"]), name
+        if not spec.symmetric:
+            assert torch.equal(unpack_zero(state, layer.scheme), used[name]["zero"]), name
         if layer.scheme.static_input is not None:
             assert torch.equal(unpack_scale(state["input_scale"], layer.scheme.static_input), used[name]["input"]), name
     for name in quantization.caches:

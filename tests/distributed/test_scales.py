@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.recipe_file import load_recipe
 from quant import SCHEMES, Quantization, prepare
-from quant.reference import absmax_scale, fake_quant
+from quant.reference import absmax_scale, asymmetric_grid, fake_quant
 from quant.spec import PRESETS
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import plain_model, plain_weights
@@ -244,6 +244,11 @@ def test_scales_measured_from_partitions_are_those_of_the_whole_weights(base, ki
         else:
             (weight,) = whole
             absmax = weight.unflatten(-1, (-1, spec.group_size or weight.shape[-1])).abs().amax(-1)
+        if name == "shifted":
+            groups = weight.unflatten(-1, (-1, spec.group_size))
+            lowest, highest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+            assert torch.equal(scale, torch.stack(asymmetric_grid(lowest, highest, spec))), owner
+            continue
         if name != "searched":
             assert torch.equal(scale, absmax_scale(absmax, spec)), owner
             continue

@@ -19,12 +19,14 @@ MIXED = {
     "embedding": "w4a16_g32",
 }
 FOLLOWING = {"scheme": "w3a16_g32", "weight_range": "absmax", "scales_follow_weights": True}
+SHIFTED = {"weights": {"dtype": "int", "bits": 3, "granularity": "group", "group_size": 32, "symmetric": False}}
 # name: stage, sections of the recipe
 RUNS = {
     "mixed-0": (0, {"quant": MIXED}),
     "mixed-3": (3, {"quant": MIXED}),
     "clipping-1": (1, {"quant": FOLLOWING}),
     "clipping-3": (3, {"quant": FOLLOWING}),
+    "shifted-3": (3, {"quant": {**FOLLOWING, "scheme": "shifted", "schemes": {"shifted": SHIFTED}}}),
     "absmax-2": (2, {"quant": FOLLOWING, "learnable": {"weight_scale": False}}),
     # Its statistics, which are logged every second step, need the global scales that no rank holds whole.
     "nvfp4-3": (3, {"quant": {"scheme": "nvfp4"}}),
@@ -65,6 +67,8 @@ def test_what_is_quantised_and_what_moves(results):
     # The first step of the warm-up moves by half a learning rate, which shows in every absmax.
     assert all((a != b).float().mean() > 0.9 for a, b in itertools.pairwise(starts))
     assert clipping["weights"][f"{name}.weight_theta"].any()
+    shifted = [step[f"{name}.weight_zero"] for step in load_result(results["shifted-3"])["after"]]
+    assert shifted[0].unique().numel() > 2 and not torch.equal(shifted[0], shifted[-1]), "zero points follow as well"
     assert not any(key.endswith("weight_theta") for key in load_result(results["absmax-2"])["weights"])
     signs = torch.cat([scale.sign().flatten() for scale in load_result(results["signed-3"])["scales"].values()])
     assert 0.3 < (signs < 0).float().mean() < 0.7

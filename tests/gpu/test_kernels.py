@@ -34,8 +34,8 @@ def on_gpu(x: Tensor | None) -> Tensor | None:
 def check(case: Case) -> None:
     """Every operator: the GPU's result is the CPU's."""
     what = str(case)
-    x, grad, s0, theta = case.x, case.grad, case.s0, case.theta
-    gx, gg, gs, gt = (on_gpu(value) for value in (x, grad, s0, theta))
+    x, grad, s0, theta, zero = case.x, case.grad, case.s0, case.theta, case.zero
+    gx, gg, gs, gt, gz = (on_gpu(value) for value in (x, grad, s0, theta, zero))
 
     def same(name: str, on_cpu: tuple, on_device: tuple) -> None:
         ours, theirs = getattr(OPS, name)(*on_device), getattr(OPS, name)(*on_cpu)
@@ -46,24 +46,25 @@ def check(case: Case) -> None:
 
     grid, stored = case.grid, case.scale_dtype
     same("effective_scale", (s0, theta, stored), (gs, gt, stored))
-    same("fake_quantize", (x, s0, theta, grid, stored), (gx, gs, gt, grid, stored))
+    same("fake_quantize", (x, s0, theta, grid, stored, None, zero), (gx, gs, gt, grid, stored, None, gz))
     for mask in (False, True):
-        same("quantize", (x, s0, theta, grid, stored, mask), (gx, gs, gt, grid, stored, mask))
         arguments = (grid, stored, mask)
-        same("quantize_with_values", (x, s0, theta, *arguments), (gx, gs, gt, *arguments))
-    codes, mask = OPS.quantize(x, s0, theta, grid, stored, True)
+        same("quantize", (x, s0, theta, *arguments, zero), (gx, gs, gt, *arguments, gz))
+        same("quantize_with_values", (x, s0, theta, *arguments, zero), (gx, gs, gt, *arguments, gz))
+    codes, mask = OPS.quantize(x, s0, theta, grid, stored, True, zero)
     overwritten = grad.cuda().contiguous().clone()
     OPS.masked_(overwritten, mask.cuda())
     assert_same(overwritten.cpu(), OPS.masked(grad, mask), f"masked in place, {what}")
     for dtype in DTYPES:
-        same("dequantize", (codes, s0, theta, stored, dtype), (on_gpu(codes), gs, gt, stored, dtype))
+        last = (stored, dtype, None)
+        same("dequantize", (codes, s0, theta, *last, zero), (on_gpu(codes), gs, gt, *last, gz))
     same("masked", (grad, mask), (gg, mask.cuda()))
     same("amax", (x, s0.numel()), (gx, s0.numel()))
     for wanted in (False, True) if theta is not None else (False,):
         same(
             "fake_quantize_backward",
-            (grad, x, s0, theta, grid, stored, case.factor, wanted),
-            (gg, gx, gs, gt, grid, stored, case.factor, wanted),
+            (grad, x, s0, theta, grid, stored, case.factor, wanted, zero),
+            (gg, gx, gs, gt, grid, stored, case.factor, wanted, gz),
         )
     for tokens in TOKEN_GRIDS:
         same("quantize_tokens", (x, *tokens), (gx, *tokens))

@@ -42,6 +42,7 @@ def test_config_of_numerics_without_a_preset():
     for weights, name in (
         (TensorSpec("int", 5, "channel"), "w5a16_channel"),
         (TensorSpec("int", 4, "group", 64), "w4a16_g64"),
+        (TensorSpec("int", 3, "group", 32, symmetric=False), "w3a16_g32_asym"),
     ):
         found = read(quantization_config({"a": Scheme("mine", weights)}, []), "a")
         assert (found.weights, found.activations, found.name) == (weights, None, name)
@@ -197,7 +198,7 @@ GROUP = "config_groups.group_0"
         (lambda c, g: g.update(output_activations={}), f"{GROUP}.output_activations is set"),
         (lambda c, g: g.pop("weights"), f"{GROUP}.weights is missing"),
         (lambda c, g: g.update(format="pack-quantized"), f"{GROUP}.format is 'pack-quantized', expected 'float-qu"),
-        (lambda c, g: g["weights"].update(symmetric=False), f"{GROUP}.weights: only dynamic int"),
+        (lambda c, g: g["weights"].update(symmetric=False), f"{GROUP}.weights: only int codes per channel"),
         (lambda c, g: g["weights"].update(actorder="group"), f"{GROUP}.weights.actorder is 'group', expected None"),
         (lambda c, g: g["weights"].update(num_bits=6), "type 'float' with num_bits 6 is not read"),
         (lambda c, g: g["weights"].update(scale_dtype="torch.uint8"), "weights.scale_dtype is 'torch.uint8'"),

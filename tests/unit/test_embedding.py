@@ -84,9 +84,10 @@ def test_it_is_prepared_by_name_only():
     )
     assert [group.owner for group in quantization.weight_groups] == ["0", "1"]
     assert quantization.weight_groups[0].s0 is model[0].weight_s0
-    for scheme in (get_scheme("fp8_static"), get_scheme("nvfp4"), Scheme("t", TensorSpec("int", 8, "tensor"))):
+    per_tensor = Scheme("t", TensorSpec("int", 8, "tensor"))
+    for scheme in (get_scheme("fp8_static"), get_scheme("nvfp4"), get_scheme("w8a16_asym"), per_tensor):
         model = nn.Sequential(nn.Embedding(ROWS, FEATURES), nn.Linear(FEATURES, 4))
-        with pytest.raises(ValueError, match=r"0: scheme .* embeddings can have integer weights"):
+        with pytest.raises(ValueError, match=r"0: scheme .* embeddings can have symmetric integer weights"):
             prepare(model, None, named={"0": scheme}, **learn)
     with pytest.raises(ValueError, match="does more than look up"):
         prepare(nn.Sequential(nn.Embedding(4, 32, max_norm=1.0)), None, named={"0": get_scheme("w4a16_g32")}, **learn)

@@ -22,6 +22,9 @@ COMPOSED = [
     Scheme("fp8_block_weight_only", TensorSpec("fp8_e4m3", 8, "block", 64)),
     Scheme("int8_group_with_int8_inputs", TensorSpec("int", 8, "group", 64), SCHEMES["int8_dynamic"].activations),
     Scheme("int4_with_static_int8_inputs", TensorSpec("int", 4, "group", 32), SCHEMES["w8a8_static"].activations),
+    *(Scheme(f"int{bits}_shifted", TensorSpec("int", bits, "group", 32, symmetric=False)) for bits in (2, 3, 8)),
+    Scheme("int4_shifted", TensorSpec("int", 4, "channel", symmetric=False), SCHEMES["int8_dynamic"].activations),
+    Scheme("int8_shifted_int8", TensorSpec("int", 8, "channel", symmetric=False), SCHEMES["int8_dynamic"].activations),
 ]
 ALL = [*SCHEMES.values(), *COMPOSED]
 
@@ -31,8 +34,8 @@ def by_name(scheme: Scheme) -> str:
 
 
 def weight_and_scale(scheme: Scheme, rows: int, columns: int, *, zeros: bool = False):
-    """A bf16 weight, a learned scale of it (theta differs from 0, so that the scale is no round number), and the global
-    scale where the format has one."""
+    """A bf16 weight, a learned scale of it (theta differs from 0, so that the scale is no round number), the global
+    scale where the format has one, and any zero points where it has those."""
     weight = torch.randn(rows, columns).bfloat16()
     if zeros:
         weight[:, : columns // 3] = 0
@@ -47,7 +50,10 @@ def weight_and_scale(scheme: Scheme, rows: int, columns: int, *, zeros: bool = F
     global_scale = (448 * 6 / weight.float().abs().max()).view(1) if spec.scale_format == "e4m3" else None
     theta = 0.1 * torch.randn(absmax.shape).bfloat16()
     scale = effective_scale(absmax_scale(absmax, spec), theta, spec, torch.bfloat16, global_scale)
-    return weight, signed(scale) if spec.dtype == "int" else scale, global_scale
+    zero = None
+    if spec.has_zero_points:
+        zero = torch.randint(int(spec.qmin), int(spec.qmax) + 1, scale.shape).float()
+    return weight, signed(scale) if spec.dtype == "int" else scale, global_scale, zero
 
 
 def signed(scale: torch.Tensor) -> torch.Tensor:
@@ -60,12 +66,20 @@ def input_scale_of(scheme: Scheme) -> torch.Tensor | None:
 
 
 def packed(scheme: Scheme, rows: int, columns: int, **options):
-    """The tensors of one Linear by suffix, its weight, and its effective scale."""
-    weight, scale, global_scale = weight_and_scale(scheme, rows, columns, **options)
+    """The tensors of one Linear by suffix, its weight, its effective scale, and its zero points."""
+    weight, scale, global_scale, zero = weight_and_scale(scheme, rows, columns, **options)
     tensors = export.pack_linear(
-        "a.b", weight, scale, input_scale_of(scheme), None, scheme, torch.bfloat16, weight_global=global_scale
+        "a.b",
+        weight,
+        scale,
+        input_scale_of(scheme),
+        None,
+        scheme,
+        torch.bfloat16,
+        weight_global=global_scale,
+        weight_zero=zero,
     )
-    return {key.removeprefix("a.b."): tensor for key, tensor in tensors.items()}, weight, scale
+    return {key.removeprefix("a.b."): tensor for key, tensor in tensors.items()}, weight, scale, zero
 
 
 def theirs(scheme: Scheme):
@@ -117,27 +131,29 @@ def test_a_packed_linear_decompresses_to_the_fake_quantised_weight(scheme, bias,
     rows, columns = random.randrange(20, 60), 128 * random.randrange(1, 4)
     if scheme.weights.granularity == "block":
         rows = 128 * random.randrange(1, 4)
-    weight, scale, global_scale = weight_and_scale(scheme, rows, columns)
+    weight, scale, global_scale, zero = weight_and_scale(scheme, rows, columns)
     input_scale, bias = input_scale_of(scheme), weight[:, 0] if bias else None
     tensors = export.pack_linear(
-        "a.b", weight, scale, input_scale, bias, scheme, torch.bfloat16, weight_global=global_scale
+        "a.b", weight, scale, input_scale, bias, scheme, weight.dtype, weight_global=global_scale, weight_zero=zero
     )
 
     planned = {f"a.b.{key}": value for key, value in export.packed_shapes(columns, rows, scheme, weight.dtype).items()}
     planned |= {} if bias is None else {"a.b.bias": (torch.bfloat16, (rows,))}
     assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()} == planned
-    sources = [weight, scale, *(each for each in (input_scale, global_scale) if each is not None)]
+    sources = [weight, scale, *(each for each in (input_scale, global_scale, zero) if each is not None)]
     storages = [tensor.untyped_storage().data_ptr() for tensor in [*tensors.values(), *sources]]
     assert len({*storages}) == len(tensors) + len(sources)
 
     state = {key.removeprefix("a.b."): tensor for key, tensor in tensors.items()}
     codes = export.unpack_weight(state, scheme)
-    expected = quantize(weight, scale, scheme.weights)
+    expected = quantize(weight, scale, scheme.weights, zero)
     assert codes.dtype == expected.dtype
     assert torch.equal(codes.view(torch.int8), expected.view(torch.int8))
     assert torch.equal(
         export.unpack_scale(state["weight_scale"], scheme.weights, state.get("weight_global_scale")), scale
     )
+    if zero is not None:
+        assert torch.equal(export.unpack_zero(state, scheme), zero)
     if scheme.static_input is not None:
         assert torch.equal(export.unpack_scale(state["input_scale"], scheme.static_input), input_scale)
 
@@ -147,9 +163,10 @@ def test_a_packed_linear_decompresses_to_the_fake_quantised_weight(scheme, bias,
     decompressed = compressor.decompress(state, group)["weight"]
     assert decompressed.dtype == (torch.bfloat16 if scheme.weights.dtype == "fp4_e2m1" else torch.float32)
     for dtype in {decompressed.dtype, torch.bfloat16}:
-        assert torch.equal(decompressed.to(dtype), dequantize(expected, scale, scheme.weights, dtype))
-        assert torch.equal(decompressed.to(dtype), export.dequantized_weight(codes, scale, scheme.weights, dtype))
-    assert torch.equal(decompressed.bfloat16(), fake_quant(weight, scale, scheme.weights))
+        assert torch.equal(decompressed.to(dtype), dequantize(expected, scale, scheme.weights, dtype, zero))
+        ours = export.dequantized_weight(codes, scale, scheme.weights, dtype, zero)
+        assert torch.equal(decompressed.to(dtype), ours)
+    assert torch.equal(decompressed.bfloat16(), fake_quant(weight, scale, scheme.weights, zero))
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=by_name)
@@ -158,19 +175,22 @@ def test_compressed_tensors_writes_the_same_tensors(scheme, seed):
 
     Given a negative zero it writes a zero: both signs stand for the same number.
     """
-    state, _, scale = packed(scheme, 128, 256, zeros=True)
+    state, _, scale, zero = packed(scheme, 128, 256, zeros=True)
     compressor, group = theirs(scheme)
-    values = export.dequantized_weight(export.unpack_weight(state, scheme), scale, scheme.weights)
+    values = export.dequantized_weight(export.unpack_weight(state, scheme), scale, scheme.weights, zero=zero)
     global_scale = state.get("weight_global_scale")
     given = {"weight": values, "weight_scale": scale if global_scale is None else scale * global_scale}
     given |= {suffix: state[suffix] for suffix in ("weight_global_scale", "input_scale") if suffix in state}
+    if zero is not None:
+        given["weight_zero_point"] = zero.to(torch.int8)
     written = compressor.compress(given, group)
     if scheme.weights.scale_format == "model":
         written["weight_scale"] = written["weight_scale"].bfloat16()  # they leave it in the dtype given
     assert written.keys() == state.keys()
     for suffix, tensor in state.items():
         assert (written[suffix].dtype, written[suffix].shape) == (tensor.dtype, tensor.shape), suffix
-        pair = [each[suffix].contiguous().view(torch.uint8) for each in (written, state)]
+        dense = [each[suffix].clone(memory_format=torch.contiguous_format) for each in (written, state)]
+        pair = [each.view(torch.uint8) for each in dense]
         if scheme.weights.dtype == "fp4_e2m1" and suffix == "weight_packed":
             pair = [torch.where(nibbles == 8, 0, nibbles) for nibbles in map(unpack_nibbles, pair)]
         elif suffix == "weight" and scheme.weights.dtype == "fp8_e4m3":
@@ -207,6 +227,8 @@ def test_shapes_are_those_that_vllm_creates(scheme):
             "weight_scale": (torch.bfloat16, (256, 512 // size if size else 1)),
             "weight_shape": (torch.int64, (2,)),
         }
+        if not scheme.weights.symmetric:
+            expected["weight_zero_point"] = (torch.int32, (256 * bits // 32, 512 // size if size else 1))
     shapes = export.packed_shapes(512, 256, scheme, torch.bfloat16)
     assert {suffix: shape for suffix, (_, shape) in shapes.items()} == {s: shape for s, (_, shape) in expected.items()}
     for suffix, (dtype, _) in expected.items():
@@ -215,7 +237,7 @@ def test_shapes_are_those_that_vllm_creates(scheme):
 
 
 def test_the_shape_of_a_packed_weight_is_in_the_file(seed):
-    state, weight, _ = packed(SCHEMES["w3a16_channel"], 20, 256)
+    state, weight, *_ = packed(SCHEMES["w3a16_channel"], 20, 256)
     assert state["weight_shape"].tolist() == list(weight.shape)
 
 
@@ -225,12 +247,17 @@ def test_quantising_a_dequantised_weight_gives_the_same_codes(scheme, dtype, see
     """What lets a reader rebuild our forward from a file.
 
     code * s * (1/s) is off by at most three roundings, 2^-22 of the code in fp32; after the rounding to bf16 2^-8.9.
-    The next boundary between codes is half a step away: at least 1/30 of the code for e4m3, 1/256 for int8.
+    The next boundary between codes is half a step away: at least 1/30 of the code for e4m3, 1/256 for int8. With a zero
+    point an 8-bit code can be 255 steps from 0, where bf16 does not tell neighbours apart.
     """
-    weight, scale, _ = weight_and_scale(scheme, 128, 384)
-    codes = quantize(weight, scale, scheme.weights)
-    again = quantize(dequantize(codes, scale, scheme.weights, dtype), scale, scheme.weights)
-    assert torch.equal(again.view(torch.int8), codes.view(torch.int8))
+    weight, scale, _, zero = weight_and_scale(scheme, 128, 384)
+    spec = scheme.weights
+    codes = quantize(weight, scale, spec, zero)
+    again = quantize(dequantize(codes, scale, spec, dtype, zero), scale, spec, zero)
+    if spec.has_zero_points and spec.bits == 8 and dtype == torch.bfloat16:
+        assert (again.int() - codes.int()).abs().max() <= 1
+    else:
+        assert torch.equal(again.view(torch.int8), codes.view(torch.int8))
 
 
 def test_scales_at_the_ends_of_their_formats():
@@ -286,6 +313,23 @@ def test_unusable_scales_and_weights_are_named():
     for weight, weight_scale, input_scale, scheme, message in cases:
         with pytest.raises(ValueError, match=message):
             export.pack_linear("x.q", weight, weight_scale, input_scale, None, scheme, torch.bfloat16)
+
+
+def test_unusable_zero_points_are_named():
+    scheme = SCHEMES["w4a16_asym"]
+    weight, scale = torch.ones(8, 256), torch.ones(8, 2)
+    for zero, message in (
+        (None, r"x.q.weight_zero_point is missing, expected \(8, 2\), as the scale"),
+        (torch.zeros(8, 1), r"x.q.weight_zero_point is of shape \(8, 1\), expected \(8, 2\)"),
+        (torch.full((8, 2), torch.nan), "x.q.weight_zero_point has nan, expected integers from -8 to 7"),
+        (torch.full((8, 2), 8.0), "x.q.weight_zero_point has 8, expected"),
+        (torch.full((8, 2), 0.5), "x.q.weight_zero_point has 0.5, expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export.pack_linear("x.q", weight, scale, None, None, scheme, torch.bfloat16, weight_zero=zero)
+    state, *_ = packed(scheme, 8, 256)
+    with pytest.raises(ValueError, match=r"weight_zero_point has shape \(2, 2\), 8 rows at 4 bits mean \(1, 2\)"):
+        export.unpack_zero(state | {"weight_zero_point": torch.zeros(2, 2, dtype=torch.int32)}, scheme)
 
 
 def test_a_packed_width_that_contradicts_the_shape_is_refused():

@@ -37,6 +37,8 @@ SCHEMES = [
     (FP8, FP8),
     (INT4, None),
     (TensorSpec("int", 2, "group", 16), None),
+    (TensorSpec("int", 4, "group", 16, symmetric=False), None),
+    (TensorSpec("int", 8, "channel", symmetric=False), FP8),
     (FP8, None),
     (None, FP8),
     (BLOCKS, FP8_GROUPS),
@@ -65,6 +67,11 @@ class Case:
             # The largest scales before theta have the code 448; some are below the smallest normal one.
             ends = 448 / self.weight_s0.max() if self.weight_s0.numel() else torch.ones(())
             self.weight_global = nn.Parameter(10 ** random.uniform(-3, 0) * ends.view(1), requires_grad=False)
+        self.weight_zero = None
+        if weight_spec is not None and weight_spec.has_zero_points:
+            # 0 is no end of the grid: an element there would ask for other finite differences.
+            zero = torch.randint(int(weight_spec.qmin) + 1, int(weight_spec.qmax), self.weight_s0.shape)
+            self.weight_zero = nn.Parameter(zero.float(), requires_grad=False)
         self.input_s0, self.input_theta = self._scale(self.x, input_spec, (math.prod(tokens), in_), dtype)
         # Any numbers: what the caller says is what counts.
         self.plan = Plan(
@@ -90,7 +97,8 @@ class Case:
         return {name: t for name, t in self.tensors().items() if t is not None and t.requires_grad}
 
     def __call__(self):
-        return quant_linear(*self.tensors().values(), self.plan, weight_global=self.weight_global)
+        extra = {"weight_global": self.weight_global, "weight_zero": self.weight_zero}
+        return quant_linear(*self.tensors().values(), self.plan, **extra)
 
     def scale(self, kind):
         spec = getattr(self.plan, kind)
@@ -105,7 +113,7 @@ class Case:
         if spec is not None:
             x = fake_quantize_tokens(x, spec) if spec.dynamic else fake_quant(x, self.scale("input"), spec)
         if self.plan.weight is not None:
-            weight = fake_quant(weight, self.scale("weight"), self.plan.weight)
+            weight = fake_quant(weight, self.scale("weight"), self.plan.weight, self.weight_zero)
         return x, weight
 
 
@@ -184,7 +192,8 @@ class Surrogate:
         theta = getattr(case, f"{kind}_theta").detach().double()
         rounded_scale = case.scale(kind)
         self.rounding = rounded_scale.double() - self.s0 * theta.exp()
-        self.of_scale = reference_surrogate(self._flat(self.tensor), rounded_scale, self.spec)
+        zero = case.weight_zero if kind == "weight" else None
+        self.of_scale = reference_surrogate(self._flat(self.tensor), rounded_scale, self.spec, zero)
 
     def __call__(self, x, theta):
         if self.spec is None:
@@ -220,7 +229,8 @@ def test_gradients_in_low_precision(schemes, dtype, seed):
             if spec is not None and spec.dynamic:
                 expected = fake_quantize_tokens_backward(expected, case.x.detach(), spec)
             elif spec is not None:
-                expected = expected * inside_range(getattr(case, name).detach(), case.scale(kind), spec)
+                zero = case.weight_zero if kind == "weight" else None
+                expected = expected * inside_range(getattr(case, name).detach(), case.scale(kind), spec, zero)
             assert ours[name].dtype == dtype
             # The same products, rounded once to the dtype; the order of fp32 sums may differ.
             torch.testing.assert_close(ours[name], expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
@@ -262,7 +272,7 @@ class Saved:
     """Records what autograd keeps, without the Parameters that live anyway: ``{storage address: bytes}``."""
 
     def __init__(self, case):
-        tensors = (*case.tensors().values(), case.weight_global)
+        tensors = (*case.tensors().values(), case.weight_global, case.weight_zero)
         self.parameters = {t.data_ptr() for t in tensors if isinstance(t, nn.Parameter)}
         self.bytes, self.count, self.dtypes = {}, 0, []
 
@@ -351,7 +361,9 @@ def test_the_weight_may_be_gone_between_forward_and_backward(schemes, seed):
     torch.manual_seed(1)
     reference, _ = gradients(case)
     output = case()
-    parameters = [t for t in (*case.tensors().values(), case.weight_global) if isinstance(t, nn.Parameter)]
+    parameters = [
+        t for t in (*case.tensors().values(), case.weight_global, case.weight_zero) if isinstance(t, nn.Parameter)
+    ]
     full = [p.data for p in parameters]
     for p in parameters:
         p.data = torch.empty(0)

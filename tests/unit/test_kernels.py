@@ -130,11 +130,13 @@ class Case:
     grid: int
     scale_dtype: torch.dtype
     factor: float
+    zero: Tensor | None = None
 
     def __str__(self) -> str:
         theta = None if self.theta is None else self.theta.dtype
         x = f"x {tuple(self.x.shape)} {self.x.stride()} {self.x.dtype}"
-        return f"{x}, s0 {tuple(self.s0.shape)}, theta {theta}, grid {self.grid}, stored as {self.scale_dtype}"
+        grid = f"grid {self.grid}{'' if self.zero is None else ', zero points'}"
+        return f"{x}, s0 {tuple(self.s0.shape)}, theta {theta}, {grid}, stored as {self.scale_dtype}"
 
     @property
     def scales(self) -> tuple[Tensor, Tensor | None]:
@@ -150,7 +152,8 @@ class Case:
         rows = self.x.reshape(scale.numel(), self.x.numel() // scale.numel())
         one_each = scale.expand(rows.shape).reshape(-1, 1)
         x, grad = rows.reshape(-1, 1), self.grad.reshape(-1, 1)
-        _, terms = reference.fake_quant_backward(grad, x, one_each, spec_of(self.grid), scale_gradient=True)
+        zero = None if self.zero is None else self.zero.reshape(-1, 1).expand(rows.shape).reshape(-1, 1)
+        _, terms = reference.fake_quant_backward(grad, x, one_each, spec_of(self.grid), zero, scale_gradient=True)
         return terms.reshape(rows.shape)
 
 
@@ -186,8 +189,13 @@ def random_case(largest: int = 60_000) -> Case:
     if theta is not None and random.random() < 0.05:
         odd = torch.tensor([-104.0, 88.0, 89.0, math.nan, math.inf, -math.inf]).to(theta_dtype)
         theta = torch.where(torch.rand(scale_shape) < 0.3, odd[torch.randint(len(odd), scale_shape)], theta)
+    zero = None
+    if grid >= 2 and random.random() < 0.5:
+        zero = torch.randint(int(spec_of(grid).qmin), int(spec_of(grid).qmax) + 1, scale_shape).float()
+        zero = torch.where(torch.rand(scale_shape) < random.choice((0.0, 0.0, 0.1)), torch.nan, zero)
     factor = random.choice((1.0, random.uniform(1e-4, 1.0)))
-    return Case(random_layout(x, shape), random_layout(grad, shape), s0, theta, grid, random.choice(DTYPES), factor)
+    x, grad = random_layout(x, shape), random_layout(grad, shape)
+    return Case(x, grad, s0, theta, grid, random.choice(DTYPES), factor, zero)
 
 
 # ---- the gradient of theta: a sum
@@ -261,34 +269,34 @@ def check_theta_gradient(case: Case, ours: Tensor) -> None:
 
 def check(case: Case) -> None:
     """All operators on one case, against the reference."""
-    x, scales, grid, what = case.x, case.scales, case.grid, str(case)
-    codes, mask = OPS.quantize(x, *scales, grid, case.scale_dtype, True)
-    expected_codes, expected_mask = eager.quantize(x, *scales, grid, case.scale_dtype, True)
+    x, scales, grid, zero, what = case.x, case.scales, case.grid, case.zero, str(case)
+    codes, mask = OPS.quantize(x, *scales, grid, case.scale_dtype, True, zero)
+    expected_codes, expected_mask = eager.quantize(x, *scales, grid, case.scale_dtype, True, zero)
     assert_same(codes, expected_codes, f"codes, {what}")
     assert_same(mask, expected_mask, f"mask, {what}")
-    alone, nothing = OPS.quantize(x, *scales, grid, case.scale_dtype, False)
+    alone, nothing = OPS.quantize(x, *scales, grid, case.scale_dtype, False, zero)
     assert_same(alone, expected_codes, f"codes without a mask, {what}")
     assert nothing.shape == (0,) and nothing.dtype == torch.uint8
     scale = OPS.effective_scale(*scales, case.scale_dtype)
     assert_same(scale, eager.effective_scale(*scales, case.scale_dtype), f"scale, {what}")
 
-    expected_values = eager.fake_quantize(x, *scales, grid, case.scale_dtype)
+    expected_values = eager.fake_quantize(x, *scales, grid, case.scale_dtype, zero=zero)
     for masked in (True, False):
-        codes_too, mask_too, values = OPS.quantize_with_values(x, *scales, grid, case.scale_dtype, masked)
+        codes_too, mask_too, values = OPS.quantize_with_values(x, *scales, grid, case.scale_dtype, masked, zero)
         assert_same(codes_too, expected_codes, f"codes beside values, {what}")
         assert_same(mask_too, expected_mask if masked else nothing, f"mask beside values, {what}")
         assert_same(values, expected_values, f"values beside codes, {what}")
-    values = OPS.fake_quantize(x, *scales, grid, case.scale_dtype)
+    values = OPS.fake_quantize(x, *scales, grid, case.scale_dtype, None, zero)
     assert_same(values, expected_values, f"fake quant, {what}")
     any_codes = random_layout(torch.randint(256, (x.numel(),), dtype=torch.uint8).view(codes.dtype), tuple(x.shape))
     out_dtype = random.choice(DTYPES)
     for some in (codes, any_codes):
-        values = OPS.dequantize(some, *scales, case.scale_dtype, out_dtype)
-        expected = eager.dequantize(some, *scales, case.scale_dtype, out_dtype)
+        values = OPS.dequantize(some, *scales, case.scale_dtype, out_dtype, None, zero)
+        expected = eager.dequantize(some, *scales, case.scale_dtype, out_dtype, None, zero)
         assert_same(values, expected, f"dequantised to {out_dtype}, {what}")
 
     for wanted in (False, True) if case.theta is not None else (False,):
-        arguments = (case.grad, x, *scales, grid, case.scale_dtype, case.factor, wanted)
+        arguments = (case.grad, x, *scales, grid, case.scale_dtype, case.factor, wanted, zero)
         grad_x, grad_theta = OPS.fake_quantize_backward(*arguments)
         expected_x, _ = eager.fake_quantize_backward(*arguments)
         assert_same(grad_x, expected_x, f"gradient of x, {what}")
@@ -603,22 +611,23 @@ def test_the_reference_can_stand_in(seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("grid", (0, 1, 2, 4, 8))
-def test_gradients_of_fake_quantize(grid, dtype, seed):
+@pytest.mark.parametrize(("grid", "shifted"), [(0, False), (1, False), (2, False), (4, False), (4, True), (8, True)])
+def test_gradients_of_fake_quantize(grid, shifted, dtype, seed):
     """Autograd through the operator is the reference's backward; only what needs a gradient gets one."""
+    zero = torch.randint(-(2 ** (grid - 1)), 2 ** (grid - 1), (6, 5)).float() if shifted else None
     x = torch.randn(6, 40).to(dtype).requires_grad_()
     s0 = (torch.rand(6, 5) + 0.5) / spec_of(grid).qmax
     theta = (0.3 * torch.randn(6, 5)).to(dtype).requires_grad_()
     grad = torch.randn(6, 40).to(dtype)
-    grad_x, grad_theta = torch.autograd.grad(OPS.fake_quantize(x, s0, theta, grid, dtype), [x, theta], grad)
-    case = Case(x.detach(), grad, s0, theta.detach(), grid, dtype, 1.0)
-    expected, _ = eager.fake_quantize_backward(grad, x.detach(), s0, theta.detach(), grid, dtype, 1.0, False)
+    grad_x, grad_theta = torch.autograd.grad(OPS.fake_quantize(x, s0, theta, grid, dtype, None, zero), [x, theta], grad)
+    case = Case(x.detach(), grad, s0, theta.detach(), grid, dtype, 1.0, zero)
+    expected, _ = eager.fake_quantize_backward(grad, x.detach(), s0, theta.detach(), grid, dtype, 1.0, False, zero)
     assert_same(grad_x, expected)
     check_theta_gradient(case, grad_theta)
     assert (grad_x == 0).any() and grad_theta.any(), "some must be clipped"
     for wanted in (x, theta):
         x.requires_grad_(wanted is x), theta.requires_grad_(wanted is theta)
-        (alone,) = torch.autograd.grad(OPS.fake_quantize(x, s0, theta, grid, dtype), [wanted], grad)
+        (alone,) = torch.autograd.grad(OPS.fake_quantize(x, s0, theta, grid, dtype, None, zero), [wanted], grad)
         assert torch.equal(alone, grad_x if wanted is x else grad_theta)
 
 

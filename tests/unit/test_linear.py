@@ -35,17 +35,21 @@ def make(scheme: Scheme, dtype: torch.dtype, *, learn=True, bias=True) -> tuple[
         return nn.Parameter(value, requires_grad=False), theta
 
     weight_s0, weight_theta = scale(absmax_scale(absmax, spec))
-    input_s0 = input_theta = weight_global = None
+    input_s0 = input_theta = weight_global = weight_zero = None
     if scheme.static_input is not None:
         input_s0, input_theta = scale(torch.full((1,), 2.0 / scheme.static_input.qmax))
     if spec.scale_format == "e4m3":
         weight_global = nn.Parameter((448 / weight_s0.max()).reshape(1), requires_grad=False)
+    if spec.has_zero_points:
+        zero = torch.randint(int(spec.qmin), int(spec.qmax) + 1, weight_s0.shape).float()
+        weight_zero = nn.Parameter(zero, requires_grad=False)
     quantised = QuantLinear.from_linear(
         linear,
         scheme,
         weight_s0=weight_s0,
         weight_theta=weight_theta,
         weight_global=weight_global,
+        weight_zero=weight_zero,
         input_s0=input_s0,
         input_theta=input_theta,
         weight_numel=linear.weight.numel() // weight_s0.numel(),
@@ -57,7 +61,7 @@ def used_operands(layer: QuantLinear, x: torch.Tensor) -> tuple[torch.Tensor, to
     """What the reference makes of input and weight, by the switches."""
     spec, weight = layer.scheme.activations, layer.weight.detach()
     if layer.weight_fake_quant:
-        weight = fake_quant(weight, layer.weight_scale(), layer.scheme.weights)
+        weight = fake_quant(weight, layer.weight_scale(), layer.scheme.weights, layer.weight_zero)
     if not layer.input_fake_quant or spec is None:
         return x, weight
     return fake_quantize_tokens(x, spec) if spec.dynamic else fake_quant(x, layer.input_scale(), spec), weight
@@ -103,7 +107,7 @@ def test_gradients_of_every_scheme(scheme, seed):
     used_x, used_weight = used_operands(layer, x.detach())
     spec, scale = scheme.weights, layer.weight_scale()
     by_used_weight, by_used_x = grad.t() @ used_x, grad @ used_weight
-    inside = inside_range(layer.weight.detach(), scale, spec)
+    inside = inside_range(layer.weight.detach(), scale, spec, layer.weight_zero)
     assert not inside.all(), "some must be clipped"
     torch.testing.assert_close(ours["weight"], by_used_weight * inside, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(ours["bias"], grad.sum(0), rtol=1e-4, atol=1e-4)
@@ -190,7 +194,10 @@ def test_the_parameters_are_those_of_the_linear():
     """Taken over as objects, under the same names, beside the scales."""
     layer, linear = make(get_scheme("fp8_static"), torch.bfloat16)
     assert layer.weight is linear.weight and layer.bias is linear.bias
-    assert set(dict(layer.named_parameters())) == {"weight", "bias", *SCALE_PARAMETERS} - {"weight_global"}
+    assert set(dict(layer.named_parameters())) == {"weight", "bias", *SCALE_PARAMETERS} - {
+        "weight_global",
+        "weight_zero",
+    }
     assert layer.training
     linear.eval()
     scales = {name: getattr(layer, name) for name in SCALE_PARAMETERS}

@@ -1,6 +1,7 @@
 """Every preset, dense and MoE: quantised, exported, read back by transformers and by us; and the other layouts."""
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import Quantization, prepare
-from quant.export import unpack_scale, unpack_weight
+from quant.export import unpack_scale, unpack_weight, unpack_zero
 from quant.layouts import check_layout
 from quant.reference import absmax_scale, fake_quant, quantize
 from quant.rules import Rule
@@ -65,14 +66,14 @@ def exported(directory: Path, kind: str, scheme: Scheme | None, rules=(), *, lay
 
 # One of each format and kind of input; the others differ in a number.
 OTHERS = ("w8a16_g128", "w8a16_g32", "w4a16_g32", "w4a16_channel", "w3a16_g128", "w3a16_g32", "w2a16_g128")
-OTHERS += ("w2a16_channel", "w4a8_int8")
+OTHERS += ("w2a16_channel", "w4a8_int8", "w8a16_asym")
 CASES = [
     pytest.param(kind, scheme, id=f"{kind}-{scheme.name}", marks=[pytest.mark.full] if scheme.name in OTHERS else [])
     for kind in KINDS
     for scheme in SCHEMES.values()
 ]
 # Experts that transformers does not load (engine/verify_reader.py).
-NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4"}
+NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4", "w4a16_asym", "w8a16_asym"}
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -118,9 +119,13 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
         state = {suffix: tensors[key] for suffix, key in keys.items()}
         scale = layer.weight_scale()
         assert torch.equal(unpack_scale(state["weight_scale"], scheme.weights, state.get("weight_global_scale")), scale)
-        expected = quantize(layer.weight, scale, scheme.weights)
+        expected = quantize(layer.weight, scale, scheme.weights, layer.weight_zero)
         assert torch.equal(unpack_weight(state, scheme).view(torch.int8), expected.view(torch.int8)), name
-        assert torch.equal(decompress(state, scheme).bfloat16(), fake_quant(layer.weight, scale, scheme.weights)), name
+        values = fake_quant(layer.weight, scale, scheme.weights, layer.weight_zero)
+        assert torch.equal(decompress(state, scheme).bfloat16(), values), name
+        if not scheme.weights.symmetric:
+            assert torch.equal(unpack_zero(state, scheme), layer.weight_zero), name
+            assert layer.weight_zero.unique().numel() > 1, "of weights that lie off the centre"
         if scheme.static_input is not None:
             assert torch.equal(unpack_scale(state["input_scale"], scheme.static_input), layer.input_scale())
         size += sum(tensor.nbytes for suffix, tensor in state.items() if suffix not in ("input_scale", "weight_shape"))
@@ -148,6 +153,8 @@ def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
             "block": layer.weight.numel() // (spec.group_size or 1) ** 2,
         }[spec.granularity]
         scales += count * bits + (32 if spec.scale_format == "e4m3" else 0)
+        if not spec.symmetric:  # a column of zero points fills whole words
+            scales += 32 * math.ceil(layer.out_features * spec.bits / 32) * count / layer.out_features
     return spec.bits + scales / sum(layer.weight.numel() for layer in quantization.layers.values())
 
 

@@ -47,6 +47,7 @@ def test_the_table_says_whose_experts_transformers_does_not_load():
     class Layer:
         def __init__(self, scheme):
             self.scheme = scheme
+            self.weight_zero = 0.0 if scheme.weights.has_zero_points else None
 
     for name, preset in PRESETS.items():
         layers = {} if preset.linear is None else {"model.layers.0.mlp.experts.0.up_proj": Layer(preset.linear)}

@@ -293,6 +293,10 @@ def test_required_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         (f"{FOLLOW} --quant.weight_range auto", "quant.weight_range: 'auto', expected absmax, since quant.scales_foll"),
         (f"{FOLLOW} --quant.scales ptq", "quant.scales: 'ptq', expected null: quant.scales_follow_weights replaces"),
         (f"{FOLLOW} --quant.scheme fp8_kv", "quant.scales_follow_weights: True, expected false: quant.scheme fp8_kv"),
+        (
+            "--quant.signed_scales true --quant.scheme w4a16_asym",
+            "quant.signed_scales: True, expected false: no scheme",
+        ),
         ("--data.train []", "data.train: [], expected at least one file"),
         ("--data.kind text --data.fields {input:a}", "data.fields"),
         ("--data.max_length 1", "data.max_length: 1, expected at least 2"),

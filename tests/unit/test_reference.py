@@ -14,6 +14,7 @@ from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
 from quant import kernels
 from quant.reference import (
     absmax_scale,
+    asymmetric_grid,
     dequantize,
     effective_scale,
     fake_quant,
@@ -36,6 +37,8 @@ SPECS = [
     *(TensorSpec("int", bits, "group", 16) for bits in (2, 3, 4, 8)),
     TensorSpec("int", 4, "channel"),
     TensorSpec("int", 8, "tensor"),
+    *(TensorSpec("int", bits, "group", 16, symmetric=False) for bits in (2, 4, 8)),
+    TensorSpec("int", 8, "channel", symmetric=False),
 ]
 # Every non-negative finite e4m3 value in order: its code is its position.
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
@@ -74,8 +77,11 @@ def per_scale(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return x.reshape(shape[0], x.shape[0] // shape[0], shape[1], -1).transpose(1, 2).flatten(2)
 
 
-def random_case(spec: TensorSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor in a random shape and stride with a scale that clips some of it."""
+def random_case(spec: TensorSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """A tensor in a random shape and stride with a scale that clips some of it, and its zero points if it has any.
+
+    With zero points some rows are of one sign alone, and one is of zeros.
+    """
     rows, columns = random.randint(1, 40), 32 * random.randint(1, 6)
     if spec.granularity == "block":
         rows = 16 * random.randint(1, 3)
@@ -86,10 +92,22 @@ def random_case(spec: TensorSpec, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     elif layout == "sliced":
         x = torch.cat([x, x], dim=1)[:, :columns]
     x = x.to(dtype)
-    absmax = per_scale(x.float(), spec.scale_shape((rows, columns))).abs().amax(-1)
-    clip = torch.empty_like(absmax).uniform_(0.3, 1.2)
+    if spec.has_zero_points:
+        x = x + torch.randint(-3, 4, (rows, 1)).to(dtype)
+        x[1:2] = 0
+    parts = per_scale(x.float(), spec.scale_shape((rows, columns)))
+    clip = torch.empty(parts.shape[:-1]).uniform_(0.3, 1.2)
     clip.view(-1)[0] = 0.3
-    return x, absmax_scale(absmax, spec) * clip
+    if not spec.has_zero_points:
+        return x, absmax_scale(parts.abs().amax(-1), spec) * clip, None
+    scale, zero = asymmetric_grid(parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0), spec)
+    return x, scale * clip, zero
+
+
+def ends(x: torch.Tensor, zero: torch.Tensor | None, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and largest value of every element's grid, in steps from 0."""
+    shift = torch.zeros(()) if zero is None else expand(zero, x, spec).double()
+    return spec.qmin - shift, spec.qmax - shift
 
 
 def expand(scale: torch.Tensor, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -103,14 +121,14 @@ def expand(scale: torch.Tensor, x: torch.Tensor, spec: TensorSpec) -> torch.Tens
 class Surrogate:
     """What the gradients are those of: fp64 fake quant with the rounding errors of (x, scale) held fixed.
 
-    ``s * clamp(v + e, qmin, qmax)``, where the error e is fixed in codes on an evenly spaced grid, and in units of x
-    (e shrinks as s grows) where the spacing follows x: normal numbers of floating-point grids. Rounding is to the
+    ``s * clamp(v + e, qmin - z, qmax - z)``, where the error e is fixed in codes on an evenly spaced grid, and in units
+    of x (e shrinks as s grows) where the spacing follows x: normal numbers of floating-point grids. Rounding is to the
     unbounded grid, so that clamp alone decides what is outside. Beyond the largest number of a floating-point grid it
     is ``s * bound``, and follows x all the same where that is inside: ``s * bound + x - stopgrad(x)``.
     """
 
-    def __init__(self, x, scale, spec):
-        self.spec = spec
+    def __init__(self, x, scale, spec, zero):
+        self.spec, self.ends = spec, ends(x, zero, spec)
         s = expand(scale, x, spec)
         v = x.float() * (1 / s)
         rounded = torch.from_numpy(round_oracle(v.numpy(), spec))
@@ -125,7 +143,7 @@ class Surrogate:
     def __call__(self, x, scale):
         s = expand(scale, x, self.spec)
         error = torch.where(self.follows_x, self.error * self.scale / s, self.error)
-        values = s * (x / s + error).clamp(self.spec.qmin, self.spec.qmax)
+        values = s * (x / s + error).clamp(*self.ends)
         bound = s * self.spec.qmax * self.x.sign()
         return torch.where(self.beyond, bound + torch.where(self.inside, x - self.x, 0.0), values)
 
@@ -135,21 +153,22 @@ class Surrogate:
 def test_codes_and_values_against_the_oracle(spec, dtype, seed):
     """Exact: codes, their product with the scale, and which elements are inside, for any shape and stride."""
     for _ in range(10):
-        x, scale = random_case(spec, dtype)
-        scales = expand(scale, x, spec)
+        x, scale, zero = random_case(spec, dtype)
+        scales, (lowest, highest) = expand(scale, x, spec), ends(x, zero, spec)
         v = (x.float() * (1 / scales)).numpy()  # the definition's fp32 arithmetic; the oracle takes over from here
         rounded = round_oracle(v, spec)
-        codes = quantize(x, scale, spec)
+        codes = quantize(x, scale, spec, zero)
         assert codes.shape == x.shape
         assert codes.dtype == CODES[spec.dtype]
-        np.testing.assert_array_equal(values_of(codes, spec).double().numpy(), rounded.clip(spec.qmin, spec.qmax))
-        expected = (values_of(codes, spec) * scales).to(dtype)
-        for values in (dequantize(codes, scale, spec, dtype), fake_quant(x, scale, spec)):
+        steps = values_of(codes, spec) - (0 if zero is None else expand(zero, x, spec))
+        np.testing.assert_array_equal(steps.double().numpy(), rounded.clip(lowest.numpy(), highest.numpy()))
+        expected = (steps * scales).to(dtype)
+        for values in (dequantize(codes, scale, spec, dtype, zero), fake_quant(x, scale, spec, zero)):
             assert values.dtype == dtype and values.shape == x.shape
             assert torch.equal(values, expected)
-        inside = (rounded >= spec.qmin) & (rounded <= spec.qmax)
+        inside = (rounded >= lowest.numpy()) & (rounded <= highest.numpy())
         assert not inside.all(), "the case must clip something"
-        np.testing.assert_array_equal(inside_range(x, scale, spec).numpy(), inside)
+        np.testing.assert_array_equal(inside_range(x, scale, spec, zero).numpy(), inside)
 
 
 def test_the_cast_to_e4m3_rounds_to_nearest_even():
@@ -196,6 +215,68 @@ def test_the_edges_of_the_range(spec, last_inside, lowest_inside):
         assert torch.equal(grad, expected.float())
 
 
+@pytest.mark.parametrize("bits", (2, 3, 4, 8))
+def test_the_edges_of_a_range_with_a_zero_point(bits):
+    """Ties go to the even step from 0 before the zero point is added, so that its parity decides what an end takes."""
+    spec = TensorSpec("int", bits, "channel", symmetric=False)
+    up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+    for zero in range(int(spec.qmin), int(spec.qmax) + 1):
+        lowest, highest = int(spec.qmin) - zero, int(spec.qmax) - zero
+        high, low = torch.tensor(highest + 0.5), torch.tensor(lowest - 0.5)
+        v = torch.stack([high, torch.nextafter(high, down), torch.nextafter(high, up)])
+        v = torch.cat([v, torch.stack([low, torch.nextafter(low, up), torch.nextafter(low, down)])]).view(1, 6)
+        expected = [highest % 2 == 0, True, False, lowest % 2 == 0, True, False]
+        grid = (torch.ones(1, 1), spec, torch.full((1, 1), float(zero)))
+        assert inside_range(v, *grid)[0].tolist() == expected
+        assert quantize(v, *grid)[0].tolist() == [spec.qmax] * 3 + [spec.qmin] * 3
+        assert fake_quant(v, *grid)[0].tolist() == [highest] * 3 + [lowest] * 3
+        grad, scale_grad = fake_quant_backward(torch.ones(1, 6), v, *grid, scale_gradient=True)
+        assert grad[0].tolist() == expected
+        reached = zip(3 * [highest] + 3 * [lowest], v[0], expected, strict=True)
+        terms = [end - x if inside else end for end, x, inside in reached]
+        assert scale_grad.item() == pytest.approx(sum(terms).item(), rel=1e-5, abs=1e-5)  # fp32 sums
+
+
+def test_values_that_are_not_finite_beside_a_zero_point():
+    """As on symmetric grids; a zero point that nothing filled shows as NaN."""
+    spec = TensorSpec("int", 4, "channel", symmetric=False)
+    x, scale, zero = (
+        torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.3]]),
+        torch.full((1, 1), 0.25),
+        torch.tensor([[5.0]]),
+    )
+    values = fake_quant(x, scale, spec, zero)
+    assert values[0, 0].isnan() and values[0, 1:].tolist() == [0.5, -3.25, 0.25]
+    assert quantize(x, scale, spec, zero)[0].tolist() == [0, 7, -8, 6]
+    assert inside_range(x, scale, spec, zero)[0].tolist() == [False, False, False, True]
+    grad_x, grad_scale = fake_quant_backward(torch.ones(1, 4), x, scale, spec, zero, scale_gradient=True)
+    assert grad_x[0].tolist() == [0, 0, 0, 1] and grad_scale.item() == pytest.approx(2 - 13 + 1 - 1.2, rel=1e-6)
+    assert fake_quant(x, scale, spec, torch.full((1, 1), torch.nan)).isnan().all()
+
+
+@pytest.mark.parametrize("bits", (2, 3, 4, 8))
+def test_asymmetric_grids_are_those_of_compressed_tensors(bits, seed):
+    """Scales exactly. Zero points but for those whose fraction is a half to within fp32 rounding of 255 steps: it
+    divides by the scale, and rounds after the subtraction. Some rows are of one sign; 0 belongs to their range too."""
+    spec = TensorSpec("int", bits, "channel", symmetric=False)
+    args = QuantizationArgs(num_bits=bits, type="int", strategy="channel", symmetric=False)
+    x = torch.randn(3000, 24) * torch.exp(3 * torch.randn(3000, 1)) + torch.randint(-4, 5, (3000, 1))
+    lowest, highest = x.amin(1).clamp(max=0), x.amax(1).clamp(min=0)
+    scale, zero = asymmetric_grid(lowest, highest, spec)
+    theirs, their_zero = calculate_qparams(x.amin(1), x.amax(1), args)
+    assert torch.equal(scale, theirs)
+    exact = lowest.double() / scale.double()
+    tie = (exact - exact.floor() - 0.5).abs() < 1e-4
+    assert torch.equal(zero[~tie], their_zero[~tie].float()) and tie.float().mean() < 0.1
+    assert ((zero[tie] - their_zero[tie].float()).abs() <= 1).all()
+    assert (zero[lowest == 0] == spec.qmin).all() and (zero[highest == 0] == spec.qmax).all()
+    reached = fake_quant(x, scale.view(-1, 1), spec, zero.view(-1, 1))
+    # An end lies half a step beyond where rounding the zero point puts it, at most, and x half a step from a code.
+    assert ((reached - x).abs() <= 1.001 * scale.view(-1, 1)).all()
+    nothing = asymmetric_grid(torch.zeros(1), torch.zeros(1), spec)
+    assert [one.item() for one in nothing] == [1.0, spec.qmin]
+
+
 @pytest.mark.parametrize("spec", [FP8, MXFP4, TensorSpec("int", 4, "group", 4)], ids=str)
 def test_values_that_are_not_finite(spec):
     """NaN stays NaN, infinities clip; none has a gradient, and the scale's gradient stays finite."""
@@ -224,33 +305,36 @@ def test_values_that_are_not_finite(spec):
 def test_gradients_against_finite_differences(spec, seed):
     """Of the fp64 :class:`Surrogate`, for every element and every scale.
 
-    It is piecewise linear in x and s, with its kinks where a value rounds to qmin or qmax; an element there is inside,
-    so the difference is taken towards 0 in x, and upwards in s, which is inwards for both ends. Differences of linear
-    functions are exact: what is left is the rounding of v in fp32 (6e-8, times v up to about 500) in the scale's
+    It is piecewise linear in x and s, with its kinks where a value rounds to an end of the grid; an element there is
+    inside, so the difference is taken inwards: in x towards the middle of the grid, and in s to where x / s comes
+    closer to it (upwards, but for elements between 0 and the middle of a grid that a zero point moves). Differences of
+    linear functions are exact: what is left is the rounding of v in fp32 (6e-8, times v up to about 500) in the scale's
     gradient, summed over the elements of one scale.
     """
     for _ in range(5):
-        x, scale = random_case(spec, torch.float32)
+        x, scale, zero = random_case(spec, torch.float32)
         grad = torch.randn_like(x)
         v = x.float() * (1 / expand(scale, x, spec))
         x64, scale64 = x.double(), scale.double()
-        surrogate = Surrogate(x, scale, spec)
+        surrogate = Surrogate(x, scale, spec, zero)
+        inwards = torch.where(v > sum(ends(x, zero, spec)) / 2, -1.0, 1.0)
 
         # Steps of 1e-7 and 1e-9 codes: no element outside is carried back in.
-        step = 1e-7 * expand(scale64, x, spec) * torch.where(x64 > 0, -1.0, 1.0)
+        step = 1e-7 * expand(scale64, x, spec) * inwards
         by_x = (surrogate(x64 + step, scale64) - surrogate(x64, scale64)) / step * grad
         scale_step = 1e-9 * scale64
-        change = (surrogate(x64, scale64 + scale_step) - surrogate(x64, scale64)) * grad
+        up, down = (sign * (surrogate(x64, scale64 + sign * scale_step) - surrogate(x64, scale64)) for sign in (1, -1))
+        change = torch.where(x64.sign() == inwards, down, up) * grad
         by_scale = _sum_per_scale(change, scale) / scale_step
         size = _sum_per_scale((grad.double() * (1 + v.double().abs())).abs(), scale)
 
-        grad_x, grad_scale = fake_quant_backward(grad, x, scale, spec, scale_gradient=True)
+        grad_x, grad_scale = fake_quant_backward(grad, x, scale, spec, zero, scale_gradient=True)
         # fp64 rounding of x (1e-16 times up to 1e3 codes) over a step of 1e-7 codes is 1e-6.
         torch.testing.assert_close(grad_x.double(), by_x, rtol=1e-5, atol=1e-5)
         assert grad_scale.dtype == torch.float32 and grad_scale.shape == scale.shape
         # fp32 rounding of v and of the sum, and fp64 rounding over a step of 1e-9, both about 1e-7 of the magnitudes.
         assert ((grad_scale.double() - by_scale).abs() <= 2e-6 * size).all()
-        without, none = fake_quant_backward(grad, x, scale, spec, scale_gradient=False)
+        without, none = fake_quant_backward(grad, x, scale, spec, zero, scale_gradient=False)
         assert none is None and torch.equal(without, grad_x)
 
 
@@ -292,7 +376,7 @@ def test_learning_a_scale_of_e2m1(groups, most, seed):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_gradients_in_low_precision(dtype, seed):
     """The gradient of x is the masked gradient itself, in its dtype; that of the scale is computed in fp32."""
-    x, scale = random_case(FP8, dtype)
+    x, scale, _ = random_case(FP8, dtype)
     grad = torch.randn_like(x)
     grad_x, grad_scale = fake_quant_backward(grad, x, scale, FP8, scale_gradient=True)
     assert grad_x.dtype == dtype
@@ -440,6 +524,10 @@ def test_specs_and_schemes_refuse_what_they_cannot_be():
     for granularity, group_size in (("group", None), ("tensor", 32)):
         with pytest.raises(ValueError, match="group_size"):
             TensorSpec("int", 4, granularity, group_size)
+    for granularity, dtype in (("tensor", "int"), ("channel", "fp8_e4m3"), ("block", "int")):
+        size = 16 if granularity == "block" else None
+        with pytest.raises(ValueError, match="only int codes per channel or group"):
+            TensorSpec(dtype, 8, granularity, size, symmetric=False)
     with pytest.raises(ValueError, match="in_features 48 is not divisible by group_size 32"):
         get_scheme("w4a16_g32").weights.scale_shape((8, 48))
     with pytest.raises(ValueError, match="w4a16_g32") as error:

@@ -1,15 +1,24 @@
-"""Scales of an NVFP4 checkpoint that another writer left, one process."""
+"""Scales of an NVFP4 checkpoint that another writer left, and zero points; one process."""
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from model.ranks import RankError
-from model.scales import load_scales, measure_weight_scales, renew_weight_scales
-from quant import get_scheme, prepare
+from model.scales import (
+    follow_weights,
+    load_scales,
+    measure_weight_scales,
+    renew_weight_scales,
+    weight_statistics,
+)
+from quant import Scheme, TensorSpec, get_scheme, prepare
+from quant.packing import pack_zero_points
+from quant.reference import fake_quant, inside_range
 from tests.tiny import tiny_model
 
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+SHIFTED = Scheme("w4a16_g32_asym", TensorSpec("int", 4, "group", 32, symmetric=False))
 
 
 def quantized(seed: int):
@@ -59,3 +68,89 @@ def test_weights_of_zeros_have_a_global_scale(seed):
     layer = quantization.layers[QKV[0]]
     assert layer.weight_global.item() == 1.0 and layer.weight_scale().isfinite().all()
     assert not layer(torch.randn(3, layer.in_features, dtype=torch.bfloat16)).any()
+
+
+def shifted(seed: int):
+    """A model with zero points; a row of positive weights, one of negative and one of none among them."""
+    model = tiny_model("qwen3", even=True, layers=1, seed=seed)
+    weight = model.get_submodule(QKV[0]).weight.data
+    weight[0].abs_()
+    weight[1].abs_().neg_()
+    weight[2] = 0
+    return model, prepare(model, SHIFTED, learn_weight_scale=True, learn_input_scale=False)
+
+
+def test_zero_points_are_measured_followed_and_counted(seed):
+    """Of the weights as they are, whatever theta is; statistics are those of the values that the forward uses."""
+    _, quantization = shifted(seed)
+    layer, spec = quantization.layers[QKV[0]], SHIFTED.weights
+    assert layer.weight_zero.isnan().all()
+    renew_weight_scales(quantization)
+    assert (layer.weight_zero[0] == spec.qmin).all() and (layer.weight_zero[1] == spec.qmax).all()
+    assert (layer.weight_s0[2] == 1).all()
+    for theta in (0.0, -0.3):
+        layer.weight_theta.data.fill_(theta)
+        scale, zero = layer.weight_scale(), layer.weight_zero
+        assert torch.equal(layer.used_weight(), fake_quant(layer.weight, scale, spec, zero))
+        found = weight_statistics(quantization)[QKV[0]]
+        clipped = (~inside_range(layer.weight, scale, spec, zero)).float().mean().item()
+        assert found.clipped == pytest.approx(clipped) and (clipped > 0.01) == (theta < 0)
+        weight = layer.weight.detach().float()  # errors of the bf16 that the values become are left out
+        error = (fake_quant(weight, scale, spec, zero) - weight).square().sum() / weight.square().sum()
+        assert found.error == pytest.approx(error.item(), rel=1e-5)
+    before = layer.weight_zero.clone()
+    layer.weight.data.neg_()
+    follow_weights(quantization)
+    assert (layer.weight_zero[0] == spec.qmax).all() and (layer.weight_zero[1] == spec.qmin).all()
+    # -1 - z is the mirror of z, but where a half was rounded to even.
+    assert ((layer.weight_zero[3:] + 1 + before[3:]).abs() <= 1).all() and layer.weight_theta.any()
+
+
+@pytest.mark.parametrize("form", ["packed", "plain"])
+def test_zero_points_of_a_checkpoint_are_read(form, tmp_path, seed):
+    """As pack-quantized has them, or one by one, as other formats do."""
+    model, quantization = shifted(seed)
+    found = measure_weight_scales(quantization)
+    file = {}
+    for owner, (scale, zero) in found.items():
+        stored = pack_zero_points(zero, SHIFTED.weights.bits) if form == "packed" else zero.to(torch.int8)
+        file |= {f"{owner}.weight_scale": scale.contiguous(), f"{owner}.weight_zero_point": stored}
+    save_file(file, tmp_path / "model.safetensors")
+    report = load_scales(model, quantization, tmp_path)
+    assert report.weights_measured == []
+    for owner, (scale, zero) in found.items():
+        layer = quantization.layers[owner]
+        assert torch.equal(layer.weight_s0, scale) and torch.equal(layer.weight_zero, zero)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda file, key: file.pop(f"{key}_zero_point"),
+            r"q_proj.weight_scale without .*q_proj.weight_zero_point: expected both",
+        ),
+        (
+            lambda file, key: file.update({f"{key}_zero_point": torch.zeros(3, 1, dtype=torch.int8)}),
+            r"q_proj.weight_zero_point is torch.int8 \(3, 1\), expected \(\d+, \d\), or packed int32",
+        ),
+        (
+            lambda file, key: file[f"{key}_zero_point"].fill_(100),
+            r"the zero point beside .*q_proj.weight_scale has 100, expected integers from -8 to 7",
+        ),
+        (
+            lambda file, key: file.update({"model.layers.0.self_attn.q_proj.input_zero_point": torch.ones(1)}),
+            r"input_zero_point is not 0, but what it belongs to has a symmetric scheme here",
+        ),
+    ],
+)
+def test_bad_zero_points_are_named(change, message, tmp_path, seed):
+    model, quantization = shifted(seed)
+    file = {}
+    for owner, (scale, zero) in measure_weight_scales(quantization).items():
+        file |= {f"{owner}.weight_scale": scale.contiguous(), f"{owner}.weight_zero_point": zero.to(torch.int8)}
+    change(file, f"{QKV[0]}.weight")
+    save_file(file, tmp_path / "model.safetensors")
+    with pytest.raises(RankError, match=message):
+        load_scales(model, quantization, tmp_path)
+    assert all(group.s0.isnan().all() and group.zero.isnan().all() for group in quantization.weight_groups)

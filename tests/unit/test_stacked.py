@@ -48,11 +48,13 @@ def by_linear(quantization: Quantization, values: dict[str, torch.Tensor]) -> di
 
 
 def scales_by_linear(quantization: Quantization) -> dict[str, torch.Tensor]:
-    return {
-        part.name: part.scale(layer.weight_scale(), layer.scheme.weights)
-        for name, layer in quantization.layers.items()
-        for part in linears_of(name, layer)
-    }
+    """Effective scales, and zero points behind them."""
+    found = {}
+    for name, layer in quantization.layers.items():
+        whole = [layer.weight_scale()] if layer.weight_zero is None else [layer.weight_scale(), layer.weight_zero]
+        for part in linears_of(name, layer):
+            found[part.name] = torch.cat([part.scale(one, layer.scheme.weights) for one in whole])
+    return found
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -87,7 +89,9 @@ def test_scales_and_files_are_those_of_per_expert_linears(name: str, tmp_path: P
     assert_equal(scales_by_linear(ours), scales_by_linear(theirs))
 
 
-@pytest.mark.parametrize("name", ["fp8_static", "fp8_block", "w4a16_g32", "8da4w", "nvfp4", "int8_dynamic"])
+@pytest.mark.parametrize(
+    "name", ["fp8_static", "fp8_block", "w4a16_g32", "w4a16_asym", "8da4w", "nvfp4", "int8_dynamic"]
+)
 def test_outputs_and_gradients_are_those_of_per_expert_linears(name: str, tmp_path: Path):
     """In fp32, in which products in another order differ by little: gate and up are one here."""
     source = tiny_checkpoint(tmp_path, "qwen3_moe", seed=random.randrange(2**31), wide=True)
@@ -119,7 +123,7 @@ def test_outputs_and_gradients_are_those_of_per_expert_linears(name: str, tmp_pa
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(torch.cat(theirs[2]).abs().max()))
 
 
-@pytest.mark.parametrize("name", ["fp8_static", "w3a16_g32", "fp8_block"])
+@pytest.mark.parametrize("name", ["fp8_static", "w3a16_g32", "w4a16_asym", "fp8_block"])
 def test_measuring_is_that_of_per_expert_linears(name: str, tmp_path: Path):
     """Searched and signed scales, those that follow weights, statistics of what is clipped."""
     source = tiny_checkpoint(tmp_path, "qwen3_moe", seed=random.randrange(2**31), wide=True)

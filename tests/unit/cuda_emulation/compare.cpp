@@ -148,7 +148,7 @@ struct Case {
 struct ScaledCase : Case {
   int grid = one_of({0, 0, 0, 1, 1, 2, 3, 4, 8});
   Dtype theta_dtype = any_dtype();
-  Buffer s0{count, 4, below(3), 0}, theta{count, size_of(theta_dtype), below(3), 0};
+  Buffer s0{count, 4, below(3), 0}, theta{count, size_of(theta_dtype), below(3), 0}, zero{count, 4, below(3), 0};
   Scales scales;
 
   ScaledCase(const char* name, bool with_theta) : Case(name) {
@@ -156,10 +156,14 @@ struct ScaledCase : Case {
       const double usual = std::exp(normal()) / (grid == 0 ? 30.0 : grid == 1 ? 2.0 : std::ldexp(1.0, grid - 2));
       put(s0, Dtype::kFloat32, i, wild && chance(0.1) ? special() : usual);
       put(theta, theta_dtype, i, wild && chance(0.1) ? special() : 0.3 * normal());
+      const double point = grid < 2 ? 0.0 : below(int64_t{1} << grid) - std::ldexp(1.0, grid - 1);
+      put(zero, Dtype::kFloat32, i, wild && chance(0.1) ? std::nan("") : point);
     }
+    const bool shifted = grid >= 2 && chance(0.5);
     void* learned = with_theta ? theta.data() : nullptr;
-    scales = {static_cast<float*>(s0.data()), learned, theta_dtype, any_dtype(), count, block};
-    what += " grid " + std::to_string(grid);
+    scales = {static_cast<float*>(s0.data()), learned, theta_dtype, any_dtype(), count, block,
+              shifted ? static_cast<float*>(zero.data()) : nullptr};
+    what += " grid " + std::to_string(grid) + (shifted ? " shifted" : "");
     what += with_theta ? " theta " + std::to_string(static_cast<int>(theta_dtype)) : "";
   }
 };
