@@ -53,6 +53,11 @@ def report_end(state: LoopState, summary: Summary, checkpoints: Path) -> None:
         evaluations = (state.first_evaluation, state.evaluation)
         skipped = state.session.engine.skipped_steps
         say(summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluations=evaluations))
-    if is_main() and (best := best_checkpoint(checkpoints)) is not None:
-        say(f"best checkpoint: {checkpoints / best.name}, {best.metric} {best.value:.4f}")
     state.metrics.close()
+    try:
+        best = best_checkpoint(checkpoints) if is_main() else None
+    except ValueError as error:  # everything else is done and written
+        say(f"warning: {error}")
+    else:
+        if best is not None:
+            say(f"best checkpoint: {checkpoints / best.name}, {best.metric} {best.value:.4f}")

@@ -120,6 +120,15 @@ def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path)
         mark_if_best(tmp_path, 3, "eval/lm", 1.0, keep=9)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"name": "a"}', '{"name": "a", "step": 1, "metric": "b", "value": "c"}'])
+def test_a_damaged_mark_of_the_best_is_refused_before_a_run_goes_on(tmp_path, text):
+    write_step(tmp_path, 1)
+    check_resumable(recipe(tmp_path), tmp_path)
+    (tmp_path / "best.json").write_text(text)
+    with pytest.raises(RecipeError, match=r"train\.resume: .*best\.json is damaged: expected name, step, metric"):
+        check_resumable(recipe(tmp_path), tmp_path)
+
+
 def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tmp_path):
     for step in (1, 2, 3, 4):
         write_step(tmp_path, step, keep=4)

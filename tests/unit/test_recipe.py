@@ -293,6 +293,10 @@ def test_required_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         (f"{FOLLOW} --quant.weight_range auto", "quant.weight_range: 'auto', expected absmax, since quant.scales_foll"),
         (f"{FOLLOW} --quant.scales ptq", "quant.scales: 'ptq', expected null: quant.scales_follow_weights replaces"),
         (f"{FOLLOW} --quant.scheme fp8_kv", "quant.scales_follow_weights: True, expected false: quant.scheme fp8_kv"),
+        (
+            "--quant.scheme fp8_kv --learnable.weight false",
+            "learnable: only weight_scale is true, expected act_scale, weight or norm too: quant.scheme fp8_kv has no",
+        ),
         ("--data.train []", "data.train: [], expected at least one file"),
         ("--data.kind text --data.fields {input:a}", "data.fields"),
         ("--data.max_length 1", "data.max_length: 1, expected at least 2"),
