@@ -416,7 +416,7 @@ FT: trained in bf16. PTQ: FT, quantised. QAT: trained as it is served. Recovered
 the same checkpoint, samples, order and steps: AdamW, {size.warmup} steps of warm-up, then cosine to 0, norms train,
 scales (their logarithms) at {SETTINGS["optim.scale_lr"]:g}; everything else as recipes have it. Each figure is of
 seed 0 at the rate that was best with it (nan: not run); the mean is over {arguments.seeds} seeds of the samples'
-order, the spread from their smallest to their largest.
+order, the spread from their smallest to their largest. Remarks on the run are in `recovery_remarks.md`.
 
 """
     timing.write(arguments.results, "recovery", DEVICE, head + tables)
