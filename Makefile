@@ -4,6 +4,7 @@
 #   make quickstart    train, quantise, export and verify a small model
 #   make test          all tests but the large counts
 #   make test-full     all tests
+#   make test-eval     those of the extra "eval", which is installed into .venv-eval
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
 
@@ -15,9 +16,9 @@ STAMP := $(VENV)/.installed$(subst /,_,$(CURDIR))
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
-test test-full: export OMP_NUM_THREADS = 1
+test test-full test-eval: export OMP_NUM_THREADS = 1
 
-.PHONY: quickstart test test-full lint typecheck
+.PHONY: quickstart test test-full test-eval lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -29,6 +30,10 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	.ci/eval $(VENV)
+
+test-eval: $(STAMP)
+	.ci/eval $(VENV)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .

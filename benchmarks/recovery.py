@@ -14,10 +14,11 @@ part where torchao is installed and has the scheme.
 
 With ``--out`` the models are kept there, and what the folder has already is not trained again: a full run takes hours.
 With ``--known`` nothing is trained at all, and the tables say nan where a run is missing.
-Writes ``benchmarks/results/recovery.md``.
+Writes ``benchmarks/results/recovery.md``; a person's remarks stand beside it, in ``recovery_remarks.md``.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -43,12 +44,14 @@ from engine.loop import Loop
 from engine.recipe import Recipe
 from engine.recipe_file import parse_recipe
 from engine.score import ScoringModel, scoring_model
+from engine.state import LoopState
 from launch.calibrate import calibrate
-from quant import SCHEMES
+from quant import SCHEMES, QuantLayer
 
 # Perplexities of torchao's QAT on qwen3-11m and WikiText-2, 150 steps at a constant rate of 1e-4, and at 2 bits what
 # would be 90% of the loss there. Ours have to be below by more than the spread of the seeds where that is said.
 BARS = {"w2a16_g32": (46.12, False), "w3a16_g32": (45.83, True)}
+ALSO = ["w4a16_g32", "fp8_static", "w3a16_channel", "w2a16_channel"]
 DTYPE, DEVICE = torch.bfloat16, torch.device("cpu")
 SETTINGS: dict[str, Any] = {
     "data.kind": "text",
@@ -102,17 +105,33 @@ class Bench:
         return self._once("untrained", {}, lambda: self._perplexity(load_for_evaluation(self.model, DTYPE, DEVICE)))
 
     def trained(
-        self, scheme: str | None, rate: float, seed: int = 0, label: str = "", change: Mapping[str, Any] | None = None
+        self,
+        scheme: str | None,
+        rate: float,
+        seed: int = 0,
+        label: str = "",
+        change: Mapping[str, Any] | Callable[[Loop], None] | None = None,
     ) -> float:
         """Perplexity after training: QAT, or FT where there is no scheme.
 
         Args:
             scheme, rate, seed: of the run.
             label: of what is changed in it, for the folder.
-            change: keys of the recipe.
+            change: keys of the recipe, or what is done to the loop before it runs.
         """
-        settings = self._settings(scheme, rate, seed) | dict(change or {})
-        return self._measured(name_of(scheme, rate, seed, label), settings, lambda recipe: Loop(recipe).run())
+        settings, noted = self._settings(scheme, rate, seed), {}
+        if callable(change):
+            noted = {"change": change.__name__}
+        else:
+            settings |= dict(change or {})
+
+        def run(recipe: Recipe) -> None:
+            loop = Loop(recipe)
+            if callable(change):
+                change(loop)
+            loop.run()
+
+        return self._measured(name_of(scheme, rate, seed, label), settings, run, noted)
 
     def quantized(self, scheme: str, rate: float, seed: int = 0) -> float:
         """Perplexity of PTQ: FT of that rate and seed, which exists, quantised."""
@@ -156,8 +175,14 @@ class Bench:
         words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in options.items()}
         return parse_recipe([f"--{key}={word}" for key, word in words.items()])
 
-    def _measured(self, name: str, settings: Mapping[str, Any], make: Callable[[Recipe], object]) -> float:
-        """Perplexity of what ``make`` exports."""
+    def _measured(
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        make: Callable[[Recipe], object],
+        noted: Mapping[str, Any] | None = None,
+    ) -> float:
+        """Perplexity of what ``make`` exports; ``noted`` is what the settings do not say."""
 
         def run() -> float:
             shutil.rmtree(self.out / name, ignore_errors=True)  # of a run that was interrupted
@@ -165,7 +190,7 @@ class Bench:
             make(recipe)
             return self._perplexity(load_for_evaluation(recipe.export_dir(), DTYPE, DEVICE))
 
-        return self._once(name, settings, run)
+        return self._once(name, {**settings, **(noted or {})}, run)
 
     def _perplexity(self, model: ScoringModel) -> float:
         return evaluate_text(model, self.text, length=self.size.length, batch_size=16).per_token
@@ -242,8 +267,28 @@ def sweep(run: Callable[[float, int], float], rates: Sequence[float], seeds: int
     return Found(by_rate, [by_rate[best], *(run(best, seed) for seed in range(1, seeds))])
 
 
-def changes(bench: Bench, teacher: Path) -> dict[str, dict[str, Any]]:
-    """What is changed in one run each: keys of the recipe."""
+def mask_on_v(loop: Loop) -> None:
+    """Zero the gradient of every weight whose ``v`` lies outside the grid, also where ``round(v)`` is on it.
+
+    Ours are zero for the latter only (see DESIGN's "inside the range"), which is a part of the former: so that a hook
+    on the gradient makes one rule of the other. Gradients of the scales stay as they are.
+    """
+
+    @loop.at(step=0)
+    def hook(state: LoopState) -> None:
+        for layer in state.quant.quantization.layers.values():
+            layer.weight.register_hook(functools.partial(zero_where_v_is_outside, layer))
+
+
+def zero_where_v_is_outside(layer: QuantLayer, grad: torch.Tensor) -> torch.Tensor:
+    """``grad [out, in]`` of a layer's weight, symmetric integers with a scale per group or channel."""
+    spec, scale = layer.scheme.weights, layer.weight_scale()  # scale [out, groups]
+    v = layer.weight.detach().float().unflatten(1, (scale.shape[1], -1)) * (1 / scale).unsqueeze(-1)
+    return grad.masked_fill(((v < spec.qmin) | (v > spec.qmax)).flatten(1), 0)
+
+
+def changes(bench: Bench, teacher: Path) -> dict[str, dict[str, Any] | Callable[[Loop], None]]:
+    """What is changed in one run each: keys of the recipe, or something done to the loop."""
     distilled = {"loss.kd_weight": 1.0, "loss.kd": "kl"}
     absmax = {"quant.weight_range": "absmax"}
     follow = {"quant.scales_follow_weights": True}
@@ -253,6 +298,7 @@ def changes(bench: Bench, teacher: Path) -> dict[str, dict[str, Any]]:
         "first scales by absmax": absmax,
         "first scales signed": {"quant.signed_scales": True},
         "scales fixed, not learned": {"learnable.weight_scale": False},
+        "weights' gradients masked on v, not on round(v)": mask_on_v,
         "scales by absmax of each step, not learned": {**absmax, **follow, "learnable.weight_scale": False},
         "learned share of each step's absmax (LWC)": {**absmax, **follow},
         "constant learning rate": {"optim.schedule": "constant"},
@@ -342,7 +388,7 @@ def main() -> None:
     )
     parser.add_argument("--known", action="store_true", help="train nothing: only what is in --out")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["w2a16_g32", "w3a16_g32"])
-    parser.add_argument("--also", nargs="*", choices=SCHEMES, default=["w4a16_g32", "fp8_static"], help="run once each")
+    parser.add_argument("--also", nargs="*", choices=SCHEMES, default=ALSO, help="run once each")
     parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3], help="learning rates")
     parser.add_argument("--seeds", type=int, default=3, help="of QAT at its best rate")
     parser.add_argument("--no-changes", dest="changes", action="store_false", help="without the single changes")
@@ -370,7 +416,7 @@ FT: trained in bf16. PTQ: FT, quantised. QAT: trained as it is served. Recovered
 the same checkpoint, samples, order and steps: AdamW, {size.warmup} steps of warm-up, then cosine to 0, norms train,
 scales (their logarithms) at {SETTINGS["optim.scale_lr"]:g}; everything else as recipes have it. Each figure is of
 seed 0 at the rate that was best with it (nan: not run); the mean is over {arguments.seeds} seeds of the samples'
-order, the spread from their smallest to their largest.
+order, the spread from their smallest to their largest. Remarks on the run are in `recovery_remarks.md`.
 
 """
     timing.write(arguments.results, "recovery", DEVICE, head + tables)

@@ -202,9 +202,13 @@ def best_checkpoint(directory: Path) -> Best | None:
     if not path.is_file():
         return None
     try:
-        return Best(**json.loads(path.read_text(encoding="utf-8")))
+        best = Best(**json.loads(path.read_text(encoding="utf-8")))
+        return Best(str(best.name), int(best.step), str(best.metric), float(best.value))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: expected name, step, metric and value ({error})") from error
+        raise ValueError(
+            f"{path} is damaged: expected name, step, metric and value ({error}); remove it, and the next evaluated "
+            "checkpoint is the best one"
+        ) from error
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -280,6 +284,7 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
     """
     try:
         found = find_checkpoint(directory, recipe.train.resume)
+        best_checkpoint(directory)  # the first checkpoint to be written needs it
         before = load_recipe(found.path / "recipe.yaml")
     except (OSError, ValueError) as error:
         raise RecipeError(f"train.resume: {error}") from error

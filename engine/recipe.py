@@ -507,6 +507,11 @@ class Recipe:
                 expected = f"weights or false: quant.scheme {quant.scheme} quantises no activations"
                 good = quant.quantises_activations() or event.fake_quant is True
                 yield from need(good, f"schedule[{index}].fake_quant", event.fake_quant, expected)
+            if event.fake_quant == "weights" and quant.known():
+                expected = f"true, activations or false: quant.scheme {quant.scheme} quantises no weights"
+                yield from need(
+                    bool(quant.linear_schemes()), f"schedule[{index}].fake_quant", event.fake_quant, expected
+                )
         held_out = self.data.held_out or self.data.eval
         if self.eval.every and not held_out:
             yield f"eval.every: {self.eval.every}, expected 0, or samples to evaluate on (data.held_out, data.eval)"
@@ -542,6 +547,11 @@ class Recipe:
         others = learn.weight or learn.norm or learn.router
         if self.never_quantises() and (learn.weight_scale or learn.act_scale) and not others:
             yield "quant.fake_quant_start: -1 (never), expected 0 or more: only scales learn, and get no gradient"
+        if learn.weight_scale and quant.known() and not (others or learn.act_scale or quant.linear_schemes()):
+            yield (
+                "learnable: only weight_scale is true, expected act_scale, weight or norm too: quant.scheme "
+                f"{quant.scheme} has no weight scales"
+            )
         both = quant.initial_input_scale is not None and quant.calibration_batches > 0
         if both and quant.stores_input_scales():
             yield (

@@ -53,6 +53,15 @@ def report_end(state: LoopState, summary: Summary, checkpoints: Path) -> None:
         evaluations = (state.first_evaluation, state.evaluation)
         skipped = state.session.engine.skipped_steps
         say(summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluations=evaluations))
-    if is_main() and (best := best_checkpoint(checkpoints)) is not None:
-        say(f"best checkpoint: {checkpoints / best.name}, {best.metric} {best.value:.4f}")
+    if is_main() and (line := best_line(checkpoints)):
+        say(line)
     state.metrics.close()
+
+
+def best_line(checkpoints: Path) -> str | None:
+    """What the end of a run says of the best checkpoint in a directory, None where none was marked."""
+    try:
+        best = best_checkpoint(checkpoints)
+    except ValueError as error:  # everything else is done and written
+        return f"warning: {error}"
+    return None if best is None else f"best checkpoint: {checkpoints / best.name}, {best.metric} {best.value:.4f}"

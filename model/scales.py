@@ -478,7 +478,7 @@ def _add_zero_points(
     for group in groups:
         (key,) = keys[".weight_scale"][group.owner]
         if key in found:
-            scales = _usable(key, found[key], full_numel(group.s0), group)
+            scales = _usable(key, found[key], full_shape(group.s0), group)
             parts = zip(on_disk[group.owner], linears_of(group.owner, quantization.layers[group.owner]), strict=True)
             zeros = [_zero_points(zero_points, name, part, group.spec) for name, part in parts]
             found[key] = torch.stack([scales.reshape(-1), torch.cat(zeros)]).view(2, *full_shape(group.s0))
@@ -537,12 +537,13 @@ def _stack(quantization: Quantization, found: dict[str, Tensor], keys: Mapping[s
         spellings, keys[kind][group.owner] = keys[kind][group.owner], [f"{group.owner}{kind}"]
         if not all(key in found for key in spellings):
             continue
-        numel = full_numel(group.s0) // layer.num_experts
-        shared = numel == 1
-        expected = 1 if shared else numel // len(layer.projections)
+        shape = full_shape(group.s0)
+        shared = len(shape) == 1
+        expected = (1,) if shared else (shape[1] // len(layer.projections), *shape[2:])
         scales = [_usable(key, found[key], expected, group).flatten() for key in spellings]
         whole = torch.stack(scales).view(layer.num_experts, len(layer.projections), -1)
-        found[f"{group.owner}{kind}"] = (whole.amin(1) if smallest else whole.amax(1)) if shared else whole
+        whole = (whole.amin(1) if smallest else whole.amax(1)) if shared else whole
+        found[f"{group.owner}{kind}"] = whole.reshape(shape)
 
 
 def cache_keys(model: PreTrainedModel, name: str) -> list[str]:
@@ -600,17 +601,18 @@ def _checked(key: str, value: Tensor, group: ScaleGroup) -> Tensor:
             raise ValueError(f"{key} has shape {tuple(value.shape)}, expected scales and zero points {both}")
         if problem := bad_zero_points(value[1], group.spec):
             raise ValueError(f"the zero point beside {key} {problem}")
-        _usable(key, value[0], full_numel(group.s0), group)
+        _usable(key, value[0], full_shape(group.s0), group)
         return value
-    return _usable(key, value, full_numel(group.s0), group).reshape(full_shape(group.s0))
+    return _usable(key, value, full_shape(group.s0), group).reshape(full_shape(group.s0))
 
 
-def _usable(key: str, value: Tensor, numel: int, group: ScaleGroup) -> Tensor:
-    """``value``, if it has so many elements and each of them can be a scale of the group."""
-    if value.numel() != numel:
+def _usable(key: str, value: Tensor, shape: Sequence[int], group: ScaleGroup) -> Tensor:
+    """``value``, if it has that shape, give or take dimensions of size 1, and can be a scale of the group."""
+    # As many elements in another order of dimensions are scales of other weights.
+    if [side for side in value.shape if side != 1] != [side for side in shape if side != 1]:
         raise ValueError(
-            f"{key} has shape {tuple(value.shape)}, but this scheme has {numel} scale(s) there, of "
-            f"{tuple(full_shape(group.s0))} of {group.owner}"
+            f"{key} has shape {tuple(value.shape)}, but this scheme has {math.prod(shape)} scale(s) there, of shape "
+            f"{tuple(shape)}"
         )
     may_be_negative = group.observer is None and group.spec.dtype == "int"
     if not bool((torch.isfinite(value) & ((value != 0) if may_be_negative else (value > 0))).all()):

@@ -1,10 +1,11 @@
 """Launched on every rank: runs straight through, runs that are interrupted and resumed, and one that is killed.
 
-    checkpoint_script.py DIRECTORY STAGE...
+    checkpoint_script.py DIRECTORY CASE...
 
-For each stage, ``DIRECTORY/straight_<stage>.yaml`` and ``DIRECTORY/resumed_<stage>.yaml`` are run; what came of every
-part is in ``<part>_<stage>.pt``, and what each rank saw of the errors in ``errors_<rank>.json``. The last run is killed
-with SIGKILL in the middle of a step, on rank 1 alone, so the launcher is expected to fail.
+For each case, ``DIRECTORY/straight_<case>.yaml`` and ``DIRECTORY/resumed_<case>.yaml`` are run; what came of every part
+is in ``<part>_<case>.pt``. If the case ``KILLED`` is the last of them, its checkpoints are spoiled then, what each rank
+saw of the errors is in ``errors_<rank>.json``, and the last run is killed with SIGKILL in the middle of a step, on rank
+1 alone, so the launcher is expected to fail.
 """
 
 import gc
@@ -29,18 +30,17 @@ from model.ranks import barrier, is_main, rank
 from tests.distributed.train_script import run
 
 STOPS = (1, 3)  # steps after which the resumed run is interrupted: before and after fake quant starts
-KILLED_AT = 3
+KILLED, KILLED_AT = "plain-3", 3
 SPOILED = ("nothing", "other_ranks", "cut", "gone", "flipped", "dangling")
 
 
 def main() -> None:
-    """Every stage, then the run that is killed."""
+    """Every case, then the run that is killed."""
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
-    directory, stages = Path(arguments[0]), arguments[1:]
-    errors: dict[str, str] = {}
-    for stage in stages:
-        keep(directory, f"straight_{stage}", Loop(load_recipe(directory / f"straight_{stage}.yaml")))
-        recipe = load_recipe(directory / f"resumed_{stage}.yaml")
+    directory, cases = Path(arguments[0]), arguments[1:]
+    for case in cases:
+        keep(directory, f"straight_{case}", Loop(load_recipe(directory / f"straight_{case}.yaml")))
+        recipe = load_recipe(directory / f"resumed_{case}.yaml")
         checkpoints = Path(recipe.output_dir) / "checkpoints"
         for part, stop in enumerate((*STOPS, recipe.train.steps)):
             recipe = replace(
@@ -50,13 +50,20 @@ def main() -> None:
             )
             loop = Loop(recipe)
             loop.schedule.every(stop, lambda state: state.stop())
-            keep(directory, f"part{part}_{stage}", loop)
+            keep(directory, f"part{part}_{case}", loop)
             if part == 0 and is_main():
                 os.link(checkpoints / LATEST, checkpoints / "first_latest")  # another name of the very file
             barrier()
         trained = load_recipe(checkpoints / "step_00000005" / "recipe.yaml")
-        trained.export.dir = f"{directory}/out_{stage}"
+        trained.export.dir = f"{directory}/out_{case}"
         export_checkpoint(trained, checkpoints / "step_00000005")
+    if cases[-1] == KILLED:
+        spoil_and_kill(directory, recipe, checkpoints)
+
+
+def spoil_and_kill(directory: Path, recipe: Recipe, checkpoints: Path) -> None:
+    """What is refused when a run is to be resumed from its spoiled checkpoints; then the run that is killed."""
+    errors: dict[str, str] = {}
     spoil(directory, checkpoints)
     for name in SPOILED:
         errors[name] = failure(Loop(resumed(recipe, directory / name)).run)
@@ -66,7 +73,7 @@ def main() -> None:
     (directory / f"errors_{rank()}.json").write_text(json.dumps(errors))
     barrier()
 
-    loop = Loop(load_recipe(directory / "killed_3.yaml"))
+    loop = Loop(load_recipe(directory / f"killed_{KILLED}.yaml"))
 
     @loop.every(KILLED_AT)
     def kill(state: LoopState) -> None:

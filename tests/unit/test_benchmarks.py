@@ -1,14 +1,18 @@
 """The benchmarks run from end to end and write their tables; what they measure at these sizes means nothing."""
 
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from benchmarks.recovery import QUICK, Bench, sweep
+from benchmarks.recovery import QUICK, Bench, sweep, zero_where_v_is_outside
 from engine.kd import KD_KINDS
+from quant import QuantLinear, get_scheme
 from tests.tiny import TEXT, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +77,26 @@ def test_kd_loss(tmp_path: Path) -> None:
     assert all(float(row["ms"]) >= 0 for row in times)
     peaks = [row for row in rows if "T" in row]
     assert len(peaks) == 6 and all("fp32 [T, V]" in row["direct, kl"] for row in peaks)
+
+
+def test_the_other_clip_mask_zeroes_what_rounds_onto_the_grid_too() -> None:
+    """int2: v of -2.4 and 1.4 become -2 and 1, those beyond -2.5 and 1.5 clip."""
+    linear = nn.Linear(32, 2, bias=False)
+    linear.weight.data[:] = torch.tensor([-2.6, -2.4, -2.0, -0.3, 0.0, 1.0, 1.4, 1.6]).repeat(4) * torch.tensor(
+        [[1], [8]]
+    )
+    layer = QuantLinear.from_linear(
+        linear, get_scheme("w2a16_g32"), weight_s0=nn.Parameter(torch.tensor([[1.0], [8.0]]), requires_grad=False),
+        weight_theta=None, input_s0=None, input_theta=None, weight_numel=32,
+    )  # fmt: skip
+    found = []
+    for _ in range(2):
+        layer.weight.grad = None
+        layer(torch.ones(1, 32)).sum().backward()
+        found.append(layer.weight.grad.view(2, 4, 8))
+        layer.weight.register_hook(functools.partial(zero_where_v_is_outside, layer))
+    assert (found[0] == torch.tensor([0, 1, 1, 1, 1, 1, 1, 0])).all()
+    assert (found[1] == torch.tensor([0, 0, 1, 1, 1, 1, 0, 0])).all()
 
 
 @pytest.mark.full

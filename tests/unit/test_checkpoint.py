@@ -24,6 +24,7 @@ from engine.quant_recipe import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
 from engine.recipe_checks import RecipeError
 from engine.recipe_file import save_recipe
+from engine.report import best_line
 from model.ranks import RankError
 
 
@@ -83,6 +84,7 @@ def test_latest_and_best_and_names_are_found(tmp_path):
         write_step(tmp_path, step)
     mark_if_best(tmp_path, 2, "eval/perplexity", 5.5, keep=3)
     assert best_checkpoint(tmp_path) == Best("step_00000002", 2, "eval/perplexity", 5.5)
+    assert best_line(tmp_path) == f"best checkpoint: {tmp_path}/step_00000002, eval/perplexity 5.5000"
     found = {which: find_checkpoint(tmp_path, which) for which in (True, "best", "step_00000001")}
     assert [checkpoint.step for checkpoint in found.values()] == [3, 2, 1]
     for checkpoint in found.values():
@@ -120,6 +122,17 @@ def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path)
         mark_if_best(tmp_path, 3, "eval/lm", 1.0, keep=9)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"name": "a"}', '{"name": "a", "step": 1, "metric": "b", "value": "c"}'])
+def test_a_damaged_mark_of_the_best_is_refused_before_a_run_goes_on(tmp_path, text):
+    write_step(tmp_path, 1)
+    check_resumable(recipe(tmp_path), tmp_path)
+    (tmp_path / "best.json").write_text(text)
+    with pytest.raises(RecipeError, match=r"train\.resume: .*best\.json is damaged: expected name, step, metric"):
+        check_resumable(recipe(tmp_path), tmp_path)
+    # Damaged while it runs, it does not end a run whose work is done.
+    assert (best_line(tmp_path) or "").startswith(f"warning: {tmp_path}/best.json is damaged")
+
+
 def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tmp_path):
     for step in (1, 2, 3, 4):
         write_step(tmp_path, step, keep=4)
@@ -131,7 +144,7 @@ def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tm
 def test_a_checkpoint_that_is_not_there_is_no_best_one(tmp_path):
     with pytest.raises(RankError, match="no checkpoint step_00000004 to mark as the best: save it first"):
         mark_if_best(tmp_path, 4, "loss", 1.0, keep=2)
-    assert best_checkpoint(tmp_path) is None
+    assert best_checkpoint(tmp_path) is None and best_line(tmp_path) is None
     with pytest.raises(ValueError, match=r"has no best\.json"):
         find_checkpoint(tmp_path, "best")
 

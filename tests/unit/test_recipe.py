@@ -297,6 +297,10 @@ def test_required_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
             "--quant.signed_scales true --quant.scheme w4a16_asym",
             "quant.signed_scales: True, expected false: no scheme",
         ),
+        (
+            "--quant.scheme fp8_kv --learnable.weight false",
+            "learnable: only weight_scale is true, expected act_scale, weight or norm too: quant.scheme fp8_kv has no",
+        ),
         ("--data.train []", "data.train: [], expected at least one file"),
         ("--data.kind text --data.fields {input:a}", "data.fields"),
         ("--data.max_length 1", "data.max_length: 1, expected at least 2"),

@@ -1,4 +1,4 @@
-"""Scales of an NVFP4 checkpoint that another writer left, and zero points; one process."""
+"""Scales that another writer left, as each format stores them, and zero points; one process."""
 
 import pytest
 import torch
@@ -17,15 +17,72 @@ from quant.packing import pack_zero_points
 from quant.reference import fake_quant, inside_range
 from tests.tiny import tiny_model
 
+# Exponents of powers of two, bf16 numbers of either sign.
+STORED = ("mxfp4", "w4a16_g32", "w8a16_channel", "w2a16_g32")
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
 SHIFTED = Scheme("w4a16_g32_asym", TensorSpec("int", 4, "group", 32, symmetric=False))
 
 
-def quantized(seed: int):
+def quantized(seed: int, scheme: str = "nvfp4"):
     """q's weights are 64 times larger than those it shares a global scale with."""
     model = tiny_model("qwen3", even=True, layers=1, seed=seed)
     model.get_submodule(QKV[0]).weight.data *= 64
-    return model, prepare(model, get_scheme("nvfp4"), learn_weight_scale=True, learn_input_scale=False)
+    return model, prepare(model, get_scheme(scheme), learn_weight_scale=True, learn_input_scale=False)
+
+
+def random_scales(quantization, scheme: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Of every layer: what lies on the disk, and what a code is multiplied with."""
+    disk, meant = {}, {}
+    for name, layer in quantization.layers.items():
+        shape = layer.weight_s0.shape
+        if scheme == "mxfp4":
+            exponents = torch.randint(-9, 3, shape)
+            disk[f"{name}.weight_scale"], meant[name] = (exponents + 127).to(torch.uint8), 2.0**exponents
+            continue
+        scale = torch.rand(shape) * 0.1 + 1e-3
+        if scheme == "w2a16_g32":
+            scale = torch.where(torch.rand(shape) < 0.5, -scale, scale)
+        stored = scale.to(torch.bfloat16)
+        # Per channel some write one dimension, some two.
+        disk[f"{name}.weight_scale"] = stored.squeeze(1) if scheme == "w8a16_channel" else stored
+        meant[name] = stored.float()
+    return disk, meant
+
+
+@pytest.mark.parametrize("scheme", STORED)
+def test_scales_are_what_the_files_mean(tmp_path, seed, scheme):
+    model, quantization = quantized(seed, scheme)
+    disk, meant = random_scales(quantization, scheme)
+    save_file(disk, tmp_path / "model.safetensors")
+    report = load_scales(model, quantization, tmp_path)
+    assert sorted(report.weights_loaded) == sorted(meant) and not report.weights_measured
+    for name, scale in meant.items():
+        layer = quantization.layers[name]
+        assert torch.equal(layer.weight_scale(), scale), name
+        assert torch.equal(layer.used_weight(), fake_quant(layer.weight, scale, layer.scheme.weights)), name
+
+
+@pytest.mark.parametrize("scheme", STORED)
+def test_scales_that_are_missing_or_wrong_are_told(tmp_path, seed, scheme):
+    model, quantization = quantized(seed, scheme)
+    disk, meant = random_scales(quantization, scheme)
+    key, whole = f"{QKV[1]}.weight_scale", disk[f"{QKV[1]}.weight_scale"]
+    save_file({name: scale for name, scale in disk.items() if name != key}, tmp_path / "model.safetensors")
+    report = load_scales(model, quantization, tmp_path)
+    assert report.weights_measured == [QKV[1]] and QKV[1] in report.summary()
+    measured = measure_weight_scales(quantization, {QKV[1]})[QKV[1]]
+    assert torch.equal(quantization.layers[QKV[1]].weight_s0, measured) and not torch.equal(measured, meant[QKV[1]])
+    wrong = {"shape": whole[1:]}
+    if whole.dim() == 2:
+        wrong["shape of the other order"] = whole.t()
+    if whole.is_floating_point():
+        wrong |= {"not 0": torch.zeros_like(whole), "finite": torch.full_like(whole, torch.nan)}
+    before = {name: layer.weight_s0.clone() for name, layer in quantization.layers.items()}
+    for what, scale in wrong.items():
+        save_file({**disk, key: scale.contiguous()}, tmp_path / "model.safetensors")
+        with pytest.raises(RankError, match=rf"{key} .*{what.split()[0]}"):
+            load_scales(model, quantization, tmp_path)
+        assert all(torch.equal(layer.weight_s0, before[name]) for name, layer in quantization.layers.items())
 
 
 def file_scales(quantization) -> dict[str, torch.Tensor]:

@@ -166,6 +166,10 @@ def test_events_that_contradict_the_rest_are_named():
         load("quant: {fake_quant_start: 2}\nschedule: [{at: 3, fake_quant: on}]")
     with pytest.raises(RecipeError, match=re.escape("schedule[0].fake_quant: 'activations', expected weights or")):
         load("quant: {scheme: w4a16_g32}\nschedule: [{at: 3, fake_quant: activations}]")
+    keys_and_values = "quant: {scheme: fp8_kv}\nschedule: [{at: 3, fake_quant: %s}]"
+    load(keys_and_values % "activations")
+    with pytest.raises(RecipeError, match=re.escape("schedule[0].fake_quant: 'weights', expected true, activations")):
+        load(keys_and_values % "weights")
 
 
 def test_every_group_of_an_event_is_one_of_the_optimizer():
