@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_buffers_in_fp32, keep_in_fp32_pattern
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import (
     safe_get_full_grad,
@@ -31,7 +32,9 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
     set_z3_leaf_module,
+    z3_leaf_module,
 )
+from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -235,6 +238,16 @@ def mark_leaf(module: nn.Module) -> None:
     Without it every submodule costs collectives of its own, and all ranks must run them in the same order.
     """
     set_z3_leaf_module(module, True)
+
+
+def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
+    """Ids of the modules that stage 3 takes as a whole: those marked here, and those that its configuration names.
+
+    DeepSpeed's default names the sparse MoE blocks of three model families by class; ``initialize`` marks them.
+    """
+    zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
+    apply_zero_leaf_module_config(model, zero.leaf_module)
+    return {id(module) for module in model.modules() if z3_leaf_module(module)}
 
 
 def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
