@@ -322,6 +322,9 @@ class _Stage1(_Replay):
         if ranks > 1:
             for share in shares:
                 self.traffic.count("all_gather", share * ranks * self.settings.size)
+        if not self.settings.bf16_optimizer and ranks > 1:
+            for size in (1, *(FP32 for _ in shares)):  # whether a gradient is not finite, and a norm for each group
+                self.traffic.count("all_reduce", size)
         if self.settings.offloads_optimizer:
             return self._step(0)
         copy = 0 if self.settings.bf16_optimizer or self._fp32_share() else max(shares) * FP32
@@ -468,6 +471,8 @@ class _Stage3(_Replay):
         ]
         largest = max(sum(piece) for piece in pieces)
         norm = FP64 * max(max(piece) for piece in pieces)  # of one gradient at a time
+        for _ in pieces if ranks > 1 and not self.settings.offloads_optimizer else ():
+            self.traffic.count("all_reduce", FP64)
         self.gatherer.step()
         if self.settings.offloads_optimizer:
             return self._step(norm)

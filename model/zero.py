@@ -425,6 +425,44 @@ def flat_masters(optimizer: Any) -> list[Tensor]:
     return [settings["params"][0] for settings in optimizer.param_groups]
 
 
+def partitions(model: nn.Module) -> list[Tensor]:
+    """Every tensor that holds values of parameters now: whole ones, shares, and hpZ's shares of a node."""
+    held: list[Tensor] = []
+    for parameter in model.parameters():
+        held.append(parameter.data)
+        if is_partitioned(parameter):
+            held.append(parameter.ds_tensor.data)  # type: ignore[attr-defined]
+            if parameter.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
+                held.append(parameter.ds_secondary_tensor.data)  # type: ignore[attr-defined]
+    return held
+
+
+def master_weights(optimizer: Any) -> list[Tensor]:
+    """The fp32 copies that the optimizer updates; on stage 0 in fp32 there are none but the parameters."""
+    if hasattr(optimizer, "fp32_groups"):  # stage 0
+        return [master for group in optimizer.fp32_groups for master in group]
+    # Stage 2 shows its optimizer one group at a time while it steps.
+    names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+    return [master for name in names for master in getattr(optimizer, name, [])]
+
+
+def gradient_buffers(optimizer: Any) -> list[Tensor]:
+    """Where DeepSpeed 0.19 adds gradients up outside of the parameters, while there are any.
+
+    Stage 3 has one flat buffer, and where the optimizer is offloaded a gradient of each master beside it; bf16's
+    stage 1 one buffer for each group; stage 2 one for each group too, which becomes its master's gradient.
+    """
+    flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if flat is not None:
+        masters = master_weights(optimizer) if optimizer.offload_optimizer else []
+        return [flat, *(master.grad for master in masters if master.grad is not None)]
+    buffers = list(getattr(optimizer, "fp32_groups_gradients_flat", []))
+    groups = getattr(optimizer, "averaged_gradients", {}).values()
+    buffers += [group.flat_partition for group in groups if hasattr(group, "flat_partition")]
+    shared = getattr(optimizer, "single_partition_of_fp32_groups", [])
+    return buffers + [master.grad for master in shared if master.grad is not None]
+
+
 @torch.no_grad()
 def use_masters(model: nn.Module, optimizer: Any) -> None:
     """Make the model's trained parameters those of the flat fp32 tensors; a collective on stages 1-3."""
