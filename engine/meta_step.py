@@ -6,7 +6,7 @@ keeps, what activation checkpointing does not keep, and what lives for a moment 
 a formula for an architecture. What is known only from data is laid down: each token has a target, tokens share out
 evenly over the experts.
 
-Equal decoder layers are run three at most, and the middle one stands for all between: its forward adds the same bytes
+Of equal decoder layers in a row two are run, and the second stands for all behind it: its forward adds the same bytes
 each time, its backward takes them away again.
 """
 
@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Equal layers in a row that are run: the first, the last, and one for those between.
-REPRESENTATIVES = 3
+# Equal layers in a row that are run: the first, and one for those behind it.
+REPRESENTATIVES = 2
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Bytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Run:
-    """Equal layers in a row: ``kept`` stands for ``names``, all but the first and the last of the run."""
+    """Equal layers in a row: ``kept`` stands for ``names``, all but the first."""
 
     kept: str
     names: list[str]
@@ -159,8 +159,8 @@ def _representatives(model: PreTrainedModel) -> Iterator[list[_Run]]:
         for start, stop in _equal_in_a_row([_signature(layer) for layer in module]):
             chosen = list(range(start, stop))
             if len(chosen) > REPRESENTATIVES:
-                runs.append(_Run(f"{name}.{start + 1}", [f"{name}.{index}" for index in range(start + 1, stop - 1)]))
-                chosen = [start, start + 1, stop - 1]
+                runs.append(_Run(f"{name}.{start + 1}", [f"{name}.{index}" for index in range(start + 1, stop)]))
+                chosen = [start, start + 1]
             kept += [module[index] for index in chosen]
         model.set_submodule(name, nn.ModuleList(kept))
         config.num_hidden_layers = len(kept)

@@ -384,13 +384,17 @@ class _Stage3(_Replay):
         self.in_leaf = {
             parameter.name: name for name, module in self.modules.items() if module.leaf for parameter in module.below
         }
+        self.of_leaf: dict[str, list[ShardedParameter]] = {}  # in the optimizer's order
+        for parameter in self.inventory.trained:
+            if parameter.name in self.in_leaf:
+                self.of_leaf.setdefault(self.in_leaf[parameter.name], []).append(parameter)
         self.ready: dict[str, set[ShardedParameter]] = {}
         self.gatherer = Gatherer(self.modules, self.settings.zero, self.settings.ranks, self._gathers)
-        # Two steps: the first one decides what may be let go where.
+        # A micro-batch before the step decides what may be let go where.
         everything = self.inventory.parameters if self.settings.ranks > 1 else []
         self.persistent = sum(p.numel * p.size for p in everything if self.gatherer.persists(p))
         self.counting = False
-        super().run()
+        self._micro_batch(True, None)
         self.gatherer.step()
         self.counting = True
 
@@ -423,7 +427,7 @@ class _Stage3(_Replay):
 
     def _leaf(self, name: str) -> None:
         ready = self.ready.pop(name)
-        for parameter in self.inventory.trained:
+        for parameter in self.of_leaf[name]:
             if parameter in ready:
                 self.late -= parameter.numel * self.settings.size
                 self._bucket(parameter)

@@ -14,7 +14,7 @@ import deepspeed.comm as comm
 import torch
 
 from engine.loop import Loop, LoopState
-from engine.memory_measured import MemoryWatch
+from engine.memory_measured import MEASURED, read_measured
 from engine.recipe_file import load_recipe
 from model.ranks import is_main
 
@@ -50,25 +50,28 @@ def run(loop: Loop) -> dict[str, Any]:
 
     @loop.every(1)
     def measure(state: LoopState) -> None:
-        if state.step == 1:
-            found["watch"] = MemoryWatch(state.session.model, state.session.engine.optimizer)
         if state.step == MEASURED_STEP:
             found["before"] = live_bytes()
             comm.comm.comms_logger.comms_dict.clear()
             profile.start()
         if state.step == MEASURED_STEP + 1:
             profile.stop()
-            found["parameters"] = found["watch"].parameters()
             log = comm.comm.comms_logger.comms_dict
             found["collectives"] = {
                 kind: [[size, of_size[0]] for size, of_size in sizes.items()] for kind, sizes in log.items()
             }
 
     state = loop.run()
-    items = {"parameters": found["parameters"], **(found["watch"].items or {})}
+    items = read_measured(Path(loop.recipe.output_dir, MEASURED)).items if is_main() else {}
     state.session.engine.destroy()
     peak = found["before"] - earlier + most_bytes(profile)
-    return {"peak": peak, "items": items, "collectives": found["collectives"]}
+    return {
+        "peak": peak,
+        "before": found["before"],
+        "earlier": earlier,
+        "items": items,
+        "collectives": found["collectives"],
+    }
 
 
 def main() -> None:
