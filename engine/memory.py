@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.ds_config import resolve, teacher_config
-from engine.meta_model import MetaStudent, MetaTeacher, meta_student, meta_teacher, student_events, teacher_events
+from engine.meta_model import MetaStudent, MetaTeacher, Step, meta_student, meta_teacher, student_events, teacher_events
 from engine.meta_step import Event
 from engine.recipe import Recipe
 from engine.zero_gather import Gatherer
@@ -70,9 +70,9 @@ class Planner:
         inventory = take_inventory(self.student.model, recipe.optim)
         codes = sum(layer.weight.numel() for layer in self.student.quantization.layers.values())
         self.inventory: Inventory = dataclasses.replace(inventory, quantised=codes)
-        self._events: dict[int, tuple[list[Event], list[Event]]] = {}
+        self._events: dict[int, tuple[list[Event], Step]] = {}
 
-    def events(self, rows: int) -> tuple[list[Event], list[Event]]:
+    def events(self, rows: int) -> tuple[list[Event], Step]:
         """Of the teacher's forward and of the student's micro-batch of so many rows."""
         if rows not in self._events:
             before = teacher_events(self.student, self.teacher, rows)
@@ -98,6 +98,7 @@ class Planner:
         modules = module_parameters(self.student.model, self.inventory, config)
         before = self._teacher(config, settings, held)
         rows = recipe.data.micro_batch_size
+        held.host["activations"] = self.events(rows)[1].on_host
         cost = cost_of_step(
             settings, held, self.inventory, modules, self._all(rows, before), fused_optimizer=self.fused_optimizer
         )
@@ -134,14 +135,14 @@ class Planner:
 
     def _all(self, rows: int, teacher: "_TeacherBytes") -> list[Event]:
         """The student's events, the teacher's forward as one before them, and its lm_head whole during the losses."""
-        before, events = self.events(rows)
+        before, step = self.events(rows)
         head = next(name for name, module in self.student.model.named_modules() if module is self.student.head)
         most = max((event.peak for event in before), default=0) + teacher.gathered
         events = [
             dataclasses.replace(event, peak=event.peak + teacher.head)
             if (event.name, event.kind) == (head, "forward_end")
             else event
-            for event in events
+            for event in step.events
         ]
         return [Event("teacher", "", 0, most), *events]
 

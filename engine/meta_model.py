@@ -6,17 +6,19 @@ what trains) is what a run has. The same goes for their micro-batch: see :mod:`e
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from engine.kd import CACHED_KINDS, Distillation, TopK
 from engine.losses import Objective, Teacher, TeacherHidden, TeacherTopK, chunked_losses
 from engine.meta_attention import attention_on_meta
-from engine.meta_step import Event, record_step
+from engine.meta_step import Event, record_step, representatives
 from engine.recipe import Recipe
 from engine.setup import DTYPES, empty_student, quantise_student
 from model.build import build_model
@@ -99,7 +101,15 @@ def _stage_0(recipe: Recipe) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 0}, **precision.get(recipe.model.dtype, {})}
 
 
-def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> list[Event]:
+@dataclass(frozen=True)
+class Step:
+    """Events of a micro-batch, and the bytes of activations that it keeps in host memory."""
+
+    events: list[Event]
+    on_host: int
+
+
+def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> Step:
     """The student's micro-batch of ``rows`` rows, whose tokens all have a target, with its losses.
 
     The teacher's forward comes before: :func:`teacher_events`. What it leaves, its hidden states, is in here.
@@ -114,6 +124,8 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
         chunk_tokens=recipe.loss.chunk_tokens,
     )
 
+    moved: list[int] = []
+
     def forward() -> Tensor:
         its_hidden = None
         if recipe.has_teacher() and not recipe.loss.teacher_cache:
@@ -124,14 +136,38 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
             its = _teacher_at_head(recipe, student, teacher, its_hidden)
             return chunked_losses(hidden, weight, bias, labels, its, objective).total
 
-        with student.head.computing(task):
+        with student.head.computing(task), _on_host(recipe, moved):
             output = student.model(**inputs)
         total = output.logits
         if getattr(output, "aux_loss", None) is not None:
             total = total + output.aux_loss
         return total
 
-    return record_step(student.model, forward, held=list(_tensors(inputs)))
+    events = record_step(student.model, forward, held=list(_tensors(inputs)))
+    with representatives(student.model) as runs:
+        not_run = sum(len(run.names) - 1 for run in runs)
+    hidden = labels.numel() * student.head.in_features * student.head.weight.element_size()
+    return Step(events, sum(moved) + not_run * hidden if moved else 0)  # of each layer its input
+
+
+def _on_host(recipe: Recipe, moved: list[int]) -> AbstractContextManager[Any]:
+    """As engine.forward keeps saved tensors in host memory (train.activation_offload); bytes of each to ``moved``."""
+    if not getattr(recipe.train, "activation_offload", False):
+        return nullcontext()
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.Size, tuple[int, ...], torch.dtype]:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        moved.append(tensor.numel() * tensor.element_size())
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        shape, stride, dtype = packed
+        return torch.empty_strided(shape, stride, dtype=dtype, device=META)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def _teacher_at_head(

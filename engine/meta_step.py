@@ -127,7 +127,7 @@ def record_step(
     names = {id(part): name for name, part in (*model.named_modules(), *model.named_parameters())}
     counter.known([*model.parameters(), *model.buffers(), *held])
     with (
-        _representatives(model) as runs,
+        representatives(model) as runs,
         _hooks(model, names, counter, events),
         torch.set_grad_enabled(backward),
         counter,
@@ -140,19 +140,24 @@ def record_step(
     return _repeated(events, runs)
 
 
-@contextmanager
-def _representatives(model: PreTrainedModel) -> Iterator[list[_Run]]:
-    """Inside the block lists of decoder layers hold at most ``REPRESENTATIVES`` of equal ones in a row."""
-    runs: list[_Run] = []
-    config = model.config.get_text_config()
-    layers = config.num_hidden_layers
-    lists = {
+def layer_lists(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
+    """Lists of decoder layers by name: of transformers' layer class, as many as the configuration says."""
+    layers = model.config.get_text_config().num_hidden_layers
+    return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) == layers
         and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     }
+
+
+@contextmanager
+def representatives(model: PreTrainedModel) -> Iterator[list[_Run]]:
+    """Inside the block lists of decoder layers hold at most ``REPRESENTATIVES`` of equal ones in a row."""
+    runs: list[_Run] = []
+    config = model.config.get_text_config()
+    layers, lists = config.num_hidden_layers, layer_lists(model)
     # Models loop over num_hidden_layers of their one list; where there are several, all layers are run.
     for name, module in lists.items() if len(lists) == 1 else ():
         kept: list[nn.Module] = []

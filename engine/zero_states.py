@@ -88,6 +88,8 @@ class Settings:
         accumulated: bytes of a gradient as it is accumulated.
         communicated: bytes of a gradient as it is reduced.
         accumulation: micro-batches per step.
+        bf16: whether parameters are bf16 (and not fp16 or fp32).
+        immediate: bf16's gradients are added to the fp32 ones, and dropped, as they are made (stage 1).
     """
 
     zero: DeepSpeedZeroConfig
@@ -96,7 +98,8 @@ class Settings:
     accumulated: int
     communicated: int
     accumulation: int
-    immediate: bool = False
+    bf16: bool
+    immediate: bool
 
     @classmethod
     def of(cls, ds_config: dict[str, Any], ranks: int) -> "Settings":
@@ -111,7 +114,8 @@ class Settings:
             sizes.get(ds_config.get("data_types", {}).get("grad_accum_dtype"), size),
             sizes.get(ds_config.get("communication_data_type"), size),
             int(ds_config["gradient_accumulation_steps"]),
-            bool(ds_config.get("bf16", {}).get("immediate_grad_update", False)),
+            bool(ds_config.get("bf16", {}).get("enabled")),
+            bool(ds_config.get("bf16", {}).get("immediate_grad_update")),
         )
 
     @property
@@ -122,7 +126,7 @@ class Settings:
     @property
     def bf16_optimizer(self) -> bool:
         """Whether stage 1 is DeepSpeed's BF16_Optimizer, which has fp32 gradients of everything on every rank."""
-        separate = self.size == 2 and self.accumulated == FP32
+        separate = self.bf16 and self.accumulated == FP32
         return self.stage == 1 and separate and self.offloads_optimizer is None
 
     @property
