@@ -22,6 +22,7 @@ from engine.meta_step import Event, record_step, representatives
 from engine.recipe import Recipe
 from engine.setup import DTYPES, empty_student, quantise_student
 from model.build import build_model
+from model.experts import ExpertMLPs
 from model.head import LMHead, QuantHead, install_head, output_head, remove_head
 from quant import Quantization
 
@@ -83,6 +84,7 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
         device=META,
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=_attention(recipe),
+        experts=recipe.model.experts,
     )
     head = remove_head(model)
     for module in (model, head):
@@ -238,13 +240,11 @@ def _tensors(inputs: dict[str, Any]) -> Sequence[Tensor]:
 def _balance_routing(model: nn.Module) -> None:
     """Give experts real indices that spread tokens evenly: how many tokens an expert has decides its shapes."""
 
-    def route(module: nn.Module, arguments: tuple) -> tuple | None:
-        if len(arguments) != 3 or arguments[1].is_floating_point():
-            return None
+    def route(module: ExpertMLPs, arguments: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         hidden, chosen, weights = arguments
         balanced = torch.arange(chosen.numel()).remainder(module.num_experts).view(chosen.shape)
         return hidden, balanced, weights
 
     for module in model.modules():
-        if hasattr(module, "num_experts") and any(True for _ in module.children()):
-            module.register_forward_pre_hook(route)
+        if isinstance(module, ExpertMLPs):
+            module.register_forward_pre_hook(route)  # type: ignore[arg-type]

@@ -143,7 +143,7 @@ class Settings:
 def _device(offload: Any) -> str | None:
     if offload is None or offload.device == OffloadDeviceEnum.none:
         return None
-    return str(offload.device.value)
+    return OffloadDeviceEnum(offload.device).value
 
 
 @dataclass
