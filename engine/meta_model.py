@@ -5,9 +5,9 @@ what trains) is what a run has. The same goes for their micro-batch: see :mod:`e
 """
 
 import dataclasses
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +117,6 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
     The teacher's forward comes before: :func:`teacher_events`. What it leaves, its hidden states, is in here.
     """
     recipe = student.recipe
-    inputs = _inputs(recipe, student.model, rows)
     labels = torch.zeros(rows, recipe.data.max_length, dtype=torch.int64)
     objective = Objective(
         lm_weight=recipe.loss.lm_weight,
@@ -139,13 +138,13 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
             return chunked_losses(hidden, weight, bias, labels, its, objective).total
 
         with student.head.computing(task), _on_host(recipe, moved):
-            output = student.model(**inputs)
+            output = student.model(**_inputs(recipe, rows))
         total = output.logits
         if getattr(output, "aux_loss", None) is not None:
             total = total + output.aux_loss
         return total
 
-    events = record_step(student.model, forward, held=list(_tensors(inputs)))
+    events = record_step(student.model, forward)
     with representatives(student.model) as runs:
         not_run = sum(len(run.names) - 1 for run in runs)
     hidden = labels.numel() * student.head.in_features * student.head.weight.element_size()
@@ -196,22 +195,24 @@ def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
     recipe = student.recipe
     if not recipe.has_teacher() or recipe.loss.teacher_cache:
         return []
-    inputs = _inputs(recipe, student.model, rows)
-    held = list(_tensors(inputs))
+
+    def forward(model: PreTrainedModel) -> Tensor:
+        return model(**_inputs(recipe, rows)).logits
+
     if teacher is not None:
-        return record_step(teacher.model, lambda: teacher.model(**inputs).logits, backward=False, held=held)
+        return record_step(teacher.model, partial(forward, teacher.model), backward=False)
     state = student.quantization.fake_quant_state()
     student.quantization.set_fake_quant(weights=False, activations=False)
     student.model.eval()
     try:
         with student.head.computing(lambda hidden, weight, bias: hidden):
-            return record_step(student.model, lambda: student.model(**inputs).logits, backward=False, held=held)
+            return record_step(student.model, partial(forward, student.model), backward=False)
     finally:
         student.quantization.restore_fake_quant(state)
         student.model.train()
 
 
-def _inputs(recipe: Recipe, model: PreTrainedModel, rows: int) -> dict[str, Any]:
+def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
     """What the model's forward gets: rows of the longest length, with the mask that transformers would make of them.
 
     Rows without padding have none: fused attention is causal by itself. A mask is handed over ready, because it would
@@ -232,11 +233,6 @@ def _inputs(recipe: Recipe, model: PreTrainedModel, rows: int) -> dict[str, Any]
     return inputs
 
 
-def _tensors(inputs: dict[str, Any]) -> Sequence[Tensor]:
-    # The mask counts: a run makes it in every forward.
-    return [value for name, value in inputs.items() if isinstance(value, Tensor) and name != "attention_mask"]
-
-
 def _balance_routing(model: nn.Module) -> None:
     """Give experts real indices that spread tokens evenly: how many tokens an expert has decides its shapes."""
 
@@ -247,4 +243,4 @@ def _balance_routing(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, ExpertMLPs):
-            module.register_forward_pre_hook(route)  # type: ignore[arg-type]
+            module.register_forward_pre_hook(route)

@@ -45,8 +45,8 @@ class Event:
 
     kind: str
     name: str
-    live: float
-    peak: float
+    live: int
+    peak: int
     recomputed: bool = False
 
 
@@ -109,23 +109,20 @@ class _Run:
     names: list[str]
 
 
-def record_step(
-    model: PreTrainedModel, forward: Callable[[], Tensor], *, backward: bool = True, held: Sequence[Tensor] = ()
-) -> list[Event]:
+def record_step(model: PreTrainedModel, forward: Callable[[], Tensor], *, backward: bool = True) -> list[Event]:
     """The events of one micro-batch, in order.
 
     Gradients of Parameters are dropped as soon as they are complete: who keeps them counts them.
 
     Args:
         model: on the meta device, with what is quantised and what trains as in the run.
-        forward: runs it, and returns what is differentiated.
+        forward: makes its inputs, runs it, and returns what is differentiated.
         backward: whether there is one.
-        held: tensors that count as nothing (inputs).
     """
     events: list[Event] = []
     counter = _Bytes()
     names = {id(part): name for name, part in (*model.named_modules(), *model.named_parameters())}
-    counter.known([*model.parameters(), *model.buffers(), *held])
+    counter.known([*model.parameters(), *model.buffers()])
     with (
         representatives(model) as runs,
         _hooks(model, names, counter, events),
@@ -287,20 +284,23 @@ def _repeated(events: list[Event], runs: Sequence[_Run]) -> list[Event]:
 
 def _repeat(events: list[Event], run: _Run) -> Iterator[Event]:
     segments = _segments(events, run.kept)
-    extra = 0.0  # bytes that layers hold which were not run
+    extra = 0  # bytes that layers hold which were not run
     position = 0
     for start, stop in segments:
         for event in events[position:start]:
             yield replace(event, live=event.live + extra, peak=event.peak + extra)
-        grows = events[stop - 1].live - events[start].live
+        grows = events[stop].live - events[start].live  # up to what follows: the last tensors are freed on the way
         forward = not any(event.kind == "backward" for event in events[start:stop])
         names = run.names if forward else run.names[::-1]
+        before = events[start].peak  # of the moments from the layer before to this one
         for name in names:
             for event in events[start:stop]:
-                own = event.name == run.kept or event.name.startswith(f"{run.kept}.")
+                own = f"{event.name}.".startswith(f"{run.kept}.")
                 renamed = name + event.name.removeprefix(run.kept) if own else event.name
-                yield replace(event, name=renamed, live=event.live + extra, peak=event.peak + extra)
+                peak = before if event is events[start] else event.peak
+                yield replace(event, name=renamed, live=event.live + extra, peak=peak + extra)
             extra += grows
+            before = events[stop].peak - grows
         extra -= grows  # the representative's own share is in the events
         position = stop
     for event in events[position:]:

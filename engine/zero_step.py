@@ -95,13 +95,11 @@ class StepCost:
         }
 
 
-def module_parameters(
-    model: nn.Module, inventory: Inventory, ds_config: Mapping[str, object] | None
-) -> dict[str, ModuleParameters]:
+def module_parameters(model: nn.Module, inventory: Inventory, ds_config: dict[str, Any]) -> dict[str, ModuleParameters]:
     """Parameters of every module that has ZeRO-3's hooks: all but those inside a leaf."""
     known = {parameter.name: parameter for parameter in inventory.parameters}
     by_id = {id(own): known[name] for name, own in model.named_parameters() if name in known}
-    leaves = leaves_of_stage_3(model, ds_config or {})
+    leaves = leaves_of_stage_3(model, ds_config)
     found: dict[str, ModuleParameters] = {}
     inside: set[int] = set()
     for name, module in model.named_modules():
@@ -475,8 +473,8 @@ class _Stage3(_Replay):
         ]
         largest = max(sum(piece) for piece in pieces)
         norm = FP64 * max(max(piece) for piece in pieces)  # of one gradient at a time
-        for _ in pieces if ranks > 1 and not self.settings.offloads_optimizer else ():
-            self.traffic.count("all_reduce", FP64)
+        for _ in pieces if ranks > 1 else ():
+            self.traffic.count("all_reduce", FP32 if self.settings.offloads_optimizer else FP64)
         self.gatherer.step()
         if self.settings.offloads_optimizer:
             return self._step(norm)

@@ -9,6 +9,7 @@ follow, as for launch/train.py. With ``--measured`` what a run of it held stands
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.ds_config import SHIPPED, DsConfigError
@@ -20,8 +21,8 @@ from engine.recipe_file import exit_on_recipe_error, parse_recipe
 from launch.exits import clean_exit
 
 
-def main() -> None:
-    """Print the tables; write them as JSON if asked to."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the tables; write them as JSON if asked to. ``argv`` defaults to the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--strategies", help="names in ds_configs/ or JSON files, by commas; default: all that ship")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run of this recipe")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, in bytes")
-    arguments, rest = parser.parse_known_args()
+    arguments, rest = parser.parse_known_args(argv)
     recipe = parse_recipe(rest, check_files=False)
     with exit_on_recipe_error():
         recipe.validate_models()
