@@ -6,7 +6,7 @@ late because another stream reads them: ``RESERVE`` bytes are set aside for them
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.ds_config import resolve, teacher_config
@@ -15,7 +15,7 @@ from engine.meta_step import Event
 from engine.recipe import Recipe
 from engine.zero_gather import Gatherer
 from engine.zero_states import Held, Inventory, Settings, held_by, take_inventory
-from engine.zero_step import Moment, StepCost, cost_of_step, module_parameters, own_bytes
+from engine.zero_step import Moment, StepCost, Traffic, cost_of_step, module_parameters, own_bytes
 
 RESERVE = 4 * 10**9
 
@@ -102,38 +102,43 @@ class Planner:
         cost = cost_of_step(
             settings, held, self.inventory, modules, self._all(rows, before), fused_optimizer=self.fused_optimizer
         )
+        cost.traffic.add(before.traffic, settings.accumulation)
         found = Prediction(strategy, settings, held, cost.moments(self._all(rows, before)), cost)
         if gpu_bytes is None:
             return found
         return dataclasses.replace(found, largest_micro_batch=self._largest(found, before, gpu_bytes - RESERVE))
 
-    def _teacher(self, config: dict[str, Any], settings: Settings, held: Held) -> "_TeacherBytes":
+    def _teacher(self, config: dict[str, Any], settings: Settings, held: Held) -> "_OfTeacher":
         """What the teacher holds, added to ``held``, and what its forward gathers at each of its events."""
         if self.teacher is None:
-            return _TeacherBytes(0, 0)
+            return _OfTeacher()
         model = self.teacher.model
         parameters = [*take_inventory(model, None).parameters]
         inventory = Inventory(parameters, {})
         head = sum(parameter.numel() * parameter.element_size() for parameter in self.teacher.head.parameters())
         if settings.stage < 3:
             held.add("teacher", sum(p.numel * p.size for p in parameters) + head)
-            return _TeacherBytes(0, 0)
+            return _OfTeacher()
         of_teacher = dataclasses.replace(settings, zero=Settings.of(teacher_config(config), settings.ranks).zero)
         shares = held_by_frozen(of_teacher, inventory)
         held.add("teacher", shares + -(-head // settings.ranks), settings.offloads_parameters)
         if settings.ranks == 1:
-            return _TeacherBytes(0, 0)
+            return _OfTeacher()
         modules = module_parameters(model, inventory, teacher_config(config))
         events, _ = self.events(self.recipe.data.micro_batch_size)
-        gatherer = Gatherer(modules, of_teacher.zero, settings.ranks, lambda kind, size: None)
-        for _ in range(2):
+        traffic = Traffic()
+        gatherer = Gatherer(modules, of_teacher.zero, settings.ranks, traffic.count)
+        for _ in range(2):  # the first decides what may be let go where
             gatherer.forget_most()
+            traffic.clear()
             gatherer.begin(events)
             for event in events:
                 gatherer.event(event)
-        return _TeacherBytes(gatherer.most, head)
+        for parameter in self.teacher.head.parameters():
+            traffic.count("all_gather", parameter.numel() * parameter.element_size())
+        return _OfTeacher(gatherer.most, head, traffic)
 
-    def _all(self, rows: int, teacher: "_TeacherBytes") -> list[Event]:
+    def _all(self, rows: int, teacher: "_OfTeacher") -> list[Event]:
         """The student's events, the teacher's forward as one before them, and its lm_head whole during the losses."""
         before, step = self.events(rows)
         head = next(name for name, module in self.student.model.named_modules() if module is self.student.head)
@@ -146,7 +151,7 @@ class Planner:
         ]
         return [Event("teacher", "", 0, most), *events]
 
-    def _largest(self, found: Prediction, teacher: "_TeacherBytes", limit: int) -> int:
+    def _largest(self, found: Prediction, teacher: "_OfTeacher", limit: int) -> int:
         """Rows that fit: each event's bytes grow evenly with the rows, once they fill the losses' chunks."""
         chunks = -(-self.recipe.loss.chunk_tokens // self.recipe.data.max_length)
         few, many = chunks, 2 * chunks
@@ -168,11 +173,12 @@ class Planner:
 
 
 @dataclass(frozen=True)
-class _TeacherBytes:
-    """The most that its forward gathers, and its whole lm_head."""
+class _OfTeacher:
+    """Under stage 3: the most bytes that its forward gathers, its whole lm_head, and what that makes travel."""
 
-    gathered: int
-    head: int
+    gathered: int = 0
+    head: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 def held_by_frozen(settings: Settings, inventory: Inventory) -> int:

@@ -38,6 +38,17 @@ class Traffic:
         self.calls[kind] = self.calls.get(kind, 0) + 1
         self.bytes[kind] = self.bytes.get(kind, 0) + size
 
+    def add(self, other: "Traffic", times: int) -> None:
+        """So many times what ``other`` counted."""
+        for own, its in ((self.calls, other.calls), (self.bytes, other.bytes)):
+            for kind, value in its.items():
+                own[kind] = own.get(kind, 0) + times * value
+
+    def clear(self) -> None:
+        """Nothing was counted."""
+        self.calls.clear()
+        self.bytes.clear()
+
 
 @dataclass(frozen=True)
 class Moment:
