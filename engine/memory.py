@@ -183,8 +183,7 @@ class _OfTeacher:
 
 def held_by_frozen(settings: Settings, inventory: Inventory) -> int:
     """Bytes of the shares of a frozen model under stage 3, with what persists."""
-    persistent = settings.zero.param_persistence_threshold
-    shares = sum(parameter.padded(settings.ranks) // settings.ranks for parameter in inventory.parameters)
+    shares = sum(parameter.share(settings.ranks) for parameter in inventory.parameters)
     if settings.ranks == 1:
         return shares
-    return shares + sum(p.numel * p.size for p in inventory.parameters if p.numel <= persistent)
+    return shares + sum(p.numel * p.size for p in inventory.parameters if p.persists(settings.zero))

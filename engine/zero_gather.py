@@ -32,6 +32,8 @@ class ShardedParameter:
         size: bytes of one.
         trains: whether it has a gradient.
         dtype: parameters of one dtype travel together.
+        scale: whether it is a scale, which is never kept whole between steps (model.zero.release) ...
+        whole: ... but where it is frozen and small, as then every rank has all of it.
     """
 
     name: str
@@ -40,10 +42,20 @@ class ShardedParameter:
     size: int
     trains: bool
     dtype: str
+    scale: bool = False
+    whole: bool = False
 
     def padded(self, ranks: int) -> int:
         """Bytes of all partitions, which are equally long."""
         return math.ceil(self.numel / ranks) * ranks * self.size
+
+    def share(self, ranks: int) -> int:
+        """Bytes of a rank's partition."""
+        return self.numel * self.size if self.whole else self.padded(ranks) // ranks
+
+    def persists(self, zero: DeepSpeedZeroConfig) -> bool:
+        """Whether it stays whole between steps."""
+        return self.numel <= zero.param_persistence_threshold and not self.scale
 
 
 @dataclass
@@ -97,10 +109,6 @@ class Gatherer:
     _step: int = 0
     _available: int = 0
 
-    def persists(self, parameter: ShardedParameter) -> bool:
-        """Whether it stays whole between steps."""
-        return parameter.numel <= self.zero.param_persistence_threshold
-
     def begin(self, events: Iterable[Event]) -> None:
         """A forward begins, whose module calls (and those of its backward) will be those of ``events``."""
         if not self._order:
@@ -130,7 +138,7 @@ class Gatherer:
             recomputed = self._recomputed.pop(name, set())
             for parameter in {*self.modules[name].gathered, *recomputed}:
                 self._active.get(parameter, set()).discard(name)
-                if not self.persists(parameter):
+                if not parameter.persists(self.zero):
                     self._release(parameter)
 
     def step(self) -> None:
@@ -142,10 +150,9 @@ class Gatherer:
             self._release(parameter)
         self._secondary.clear()
         everything = dict.fromkeys(parameter for module in self.modules.values() for parameter in module.below)
-        persistent = [parameter for parameter in everything if self.persists(parameter)]
-        self._gather(persistent)
-        for parameter in persistent:
-            self._wait(parameter)
+        for parameter in everything:
+            if parameter.persists(self.zero):
+                self._gather([parameter])  # each by itself
 
     def forget_most(self) -> int:
         """The most bytes since the last call."""
@@ -192,7 +199,7 @@ class Gatherer:
         parameters = set(self.modules[name].gathered)
         if not forward:
             recomputed = self._recomputed.pop(name, set())
-            let_go |= {parameter for parameter in recomputed if not self.persists(parameter)}
+            let_go |= {parameter for parameter in recomputed if not parameter.persists(self.zero)}
             parameters |= recomputed
             self._backward.pop(name, None)
         for parameter in parameters:
@@ -205,7 +212,7 @@ class Gatherer:
         key = (name, self._step)
         if key not in self._released:
             own = self.modules[name]
-            chosen = {parameter for parameter in own.gathered if not self.persists(parameter)}
+            chosen = {parameter for parameter in own.gathered if not parameter.persists(self.zero)}
             chosen -= {parameter for parameter in own.gathered if self._fetched.get(parameter, -1) > self._step}
             distance = 0
             for following in self._order[self._step :]:
@@ -224,9 +231,9 @@ class Gatherer:
     def _gather(self, parameters: Sequence[ShardedParameter]) -> None:
         missing = [parameter for parameter in dict.fromkeys(parameters) if parameter not in self._held]
         self._available += sum(parameter.numel for parameter in missing)
-        if self.ranks == 1:  # the partition is the parameter
-            self._held.update(dict.fromkeys(missing, 0))
-            return
+        there = [parameter for parameter in missing if parameter.whole or self.ranks == 1]
+        self._held.update(dict.fromkeys(there, 0))  # the partition is the parameter
+        missing = [parameter for parameter in missing if parameter not in self._held]
         for secondary in (True, False):
             some = [parameter for parameter in missing if (parameter in self._secondary) == secondary]
             kind = "all_gather in the hpZ group" if secondary else "all_gather"

@@ -27,8 +27,10 @@ from torch import nn
 from engine.optim import classify, parameter_groups
 from engine.recipe import OptimRecipe
 from engine.zero_gather import ShardedParameter
+from model.zero import WHOLE_ELEMENTS
 
 FP32 = 4
+SCALES = ("weight_scale", "act_scale", "frozen")
 ITEMS = ("parameters", "gradients", "master weights", "moments", "buckets", "weight codes", "teacher")
 
 
@@ -56,7 +58,7 @@ class Inventory:
 
 def take_inventory(model: nn.Module, optim: OptimRecipe | None) -> Inventory:
     """Of a model on the meta device; of one that is frozen without ``optim``."""
-    made = sorted(classify(model), key=lambda owned: owned.kind in ("weight_scale", "act_scale", "frozen"))
+    made = sorted(classify(model), key=lambda owned: owned.kind in SCALES)
     known = {
         id(owned.parameter): ShardedParameter(
             owned.name,
@@ -65,11 +67,13 @@ def take_inventory(model: nn.Module, optim: OptimRecipe | None) -> Inventory:
             owned.parameter.element_size(),
             owned.parameter.requires_grad,
             str(owned.parameter.dtype),
+            scale=owned.kind in SCALES,
+            whole=owned.kind == "frozen" and owned.parameter.numel() <= WHOLE_ELEMENTS,
         )
         for order, owned in enumerate(made)
     }
     groups = parameter_groups(model, optim) if optim is not None else []
-    scales = [known[id(owned.parameter)] for owned in made if owned.kind in ("weight_scale", "act_scale", "frozen")]
+    scales = [known[id(owned.parameter)] for owned in made if owned.kind in SCALES]
     return Inventory(
         list(known.values()),
         {group["name"]: [known[id(parameter)] for parameter in group["params"]] for group in groups},
@@ -224,13 +228,10 @@ def _stages_1_and_2(held: Held, settings: Settings, inventory: Inventory) -> Non
 
 def _stage_3(held: Held, settings: Settings, inventory: Inventory) -> None:
     zero, ranks = settings.zero, settings.ranks
-    held.add(
-        "parameters",
-        sum(parameter.padded(ranks) // ranks for parameter in inventory.parameters),
-        settings.offloads_parameters,
-    )
+    shares = sum(parameter.share(ranks) for parameter in inventory.parameters)
+    held.add("parameters", shares, settings.offloads_parameters)
     if ranks > 1:  # whole between steps, beside their shares
-        held.add("parameters", _bytes(p for p in inventory.parameters if p.numel <= zero.param_persistence_threshold))
+        held.add("parameters", _bytes(parameter for parameter in inventory.parameters if parameter.persists(zero)))
     if zero.zero_hpz_partition_size > 1:  # a second share, of the ranks of a node, from the first forward to the step
         held.add("parameters", sum(p.padded(ranks) // zero.zero_hpz_partition_size for p in inventory.trained))
     share = sum(math.ceil(parameter.numel / ranks) for parameter in inventory.trained)

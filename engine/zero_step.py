@@ -401,7 +401,7 @@ class _Stage3(_Replay):
         self.gatherer = Gatherer(self.modules, self.settings.zero, self.settings.ranks, self._gathers)
         # A micro-batch before the step decides what may be let go where.
         everything = self.inventory.parameters if self.settings.ranks > 1 else []
-        self.persistent = sum(p.numel * p.size for p in everything if self.gatherer.persists(p))
+        self.persistent = sum(p.numel * p.size for p in everything if p.persists(self.settings.zero))
         self.counting = False
         self._micro_batch(True, None)
         self.gatherer.step()

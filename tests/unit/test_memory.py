@@ -61,7 +61,12 @@ def settings(stage: int, ranks: int, **zero) -> Settings:
 def inventory() -> Inventory:
     """A matrix of 4,000 and one of 1,002 elements that train, a frozen scale of 10."""
     weights = [ShardedParameter("a", 0, 4000, 2, True, "bf16"), ShardedParameter("b", 1, 1002, 2, True, "bf16")]
-    return Inventory([*weights, ShardedParameter("s", 2, 10, 4, False, "fp32")], {"weights": weights}, 40, 5000)
+    return Inventory(
+        [*weights, ShardedParameter("s", 2, 10, 4, False, "fp32", scale=True, whole=True)],
+        {"weights": weights},
+        40,
+        5000,
+    )
 
 
 def bytes_per_stage(stage: int, ranks: int, **zero) -> tuple[list[int], list[int]]:
@@ -80,9 +85,9 @@ def test_bytes_of_each_stage_are_those_of_the_papers_formulas_and_what_deepspeed
     assert bytes_per_stage(2, 4) == ([2 * flat + 40, 4 * share, 4 * share, 8 * share, 2000], none)
     part = 1000 + 251  # of each matrix a quarter, padded
     threshold = {"stage3_param_persistence_threshold": 0}
-    held = [2 * part + 4 * 3, 4 * part, 4 * part, 8 * part, 2000]
+    held = [2 * part + 40, 4 * part, 4 * part, 8 * part, 2000]
     assert bytes_per_stage(3, 4, **threshold) == (held, none)
-    persistent = [held[0] + 2 * 1002 + 40, *held[1:]]
+    persistent = [held[0] + 2 * 1002, *held[1:]]
     assert bytes_per_stage(3, 4, stage3_param_persistence_threshold=1002) == (persistent, none)
     offload = {"offload_optimizer": {"device": "cpu"}, **threshold}
     assert bytes_per_stage(3, 4, **offload) == ([held[0], 0, 0, 0, 2000], [0, 8 * part, 4 * part, 8 * part, 0])
