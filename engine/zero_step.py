@@ -335,6 +335,7 @@ class _Stage1(_Replay):
             for size in (1, *(FP32 for _ in shares)):  # whether a gradient is not finite, and a norm for each group
                 self.traffic.count("all_reduce", size)
         if self.settings.offloads_optimizer:
+            self.held.host["copies in the step"] = self._adam(max(shares), fused)
             return self._step(0)
         copy = 0 if self.settings.bf16_optimizer or self._fp32_share() else max(shares) * FP32
         return self._step(copy + max(self._adam(max(shares), fused), FP64 * self._largest()))
@@ -484,10 +485,13 @@ class _Stage3(_Replay):
         ]
         largest = max(sum(piece) for piece in pieces)
         norm = FP64 * max(max(piece) for piece in pieces)  # of one gradient at a time
+        if ranks > 1 and self.settings.size != FP32 and not self.settings.bf16:
+            self.traffic.count("all_reduce", 1)  # fp16: whether a gradient overflowed
         for _ in pieces if ranks > 1 else ():
             self.traffic.count("all_reduce", FP32 if self.settings.offloads_optimizer else FP64)
         self.gatherer.step()
         if self.settings.offloads_optimizer:
+            self.held.host["copies in the step"] = self._adam(largest, fused)
             return self._step(norm)
         return self._step(max(norm, FP32 * largest + self._adam(largest, fused)))
 

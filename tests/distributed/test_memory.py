@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from engine.memory import Planner
 from engine.recipe_file import load_recipe
+from launch.memory import main
 from tests.distributed.launcher import run_ranks
 from tests.tiny import TEXT, tiny_tokenizer
 
@@ -34,9 +36,9 @@ def checkpoint(directory: Path, kind: str) -> Path:
     return directory
 
 
-def recipe(directory: Path, kind: str, stage: int, **zero: int) -> Path:
+def recipe(directory: Path, kind: str, stage: int, **zero: Any) -> Path:
     """A recipe of full rows and small buckets, so that no bucket hides what is compared."""
-    name = f"{kind}{stage}{'_'.join(f'{value}' for value in zero.values())}"
+    name = f"{kind}{stage}{''.join(f'_{key}' for key in zero)}"
     text = directory / "text.txt"
     if not text.exists():
         text.write_text(TEXT * 400)
@@ -44,7 +46,11 @@ def recipe(directory: Path, kind: str, stage: int, **zero: int) -> Path:
     if stage == 3:
         options = {"stage3_prefetch_bucket_size": 100_000, "stage3_param_persistence_threshold": 0, **options}
     ds_config = directory / f"{name}.json"
-    ds_config.write_text(json.dumps({"zero_optimization": options, "comms_logger": {"enabled": True}}))
+    ds_config.write_text(
+        json.dumps(
+            {"zero_optimization": options, "zero_force_ds_cpu_optimizer": False, "comms_logger": {"enabled": True}}
+        )
+    )
     path = directory / f"{name}.yaml"
     contents = {
         "model": {"path": str(directory / kind)},
@@ -70,9 +76,14 @@ def compare(path: Path) -> None:
     predicted = Planner(recipe, fused_optimizer=False).predict(recipe.deepspeed, RANKS)
     # Partitions, flat buffers and their padding are arithmetic: what the issue allows is 5%.
     for item, size in found["items"].items():
-        assert predicted.held.device[item] == pytest.approx(size, rel=0.005), (path.stem, item)
+        assert predicted.held.device[item] + predicted.held.host[item] == pytest.approx(size, rel=0.005), (
+            path.stem,
+            item,
+        )
     # 15% is asked for. Measured: 1% to 3% more than there was, as operators free their inputs a little earlier.
-    assert predicted.peak == pytest.approx(found["peak"], rel=0.08), (path.stem, predicted.moments)
+    peak = predicted.peak + predicted.host  # one memory on the CPU
+    print(f"{path.stem}: peak predicted {peak:,}, measured {found['peak']:,}, {peak / found['peak'] - 1:+.1%}")
+    assert peak == pytest.approx(found["peak"], rel=0.08), (path.stem, predicted.moments)
     calls, sizes = sent(found["collectives"])
     assert predicted.cost.traffic.calls == calls, path.stem
     assert predicted.cost.traffic.bytes == sizes, path.stem
@@ -89,11 +100,15 @@ def sent(log: dict[str, list[list[int]]]) -> tuple[dict[str, int], dict[str, int
     return calls, sizes
 
 
-def test_prediction(tmp_path: Path) -> None:
+def test_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint(tmp_path / "moe", "moe")
     path = recipe(tmp_path, "moe", 3)
     run_ranks(SCRIPT, str(path))
     compare(path)
+    main(["--config", str(path), "--measured", str(tmp_path / "moe3" / "memory.json")])
+    table = capsys.readouterr().out
+    gradients = measured(path)["items"]["gradients"]
+    assert f"{gradients:,} | " in table and "| all else at the peak |" in table
 
 
 @pytest.mark.full
@@ -104,6 +119,7 @@ def test_prediction_on_every_stage(tmp_path: Path) -> None:
     # Parameters that stay whole, as at DeepSpeed's own threshold; no prefetch; prefetch of everything, nothing reused.
     paths.append(recipe(tmp_path, "dense", 3, stage3_param_persistence_threshold=100_000))
     paths.append(recipe(tmp_path, "moe", 3, stage3_prefetch_bucket_size=0))
+    paths.append(recipe(tmp_path, "dense", 3, offload_optimizer={"device": "cpu"}))
     paths.append(recipe(tmp_path, "moe", 3, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=50_000_000))
     run_ranks(SCRIPT, *map(str, paths), timeout=900)
     for path in paths:
