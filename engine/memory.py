@@ -15,7 +15,7 @@ from engine.meta_step import Event
 from engine.recipe import Recipe
 from engine.zero_gather import Gatherer
 from engine.zero_states import Held, Inventory, Settings, held_by, take_inventory
-from engine.zero_step import Moment, StepCost, Traffic, cost_of_step, module_parameters, own_bytes
+from engine.zero_step import STEP_COPIES, Moment, StepCost, Traffic, cost_of_step, module_parameters, own_bytes
 
 RESERVE = 4 * 10**9
 
@@ -49,6 +49,13 @@ class Prediction:
     def host(self) -> int:
         """Bytes of host memory."""
         return sum(self.held.host.values())
+
+    @property
+    def together(self) -> int:
+        """Bytes at the worst moment where device and host share one memory, on the CPU."""
+        copies = self.held.host.get(STEP_COPIES, 0)
+        step = self.moments["step"].total + copies
+        return self.host - copies + max(self.moments["forward"].total, self.moments["backward"].total, step)
 
 
 class Planner:

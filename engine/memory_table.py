@@ -73,7 +73,7 @@ def comparison_table(prediction: Prediction, measured: Measured) -> str:
     predicted = {
         item: prediction.held.device[item] + (prediction.held.host[item] if on_host else 0) for item in measured.items
     }
-    peak = prediction.peak + (prediction.host if on_host else 0)
+    peak = prediction.together if on_host else prediction.peak
     rows = [["bytes on rank 0", "predicted", "measured", "difference", "of the prediction"]]
     pairs = [(item, predicted[item], size) for item, size in measured.items.items()]
     rest = (peak - sum(predicted.values()), measured.peak - sum(measured.items.values()))

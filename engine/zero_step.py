@@ -19,6 +19,7 @@ from engine.zero_states import FP32, Held, Inventory, Settings, flat_elements
 from model.zero import leaves_of_stage_3
 
 FP64 = 8
+STEP_COPIES = "copies in the step"  # in host memory, of an offloaded optimizer
 # DeepSpeed's engine reduces gradients outside of an optimizer of its own in buffers of so many elements.
 FALLBACK_BUCKET = 500_000_000
 
@@ -335,7 +336,7 @@ class _Stage1(_Replay):
             for size in (1, *(FP32 for _ in shares)):  # whether a gradient is not finite, and a norm for each group
                 self.traffic.count("all_reduce", size)
         if self.settings.offloads_optimizer:
-            self.held.host["copies in the step"] = self._adam(max(shares), fused)
+            self.held.host[STEP_COPIES] = self._adam(max(shares), fused)
             return self._step(0)
         copy = 0 if self.settings.bf16_optimizer or self._fp32_share() else max(shares) * FP32
         return self._step(copy + max(self._adam(max(shares), fused), FP64 * self._largest()))
@@ -491,7 +492,7 @@ class _Stage3(_Replay):
             self.traffic.count("all_reduce", FP32 if self.settings.offloads_optimizer else FP64)
         self.gatherer.step()
         if self.settings.offloads_optimizer:
-            self.held.host["copies in the step"] = self._adam(largest, fused)
+            self.held.host[STEP_COPIES] = self._adam(largest, fused)
             return self._step(norm)
         return self._step(max(norm, FP32 * largest + self._adam(largest, fused)))
 
