@@ -42,6 +42,7 @@ from engine.held_out import evaluate
 from engine.kd import Distillation
 from engine.levers import Levers
 from engine.losses import DIAGNOSTICS, NamedTokenLoss, Objective, TokenLoss
+from engine.memory_measured import MemoryWatch, resident_bytes, write_measured
 from engine.metrics import Progress, Summary
 from engine.optim import SCALE_GROUPS, trained_scales
 from engine.recipe import Recipe
@@ -53,7 +54,7 @@ from engine.setup import say
 from engine.start import start_run
 from engine.state import Action, LoopState, StepResult
 from engine.teacher import CachedTeacher
-from model.ranks import RankError, reduce_over_ranks, world_size
+from model.ranks import RankError, is_main, reduce_over_ranks, world_size
 from model.zero import gradient_norm
 from quant import weights_changed
 
@@ -134,10 +135,11 @@ class Loop:
             self.schedule.check(self.recipe.train.steps)
         except ValueError as error:
             raise RecipeError(str(error)) from error
+        resident = resident_bytes()
         state = start_run(self.recipe, self.schedule, [loss.name for loss in self.token_losses])
         unsaved: CheckpointError | None = None
         with state.stop_requests:
-            summary = self._train(state)
+            summary = self._train(state, resident)
             asked_to_stop = state.last is not None and state.last.stop_requested
             if not asked_to_stop:
                 self._evaluate(state)
@@ -158,10 +160,11 @@ class Loop:
             raise unsaved
         return state
 
-    def _train(self, state: LoopState) -> Summary:
-        """Steps until the last one, or until somebody stops them."""
+    def _train(self, state: LoopState, resident: int) -> Summary:
+        """Steps until the last one, or until somebody stops them. ``resident``: bytes before there was a model."""
         recipe, total = self.recipe, self.recipe.train.steps
         summary, progress = Summary(), Progress.start(total, state.step)
+        memory: MemoryWatch | None = None
         if state.saved_step is None and not recipe.never_quantises():
             self._evaluate(state)  # what training starts from: PTQ
         while state.step < total and not state.stopped:
@@ -169,6 +172,7 @@ class Loop:
             started = time.perf_counter()
             state.last = self._train_step(state)
             state.step += 1
+            memory = memory or MemoryWatch(state.model, state.session.engine.optimizer)  # from the second step on
             summary.step(state.last.losses, state.last.tokens, state.last.valid_tokens)
             report_step(state, progress, time.perf_counter() - started)
             if recipe.eval.every and state.step % recipe.eval.every == 0 and not state.last.stop_requested:
@@ -180,6 +184,8 @@ class Loop:
             if state.last.stop_requested:
                 break
         progress.close()
+        if memory is not None and is_main():
+            write_measured(Path(recipe.output_dir), memory, state.session.device, resident)
         return summary
 
     def _train_step(self, state: LoopState) -> StepResult:

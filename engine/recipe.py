@@ -573,6 +573,18 @@ class Recipe:
                 f"optim.warmup_steps, optim.decay_steps: {both_ends} together, expected at most {steps} (train.steps)"
             )
 
+    def validate_models(self) -> None:
+        """Check that there are configurations of the models that the recipe names, whose weights nobody reads.
+
+        Raises:
+            RecipeError: names every one that is missing, one line each.
+        """
+        problems = list(_checkpoint_problems("model.path", self.model.path))
+        if self.has_teacher() and self.loss.teacher_cache is None and self.loss.teacher not in (None, "self"):
+            problems += _checkpoint_problems("loss.teacher", str(self.loss.teacher))
+        if problems:
+            raise RecipeError("\n".join(problems))
+
     def validate_files(self) -> None:
         """Check that the files and directories which the recipe reads exist, relative to the current directory.
 

@@ -211,6 +211,20 @@ def build_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, training: bool = True
 ) -> tuple[PreTrainedModel, Quantization]:
     """The student with weights loaded, Linears quantised and what trains switched on; scales hold no values yet."""
+    model, named = empty_student(recipe, ds_config, device, training=training)
+    report = load_weights(model, recipe.model.path, method=recipe.model.load)
+    say(f"weights: {report.summary()}")
+    quantization = quantise_student(recipe, ds_config, device, model, named)
+    say(f"quantised: {_summary(recipe, quantization)}")
+    if quantization.simulated:
+        say(f"simulated, as stacked experts or sides that are no multiples of 16: {listed(quantization.simulated)}")
+    return model, quantization
+
+
+def empty_student(
+    recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, training: bool = True
+) -> tuple[PreTrainedModel, dict[str, Scheme]]:
+    """The student without weights (on the meta device nothing has any), and the schemes of what is named alone."""
     model = build_model(
         recipe.model.path,
         ds_config,
@@ -224,8 +238,13 @@ def build_student(
         named = _named_schemes(recipe, model)
         if training:
             _check_head(model, recipe)
-    report = load_weights(model, recipe.model.path, method=recipe.model.load)
-    say(f"weights: {report.summary()}")
+    return model, named
+
+
+def quantise_student(
+    recipe: Recipe, ds_config: dict[str, Any], device: torch.device, model: PreTrainedModel, named: dict[str, Scheme]
+) -> Quantization:
+    """Quantise Linears and switch on what trains, in place; scales hold no values yet."""
     with errors_on_all_ranks(ValueError):
         quantization = prepare(
             model,
@@ -249,10 +268,7 @@ def build_student(
     if recipe.train.compile:
         _compile_layers(model)
     _keep_weight_codes(recipe, ds_config, quantization)
-    say(f"quantised: {_summary(recipe, quantization)}")
-    if quantization.simulated:
-        say(f"simulated, as stacked experts or sides that are no multiples of 16: {listed(quantization.simulated)}")
-    return model, quantization
+    return quantization
 
 
 def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_buffers_in_fp32, keep_in_fp32_pattern
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import (
     safe_get_full_grad,
@@ -31,7 +32,9 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
     set_z3_leaf_module,
+    z3_leaf_module,
 )
+from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -237,6 +240,16 @@ def mark_leaf(module: nn.Module) -> None:
     set_z3_leaf_module(module, True)
 
 
+def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
+    """Ids of the modules that stage 3 takes as a whole: those marked here, and those that its configuration names.
+
+    DeepSpeed's default names the sparse MoE blocks of three model families by class; ``initialize`` marks them.
+    """
+    zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
+    apply_zero_leaf_module_config(model, zero.leaf_module)
+    return {id(module) for module in model.modules() if z3_leaf_module(module)}
+
+
 def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
     """Make the buffers fp32 that the model's own transformers class lists for it (such as MoE routing biases).
 
@@ -410,6 +423,44 @@ def flat_masters(optimizer: Any) -> list[Tensor]:
             raise ValueError("optimizer state on NVMe is not in memory: resume with as many ranks as there were")
         return list(optimizer.fp32_partitioned_groups_flat)
     return [settings["params"][0] for settings in optimizer.param_groups]
+
+
+def partitions(model: nn.Module) -> list[Tensor]:
+    """Every tensor that holds values of parameters now: whole ones, shares, and hpZ's shares of a node."""
+    held: list[Tensor] = []
+    for parameter in model.parameters():
+        held.append(parameter.data)
+        if is_partitioned(parameter):
+            held.append(parameter.ds_tensor.data)  # type: ignore[attr-defined]
+            if parameter.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
+                held.append(parameter.ds_secondary_tensor.data)  # type: ignore[attr-defined]
+    return held
+
+
+def master_weights(optimizer: Any) -> list[Tensor]:
+    """The fp32 copies that the optimizer updates; on stage 0 in fp32 there are none but the parameters."""
+    if hasattr(optimizer, "fp32_groups"):  # stage 0
+        return [master for group in optimizer.fp32_groups for master in group]
+    # Stage 2 shows its optimizer one group at a time while it steps.
+    names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+    return [master for name in names for master in getattr(optimizer, name, [])]
+
+
+def gradient_buffers(optimizer: Any) -> list[Tensor]:
+    """Where DeepSpeed 0.19 adds gradients up outside of the parameters, while there are any.
+
+    Stage 3 has one flat buffer, and where the optimizer is offloaded a gradient of each master beside it; bf16's
+    stage 1 one buffer for each group; stage 2 one for each group too, which becomes its master's gradient.
+    """
+    flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if flat is not None:
+        masters = master_weights(optimizer) if optimizer.offload_optimizer else []
+        return [flat, *(master.grad for master in masters if master.grad is not None)]
+    buffers = list(getattr(optimizer, "fp32_groups_gradients_flat", []))
+    groups = getattr(optimizer, "averaged_gradients", {}).values()
+    buffers += [group.flat_partition for group in groups if hasattr(group, "flat_partition")]
+    shared = getattr(optimizer, "single_partition_of_fp32_groups", [])
+    return buffers + [master.grad for master in shared if master.grad is not None]
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ Nothing is saved or computed for an operand that needs no gradient.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -207,8 +208,9 @@ class QuantLinearFunction(torch.autograd.Function):
                 weight_codes = scale.quantize(weight)
             return _scaled_gemm(codes, input_scale, weight_codes, scale.effective(), bias, weight.dtype)
         used_weight = _used_weight(weight, scale, weight_codes)
-        # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed.
-        with torch.autocast(x.device.type, enabled=False):
+        # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed. It
+        # knows no meta device, on which nothing is computed.
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             return gemm.linear(x if values is None else values, used_weight, bias, offsets)
 
     @staticmethod

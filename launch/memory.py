@@ -1,0 +1,95 @@
+"""Does it fit? Memory per rank and collectives per step of a recipe, for every ZeRO strategy, before anything runs.
+
+    python launch/memory.py --config launch/recipes/qwen3_30b_a3b.yaml --ranks 8 --gpu_gb 80
+    python launch/memory.py --config runs/x/recipe.yaml --measured runs/x/memory.json
+
+Needs the config.json of model.path (and of the teacher); no weights, no data, no GPU. Any knob of the recipe can
+follow, as for launch/train.py. With ``--measured`` what a run of it held stands beside the prediction, by item.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.ds_config import SHIPPED, DsConfigError
+from engine.memory import RESERVE, Planner, Prediction
+from engine.memory_measured import Measured, read_measured
+from engine.memory_table import GB, as_json, comparison_table, headline, memory_table, traffic_table
+from engine.recipe_checks import RecipeError
+from engine.recipe_file import exit_on_recipe_error, parse_recipe
+from launch.exits import clean_exit
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the tables; write them as JSON if asked to. ``argv`` defaults to the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--ranks", type=positive, help="of the whole run; default: those of --measured, else 8")
+    parser.add_argument("--gpu_gb", type=float, help="memory of a GPU in 10^9 bytes: says what fits, and how many rows")
+    parser.add_argument("--strategies", help="names in ds_configs/ or JSON files, by commas; default: all that ship")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run of this recipe")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, in bytes")
+    arguments, rest = parser.parse_known_args(argv)
+    recipe = parse_recipe(rest, check_files=False)
+    with exit_on_recipe_error():
+        recipe.validate_models()
+        measured = read(arguments.measured) if arguments.measured is not None else None
+    ranks = arguments.ranks or (measured.ranks if measured is not None else 8)
+    gpu_bytes = None if arguments.gpu_gb is None else int(arguments.gpu_gb * GB)
+    with clean_exit():
+        planner = Planner(recipe, fused_optimizer=measured is None or measured.device == "cuda")
+        if measured is not None:
+            print(comparison_table(planner.predict(recipe.deepspeed, ranks), measured))
+            return
+        shipped = sorted(file.stem for file in SHIPPED.glob("*.json"))
+        names = arguments.strategies.split(",") if arguments.strategies else shipped
+        names += [] if arguments.strategies or recipe.deepspeed in names else [recipe.deepspeed]
+        predictions, refused = predict_all(planner, names, ranks, gpu_bytes)
+    total, trained = (sum(p.numel for p in some) for some in (planner.inventory.parameters, planner.inventory.trained))
+    print(headline(recipe, ranks, total, trained))
+    print(f"\n{memory_table(predictions, gpu_bytes)}\n\n{traffic_table(predictions)}")
+    print(f"\nreserve: {RESERVE / GB:g} GB for CUDA, NCCL and holes in the allocator's memory, which are not modelled")
+    print("".join(f"{name}: {why}\n" for name, why in refused.items()), end="")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(as_json(predictions), indent=1) + "\n")
+
+
+def predict_all(
+    planner: Planner, names: list[str], ranks: int, gpu_bytes: int | None
+) -> tuple[list[Prediction], dict[str, str]]:
+    """Every strategy that this recipe can have, and why it cannot have the others.
+
+    Raises:
+        DsConfigError: it can have none of them.
+    """
+    predictions: list[Prediction] = []
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            predictions.append(planner.predict(name, ranks, gpu_bytes=gpu_bytes))
+        except DsConfigError as error:
+            refused[name] = str(error)
+    if not predictions:
+        raise DsConfigError("\n".join(refused.values()))
+    return predictions, refused
+
+
+def read(file: Path) -> Measured:
+    """What a run measured. Raises RecipeError if it is another file."""
+    try:
+        return read_measured(file)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+
+
+def positive(text: str) -> int:
+    """A number of ranks."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected 1 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    main()
