@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
@@ -33,6 +33,7 @@ ALLOWED = frozenset(
         "gradient_accumulation_steps",
         "gradient_clipping",
         "bf16",
+        "fp16",
         "data_types",
         "zero_optimization",
         "zero_allow_untested_optimizer",
@@ -67,7 +68,6 @@ _UNTESTED = "leave it out: DeepQAT does not support it"
 REFUSED = {
     "optimizer": "the recipe owns the optimizer: set optim.lr, optim.betas, optim.eps and optim.weight_decay there",
     "scheduler": "the recipe owns the schedule: set optim.schedule, optim.warmup_steps and optim.min_lr_ratio there",
-    "fp16": "set model.dtype in the recipe: bfloat16 or float32; DeepQAT has no fp16",
     "bfloat16": 'write "bf16", the name of today',
     "torch_autocast": "set model.dtype in the recipe: parameters and GEMMs have that type",
     "activation_checkpointing": "set train.activation_checkpointing in the recipe",
@@ -92,12 +92,22 @@ REFUSED = {
 }
 
 
+_HALVED = "every overflow halves the scale (engine/loss_scale.py)"
+# Keys of the section fp16 that would say what DeepQAT does not do.
+_REFUSED_FP16 = {
+    "auto_cast": "inputs are token ids",
+    "hysteresis": _HALVED,
+    "consecutive_hysteresis": _HALVED,
+    "fp16_master_weights_and_grads": "the optimizer's copies are fp32",
+}
+
 # What of the student's configuration a teacher without an optimizer takes over.
 TEACHER_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "bf16",
+    "fp16",
     "zero_optimization",
     "communication_data_type",
     "aio",
@@ -160,7 +170,7 @@ def _key_problems(key: str, value: Any) -> list[str]:
         close = difflib.get_close_matches(key, sorted(ALLOWED), n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(ALLOWED))}"
         return [f"{key}: unknown key, which DeepSpeed would ignore in silence; {hint}"]
-    if key in ("bf16", "data_types", "zero_optimization") and not isinstance(value, dict):
+    if key in ("bf16", "fp16", "data_types", "zero_optimization") and not isinstance(value, dict):
         return [f"{key}: {value!r}, expected an object"]
     if value == "auto" and key not in FROM_RECIPE:
         return [f'{key}: the recipe has no value for "auto"; write one, or leave the key out']
@@ -202,6 +212,7 @@ def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -
         ("train_batch_size", micro * accumulation * world_size, product, micro * accumulation * world_size),
         ("gradient_clipping", recipe.optim.grad_clip, "optim.grad_clip", recipe.optim.grad_clip),
         ("bf16.enabled", recipe.model.dtype == "bfloat16", "model.dtype", recipe.model.dtype),
+        ("fp16.enabled", recipe.model.dtype == "float16", "model.dtype", recipe.model.dtype),
     )
     problems = []
     for key, value, recipe_key, recipe_value in shared:
@@ -217,20 +228,22 @@ def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -
 
 
 def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Gradients accumulate in fp32 beside bf16 parameters, where DeepSpeed can (stages 1-3); returns the problems."""
+    """Gradients accumulate in fp32 beside 16-bit parameters, where DeepSpeed can (stages 1-3); returns the problems."""
     types = config.setdefault("data_types", {})
     stage = config.get("zero_optimization", {}).get("stage")
     written = types.pop("grad_accum_dtype", "auto")
     if written != "auto":
         types["grad_accum_dtype"] = written
-    if recipe.model.dtype != "bfloat16":
+    own = {"bfloat16": "bf16", "float16": "fp16"}.get(recipe.model.dtype)
+    if own is None:
         return []
     if stage == 0:
         # DeepSpeed raises "unsupported mix" for anything but the parameters' own type here.
-        if written in ("auto", "bf16"):
+        if written in ("auto", own):
             return []
         return [
-            f"data_types.grad_accum_dtype is {written!r}: stage 0 accumulates in bf16 only; leave it out or use stage 1"
+            f"data_types.grad_accum_dtype is {written!r}: stage 0 accumulates in {own} only; leave it out or use "
+            "stage 1"
         ]
     types.setdefault("grad_accum_dtype", "fp32")
     return []
@@ -253,7 +266,15 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
             "bf16.check_grad_overflow: leave it out: without it a step whose gradients are not finite is taken on some "
             "stages, and every weight is NaN after it"
         )
-    for section, model in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
+    for key, why in _REFUSED_FP16.items():
+        if key in config.get("fp16", {}):
+            problems.append(f"fp16.{key}: leave it out: {why}")
+    sections = (
+        ("zero_optimization", DeepSpeedZeroConfig),
+        ("bf16", DeepSpeedBF16Config),
+        ("fp16", DeepSpeedFP16Config),
+    )
+    for section, model in sections:
         try:
             model(**config.get(section, {}))
         except ValidationError as error:

@@ -18,6 +18,7 @@ from engine.loop import Loop, LoopState
 from engine.recipe_file import load_recipe
 from model.ranks import is_main, reduce_over_ranks
 from model.zero import full_numel, full_shape, gathered, is_partitioned, is_whole, local_data, local_range
+from tests.distributed.fp16_cpu import allow_fp16_on_cpu
 
 
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -88,6 +89,7 @@ def optimized(engine: deepspeed.DeepSpeedEngine) -> set[int]:
 
 def main() -> None:
     """Recipes in the order given, one process group for all of them."""
+    allow_fp16_on_cpu()
     for path in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
         recipe = load_recipe(path)
         result = run(Loop(recipe))
