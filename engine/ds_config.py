@@ -177,10 +177,15 @@ def _key_problems(key: str, value: Any) -> list[str]:
     return []
 
 
-def resolve(recipe: Recipe, world_size: int) -> dict[str, Any]:
+def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -> dict[str, Any]:
     """The complete configuration for ``deepspeed.initialize`` and ``zero.Init``, a new dict.
 
     Needs no process group: call it before there is one, with the WORLD_SIZE of the environment.
+
+    Args:
+        recipe: names the file, and has the values that the file leaves open.
+        world_size: ranks of the job.
+        local_size: ranks of a node; by default what the launcher says, or all of them where it says nothing.
 
     Raises:
         DsConfigError: the file is missing or wrong, or contradicts the recipe; one line per problem.
@@ -188,7 +193,7 @@ def resolve(recipe: Recipe, world_size: int) -> dict[str, Any]:
     path = config_path(recipe.deepspeed)
     config = read_config(path)
     problems = _fill_from_recipe(config, recipe, world_size) + _fill_precision(config, recipe)
-    problems += _section_problems(config)
+    problems += _fill_hpz(config, world_size, local_size or _local_size(world_size)) + _section_problems(config)
     if recipe.train.compile and config.get("zero_optimization", {}).get("stage") == 3:
         problems.append(
             "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of "
@@ -249,6 +254,27 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
     return []
 
 
+def _local_size(world_size: int) -> int:
+    """Ranks of this node: torchrun and DeepSpeed's launcher name it differently."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
+
+
+def _fill_hpz(config: dict[str, Any], world_size: int, local_size: int) -> list[str]:
+    """ "auto" for hpZ's ranks are those of a node, among which gathering is fast; returns the problems."""
+    zero = config.get("zero_optimization", {})
+    size = zero.get("zero_hpz_partition_size")
+    if size is None:
+        return []
+    if size == "auto":
+        size = zero["zero_hpz_partition_size"] = local_size
+    if not isinstance(size, int) or size < 1 or world_size % size:
+        return [
+            f"zero_optimization.zero_hpz_partition_size: {size!r}, expected auto (the ranks of a node), or a number "
+            f"that divides the {world_size} ranks of this job"
+        ]
+    return []
+
+
 def _section_problems(config: dict[str, Any]) -> list[str]:
     """What DeepSpeed itself says to the nested sections, now instead of after the process group has started."""
     problems = []
@@ -258,9 +284,16 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if config.get("zero_optimization", {}).get(key):
             problems.append(
-                f"zero_optimization.{key}: leave it out: it rounds what is gathered for the forward, scales too, but "
-                "not what is gathered for the export, so the two would compute different things"
+                f"zero_optimization.{key}: leave it out: it rounds what is gathered for the forward, scales too (by "
+                "way of fp16), but not what is gathered for the export, so that another model would be exported than "
+                "the one that was trained"
             )
+    parameters = config.get("zero_optimization", {}).get("offload_param") or {}
+    if isinstance(parameters, dict) and parameters.get("device") == "nvme":
+        problems.append(
+            "zero_optimization.offload_param.device: 'nvme', expected cpu or none: weights are read into their "
+            "partitions and scales measured there, in memory; a file would have to be read and written for each"
+        )
     if config.get("bf16", {}).get("check_grad_overflow", True) is not True:
         problems.append(
             "bf16.check_grad_overflow: leave it out: without it a step whose gradients are not finite is taken on some "

@@ -11,7 +11,7 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -473,17 +474,35 @@ def start_ranks(recipe: Recipe) -> RunContext:
         RankError: there is no tokenizer.
     """
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    if recipe.model.dtype == "float16" and not get_accelerator().is_fp16_supported():
-        raise RecipeError(
-            f"model.dtype: 'float16', expected bfloat16 or float32: DeepSpeed has no fp16 on this machine's "
-            f"{get_accelerator().device_name()}"
-        )
+    if missing := list(_not_on_this_machine(recipe, ds_config)):
+        raise RecipeError("\n".join(missing))
     device = init_ranks()
     if slower := prepare_kernels():
         say(slower)
     for seeder in (torch.manual_seed, random.seed, np.random.seed):
         seeder(recipe.train.seed)
     return RunContext(device, ds_config, read_tokenizer(recipe))
+
+
+def _not_on_this_machine(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[str]:
+    """What the recipe asks for and DeepSpeed cannot do here, a line each; before there is a process group."""
+    accelerator = get_accelerator()
+    if recipe.model.dtype == "float16" and not accelerator.is_fp16_supported():
+        yield (
+            f"model.dtype: 'float16', expected bfloat16 or float32: DeepSpeed has no fp16 on this machine's "
+            f"{accelerator.device_name()}"
+        )
+    zero = ds_config["zero_optimization"]
+    key = f"{recipe.deepspeed}: zero_optimization"
+    on_file = (zero.get("offload_optimizer") or {}).get("device") == "nvme"
+    if on_file and not AsyncIOBuilder().is_compatible(verbose=False):
+        yield (
+            f"{key}.offload_optimizer.device: 'nvme', expected cpu: DeepSpeed's async_io cannot be built here; install "
+            "libaio-dev (apt) or libaio-devel (dnf), or set CFLAGS and LDFLAGS to where it is"
+        )
+    several_nodes = int(os.environ.get("WORLD_SIZE", "1")) > accelerator.device_count()  # as DeepSpeed counts them
+    if zero.get("zero_quantized_gradients") and several_nodes and accelerator.device_name() == "cpu":
+        yield f"{key}.zero_quantized_gradients: true, expected false: across nodes it runs an operator for GPUs"
 
 
 def set_up(
