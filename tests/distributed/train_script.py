@@ -1,8 +1,8 @@
 """Launched on every rank: run the loop on each recipe named, and keep what came of it for the test to compare.
 
 For each recipe, rank 0 writes ``<output_dir>/result.pt``: losses and grad norms of every step, the whole Parameters by
-name after the last step (in fp32 after every step too), the scales that the last forward used, and which Parameters the
-optimizer held.
+name after the last step (in fp32 and fp16 after every step too), the scales that the last forward used, and which
+Parameters the optimizer held.
 """
 
 import gc
@@ -41,7 +41,7 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def run(loop: Loop) -> dict[str, Any]:
     """Run the loop and return what came of it, the same on every rank; its engine is destroyed then."""
-    losses, norms, scale_norms, skipped, after = [], [], [], [], []
+    losses, norms, scale_norms, skipped, loss_scales, after = [], [], [], [], [], []
 
     @loop.every(1)
     def keep(state: LoopState) -> None:
@@ -49,7 +49,8 @@ def run(loop: Loop) -> dict[str, Any]:
         norms.append(state.last.grad_norm)
         scale_norms.append(state.last.scale_grad_norm)
         skipped.append(state.session.engine.skipped_steps)
-        if loop.recipe.model.dtype == "float32":
+        loss_scales.append(state.last.loss_scale)
+        if loop.recipe.model.dtype != "bfloat16":
             after.append(whole_parameters(state.model))
 
     state = loop.run()
@@ -66,6 +67,7 @@ def run(loop: Loop) -> dict[str, Any]:
         "norms": norms,
         "scale_norms": scale_norms,
         "skipped": skipped,
+        "loss_scales": loss_scales,
         "after": after,
         "weights": weights,
         "scales": scales,
