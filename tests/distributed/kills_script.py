@@ -3,9 +3,9 @@
     kills_script.py DIRECTORY KILLS SEED STRATEGY...
 
 A strategy is a name in ds_configs/ and a numeric type: ``zero3:bfloat16``. For each a run that nobody disturbs, then
-runs that get SIGKILL on both ranks at random moments and are resumed, until they have been killed ``KILLS`` times in
-all and the last has come to its end. Every run that ended is compared with the undisturbed one. Writes
-``DIRECTORY/kills.json``.
+runs that get SIGKILL on both ranks at random moments and are resumed, each strategy's in turn and as often, until they
+have been killed ``KILLS`` times in all and the last has come to its end. Every run that ended is compared with the
+undisturbed one. Writes ``DIRECTORY/kills.json``.
 """
 
 import json
@@ -35,13 +35,18 @@ def main() -> None:
     strategies = sys.argv[4:]
     rng = random.Random(seed)
     Job(1, lambda: write_recipes(directory, strategies, kills), directory / "setup.log").finish()
-    done, runs, seen = 0, [], []
+    done, runs, seen, of_each = 0, [], [], max(1, kills // len(strategies))
     durations = {strategy: undisturbed(directory, strategy) for strategy in strategies}
     while done < kills:
         strategy = strategies[len(runs) % len(strategies)]
         name = f"killed{len(runs)}_{strategy}"
         moments: list[str] = []
-        while not run_or_kill(directory, name, pause(rng, durations[strategy]) if done < kills else None, moments):
+        while not run_or_kill(
+            directory,
+            name,
+            pause(rng, durations[strategy]) if done < kills and len(moments) < of_each else None,
+            moments,
+        ):
             done += 1
         seen += moments
         same = exported(directory / name) == exported(directory / f"straight_{strategy}")
@@ -54,7 +59,7 @@ def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
     chats = write_chats(directory / "chats.jsonl")
     model = tiny_checkpoint(directory / "model", "qwen3")
     names = [("straight", strategy) for strategy in strategies]
-    names += [(f"killed{index}", strategies[index % len(strategies)]) for index in range(kills + 1)]
+    names += [(f"killed{index}", strategies[index % len(strategies)]) for index in range(2 * kills + 1)]
     for run, strategy in names:
         shipped, dtype = strategy.split(":")
         write_recipe(
