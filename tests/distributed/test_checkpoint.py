@@ -111,7 +111,11 @@ def write_cases(directory, cases):
                 export={"enabled": True},
                 schedule=EVENTS,
                 data=changes.get("data", {}),
-                **({"deepspeed": write_ds_config(directory, case, f"zero{stage}", fp16=FP16)} if dtype == "float16" else {}),
+                **(
+                    {"deepspeed": write_ds_config(directory, case, f"zero{stage}", fp16=FP16)}
+                    if dtype == "float16"
+                    else {}
+                ),
             )
 
 
