@@ -399,6 +399,7 @@ def _rank_state(session: Session) -> dict[str, Any]:
         "fake_quant": quantization.fake_quant_state(),
         "observing": quantization.observing,
         "levers": session.levers.state(),
+        "loss_scale": session.loss_scale.state() if session.loss_scale is not None else None,
         "pieces": [astuple(piece) for piece in optimizer_pieces(session.model, session.engine.optimizer)],
         "observers": {group.owner: group.observer.state() for group in quantization.input_groups if group.observer},
     }
@@ -419,6 +420,8 @@ def _restore_settings(session: Session, states: list[dict[str, Any]], *, merge: 
     quantization.restore_fake_quant(state["fake_quant"])
     quantization.observe(state["observing"])
     session.levers.load(state["levers"])
+    if session.loss_scale is not None:
+        session.loss_scale.load(state["loss_scale"])
     for group in quantization.input_groups:
         if group.observer is not None:
             seen = [one["observers"][group.owner] for one in states]

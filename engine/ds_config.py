@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
@@ -33,6 +33,7 @@ ALLOWED = frozenset(
         "gradient_accumulation_steps",
         "gradient_clipping",
         "bf16",
+        "fp16",
         "data_types",
         "zero_optimization",
         "zero_allow_untested_optimizer",
@@ -67,7 +68,6 @@ _UNTESTED = "leave it out: DeepQAT does not support it"
 REFUSED = {
     "optimizer": "the recipe owns the optimizer: set optim.lr, optim.betas, optim.eps and optim.weight_decay there",
     "scheduler": "the recipe owns the schedule: set optim.schedule, optim.warmup_steps and optim.min_lr_ratio there",
-    "fp16": "set model.dtype in the recipe: bfloat16 or float32; DeepQAT has no fp16",
     "bfloat16": 'write "bf16", the name of today',
     "torch_autocast": "set model.dtype in the recipe: parameters and GEMMs have that type",
     "activation_checkpointing": "set train.activation_checkpointing in the recipe",
@@ -92,12 +92,22 @@ REFUSED = {
 }
 
 
+_HALVED = "every overflow halves the scale (engine/loss_scale.py)"
+# Keys of the section fp16 that would say what DeepQAT does not do.
+_REFUSED_FP16 = {
+    "auto_cast": "inputs are token ids",
+    "hysteresis": _HALVED,
+    "consecutive_hysteresis": _HALVED,
+    "fp16_master_weights_and_grads": "the optimizer's copies are fp32",
+}
+
 # What of the student's configuration a teacher without an optimizer takes over.
 TEACHER_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "bf16",
+    "fp16",
     "zero_optimization",
     "communication_data_type",
     "aio",
@@ -160,17 +170,22 @@ def _key_problems(key: str, value: Any) -> list[str]:
         close = difflib.get_close_matches(key, sorted(ALLOWED), n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(ALLOWED))}"
         return [f"{key}: unknown key, which DeepSpeed would ignore in silence; {hint}"]
-    if key in ("bf16", "data_types", "zero_optimization") and not isinstance(value, dict):
+    if key in ("bf16", "fp16", "data_types", "zero_optimization") and not isinstance(value, dict):
         return [f"{key}: {value!r}, expected an object"]
     if value == "auto" and key not in FROM_RECIPE:
         return [f'{key}: the recipe has no value for "auto"; write one, or leave the key out']
     return []
 
 
-def resolve(recipe: Recipe, world_size: int) -> dict[str, Any]:
+def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -> dict[str, Any]:
     """The complete configuration for ``deepspeed.initialize`` and ``zero.Init``, a new dict.
 
     Needs no process group: call it before there is one, with the WORLD_SIZE of the environment.
+
+    Args:
+        recipe: names the file, and has the values that the file leaves open.
+        world_size: ranks of the job.
+        local_size: ranks of a node; by default what the launcher says, or all of them where it says nothing.
 
     Raises:
         DsConfigError: the file is missing or wrong, or contradicts the recipe; one line per problem.
@@ -178,7 +193,7 @@ def resolve(recipe: Recipe, world_size: int) -> dict[str, Any]:
     path = config_path(recipe.deepspeed)
     config = read_config(path)
     problems = _fill_from_recipe(config, recipe, world_size) + _fill_precision(config, recipe)
-    problems += _section_problems(config)
+    problems += _fill_hpz(config, world_size, local_size or _local_size(world_size)) + _section_problems(config)
     if recipe.train.compile and config.get("zero_optimization", {}).get("stage") == 3:
         problems.append(
             "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of "
@@ -202,6 +217,7 @@ def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -
         ("train_batch_size", micro * accumulation * world_size, product, micro * accumulation * world_size),
         ("gradient_clipping", recipe.optim.grad_clip, "optim.grad_clip", recipe.optim.grad_clip),
         ("bf16.enabled", recipe.model.dtype == "bfloat16", "model.dtype", recipe.model.dtype),
+        ("fp16.enabled", recipe.model.dtype == "float16", "model.dtype", recipe.model.dtype),
     )
     problems = []
     for key, value, recipe_key, recipe_value in shared:
@@ -217,22 +233,45 @@ def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -
 
 
 def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Gradients accumulate in fp32 beside bf16 parameters, where DeepSpeed can (stages 1-3); returns the problems."""
+    """Gradients accumulate in fp32 beside 16-bit parameters, where DeepSpeed can (stages 1-3); returns the problems."""
     types = config.setdefault("data_types", {})
     stage = config.get("zero_optimization", {}).get("stage")
     written = types.pop("grad_accum_dtype", "auto")
     if written != "auto":
         types["grad_accum_dtype"] = written
-    if recipe.model.dtype != "bfloat16":
+    own = {"bfloat16": "bf16", "float16": "fp16"}.get(recipe.model.dtype)
+    if own is None:
         return []
     if stage == 0:
         # DeepSpeed raises "unsupported mix" for anything but the parameters' own type here.
-        if written in ("auto", "bf16"):
+        if written in ("auto", own):
             return []
         return [
-            f"data_types.grad_accum_dtype is {written!r}: stage 0 accumulates in bf16 only; leave it out or use stage 1"
+            f"data_types.grad_accum_dtype is {written!r}: stage 0 accumulates in {own} only; leave it out or use "
+            "stage 1"
         ]
     types.setdefault("grad_accum_dtype", "fp32")
+    return []
+
+
+def _local_size(world_size: int) -> int:
+    """Ranks of this node: torchrun and DeepSpeed's launcher name it differently."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
+
+
+def _fill_hpz(config: dict[str, Any], world_size: int, local_size: int) -> list[str]:
+    """ "auto" for hpZ's ranks are those of a node, among which gathering is fast; returns the problems."""
+    zero = config.get("zero_optimization", {})
+    size = zero.get("zero_hpz_partition_size")
+    if size is None:
+        return []
+    if size == "auto":
+        size = zero["zero_hpz_partition_size"] = local_size
+    if not isinstance(size, int) or size < 1 or world_size % size:
+        return [
+            f"zero_optimization.zero_hpz_partition_size: {size!r}, expected auto (the ranks of a node), or a number "
+            f"that divides the {world_size} ranks of this job"
+        ]
     return []
 
 
@@ -245,15 +284,30 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if config.get("zero_optimization", {}).get(key):
             problems.append(
-                f"zero_optimization.{key}: leave it out: it rounds what is gathered for the forward, scales too, but "
-                "not what is gathered for the export, so the two would compute different things"
+                f"zero_optimization.{key}: leave it out: it rounds what is gathered for the forward, scales too (by "
+                "way of fp16), but not what is gathered for the export, so that another model would be exported than "
+                "the one that was trained"
             )
+    parameters = config.get("zero_optimization", {}).get("offload_param") or {}
+    if isinstance(parameters, dict) and parameters.get("device") == "nvme":
+        problems.append(
+            "zero_optimization.offload_param.device: 'nvme', expected cpu or none: weights are read into their "
+            "partitions and scales measured there, in memory; a file would have to be read and written for each"
+        )
     if config.get("bf16", {}).get("check_grad_overflow", True) is not True:
         problems.append(
             "bf16.check_grad_overflow: leave it out: without it a step whose gradients are not finite is taken on some "
             "stages, and every weight is NaN after it"
         )
-    for section, model in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
+    for key, why in _REFUSED_FP16.items():
+        if key in config.get("fp16", {}):
+            problems.append(f"fp16.{key}: leave it out: {why}")
+    sections = (
+        ("zero_optimization", DeepSpeedZeroConfig),
+        ("bf16", DeepSpeedBF16Config),
+        ("fp16", DeepSpeedFP16Config),
+    )
+    for section, model in sections:
         try:
             model(**config.get(section, {}))
         except ValidationError as error:

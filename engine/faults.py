@@ -30,7 +30,7 @@ class SkippedSteps:
         """``train.max_skipped_steps``."""
         self.in_a_row = 0
 
-    def record(self, step: int, skipped: bool, losses: Tensor, loader: Loader) -> None:
+    def record(self, step: int, skipped: bool, losses: Tensor, loader: Loader, *, lowered: bool = False) -> None:
         """After step ``step`` (from 0); a collective if it was skipped.
 
         Args:
@@ -38,6 +38,8 @@ class SkippedSteps:
             skipped: whether it was left out; the same on all ranks.
             losses: this rank's sums of the step's losses, before a reduction.
             loader: knows the samples of the step.
+            lowered: a lower loss scale will be tried next: where all losses are finite, the step does not count as one
+                of those in a row.
 
         Raises:
             RankError: it was the last one allowed in a row.
@@ -45,8 +47,11 @@ class SkippedSteps:
         if not skipped:
             self.in_a_row = 0
             return
-        self.in_a_row += 1
         finite = bool(losses.isfinite().all())
+        if lowered and all(gather_objects(finite)):
+            say(f"step {step}: a gradient overflowed at this loss scale: left out, and the scale halved")
+            return
+        self.in_a_row += 1
         found = f"  {loader.describe(step)}: loss {'finite' if finite else 'not finite'}"
         text = "\n".join([f"step {step}: the loss or its gradients are not finite", *gather_objects(found)])
         if self.in_a_row >= self.limit:

@@ -1,5 +1,6 @@
 """One micro-batch through student and teacher to its losses."""
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +8,8 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from data.loader import MicroBatch, model_inputs
-from engine.losses import LossResult, Objective, chunked_losses
+from engine.losses import LossResult, Objective, Teacher, chunked_losses
+from engine.offload import OnHost
 from engine.setup import Session
 from model.ranks import raise_everywhere
 
@@ -42,20 +44,33 @@ def forward_losses(
     inputs: dict[str, Any] = {**model_inputs(batch), "use_cache": False}
     asked = session.teacher.look(inputs, batch) if session.teacher is not None and distil else None
     result: LossResult | None = None
+    gradient_scale = session.loss_scale.value if session.loss_scale is not None else 1.0
+
+    def losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: Teacher | None) -> LossResult:
+        return chunked_losses(
+            hidden,
+            weight,
+            bias,
+            batch["labels"],
+            teacher,
+            objective,
+            scale=scale,
+            gradient_scale=gradient_scale,
+            diagnostics=diagnostics and teacher is not None,
+        )
 
     def task(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         nonlocal result
         if asked is None:
-            result = chunked_losses(hidden, weight, bias, batch["labels"], None, objective, scale=scale)
+            result = losses(hidden, weight, bias, None)
         else:
             with asked(weight, bias) as teacher:
-                result = chunked_losses(
-                    hidden, weight, bias, batch["labels"], teacher, objective, scale=scale, diagnostics=diagnostics
-                )
+                result = losses(hidden, weight, bias, teacher)
         return result.total
 
     assert session.head is not None, "losses need a session for training"
-    with session.head.computing(task):
+    offload = session.recipe.train.activation_offload and torch.is_grad_enabled()
+    with session.head.computing(task), OnHost() if offload else nullcontext():
         output = session.engine(**inputs)
     assert result is not None, "the model's forward does not end in its lm_head"
     if not session.head_checked:

@@ -55,8 +55,8 @@ from engine.start import start_run
 from engine.state import Action, LoopState, StepResult
 from engine.teacher import CachedTeacher
 from model.ranks import RankError, is_main, reduce_over_ranks, world_size
-from model.zero import gradient_norm
-from quant import weights_changed
+from model.zero import backward, global_gradient_norm, gradient_norm
+from quant import recomputing, weights_changed
 
 
 class Loop:
@@ -205,24 +205,29 @@ class Loop:
             state.quant.observe(True)
 
         scale_norm = None
+        loss_scale = session.loss_scale.value if session.loss_scale is not None else 1.0
+        if session.loss_scale is not None:
+            engine.optimizer.loss_scale = loss_scale
         seen = state.quant.seen()
         skipped_before = engine.skipped_steps
         sums: dict[str, Tensor] = {}
         for batch in batches:
             total, parts = self._loss(state, {name: tensor.to(device) for name, tensor in batch.items()}, valid)
             sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
-            engine.backward(nan_unless_finite(total))
+            with recomputing():
+                backward(engine, nan_unless_finite(total))
             if measures and engine.is_gradient_accumulation_boundary():
-                scale_norm = gradient_norm(trained_scales(session.model))
+                scale_norm = gradient_norm(trained_scales(session.model)) / loss_scale
             engine.step()
         weights_changed(session.model)
-        norm = engine.get_global_grad_norm()
+        norm = global_gradient_norm(engine)
         skipped = engine.skipped_steps > skipped_before
         if skipped:
             state.quant.restore_seen(seen)
         else:
             state.quant.stepped()
-        state.skipped.record(state.step, skipped, torch.stack(list(sums.values())), state.loader)
+        lowered = session.loss_scale is not None and session.loss_scale.stepped(overflow=skipped)
+        state.skipped.record(state.step, skipped, torch.stack(list(sums.values())), state.loader, lowered=lowered)
         if measures:
             quant_stats.log(quant_stats.measure(state.quant.quantization), state.metrics, state.step + 1)
         if watch:
@@ -234,8 +239,8 @@ class Loop:
         *means, wishes = reduce_over_ranks(torch.cat([own / valid, own.new_tensor([wish])])).tolist()
         losses = dict(zip(sums, means, strict=True))
         losses = {"loss/total": self._total(session.levers, losses), **losses}
-        norm = None if norm is None else float(norm)
-        return StepResult(losses, valid, tokens, norm, scale_norm, skipped, wishes > 0)
+        used = None if session.loss_scale is None else loss_scale
+        return StepResult(losses, valid, tokens, norm, scale_norm, skipped, wishes > 0, used)
 
     def _loss(self, state: LoopState, batch: MicroBatch, valid: int) -> tuple[Tensor, dict[str, Tensor]]:
         """What to differentiate for one micro-batch, and the sums over its tokens, by the names that are logged.

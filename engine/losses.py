@@ -15,7 +15,7 @@ Every loss is a **sum** over valid tokens. ``scale`` multiplies what is differen
 world * accumulation / N, N the valid tokens of the whole optimizer step, so that no split into micro-batches or over
 ranks changes the loss (a mean of means would weight tokens by how empty their micro-batch is). The weights and
 ``scale`` are in the gradient of the logits before it is rounded to the model's dtype, which has the exponents of fp32;
-under a dtype with fewer (fp16) small gradients would vanish there unless ``scale`` holds the loss scale too.
+under one with fewer (fp16) ``gradient_scale`` is in it too: the loss scale, with which the gradient comes in.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -126,6 +126,7 @@ def chunked_losses(
     objective: Objective | None = None,
     *,
     scale: float = 1.0,
+    gradient_scale: float = 1.0,
     diagnostics: bool = False,
 ) -> LossResult:
     """All losses of the positions whose label is not -100, see the module's docstring.
@@ -138,6 +139,8 @@ def chunked_losses(
         teacher: None where nothing is distilled.
         objective: which losses, LM alone by default.
         scale: factor of ``total`` (not of the sums).
+        gradient_scale: what ``total`` will be multiplied with before backward: gradients are rounded to the model's
+            dtype times this, and divided by it when they are handed out. A power of two changes nothing else.
         diagnostics: also sum KL(p || q), KL(q || p) and how often both models' most likely token is the same; they need
             a teacher in memory.
 
@@ -157,7 +160,7 @@ def chunked_losses(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     ]
     names = part_names(objective, distils=teacher is not None, diagnostics=diagnostics)
-    job = _Job(objective, teacher, scale, diagnostics, names, wanted)
+    job = _Job(objective, teacher, scale, gradient_scale, diagnostics, names, wanted)
     total, sums = _ChunkedLosses.apply(hidden, weight, bias, labels.flatten()[positions], positions, job)
     return LossResult(total, dict(zip(names, sums.unbind(), strict=True)))
 
@@ -189,9 +192,15 @@ class _Job(NamedTuple):
     objective: Objective
     teacher: Teacher | None
     scale: float
+    gradient_scale: float
     diagnostics: bool
     names: list[str]
     wanted: list[bool]
+
+    @property
+    def factor(self) -> float:
+        """Of the gradients, as they are formed."""
+        return self.scale * self.gradient_scale
 
 
 class _ChunkedLosses(torch.autograd.Function):
@@ -220,7 +229,7 @@ class _ChunkedLosses(torch.autograd.Function):
         for name, factor in _weights(job.objective).items():
             if factor and name in job.names:  # 0 times an infinite loss would be NaN
                 total += sums[job.names.index(name)] * (factor * job.scale)
-        ctx.gradients = gradients
+        ctx.gradients, ctx.gradient_scale = gradients, job.gradient_scale
         ctx.mark_non_differentiable(sums)
         return total, sums
 
@@ -230,7 +239,7 @@ class _ChunkedLosses(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradients of this loss were handed out already: call backward once per forward")
-        hidden, weight, bias = gradients.times(incoming)
+        hidden, weight, bias = gradients.times(incoming / ctx.gradient_scale)
         return hidden, weight, bias, None, None, None
 
 
@@ -301,7 +310,7 @@ def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tens
     log_q = F.log_softmax(student, dim=-1)
     next(row).copy_(log_q.gather(-1, targets).squeeze(-1).neg_())
     if gradient is not None and objective.lm_weight:
-        factor = objective.lm_weight * job.scale
+        factor = objective.lm_weight * job.factor
         gradient.add_(log_q.exp(), alpha=factor)
         gradient.scatter_add_(-1, targets, targets.new_full(targets.shape, -factor, dtype=gradient.dtype))
     if teacher is not None:
@@ -309,11 +318,11 @@ def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tens
         common = job.teacher.vocabulary or student.shape[-1]
         ours = student[:, :common]
         log_q = log_q if common == student.shape[-1] else F.log_softmax(ours, dim=-1)
-        weight = objective.kd_weight * job.scale
+        weight = objective.kd_weight * job.factor
         within = gradient[:, :common] if gradient is not None and weight else None
         next(row).copy_(distil(objective.kd, ours, log_q, teacher, labels, gradient=within, weight=weight))
     for loss in objective.token_losses:
-        next(row).copy_(_token_loss(loss, LossChunk(student, teacher_logits, labels), gradient, job.scale))
+        next(row).copy_(_token_loss(loss, LossChunk(student, teacher_logits, labels), gradient, job.factor))
     if job.diagnostics:
         assert teacher_logits is not None, "diagnostics compare with a teacher in memory"
         log_p = F.log_softmax(teacher_logits, dim=-1)

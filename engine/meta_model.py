@@ -153,7 +153,7 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
 
 def _on_host(recipe: Recipe, moved: list[int]) -> AbstractContextManager[Any]:
     """As engine.forward keeps saved tensors in host memory (train.activation_offload); bytes of each to ``moved``."""
-    if not getattr(recipe.train, "activation_offload", False):
+    if not recipe.train.activation_offload:
         return nullcontext()
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.Size, tuple[int, ...], torch.dtype]:

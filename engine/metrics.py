@@ -22,7 +22,8 @@ class Metrics:
     """TensorBoard files in ``<output_dir>/tensorboard``; on ranks other than 0 every method does nothing.
 
     Tags: ``loss/...``, ``kd/...``, ``eval/...``; ``lr/<group>``; ``train/...`` (grad norms of all, of weights and of
-    scales, tokens per second and device, peak memory, skipped steps, epoch); ``quant/...`` (see engine.quant_stats).
+    scales, tokens per second and device, peak memory, skipped steps, loss scale of fp16, epoch); ``quant/...`` (see
+    engine.quant_stats).
     """
 
     def __init__(self, directory: Path, recipe: Path, *, done: int = 0) -> None:

@@ -50,8 +50,9 @@ class ModelRecipe:
     """Attention of transformers: sdpa, eager, flash_attention_2, ... (flash_attention_2 needs its own package)."""
     load: Literal["direct", "rank0"] = "direct"
     """direct: each rank reads only its own slices of the files; rank0: rank 0 reads all and sends, which is slow."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the parameters and of the GEMMs. float32 takes twice the memory and is for tests."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of the parameters and of the GEMMs; the optimizer's copies are fp32. float16, for GPUs without bfloat16, has
+    dynamic loss scaling. float32 takes twice the memory and is for tests."""
     experts: Literal["stacked", "per_expert"] = "stacked"
     """Form of MoE layers in memory; on disk they are the same. stacked: all experts of a layer in two parameters, with
     a scale each; per_expert: a module per expert and projection, many times the parameters and collectives."""
@@ -280,6 +281,9 @@ class TrainRecipe:
     """Seed of everything random but the order of the samples."""
     activation_checkpointing: bool = False
     """Recompute each block in backward: memory of one block's activations instead of all, a third more compute."""
+    activation_offload: bool = False
+    """Keep the inputs of the recomputed blocks (tokens * hidden size * 2 bytes each) in host memory until backward.
+    Needs activation_checkpointing."""
     compile: bool = False
     """torch.compile each decoder layer: the first steps take minutes longer. Not under ZeRO stage 3."""
     log_every: int = 1
@@ -306,6 +310,9 @@ class TrainRecipe:
         yield from at_least("train.checkpoint_every", self.checkpoint_every, 0)
         yield from at_least("train.keep_checkpoints", self.keep_checkpoints, 1)
         yield from at_least("train.max_skipped_steps", self.max_skipped_steps, 1)
+        expected = "false, or train.activation_checkpointing true: it moves the inputs of recomputed blocks"
+        good = self.activation_checkpointing or not self.activation_offload
+        yield from need(good, "train.activation_offload", self.activation_offload, expected)
         if isinstance(self.resume, str):
             good = re.fullmatch(r"best|step_\d{8}", self.resume) is not None
             yield from need(good, "train.resume", self.resume, "true, false, best, or a name like step_00001000")
@@ -542,7 +549,7 @@ class Recipe:
         if quant.compute == "fp8_gemm" and quant.known():
             expected = f"auto or simulate: quant.scheme {quant.scheme} has no fp8 codes per tensor on both sides"
             yield from need(quant.has_fp8_gemm(), "quant.compute", quant.compute, expected)
-            expected = "auto or simulate: the fp8 GEMM gives bfloat16, model.dtype is float32"
+            expected = f"auto or simulate: the fp8 GEMM gives bfloat16, model.dtype is {self.model.dtype}"
             yield from need(self.model.dtype == "bfloat16", "quant.compute", quant.compute, expected)
         others = learn.weight or learn.norm or learn.router
         if self.never_quantises() and (learn.weight_scale or learn.act_scale) and not others:

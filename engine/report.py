@@ -28,6 +28,7 @@ def report_step(state: LoopState, progress: Progress, seconds: float) -> None:
             "train/tokens_per_second_per_device": speed,
             "train/peak_memory_gib": peak_memory_bytes(state.session.device) / 2**30,
             "train/skipped_steps": engine.skipped_steps,
+            **({"train/loss_scale": last.loss_scale} if last.loss_scale is not None else {}),
             "train/epoch": state.loader.epoch_of(state.step),
         }
     )

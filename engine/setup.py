@@ -11,13 +11,15 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +32,7 @@ from data.samples import Sample
 from data.text import read_text
 from engine.ds_config import resolve, teacher_config
 from engine.levers import Levers
+from engine.loss_scale import LossScale
 from engine.optim import build_optimizer, set_learnable
 from engine.recipe import Recipe
 from engine.recipe_checks import RecipeError
@@ -43,7 +46,7 @@ from model.scales import load_scales, release_scales, renew_weight_scales, write
 from model.zero import forget_secondary_copies, init_process_group, keep_frozen_fp32, partition_new_parameters, stage
 from quant import Quantization, Scheme, prepare, prepare_kernels
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass
@@ -72,6 +75,8 @@ class Session:
     """The student's lm_head, where the losses of training are computed; None in a session that does not train."""
     head_checked: bool = False
     """Whether a forward has shown that the model returns what lm_head gives."""
+    loss_scale: LossScale | None = None
+    """Of a run in fp16."""
 
 
 def init_ranks() -> torch.device:
@@ -264,6 +269,7 @@ def quantise_student(
     model.config.output_router_logits = recipe.learnable.router
     model.config.use_cache = False
     if recipe.train.activation_checkpointing:
+        # Their inputs go to host memory in engine.forward: transformers' own `offload` does not run on a CPU.
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
         _compile_layers(model)
@@ -381,11 +387,15 @@ def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrai
         optimizer = build_optimizer(model, recipe.optim, skip_non_finite=unguarded)
     # Scales were gathered since the weights were loaded, and hpZ keeps copies of what is gathered.
     forget_secondary_copies(model)
+    config = ds_config
+    if recipe.model.dtype == "float16":
+        # A static scale, which is set before every step: see engine.loss_scale.
+        config = {**ds_config, "fp16": {"enabled": True, "loss_scale": LossScale.from_config(ds_config["fp16"]).value}}
     with keep_frozen_fp32(model):
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     check_rotary_buffers(model)
     if stage(ds_config) == 0:
-        # On stage 0 under bf16 DeepSpeed makes a step with zero gradients to allocate the optimizer's state. It moves
+        # On stage 0 in 16 bits DeepSpeed makes a step with zero gradients to allocate the optimizer's state. It moves
         # nothing, as the learning rate is still 0, but it counts for Adam's bias correction: the first real step would
         # be 0.73 of its size.
         optimizer.state.clear()
@@ -480,12 +490,35 @@ def start_ranks(recipe: Recipe) -> RunContext:
         RankError: there is no tokenizer.
     """
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    if missing := list(_not_on_this_machine(recipe, ds_config)):
+        raise RecipeError("\n".join(missing))
     device = init_ranks()
     if slower := prepare_kernels():
         say(slower)
     for seeder in (torch.manual_seed, random.seed, np.random.seed):
         seeder(recipe.train.seed)
     return RunContext(device, ds_config, read_tokenizer(recipe))
+
+
+def _not_on_this_machine(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[str]:
+    """What the recipe asks for and DeepSpeed cannot do here, a line each; before there is a process group."""
+    accelerator = get_accelerator()
+    if recipe.model.dtype == "float16" and not accelerator.is_fp16_supported():
+        yield (
+            f"model.dtype: 'float16', expected bfloat16 or float32: DeepSpeed has no fp16 on this machine's "
+            f"{accelerator.device_name()}"
+        )
+    zero = ds_config["zero_optimization"]
+    key = f"{recipe.deepspeed}: zero_optimization"
+    on_file = (zero.get("offload_optimizer") or {}).get("device") == "nvme"
+    if on_file and not AsyncIOBuilder().is_compatible(verbose=False):
+        yield (
+            f"{key}.offload_optimizer.device: 'nvme', expected cpu: DeepSpeed's async_io cannot be built here; install "
+            "libaio-dev (apt) or libaio-devel (dnf), or set CFLAGS and LDFLAGS to where it is"
+        )
+    several_nodes = int(os.environ.get("WORLD_SIZE", "1")) > accelerator.device_count()  # as DeepSpeed counts them
+    if zero.get("zero_quantized_gradients") and several_nodes and accelerator.device_name() == "cpu":
+        yield f"{key}.zero_quantized_gradients: true, expected false: across nodes it runs an operator for GPUs"
 
 
 def set_up(
@@ -521,4 +554,6 @@ def set_up(
     session = Session(
         recipe, ds_config, engine, model, quantization, its_teacher, context.tokenizer, device, Levers(recipe), head
     )
+    if training and recipe.model.dtype == "float16":
+        session.loss_scale = LossScale.from_config(ds_config["fp16"])
     return session, uncalibrated

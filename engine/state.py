@@ -31,6 +31,8 @@ class StepResult:
     """The loss or its gradients were not finite, and nothing was updated."""
     stop_requested: bool
     """A signal asked at least one rank to stop; the same on all ranks."""
+    loss_scale: float | None
+    """That of the step, in fp16."""
 
 
 @dataclass

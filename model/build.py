@@ -102,7 +102,8 @@ def _check_dtype(ds_config: dict[str, Any], dtype: torch.dtype) -> None:
     engine = next((kind for kind, on in enabled.items() if on), torch.float32)
     if engine != dtype:
         raise ValueError(
-            f"model.dtype is {dtype}, but the DeepSpeed configuration trains in {engine}: set bf16.enabled to match"
+            f"model.dtype is {dtype}, but the DeepSpeed configuration trains in {engine}: set bf16.enabled and "
+            "fp16.enabled to match"
         )
 
 

@@ -26,6 +26,7 @@ from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_buffers_in_fp
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import (
+    groups,
     safe_get_full_grad,
     safe_get_local_grad,
     safe_set_full_fp32_param,
@@ -59,6 +60,11 @@ def init_process_group() -> None:
 def stage(ds_config: DsConfig) -> int:
     """ZeRO stage that a resolved DeepSpeed configuration asks for (0 where it says nothing)."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
+
+
+def hpz_size(ds_config: DsConfig) -> int:
+    """Ranks that hold a second partitioning of the weights among them (hpZ); 1 without it."""
+    return int(ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1))
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -183,7 +189,16 @@ def _zero_init(ds_config: DsConfig) -> AbstractContextManager[object]:
     if stage(ds_config) < 3:
         return nullcontext()
     # The configuration is passed, never `dtype`: with dtype=torch.float32 zero.Init makes bf16 parameters on a CPU.
-    return deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(ds_config))
+    return deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(ds_config), **_hpz_group(ds_config))
+
+
+def _hpz_group(ds_config: DsConfig) -> dict[str, Any]:
+    """hpZ's group of ranks, for a ``zero.Init`` that is not the first: DeepSpeed 0.19 would make it again, and raises
+    AssertionError since there is one. Empty where there is no hpZ, or no group yet."""
+    if hpz_size(ds_config) == 1:
+        return {}
+    group = groups._get_zero_param_intra_parallel_group()
+    return {} if group is None else {"zero_param_parallel_group": group}
 
 
 def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
@@ -205,7 +220,7 @@ def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
         for key in ("zero_hpz_partition_size", "offload_param"):
             config["zero_optimization"].pop(key, None)
         deepspeed.zero.Init(module=nn.ParameterList(small), config_dict_or_path=config, data_parallel_group=alone)
-    deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(ds_config))
+    deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(ds_config), **_hpz_group(ds_config))
 
 
 def is_whole(parameter: Tensor) -> bool:
@@ -356,6 +371,28 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
         square = square.to(get_accelerator().current_device_name())
         dist.all_reduce(square)
     return math.sqrt(square.item())
+
+
+def backward(engine: Any, loss: Tensor) -> None:
+    """``engine.backward``, the loss times the loss scale of fp16 on every stage.
+
+    DeepSpeed 0.19 leaves the factor out on stage 0 (``engine.backward`` asks its ZeRO optimizers alone for it), and
+    divides the gradients by it all the same: they would be smaller by it, and clipped by nothing.
+    """
+    engine.backward(loss * engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else loss)
+
+
+def global_gradient_norm(engine: Any) -> float | None:
+    """L2 norm of all gradients in the last optimizer step, before clipping and without the loss scale of fp16; None on
+    stage 0 in fp32, where DeepSpeed keeps none. No collective."""
+    norm = engine.get_global_grad_norm()
+    if norm is None:
+        return None
+    return float(norm) / (engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else 1.0)
+
+
+def _wraps_fp16_unsharded(engine: Any) -> bool:
+    return engine.fp16_enabled() and engine.zero_optimization_stage() == 0
 
 
 def reset_optimizer_state(optimizer: Any, group: str) -> None:

@@ -17,7 +17,7 @@ from quant.kernels import prepare_kernels
 from quant.kv_cache import QuantCache
 from quant.layer import SCALE_PARAMETERS, QuantLayer, weights_changed
 from quant.linear import QuantLinear
-from quant.observe import Observer
+from quant.observe import Observer, recomputing
 from quant.prepare import Quantization, ScaleGroup, prepare
 from quant.rules import DEFAULT_EXEMPT, Rule
 from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_scheme
@@ -47,6 +47,7 @@ __all__ = [
     "partial_stats",
     "prepare",
     "prepare_kernels",
+    "recomputing",
     "scale_from_histogram",
     "scales_from_errors",
     "scales_from_stats",

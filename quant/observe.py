@@ -5,6 +5,9 @@ The statistics stay on the device and are never read here, so that watching cost
 histogram on CUDA, whose counting waits for the device). The reader decides when to look, and reduces over ranks.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,22 @@ BINS = 2**15 >> _DROPPED
 # The middle of each bin.
 MAGNITUDES = ((torch.arange(BINS, dtype=torch.int32) << _DROPPED | 1 << _DROPPED - 1) << 16).view(torch.float32)
 MAGNITUDES[0] = 0
+
+
+class _Recomputing:
+    """A plain flag and not a context variable: on CUDA autograd recomputes in a thread of its own."""
+
+    now = False
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Around a backward: activation checkpointing runs forwards in it that were seen before, which are not counted."""
+    _Recomputing.now = True
+    try:
+        yield
+    finally:
+        _Recomputing.now = False
 
 
 class Observer:
@@ -51,8 +70,11 @@ class Observer:
 
     @torch.no_grad()
     def update(self, x: Tensor, scale: Tensor | None) -> None:
-        """Add the elements of ``x``, any shape; with a scale, count those outside its range too."""
-        if x.numel() == 0:  # an expert that no token chose
+        """Add the elements of ``x``, any shape; with a scale, count those outside its range too.
+
+        Nothing happens in a block of :func:`recomputing`.
+        """
+        if _Recomputing.now or x.numel() == 0:  # an expert that no token chose
             return
         self.absmax = torch.maximum(self.absmax.to(x.device), kernels.amax(x)[0])
         if self.histogram is not None:

@@ -27,6 +27,7 @@ from engine.recipe import Recipe
 from engine.recipe_file import load_recipe
 from launch.export import export_checkpoint
 from model.ranks import barrier, is_main, rank
+from tests.distributed.fp16_cpu import allow_fp16_on_cpu
 from tests.distributed.train_script import run
 
 STOPS = (1, 3)  # steps after which the resumed run is interrupted: before and after fake quant starts
@@ -38,6 +39,7 @@ def main() -> None:
     """Every case, then the run that is killed."""
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     directory, cases = Path(arguments[0]), arguments[1:]
+    allow_fp16_on_cpu()
     for case in cases:
         keep(directory, f"straight_{case}", Loop(load_recipe(directory / f"straight_{case}.yaml")))
         recipe = load_recipe(directory / f"resumed_{case}.yaml")

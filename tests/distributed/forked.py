@@ -19,7 +19,8 @@ class Job:
 
     def __init__(self, ranks: int, action: Callable[[], object], log: Path) -> None:
         self.log = log
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
         self._running = set()
         self._codes: list[int] = []
         for rank in range(ranks):

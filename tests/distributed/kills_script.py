@@ -1,10 +1,11 @@
 """One process that starts, kills and resumes jobs of two ranks: what ``launch/train.py`` does, forked (see forked.py).
 
-    kills_script.py DIRECTORY KILLS SEED STAGE...
+    kills_script.py DIRECTORY KILLS SEED STRATEGY...
 
-For each stage a run that nobody disturbs, then runs that get SIGKILL on both ranks at random moments and are resumed,
-until they have been killed ``KILLS`` times in all and the last has come to its end. Every run that ended is compared
-with the undisturbed one. Writes ``DIRECTORY/kills.json``.
+A strategy is a name in ds_configs/ and a numeric type: ``zero3:bfloat16``. For each a run that nobody disturbs, then
+runs that get SIGKILL on both ranks at random moments and are resumed, each strategy's in turn and as often, until they
+have been killed ``KILLS`` times in all and the last has come to its end. Every run that ended is compared with the
+undisturbed one. Writes ``DIRECTORY/kills.json``.
 """
 
 import json
@@ -20,7 +21,8 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from engine.checkpoint import LATEST
 from launch.train import main as train
 from tests.distributed.forked import Job
-from tests.distributed.recipes import write_chats, write_recipe
+from tests.distributed.fp16_cpu import allow_fp16_on_cpu
+from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
 from tests.tiny import tiny_checkpoint
 
 RANKS = 2
@@ -30,37 +32,47 @@ STEPS = 8
 def main() -> None:
     """See above."""
     directory, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    stages = [int(stage) for stage in sys.argv[4:]]
+    strategies = sys.argv[4:]
     rng = random.Random(seed)
-    Job(1, lambda: write_recipes(directory, stages, kills), directory / "setup.log").finish()
-    done, runs, seen = 0, [], []
-    durations = {stage: undisturbed(directory, stage) for stage in stages}
+    Job(1, lambda: write_recipes(directory, strategies, kills), directory / "setup.log").finish()
+    done, runs, seen, of_each = 0, [], [], max(1, kills // len(strategies))
+    durations = {strategy: undisturbed(directory, strategy) for strategy in strategies}
     while done < kills:
-        stage = stages[len(runs) % len(stages)]
-        name = f"killed{len(runs)}_{stage}"
+        strategy = strategies[len(runs) % len(strategies)]
+        name = f"killed{len(runs)}_{strategy}"
         moments: list[str] = []
-        while not run_or_kill(directory, name, pause(rng, durations[stage]) if done < kills else None, moments):
+        while not run_or_kill(
+            directory,
+            name,
+            pause(rng, durations[strategy]) if done < kills and len(moments) < of_each else None,
+            moments,
+        ):
             done += 1
         seen += moments
-        same = exported(directory / name) == exported(directory / f"straight_{stage}")
+        same = exported(directory / name) == exported(directory / f"straight_{strategy}")
         runs.append({"name": name, "kills": len(moments), "same": same})
     (directory / "kills.json").write_text(json.dumps({"kills": done, "runs": runs, "latest_when_killed": seen}))
 
 
-def write_recipes(directory: Path, stages: list[int], kills: int) -> None:
+def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
     """As many as can be needed."""
     chats = write_chats(directory / "chats.jsonl")
     model = tiny_checkpoint(directory / "model", "qwen3")
-    names = [f"straight_{stage}" for stage in stages]
-    names += [f"killed{index}_{stages[index % len(stages)]}" for index in range(kills + 1)]
-    for name in names:
+    names = [("straight", strategy) for strategy in strategies]
+    names += [(f"killed{index}", strategies[index % len(strategies)]) for index in range(2 * kills + 1)]
+    for run, strategy in names:
+        shipped, dtype = strategy.split(":")
         write_recipe(
             directory,
-            name,
+            f"{run}_{strategy}",
             model,
             chats,
-            stage=int(name.rpartition("_")[2]),
-            dtype="bfloat16",
+            stage=0,
+            dtype=dtype,
+            # In fp16 some steps overflow, and the loss scale moves up and down over the checkpoints.
+            deepspeed=write_ds_config(
+                directory, strategy, shipped, fp16={"initial_scale_power": 15, "loss_scale_window": 2}
+            ),
             train={"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": 1},
             quant={"fake_quant_start": 2, "calibration_batches": 0},
             loss={"kd_weight": 0.0, "teacher": None},
@@ -71,6 +83,7 @@ def job(directory: Path, name: str, *, resume: bool, export: bool) -> Job:
     """The job that ``deepspeed --num_gpus 2 launch/train.py --config ...`` starts."""
 
     def rank() -> None:
+        allow_fp16_on_cpu()
         sys.argv = ["train.py", "--config", f"{directory}/{name}.yaml"]
         sys.argv += ["--train.resume", str(resume).lower(), "--export.enabled", str(export).lower()]
         train()
@@ -78,10 +91,10 @@ def job(directory: Path, name: str, *, resume: bool, export: bool) -> Job:
     return Job(RANKS, rank, directory / f"{name}.log")
 
 
-def undisturbed(directory: Path, stage: int) -> float:
+def undisturbed(directory: Path, strategy: str) -> float:
     """Run from the first to the last step; the seconds that it takes."""
     began = time.monotonic()
-    job(directory, f"straight_{stage}", resume=False, export=True).finish()
+    job(directory, f"straight_{strategy}", resume=False, export=True).finish()
     return time.monotonic() - began
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from tests.distributed.launcher import ROOT
+
 STEPS = 5
 
 
@@ -21,6 +23,21 @@ def write_chats(path: Path, *, question: str = "input", answer: str = "output") 
     ]
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
     return path
+
+
+def write_ds_config(directory: Path, name: str, shipped: str, /, **sections: Any) -> str:
+    """``<directory>/<name>.json``: the ``shipped`` configuration, with ``sections`` merged into it.
+
+    Under stage 3 persistence is off, so that even tiny parameters are partitioned.
+    """
+    config = json.loads((ROOT / "ds_configs" / f"{shipped}.json").read_text())
+    if config["zero_optimization"]["stage"] == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    for section, values in sections.items():
+        config[section] = {**config.get(section, {}), **values}
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps(config))
+    return str(path)
 
 
 def write_recipe(

@@ -15,7 +15,7 @@ import torch
 from engine.checkpoint import LATEST, read_checkpoint
 from tests.distributed.checkpoint_script import KILLED, SPOILED, STOPS
 from tests.distributed.launcher import launch, run_ranks
-from tests.distributed.recipes import STEPS, write_chats, write_recipe
+from tests.distributed.recipes import STEPS, write_chats, write_ds_config, write_recipe
 from tests.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "checkpoint_script.py"
@@ -54,7 +54,10 @@ MORE = {
     "nvfp4-3": (3, "qwen3", "bfloat16", NVFP4),
     "absmax-2": (2, "qwen3_moe", "bfloat16", ABSMAX),
     "absmax-3": (3, "qwen3", "bfloat16", ABSMAX),
+    "fp16-2": (2, "llama", "float16", {}),
 }
+# Some steps overflow, and the loss scale moves from checkpoint to checkpoint.
+FP16 = {"initial_scale_power": 15, "loss_scale_window": 2}
 # What they set before the first stop holds after it, and a condition that was met is not met again.
 EVENTS = [
     {"at": 0, "lr": {"weights": 5e-3}},
@@ -108,6 +111,11 @@ def write_cases(directory, cases):
                 export={"enabled": True},
                 schedule=EVENTS,
                 data=changes.get("data", {}),
+                **(
+                    {"deepspeed": write_ds_config(directory, case, f"zero{stage}", fp16=FP16)}
+                    if dtype == "float16"
+                    else {}
+                ),
             )
 
 
@@ -129,6 +137,8 @@ def assert_resumed_equals_straight(runs, case):
     assert [len(part["losses"]) for part in parts] == [1, 2, 2]
     assert [loss for part in parts for loss in part["losses"]] == straight["losses"]
     assert [norm for part in parts for norm in part["norms"]] == straight["norms"]
+    assert [scale for part in parts for scale in part["loss_scales"]] == straight["loss_scales"]
+    assert not case.startswith("fp16") or len(set(straight["loss_scales"])) > 1
     last = parts[-1]
     assert last["weights"].keys() == straight["weights"].keys()
     for name, weight in straight["weights"].items():

@@ -14,16 +14,26 @@ from tests.distributed.launcher import ROOT
 SCRIPT = Path(__file__).parent / "kills_script.py"
 
 
-@pytest.mark.parametrize(
-    ("kills", "stages"),
-    [pytest.param(3, (3,), id="3"), pytest.param(20, (3, 1, 2, 0), id="20", marks=pytest.mark.full)],
+# Each as users name it, and both kinds of 16-bit numbers.
+LADDER = (
+    *(f"{name}:bfloat16" for name in sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))),
+    *(f"zero{stage}:float16" for stage in range(4)),
 )
-def test_killed_at_random_moments_the_run_goes_on_to_the_same_export(tmp_path, kills, stages):
+
+
+@pytest.mark.parametrize(
+    ("kills", "strategies"),
+    [
+        pytest.param(3, ("zero3_hpz:bfloat16",), id="3"),
+        pytest.param(len(LADDER), LADDER, id="ladder", marks=pytest.mark.full),
+    ],
+)
+def test_killed_at_random_moments_the_run_goes_on_to_the_same_export(tmp_path, kills, strategies):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     seed = random.SystemRandom().randrange(2**31)
-    command = [sys.executable, str(SCRIPT), str(tmp_path), str(kills), str(seed), *map(str, stages)]
+    command = [sys.executable, str(SCRIPT), str(tmp_path), str(kills), str(seed), *strategies]
     result = subprocess.run(
-        command, env=environment, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600
+        command, env=environment, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1800
     )
     assert result.returncode == 0, f"seed {seed}\n{result.stdout[-8000:]}"
     found = json.loads((tmp_path / "kills.json").read_text())

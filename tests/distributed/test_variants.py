@@ -31,7 +31,7 @@ from tests.distributed.plain import (
     plain_model,
     plain_weights,
 )
-from tests.distributed.recipes import write_chats, write_recipe
+from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
 from tests.distributed.variants_script import POISONED
 from tests.tiny import TEXT, tiny_checkpoint
 
@@ -182,6 +182,8 @@ RUNS = {
     "poison_fp32_0": ("qwen3", "float32", {**POISON, "stage": 0}),
     "poison_fp32_3": ("qwen3", "float32", {**POISON, "stage": 3}),
     "user": ("qwen3", "bfloat16", {"stage": 3, "train": {"quant_stats_every": 1}, "export": {"enabled": True}}),
+    # The last: its groups of ranks are there until the process ends.
+    "events_hpz": ("qwen3", "float32", {**EVENTS, "stage": 3}),
 }
 
 
@@ -201,6 +203,8 @@ def paths(tmp_path_factory):
             # Far from the student, so that the directions of the divergences and the confidence matter.
             teacher = tiny_checkpoint(directory / "model-teacher", "qwen3", seed=1)
             sections["loss"] = {"teacher": str(teacher), "top_k": 5}
+        if name == "events_hpz":
+            sections["deepspeed"] = write_ds_config(directory, name, "zero3_hpz")
         if name == "fields":
             fields = {"input": "question", "output": "reply"}
             sections["data"] = {"train": [str(directory / "fields.jsonl")], "fields": fields}
@@ -436,6 +440,14 @@ def test_events_of_a_recipe_move_what_they_name_and_nothing_else(paths, stage):
     ]
     total = [step["loss/total"] / step["loss/lm"] for step in found["losses"]]
     assert total == pytest.approx([1.0] * 5 + [0.5] * 4)
+
+
+def test_hpz_uses_the_scales_that_events_write(paths):
+    """The second copies of the weights that hpZ gathers from hold scales too, which are measured anew three times."""
+    found, expected = (load_result(paths[f"events_{name}"]) for name in ("hpz", 3))
+    assert found["losses"] == expected["losses"] and found["norms"] == expected["norms"]
+    for step, (after, plain) in enumerate(zip(found["after"], expected["after"], strict=True)):
+        assert all(torch.equal(after[name], value) for name, value in plain.items()), step
 
 
 def kind_of(name: str) -> str | None:

@@ -1,8 +1,8 @@
 """Launched on every rank: run the loop on each recipe named, and keep what came of it for the test to compare.
 
 For each recipe, rank 0 writes ``<output_dir>/result.pt``: losses and grad norms of every step, the whole Parameters by
-name after the last step (in fp32 after every step too), the scales that the last forward used, and which Parameters the
-optimizer held.
+name after the last step (in fp32 and fp16 after every step too), the scales that the last forward used, and which
+Parameters the optimizer held.
 """
 
 import gc
@@ -18,6 +18,7 @@ from engine.loop import Loop, LoopState
 from engine.recipe_file import load_recipe
 from model.ranks import is_main, reduce_over_ranks
 from model.zero import full_numel, full_shape, gathered, is_partitioned, is_whole, local_data, local_range
+from tests.distributed.fp16_cpu import allow_fp16_on_cpu
 
 
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -40,7 +41,7 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def run(loop: Loop) -> dict[str, Any]:
     """Run the loop and return what came of it, the same on every rank; its engine is destroyed then."""
-    losses, norms, scale_norms, skipped, after = [], [], [], [], []
+    losses, norms, scale_norms, skipped, loss_scales, after = [], [], [], [], [], []
 
     @loop.every(1)
     def keep(state: LoopState) -> None:
@@ -48,7 +49,8 @@ def run(loop: Loop) -> dict[str, Any]:
         norms.append(state.last.grad_norm)
         scale_norms.append(state.last.scale_grad_norm)
         skipped.append(state.session.engine.skipped_steps)
-        if loop.recipe.model.dtype == "float32":
+        loss_scales.append(state.last.loss_scale)
+        if loop.recipe.model.dtype != "bfloat16":
             after.append(whole_parameters(state.model))
 
     state = loop.run()
@@ -65,6 +67,7 @@ def run(loop: Loop) -> dict[str, Any]:
         "norms": norms,
         "scale_norms": scale_norms,
         "skipped": skipped,
+        "loss_scales": loss_scales,
         "after": after,
         "weights": weights,
         "scales": scales,
@@ -88,6 +91,7 @@ def optimized(engine: deepspeed.DeepSpeedEngine) -> set[int]:
 
 def main() -> None:
     """Recipes in the order given, one process group for all of them."""
+    allow_fp16_on_cpu()
     for path in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
         recipe = load_recipe(path)
         result = run(Loop(recipe))

@@ -14,7 +14,17 @@ from engine.ds_config import ALLOWED, FROM_RECIPE, REFUSED, DsConfigError, confi
 from engine.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
+SHIPPED = (
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero2_offload",
+    "zero3",
+    "zero3_hpz",
+    "zero3_offload",
+    "zero3_offload_param",
+    "zeropp",
+)
 
 
 def recipe(deepspeed: str = "zero3", dtype: Any = "bfloat16") -> Recipe:
@@ -50,23 +60,26 @@ def refusal(tmp_path: Path, content: Any, *, dtype: Any = "bfloat16") -> list[st
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_shipped_files_take_the_recipes_values(name: str, dtype: str) -> None:
     config = resolve(recipe(name, dtype), world_size=7)
-    stage = int(name[4])
+    stage = 3 if name == "zeropp" else int(name[4])
     assert config["zero_optimization"]["stage"] == stage
+    hpz = {"zero3_hpz": 7, "zeropp": 7}.get(name)
+    assert config["zero_optimization"].get("zero_hpz_partition_size") == hpz
     assert config["train_micro_batch_size_per_gpu"] == 3
     assert config["gradient_accumulation_steps"] == 5
     assert config["train_batch_size"] == 3 * 5 * 7
     # Written out although it is 0: DeepSpeed clips at 1.0 when the key is missing.
     assert config["gradient_clipping"] == 0.0
     assert config["bf16"] == {"enabled": dtype == "bfloat16"}
-    # DeepSpeed refuses fp32 accumulation of bf16 gradients at stage 0; with fp32 parameters its default is fp32.
-    expected = {"grad_accum_dtype": "fp32"} if dtype == "bfloat16" and stage > 0 else {}
+    assert config["fp16"] == {"enabled": dtype == "float16"}
+    # DeepSpeed refuses fp32 accumulation of 16-bit gradients at stage 0; with fp32 parameters its default is fp32.
+    expected = {"grad_accum_dtype": "fp32"} if dtype != "float32" and stage > 0 else {}
     assert config["data_types"] == expected
     assert "auto" not in json.dumps(config)
     # Otherwise DeepSpeed demands its own CPUAdam, which compiles at first use.
-    assert config.get("zero_force_ds_cpu_optimizer") is (False if name == "zero3_offload" else None)
+    assert config.get("zero_force_ds_cpu_optimizer") is (False if "offload" in name else None)
 
 
 def test_an_empty_section_and_a_missing_key_are_filled_too(tmp_path: Path) -> None:
@@ -106,7 +119,7 @@ def test_teacher(tmp_path: Path) -> None:
     before = json.dumps(student)
     teacher = teacher_config(student)
     assert teacher["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
-    assert teacher["bf16"] == {"enabled": True}
+    assert teacher["bf16"] == {"enabled": True} and teacher["fp16"] == {"enabled": False}
     assert teacher["train_batch_size"] == student["train_batch_size"]
     assert not {"csv_monitor", "data_types", "zero_force_ds_cpu_optimizer"} & set(teacher)
     teacher["zero_optimization"]["offload_param"]["device"] = "nvme"
@@ -155,7 +168,6 @@ def test_fp32_accumulation_at_stage_0(tmp_path: Path) -> None:
         ("qqq", "unknown key, which DeepSpeed would ignore in silence; expected one of aio, bf16,"),
         ("optimizer", "the recipe owns the optimizer: set optim.lr,"),
         ("scheduler", "the recipe owns the schedule: set optim.schedule,"),
-        ("fp16", "set model.dtype in the recipe"),
         ("activation_checkpointing", "set train.activation_checkpointing in the recipe"),
         ("gradient_allreduce_op", "leave it out: the loop scales the loss for DeepSpeed's default"),
     ],
@@ -163,6 +175,17 @@ def test_fp32_accumulation_at_stage_0(tmp_path: Path) -> None:
 def test_top_level_keys(tmp_path: Path, key: str, said: str) -> None:
     (line,) = refusal(tmp_path, {key: {}, "zero_optimization": {"stage": 3}})
     assert line.startswith(f": {key}: {said}")
+
+
+@pytest.mark.parametrize(("name", "size"), [("LOCAL_WORLD_SIZE", 4), ("LOCAL_SIZE", 2), (None, 8)])
+def test_hpz_takes_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch, name: str | None, size: int) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    if name is not None:
+        monkeypatch.setenv(name, str(size))
+    assert resolve(recipe("zero3_hpz"), world_size=8)["zero_optimization"]["zero_hpz_partition_size"] == size
+    told = resolve(recipe("zero3_hpz"), world_size=16, local_size=8)
+    assert told["zero_optimization"]["zero_hpz_partition_size"] == 8
 
 
 def test_every_key_that_deepspeed_reads_is_sorted() -> None:
@@ -220,6 +243,28 @@ def test_every_key_that_deepspeed_reads_is_sorted() -> None:
             {"zero_optimization": {"stage": 2}, "bf16": {"check_grad_overflow": False}},
             ": bf16.check_grad_overflow: leave it out: without it a step whose gradients are not finite is taken",
         ),
+        ({"zero_optimization": {"stage": 3}, "fp16": 16}, ": fp16: 16, expected an object"),
+        (
+            {"zero_optimization": {"stage": 3}, "fp16": {"hysteresis": 2}},
+            ": fp16.hysteresis: leave it out: every overflow halves the scale",
+        ),
+        (
+            {"zero_optimization": {"stage": 3}, "fp16": {"loss_scale": -1}},
+            ": fp16.loss_scale: Value error, fp16.loss_scale must be >= 0",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+            ": zero_optimization.zero_quantized_weights: leave it out: it rounds what is gathered for the forward",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+            ": zero_optimization.offload_param.device: 'nvme', expected cpu or none: weights are read into",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
+            ": zero_optimization.zero_hpz_partition_size: 3, expected auto (the ranks of a node), or a number that "
+            "divides the 2 ranks of this job",
+        ),
         ({"zero_optimization": {"stage": 3}, "wandb": "auto"}, ': wandb: the recipe has no value for "auto"'),
     ],
 )
@@ -231,7 +276,7 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     assert config_path("zero3") == ROOT / "ds_configs" / "zero3.json"
     assert sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json")) == sorted(SHIPPED)
-    with pytest.raises(DsConfigError, match="expected one of zero0, zero1, zero2, zero3, zero3_offload, or the path"):
+    with pytest.raises(DsConfigError, match=f"expected one of {', '.join(SHIPPED)}, or the path"):
         config_path("zero4")
     with pytest.raises(DsConfigError, match="there is no such file in "):
         config_path("mine.json")

@@ -200,6 +200,47 @@ def test_the_incoming_gradient_is_not_rounded_to_the_models_dtype(seed):
 # ---- what is not asked for
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+def test_a_power_of_two_as_gradient_scale_changes_no_bit(seed, dtype):
+    case = Case(dtype=dtype)
+    objective = Objective(kd_weight=0.5, kd=spec_of("kl", case.vocabulary), chunk_tokens=random.randint(1, 9))
+    gradients = []
+    for power in (0, 20):
+        leaves = case.leaves()
+        total = chunked_losses(
+            leaves[0],
+            leaves[1],
+            leaves[2] if case.bias_on else None,
+            case.labels,
+            case.teacher,
+            objective,
+            scale=0.125,
+            gradient_scale=2.0**power,
+        ).total
+        (total * 2.0**power).backward()
+        gradients.append([total.detach(), *[leaf.grad / 2.0**power for leaf in leaves]])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_fp16_gradients_that_only_the_loss_scale_holds(seed):
+    """A factor of 2^-24, as of 10^7 tokens in a step, is as small as the smallest number of fp16."""
+    hidden = torch.randn(16, 32, dtype=torch.float16)
+    weight = (0.1 * torch.randn(50, 32)).to(torch.float16)
+    labels = torch.randint(0, 50, (16,))
+    exact = [leaf.double().requires_grad_() for leaf in (hidden, weight)]
+    F.cross_entropy(F.linear(*exact), labels, reduction="sum").backward()
+    for gradient_scale, good in ((2.0**24, True), (1.0, False)):
+        leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
+        result = chunked_losses(*leaves, None, labels, scale=2.0**-24, gradient_scale=gradient_scale)
+        (result.total * 2.0**24).backward()
+        errors = [
+            float((leaf.grad.double() - of.grad).norm() / of.grad.norm())
+            for leaf, of in zip(leaves, exact, strict=True)
+        ]
+        # Rounding to 11 bits, of the logits and of their gradient, is at most 2^-11 of the largest each time.
+        assert all((error < 2e-3) == good for error in errors), (gradient_scale, errors)
+
+
 def test_no_gradient_is_computed_without_grad_mode_or_for_frozen_parameters(seed, monkeypatch):
     case = Case(bias=True)
     asked = []
