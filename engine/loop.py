@@ -212,7 +212,10 @@ class Loop:
             total, parts = self._loss(state, {name: tensor.to(device) for name, tensor in batch.items()}, valid)
             sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
             engine.backward(nan_unless_finite(total))
-            if measures and engine.is_gradient_accumulation_boundary():
+            last = engine.is_gradient_accumulation_boundary()
+            if last and session.coded is not None:
+                session.coded.finish_gradients()
+            if last and measures:
                 scale_norm = gradient_norm(trained_scales(session.model))
             engine.step()
         weights_changed(session.model)

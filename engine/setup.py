@@ -35,6 +35,7 @@ from engine.recipe import Recipe
 from engine.recipe_checks import RecipeError
 from engine.teacher import ModelTeacher, SelfTeacher, Teacher, common_vocabulary, first_difference
 from model.build import build_model, check_rotary_buffers
+from model.coded import CodedWeights
 from model.experts import ExpertMLPs
 from model.head import LMHead, QuantHead, changes_logits, install_head, output_head, remove_head
 from model.load import load_weights
@@ -70,6 +71,8 @@ class Session:
     levers: Levers
     head: LMHead | None = None
     """The student's lm_head, where the losses of training are computed; None in a session that does not train."""
+    coded: CodedWeights | None = None
+    """The weights that stage 3 gathers as codes; None where it gathers all of them as they are."""
     head_checked: bool = False
     """Whether a forward has shown that the model returns what lm_head gives."""
 
@@ -521,4 +524,8 @@ def set_up(
     session = Session(
         recipe, ds_config, engine, model, quantization, its_teacher, context.tokenizer, device, Levers(recipe), head
     )
+    if training and recipe.quant.gather_codes:
+        with errors_on_all_ranks(ValueError):
+            session.coded = CodedWeights(model, quantization.layers.values())
+        say(f"gathered as codes: the weights of {len(session.coded)} layers")
     return session, uncalibrated
