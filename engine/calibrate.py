@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from data.loader import MicroBatch, sample_inputs
 from model.ranks import raise_everywhere, reduce_over_ranks
 from model.scales import write_scales
+from model.zero import forward_only
 from quant import Quantization, Ranges, ScaleGroup, scale_from_histogram
 from quant.reference import absmax_scale
 
@@ -81,10 +82,12 @@ def calibrate_inputs(
         # under ZeRO-3: who has fewer goes along with some tokens that are not counted.
         most = int(reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
         for sample in samples:
-            forward(input_ids=sample.to(device), use_cache=False)
+            with forward_only(forward):
+                forward(input_ids=sample.to(device), use_cache=False)
         seen = [dict(vars(observer)) for observer in observers]
         for _ in range(most - len(samples)):
-            forward(input_ids=batch["input_ids"][:1, :2].to(device), use_cache=False)
+            with forward_only(forward):
+                forward(input_ids=batch["input_ids"][:1, :2].to(device), use_cache=False)
         for observer, attributes in zip(observers, seen, strict=True):
             vars(observer).update(attributes)
     quantization.observe(False)

@@ -199,12 +199,31 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
             "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of "
             "each module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
         )
+    problems += _gather_problems(config, recipe)
     if problems:
         raise DsConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     if config["zero_optimization"].get("offload_optimizer") is not None:
         # The optimizer is torch.optim.AdamW everywhere, also on the CPU: DeepSpeed's CPUAdam compiles at first use.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     return config
+
+
+def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
+    """What contradicts gathering weights as codes."""
+    zero = config.get("zero_optimization", {})
+    if not recipe.quant.gather_codes or not isinstance(zero, dict):
+        return []
+    if zero.get("stage") != 3:
+        return [
+            f"zero_optimization.stage is {zero.get('stage', 0)}, but quant.gather_codes is true: only stage 3 gathers "
+            "weights for every layer; use stage 3, or quant.gather_codes false"
+        ]
+    if zero.get("zero_hpz_partition_size", 1) != 1:
+        return [
+            f"zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']}, but quant.gather_codes "
+            "is true: hpZ would keep what the codes stand for in place of the weights; use one of the two"
+        ]
+    return []
 
 
 def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -> list[str]:

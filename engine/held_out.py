@@ -9,6 +9,7 @@ from torch import Tensor
 from data.loader import MicroBatch, valid_tokens
 from engine.state import LoopState
 from model.ranks import reduce_over_ranks
+from model.zero import forward_only
 
 
 @torch.no_grad()
@@ -35,7 +36,8 @@ def evaluate(state: LoopState, losses: Callable[[MicroBatch], Mapping[str, Tenso
     valid = 0
     with nullcontext() if never else state.quant.as_served(calibration):
         for batch in state.held_out:
-            found = losses({name: tensor.to(session.device) for name, tensor in batch.items()})
+            with forward_only(session.engine):
+                found = losses({name: tensor.to(session.device) for name, tensor in batch.items()})
             sums = {name: sums.get(name, 0) + value.double() for name, value in found.items()}
             valid += valid_tokens([batch])
     session.engine.train()

@@ -216,7 +216,10 @@ class Loop:
             sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
             with recomputing():
                 backward(engine, nan_unless_finite(total))
-            if measures and engine.is_gradient_accumulation_boundary():
+            last = engine.is_gradient_accumulation_boundary()
+            if last and session.coded is not None:
+                session.coded.finish_gradients()
+            if last and measures:
                 scale_norm = gradient_norm(trained_scales(session.model)) / loss_scale
             engine.step()
         weights_changed(session.model)

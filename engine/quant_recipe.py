@@ -112,6 +112,10 @@ class QuantRecipe:
     compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
     """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
     tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9)."""
+    gather_codes: bool = False
+    """true: ZeRO-3 gathers the weights of quantised layers as codes, one byte each instead of two or four, where a
+    layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
+    bit. See ds_configs/README.md."""
     fake_quant_start: int = 0
     """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never,
     or when an event under schedule says so."""

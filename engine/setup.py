@@ -38,6 +38,7 @@ from engine.recipe import Recipe
 from engine.recipe_checks import RecipeError
 from engine.teacher import ModelTeacher, SelfTeacher, Teacher, common_vocabulary, first_difference
 from model.build import build_model, check_rotary_buffers
+from model.coded import CodedWeights
 from model.experts import ExpertMLPs
 from model.head import LMHead, QuantHead, changes_logits, install_head, output_head, remove_head
 from model.load import load_weights
@@ -73,6 +74,8 @@ class Session:
     levers: Levers
     head: LMHead | None = None
     """The student's lm_head, where the losses of training are computed; None in a session that does not train."""
+    coded: CodedWeights | None = None
+    """The weights that stage 3 gathers as codes; None where it gathers all of them as they are."""
     head_checked: bool = False
     """Whether a forward has shown that the model returns what lm_head gives."""
     loss_scale: LossScale | None = None
@@ -556,4 +559,8 @@ def set_up(
     )
     if training and recipe.model.dtype == "float16":
         session.loss_scale = LossScale.from_config(ds_config["fp16"])
+    if training and recipe.quant.gather_codes:
+        with errors_on_all_ranks(ValueError):
+            session.coded = CodedWeights(model, quantization.layers.values())
+        say(f"gathered as codes: the weights of {len(session.coded)} layers")
     return session, uncalibrated

@@ -12,12 +12,14 @@ the parameters into its fp32 master there, and the next step overwrites whatever
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
+import deepspeed.comm
 import deepspeed.ops
 import torch
 import torch.distributed as dist
@@ -25,12 +27,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_buffers_in_fp32, keep_in_fp32_pattern
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 from deepspeed.utils import (
     groups,
     safe_get_full_grad,
     safe_get_local_grad,
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
+    safe_set_local_grad,
     safe_set_local_optimizer_state,
     set_z3_leaf_module,
     z3_leaf_module,
@@ -151,12 +155,196 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
     """
     parameters = list(parameters)
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
+    release_decoded(partitioned)
     with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank, enabled=bool(partitioned)):
         yield
         if modifier_rank is not None and dist.is_initialized():
             for parameter in parameters:
                 if not is_partitioned(parameter) or is_whole(parameter):
                     dist.broadcast(parameter.detach(), modifier_rank)
+
+
+@torch.no_grad()
+def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of small parameters, whole, fp32 and 1-D, on every rank; at most one collective for all of them.
+
+    It leaves them gathered or partitioned, as they are, so it may run in the middle of a forward.
+    """
+    sizes = [full_numel(parameter) for parameter in parameters]
+    flat = torch.zeros(sum(sizes), device=get_accelerator().current_device_name())
+    shared = [is_partitioned(parameter) and not is_whole(parameter) for parameter in parameters]
+    places = flat.split(sizes)
+    for parameter, place, partly in zip(parameters, places, shared, strict=True):
+        if partly:
+            place[slice(*local_range(parameter))] = local_data(parameter)
+    if any(shared):
+        dist.all_reduce(flat)  # every element is one rank's, and 0 on the others
+    for parameter, place, partly in zip(parameters, places, shared, strict=True):
+        if not partly:
+            place.copy_(local_data(parameter))
+    return list(places)
+
+
+@dataclass(frozen=True)
+class ByteForm:
+    """How a partitioned parameter travels to the ranks whose forward or backward is about to use it.
+
+    Attributes:
+        encode: elements of :func:`local_range`, flat, to their bytes (uint8).
+        decode: the bytes of the whole parameter, flat, to what the forward is to find in its place: as many elements
+            of the parameter's dtype.
+        width: bytes per element.
+    """
+
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    width: int = 1
+
+
+def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | None]) -> None:
+    """Have stage 3 gather some parameters for forward and backward in a :class:`ByteForm`.
+
+    Before a module runs, and ahead of time, DeepSpeed gathers lists of parameters by ``all_gather_coalesced``, a
+    function that every partitioned Parameter carries; it calls that of the first one of a list, which comes out of a
+    set (0.19.8: ``PartitionedParameterCoordinator.__all_gather_params_``, its only caller). There is no hook for
+    another form, so this replaces that function on every Parameter of the model. All else sees the parameters
+    themselves: :func:`gathered`, and what DeepSpeed saves, gathers by ``all_gather``.
+
+    Args:
+        model: after ``deepspeed.initialize``; stage 3.
+        form_of: asked at every gather, in the same order on all ranks; None: as they are, like parameters that
+            DeepSpeed keeps gathered (``stage3_param_persistence_threshold``) in any case.
+
+    Raises:
+        ValueError: hpZ or quantised weights of DeepSpeed are on: both copy or quantise what is gathered.
+    """
+    parameters = [parameter for parameter in model.parameters() if is_partitioned(parameter)]
+    for parameter in parameters:
+        if parameter.ds_zero_param_process_group is not None:  # type: ignore[attr-defined]
+            raise ValueError("zero_hpz_partition_size: hpZ would keep what the bytes stand for as the parameter itself")
+    for parameter in parameters:
+        own = parameter.all_gather_coalesced  # type: ignore[attr-defined]
+        parameter.all_gather_coalesced = partial(_gather, own, form_of)  # type: ignore[attr-defined]
+
+
+def _gather(
+    as_they_are: Callable[..., Any],
+    form_of: Callable[[Parameter], ByteForm | None],
+    parameters: Iterable[Parameter],
+    safe_mode: bool = False,
+    quantize: bool = False,
+) -> Any:
+    """In place of ``all_gather_coalesced``: starts gathering, and returns a handle to wait for."""
+    if quantize:
+        raise ValueError("zero_quantized_weights: expected false, DeepSpeed would quantise scales too")
+    # The list has another order on every rank.
+    ordered: list[Any] = sorted(parameters, key=lambda parameter: parameter.ds_id)
+    forms = {parameter: None if parameter.ds_persist else form_of(parameter) for parameter in ordered}
+    if all(form is None for form in forms.values()):
+        return as_they_are(ordered, safe_mode=safe_mode)
+    # What else the list has travels along, so that there are not more collectives; widest first, for their alignment.
+    sent = sorted(
+        (parameter for parameter in ordered if not is_whole(parameter)),
+        key=lambda parameter: -parameter.element_size() if forms[parameter] is None else 0,
+    )
+    handles = [_BytesInFlight([(parameter, forms[parameter]) for parameter in sent])]
+    if len(sent) < len(ordered):
+        handles.append(as_they_are([parameter for parameter in ordered if is_whole(parameter)], safe_mode=safe_mode))
+    return MultipleAllGatherHandles(handles)
+
+
+def _unchanged(parameter: Tensor) -> ByteForm:
+    return ByteForm(
+        encode=lambda flat: flat.view(torch.uint8),
+        decode=lambda whole: whole.view(parameter.dtype),
+        width=parameter.element_size(),
+    )
+
+
+class _BytesInFlight:
+    """Handle of one all-gather of bytes, as DeepSpeed's coordinator wants it: it may be waited for more than once.
+
+    Parameters without a form travel as they are.
+    """
+
+    def __init__(self, sent: Sequence[tuple[Any, ByteForm | None]]) -> None:
+        self.decoded = [parameter for parameter, form in sent if form is not None]
+        self.sent = [(parameter, form or _unchanged(parameter)) for parameter, form in sent]
+        group = sent[0][0].ds_process_group
+        self.sizes = [parameter.ds_tensor.ds_numel * form.width for parameter, form in self.sent]
+        device = get_accelerator().current_device_name()
+        shape = (dist.get_world_size(group), sum(self.sizes))
+        self.bytes: Tensor | None = torch.empty(shape, dtype=torch.uint8, device=device)
+        own = self.bytes[dist.get_rank(group)]
+        for (parameter, form), place in zip(self.sent, own.split(self.sizes), strict=True):
+            parameter.ds_status = ZeroParamStatus.INFLIGHT
+            encoded = form.encode(local_data(parameter).to(device))
+            place[: encoded.numel()] = encoded
+        self.work = deepspeed.comm.all_gather_into_tensor(self.bytes.view(-1), own, group=group, async_op=True)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        if self.bytes is None:
+            return
+        self.work.wait()
+        for (parameter, form), parts in zip(self.sent, self.bytes.split(self.sizes, dim=1), strict=True):
+            whole = parts.reshape(-1)[: parameter.ds_numel * form.width]
+            parameter.data = form.decode(whole).view(parameter.ds_shape)
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        for parameter in self.decoded:
+            parameter.holds_decoded = True
+        if not get_accelerator().is_synchronized_device():
+            self.bytes.record_stream(get_accelerator().current_stream())
+        self.bytes = None
+
+
+def release_decoded(parameters: Iterable[Tensor]) -> None:
+    """Partition those parameters that a forward left gathered from bytes; the next gather makes them anew.
+
+    DeepSpeed keeps what it expects to need again soon, from an evaluation's forward as well. Not inside a forward.
+    """
+    for parameter in parameters:
+        if getattr(parameter, "holds_decoded", False):
+            if parameter.ds_status is ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
+                parameter.partition()  # type: ignore[attr-defined]
+            parameter.holds_decoded = False  # type: ignore[attr-defined]
+
+
+def local_gradient(parameter: Parameter) -> Tensor | None:
+    """fp32 gradient of the elements of :func:`local_range` between the last backward of a step and the step; stage 3.
+
+    None if it is not trained. To change it use :func:`set_local_gradient`: this may be a copy.
+    """
+    gradient: Tensor | None = safe_get_local_grad(parameter)
+    start, stop = local_range(parameter)
+    return None if gradient is None else gradient.flatten()[: stop - start]
+
+
+def set_local_gradient(parameter: Parameter, gradient: Tensor) -> None:
+    """Replace the gradient that :func:`local_gradient` gives; that of the padding becomes 0."""
+    whole = _zeros_of_partition(parameter)
+    whole[: gradient.numel()] = gradient
+    safe_set_local_grad(parameter, whole)
+
+
+@contextmanager
+def forward_only(module: nn.Module) -> Iterator[None]:
+    """Around a forward without a backward of an engine that trains, so that it costs later steps nothing.
+
+    DeepSpeed learns from a whole step in which order parameters are used, gathers ahead accordingly, in few large
+    collectives, and keeps what backward needs first. From forwards alone it learns that nothing is needed again. It
+    notices the first backward, and learns anew, but what it concluded per module and position it keeps for ever
+    (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later step then gathers module by module, and
+    twice. So what it learns here is forgotten, unless it knew whole steps before, which this is the beginning of.
+    """
+    offload = getattr(getattr(module, "optimizer", None), "parameter_offload", None)
+    if offload is None:
+        yield
+        return
+    coordinator = offload.get_param_coordinator()
+    knows_steps = coordinator.is_complete_trace()
+    yield
+    if not (knows_steps and coordinator.is_complete_trace()) and not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
 
 
 class _One(nn.Module):
@@ -360,9 +548,7 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
     for parameter in parameters:
         if is_partitioned(parameter):
             partitioned = True
-            gradient = safe_get_local_grad(parameter)
-            start, stop = local_range(parameter)
-            gradient = None if gradient is None else gradient.flatten()[: stop - start]  # without padding
+            gradient = local_gradient(parameter)
         else:
             gradient = safe_get_full_grad(parameter)
         if gradient is not None:

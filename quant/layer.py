@@ -1,5 +1,7 @@
 """What quantised layers have in common: a weight with its scale, and an input that may have one too."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,8 @@ class QuantLayer(nn.Module):
         fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
         keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
             :func:`weights_changed`. Only where weights stay resident.
+        weight_rule_later: see :class:`quant.function.Plan`.
+        when_changed: called when weights, scales or switches changed; for who keeps something made of them elsewhere.
     """
 
     def __init__(
@@ -77,6 +81,8 @@ class QuantLayer(nn.Module):
         self.shared_input: SharedInput | None = None
         self.fp8_gemm = False
         self.keeps_weight_codes = False
+        self.weight_rule_later = False
+        self.when_changed: Callable[[], None] | None = None
         self._weight_codes: Tensor | None = None
 
     @property
@@ -90,6 +96,8 @@ class QuantLayer(nn.Module):
         self._weight_codes = None
         if self.shared_input is not None:
             self.shared_input.drop()
+        if self.when_changed is not None:
+            self.when_changed()
 
     @torch.no_grad()
     def weight_scale(self) -> Tensor:

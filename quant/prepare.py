@@ -120,7 +120,7 @@ class Quantization:
                 self.layers[name].input_fake_quant = activations and self.layers[name].scheme.activations is not None
             else:
                 self.caches[name].input_fake_quant = activations
-        self._recount_inputs()
+        self._switched()
 
     def matching(self, pattern: str | None) -> list[str]:
         """Names of the layers (and quantisers of keys and values) that the regex matches in full; all without one.
@@ -151,10 +151,10 @@ class Quantization:
             layer.weight_fake_quant, layer.input_fake_quant = state[name]
         for name, cache in self.caches.items():
             _, cache.input_fake_quant = state[name]
-        self._recount_inputs()
+        self._switched()
 
-    def _recount_inputs(self) -> None:
-        """A quantised input is held until all have taken it that quantise theirs."""
+    def _switched(self) -> None:
+        """A quantised input is held until all have taken it that quantise theirs; others are told of the switches."""
         sharing = [layer for layer in self.layers.values() if layer.shared_input is not None]
         for layer in sharing:
             assert layer.shared_input is not None
@@ -163,6 +163,9 @@ class Quantization:
         for layer in sharing:
             assert layer.shared_input is not None
             layer.shared_input.consumers += layer.input_fake_quant
+        for layer in self.layers.values():
+            if layer.when_changed is not None:
+                layer.when_changed()
 
     @property
     def observing(self) -> bool:

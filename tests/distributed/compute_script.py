@@ -22,17 +22,21 @@ from tests.distributed.train_script import run
 
 
 class CountWeightPasses(TorchDispatchMode):
-    """How often tensors of the weights' shapes are quantised, by operator."""
+    """How often tensors of the weights' shapes are quantised, by operator, and what is gathered: bytes by dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: set[torch.Size] = set()
         self.calls: Counter[str] = Counter()
+        self.gathered: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removesuffix(".default")
         if name in ("deepqat.quantize", "deepqat.fake_quantize") and args[0].shape in self.shapes:
             self.calls[name] += 1
+        if name == "c10d._allgather_base_":
+            self.gathered["calls"] += 1
+            self.gathered[str(args[0].dtype)] += args[0].numel() * args[0].element_size()
         return func(*args, **(kwargs or {}))
 
 
@@ -41,7 +45,7 @@ def main() -> None:
     for path in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
         recipe = load_recipe(path)
         loop, counter = Loop(recipe), CountWeightPasses()
-        seen: dict[str, Any] = {"calls": [], "left": []}
+        seen: dict[str, Any] = {"calls": [], "left": [], "gathered": [], "evaluations": []}
         unkept = Path(path).name.startswith("unkept")
 
         @loop.at(0)
@@ -63,6 +67,9 @@ def main() -> None:
         def after(state: LoopState, seen: dict[str, Any] = seen, counter: CountWeightPasses = counter) -> None:
             seen["calls"].append(dict(counter.calls))
             counter.calls.clear()
+            seen["gathered"].append(dict(counter.gathered))
+            counter.gathered.clear()
+            seen["evaluations"].append(dict(state.evaluation))
             seen["left"].append(
                 sum(layer._weight_codes is not None for layer in state.session.quantization.layers.values())
             )

@@ -13,6 +13,15 @@ from tests.tiny import TEXT, tiny_checkpoint
 SCRIPT = Path(__file__).parent / "compute_script.py"
 PLAIN = {"kd_weight": 0.0, "teacher": None}
 THREE = {"train": {"steps": 3, "gradient_accumulation_steps": 3, "quant_stats_every": 0}, "loss": PLAIN}
+# Steps so large that weights leave the range of a scale that does not learn; a layer switched, and evaluations.
+CLIPS = {
+    "learnable": {"weight_scale": False},
+    "optim": {"lr": 0.1, "warmup_steps": 0, "schedule": "constant"},
+    "data": {"held_out": 4},
+    "eval": {"every": 2},
+    "train": {**THREE["train"], "steps": 4},
+    "schedule": [{"at": at, "fake_quant": at == 2, "layers": r"model\.layers\.0\..*"} for at in (1, 2)],
+}
 LAYERS = 14  # two decoder layers
 STEPS = 3
 
@@ -48,6 +57,8 @@ def results(tmp_path_factory):
         train={**THREE["train"], "activation_checkpointing": True},
     )
     add("gemm_odd", odd, "bfloat16", stage=3, quant={"compute": "fp8_gemm"})
+    for name in ("whole", "coded"):
+        add(name, odd, "bfloat16", stage=3, **CLIPS, quant={"gather_codes": name == "coded"})
     # Weight-only: an fp8 input one bit apart may get another code, an eighth apart.
     add("eager", even, "float32", stage=1, data=text, quant=int4)
     add("compiled", even, "float32", stage=1, data=text, quant=int4, train={**THREE["train"], "compile": True})
@@ -75,6 +86,40 @@ def test_kept_weight_codes_change_nothing_but_the_number_of_passes(results, name
 
 def test_stage_3_keeps_no_codes(results):
     assert not result(results, "kept_3")["seen"]["keeps"]
+
+
+def test_weights_gathered_as_codes_train_the_same_bit_for_bit(results):
+    whole, coded = result(results, "whole"), result(results, "coded")
+    assert f"gathered as codes: the weights of {LAYERS} layers" in results[1]
+    assert coded["losses"] == whole["losses"] and coded["norms"] == whole["norms"]
+    assert coded["seen"]["evaluations"] == whole["seen"]["evaluations"]
+    clipped = 0
+    for name, value in whole["weights"].items():
+        assert torch.equal(value, coded["weights"][name]), name
+    for name, scale in whole["scales"].items():
+        clipped += int((whole["weights"][f"{name}.weight"].float().abs() > 464 * scale).sum())
+    assert clipped > 100, "nothing shows whether clipped weights get a gradient"
+
+
+def test_codes_are_half_the_bytes_in_as_many_gathers(results):
+    whole, coded = (result(results, name)["seen"] for name in ("whole", "coded"))
+    weights = result(results, "whole")["weights"]
+    linear = sum(weights[f"{name}.weight"].numel() for name in result(results, "whole")["scales"])
+    for step in (1, 3):  # 0 and 2 begin after an evaluation, from which weights as they are stay gathered
+        before, after = whole["gathered"][step], coded["gathered"][step]
+        assert before.keys() == {"calls", "torch.bfloat16"} and after.keys() == {"calls", "torch.uint8"}
+        assert before["calls"] == after["calls"]
+        # Three micro-batches and an evaluation, which quantises all layers; in step 1 training quantises half of them.
+        saved = before["torch.bfloat16"] - after["torch.uint8"]
+        assert saved == linear * (4 if step == 3 else 2.5), (before, after)
+
+
+def test_a_step_after_calibration_gathers_ahead(results):
+    """Few large gathers, and each weight once per micro-batch: forwards alone must not teach DeepSpeed otherwise."""
+    gathered = result(results, "kept_3")["seen"]["gathered"][-1]
+    assert gathered["calls"] <= 3 * 4, gathered
+    model = sum(value.numel() for value in result(results, "kept_3")["weights"].values())
+    assert gathered["torch.bfloat16"] < 3 * 2 * 1.1 * model
 
 
 def test_the_fp8_gemm_trains_like_simulate(results):

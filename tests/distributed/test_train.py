@@ -45,6 +45,15 @@ def results(tmp_path_factory):
         paths["llama", shipped, "float32"] = write_recipe(
             directory, f"llama_{shipped}", model, data, stage=3, dtype="float32", deepspeed=shipped
         )
+    paths["qwen3_moe", "coded", "float32"] = write_recipe(
+        directory,
+        "qwen3_moe_coded",
+        directory / "qwen3_moe",
+        data,
+        stage=3,
+        dtype="float32",
+        quant={"calibration_batches": 2, "gather_codes": True},
+    )
     for kind, stage in sorted(HALF):
         for name, fp16 in (("float16", GROWING), ("overflow", OVERFLOWING)):
             train = {"steps": 12, "max_skipped_steps": 1} if name == "overflow" else {}
@@ -81,6 +90,11 @@ def test_fp32_equals_a_plain_loop_on_every_stage(results, kind, stage):
 @pytest.mark.parametrize("shipped", SHIPPED + LADDER)
 def test_shipped_configurations_equal_a_plain_loop(results, shipped):
     assert_equals_plain_loop(results["llama", shipped, "float32"])
+
+
+def test_weights_gathered_as_codes_equal_a_plain_loop(results):
+    """With learned scales, whose gradients are then summed up after the reduction."""
+    assert_equals_plain_loop(results["qwen3_moe", "coded", "float32"])
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

@@ -335,3 +335,22 @@ def test_deepspeed_trains_with_every_shipped_file() -> None:
     )
     assert run.returncode == 0, run.stderr[-4000:]
     assert [line.split()[-1] for line in run.stdout.splitlines() if line.startswith("trained with")] == list(SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [
+        ({"stage": 2}, "zero_optimization.stage is 2, but quant.gather_codes is true"),
+        ({"stage": 3, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size is 2, but quant.gather_codes is true"),
+        ({"stage": 3}, None),
+    ],
+)
+def test_codes_are_gathered_by_stage_3_without_hpz(tmp_path: Path, zero: dict[str, Any], said: str | None) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": zero}))
+    made = recipe(str(tmp_path / "mine.json"))
+    made.quant.gather_codes = True
+    if said is None:
+        resolve(made, world_size=2)
+        return
+    with pytest.raises(DsConfigError, match=said):
+        resolve(made, world_size=2)

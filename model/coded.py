@@ -1,0 +1,173 @@
+"""Quantised weights travel as their codes: one byte per weight instead of two, and the same training.
+
+Forward and backward of a quantised layer use its weight only through the quantiser. Where every rank knows the scales,
+which are few, the rank that holds a part of a weight can quantise it before it is sent; a layer then finds in place of
+its weight the values that the codes stand for, and quantising these gives the same codes again. What the layer cannot
+know any more is the weight's distance from its code, on which its gradient's mask and theta's gradient depend. So it
+gives the gradient with respect to the quantised weight, and after the reduction the rank that holds the part applies
+the quantiser's rule to it (:mod:`quant.parts`).
+
+Against gathering the weights themselves: forward, the gradients of inputs and of weights are the same bit for bit. The
+gradient of a learned scale is the sum of the same terms in another order, in fp32, where each micro-batch and rank
+would have rounded its own to the model's dtype.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from model.zero import (
+    ByteForm,
+    gather_as_bytes,
+    is_partitioned,
+    local_data,
+    local_gradient,
+    local_range,
+    release_decoded,
+    set_local_gradient,
+    whole_values,
+)
+from quant import QuantLayer, QuantLinear
+from quant.function import lsq_factor
+from quant.parts import dequantize_whole, part_gradients_, quantize_part
+from quant.weight_scale import WeightScale
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """A weight and its scales. To look a Parameter up in a module that is not running, in a forward, makes DeepSpeed
+    gather it."""
+
+    layer: QuantLinear
+    weight: Parameter
+    s0: Parameter
+    theta: Parameter | None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.layer.weight_shape)
+
+
+class CodedWeights:
+    """The weights of a model under stage 3 that are gathered as codes."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[QuantLayer]) -> None:
+        """Take over the gathering of the weights of those layers for which that is possible (see :func:`coded`).
+
+        Args:
+            model: after ``deepspeed.initialize``.
+            layers: quantised ones of it.
+
+        Raises:
+            ValueError: there is no such layer, or DeepSpeed is configured to change what is gathered.
+        """
+        self._weights = {
+            id(layer.weight): _Coded(layer, layer.weight, layer.weight_s0, layer.weight_theta)
+            for layer in layers
+            if isinstance(layer, QuantLinear) and coded(layer)
+        }
+        if not self._weights:
+            raise ValueError(
+                "quant.gather_codes: true, expected false: no layer has a partitioned weight of 8 bits or fewer with "
+                "one scale per tensor or row"
+            )
+        gather_as_bytes(model, self._form_of)
+        self._scales: dict[int, WeightScale] | None = None
+        for one in self._weights.values():
+            one.layer.weight_rule_later = True
+            one.layer.when_changed = self._changed
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._weights)
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """Apply the quantisers' rules to the reduced gradients: after the last backward of an optimizer step, before
+        the step; a collective where scales learn."""
+        thetas: dict[int, tuple[Parameter, Tensor]] = {}
+        for key, one in self._weights.items():
+            gradient = local_gradient(one.weight)
+            if gradient is None or not one.layer.weight_fake_quant:
+                continue
+            share = part_gradients_(
+                gradient,
+                local_data(one.weight).to(gradient.device),
+                local_range(one.weight)[0],
+                one.numel,
+                self._known()[key],
+                factor=lsq_factor(one.layer.weight_numel, one.layer.scheme.weights),
+            )
+            set_local_gradient(one.weight, gradient)
+            if one.theta is not None and one.theta.requires_grad and share is not None:
+                _, sum_so_far = thetas.get(id(one.theta), (None, torch.zeros_like(share)))  # layers may share one
+                thetas[id(one.theta)] = (one.theta, sum_so_far + share)
+        if not thetas:
+            return
+        whole = torch.cat([share for _, share in thetas.values()])
+        dist.all_reduce(whole)
+        places = whole.split([share.numel() for _, share in thetas.values()])
+        for (theta, _), gradient in zip(thetas.values(), places, strict=True):
+            set_local_gradient(theta, gradient[slice(*local_range(theta))])
+
+    def _form_of(self, parameter: Parameter) -> ByteForm | None:
+        one = self._weights.get(id(parameter))
+        if one is None or not one.layer.weight_fake_quant:
+            return None
+        scale = self._known()[id(parameter)]
+        start, numel = local_range(parameter)[0], one.numel
+        return ByteForm(
+            encode=lambda flat: quantize_part(flat, start, numel, scale),
+            decode=lambda codes: dequantize_whole(codes, scale),
+        )
+
+    def _known(self) -> dict[int, WeightScale]:
+        """The whole scales by their weights' ids; after a change a collective, in the first gather that needs them."""
+        if self._scales is None:
+            # The optimizer wrote them on another stream than the one that gathers.
+            get_accelerator().synchronize()
+            weights = self._weights.values()
+            parameters = {id(one.s0): one.s0 for one in weights}
+            parameters |= {id(one.theta): one.theta for one in weights if one.theta is not None}
+            values = dict(zip(parameters, whole_values(list(parameters.values())), strict=True))
+            get_accelerator().synchronize()
+            self._scales = {
+                key: WeightScale(
+                    values[id(one.s0)], values.get(id(one.theta)), None, one.layer.scheme.weights, one.weight.dtype
+                )
+                for key, one in self._weights.items()
+            }
+        return self._scales
+
+    def _changed(self) -> None:
+        """Weights, scales or switches changed: nothing made of the old ones is to be used."""
+        if self._scales is None:
+            return  # all layers tell of one change
+        self._scales = None
+        release_decoded(one.weight for one in self._weights.values())
+
+
+def coded(layer: QuantLinear) -> bool:
+    """Whether the weight of a layer can travel as codes.
+
+    Scales of groups and blocks are too many to be whole on every rank. A layer that computes in another way than
+    :class:`QuantLinear` forms its weight's gradient in another way. What stays gathered need not travel. A scale that
+    learns beside a weight that does not has no reduced gradient to be computed from. In fp16 the product of a small
+    code and its scale may not be a number that the same code belongs to.
+    """
+    weights, theta = layer.scheme.weights, layer.weight_theta
+    return (
+        type(layer) is QuantLinear
+        and weights.granularity in ("tensor", "channel")
+        and weights.symmetric
+        and layer.weight.dtype in (torch.bfloat16, torch.float32)
+        and is_partitioned(layer.weight)
+        and not layer.weight.ds_persist  # type: ignore[attr-defined]
+        and (layer.weight.requires_grad or theta is None or not theta.requires_grad)
+    )

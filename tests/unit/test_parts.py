@@ -1,0 +1,84 @@
+"""What the holder of part of a weight computes alone, against what one who has all of it does."""
+
+import pytest
+import torch
+
+from quant import TensorSpec
+from quant.kernels import ops as kernels
+from quant.parts import dequantize_whole, part_gradients_, quantize_part
+from quant.weight_scale import WeightScale
+
+FP8 = {name: TensorSpec("fp8_e4m3", 8, name) for name in ("tensor", "channel")}
+SPECS = {**{f"fp8_{name}": spec for name, spec in FP8.items()}, "int8": TensorSpec("int", 8, "channel")}
+SPECS["int3"] = TensorSpec("int", 3, "channel")
+SHAPE = (7, 13)
+
+
+def random_scale(spec, dtype, generator, *, stack=0, theta=True):
+    """Scales that clip some elements of a unit Gaussian."""
+    shape = ((stack,) if stack else (1,)) if spec.granularity == "tensor" else (SHAPE[0], 1)
+    s0 = (1 + torch.rand(shape, generator=generator)) / spec.qmax
+    learned = (torch.randn(shape, generator=generator) / 10).to(dtype) if theta else None
+    return WeightScale(s0, learned, None, spec, dtype)
+
+
+def parts_of(flat, ranks):
+    """``start, part`` as stage 3 shares it out; the last parts may be empty."""
+    size = -(-flat.numel() // ranks)
+    return [(min(rank * size, flat.numel()), flat[rank * size : (rank + 1) * size]) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_codes_of_all_parts_are_those_of_the_whole(name, dtype, ranks, seed):
+    """And what they stand for has the same codes again: a layer that quantises it computes the same."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = random_scale(SPECS[name], dtype, generator)
+    weight = torch.randn(SHAPE, generator=generator).to(dtype)
+    codes = torch.cat([quantize_part(p, s, weight.numel(), scale) for s, p in parts_of(weight.flatten(), ranks)])
+    assert torch.equal(codes.view(SHAPE), scale.quantize(weight).view(torch.uint8))
+    found = dequantize_whole(codes, scale).view(SHAPE)
+    assert torch.equal(found, scale.fake_quantize(weight))
+    assert torch.equal(scale.quantize(found).view(torch.uint8), codes.view(SHAPE))
+
+
+def test_every_code_is_its_own_value_s_code_at_every_scale(seed):
+    """bf16 rounds what a code stands for by 2^-9 of it, which must not take it over to another code."""
+    generator = torch.Generator().manual_seed(seed)
+    every = torch.arange(256, dtype=torch.uint8)
+    for exponent in range(-40, 10):
+        s0 = (1 + torch.rand(1, generator=generator)) * 2.0**exponent
+        for spec, codes in ((FP8["tensor"], every[(every & 127) != 127]), (TensorSpec("int", 8, "tensor"), every)):
+            scale = WeightScale(s0, None, None, spec, torch.bfloat16)
+            again = scale.quantize(dequantize_whole(codes, scale)).view(torch.uint8)
+            assert torch.equal(again, codes), (spec, s0)
+
+
+@pytest.mark.parametrize(("name", "stack"), [*((name, 0) for name in SPECS), ("fp8_tensor", 7)])
+def test_gradients_of_parts_of_a_sum_are_the_sums_of_gradients(name, stack, seed):
+    """The mask bit for bit. A theta's gradient: the same fp32 terms, added up in another order. ``stack``: scales of so
+    many experts, of which a part may hold one and a half."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = random_scale(SPECS[name], torch.bfloat16, generator, stack=stack)
+    weight = torch.randn(SHAPE, generator=generator).to(torch.bfloat16)
+    grads = torch.randn(2, *SHAPE, generator=generator)
+    exact = scale._replace(theta=scale.theta.float())
+    each = [grad.clone() for grad in grads]
+    thetas = sum(
+        exact.backward_(grad, weight.float(), factor=0.5, theta_gradient=True).double() for grad in each
+    ).flatten()
+    whole = grads.sum(0).flatten()
+    found = torch.zeros_like(thetas)
+    for (start, part), (_, grad) in zip(parts_of(weight.flatten(), 3), parts_of(whole, 3), strict=True):
+        found += part_gradients_(grad, part, start, weight.numel(), scale, factor=0.5)
+    assert torch.equal(whole.view(SHAPE), sum(each))
+    assert (whole == 0).any() and (whole != 0).any()
+    # Terms are at most |g| * qmax * s * 0.5 with |g| under 6 here; a sum of 91 of them is off by 91 * 2^-24 of that.
+    bound = 4 * 91 * 2.0**-24 * 6 * SPECS[name].qmax * float(kernels.effective_scale(*scale[:2], *scale[3:]).max())
+    assert (found - thetas).abs().max() <= bound
+
+
+def test_a_part_without_a_learned_scale_has_no_share():
+    scale = random_scale(FP8["tensor"], torch.float32, torch.Generator().manual_seed(0), theta=False)
+    assert part_gradients_(torch.ones(3), torch.ones(3), 2, 91, scale, factor=1.0) is None
