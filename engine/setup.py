@@ -225,7 +225,7 @@ def build_student(
     quantization = quantise_student(recipe, ds_config, device, model, named)
     say(f"quantised: {_summary(recipe, quantization)}")
     if quantization.simulated:
-        say(f"simulated, as stacked experts or sides that are no multiples of 16: {listed(quantization.simulated)}")
+        say(f"no fp8 GEMM for stacked experts and sides that are no multiples of 16: {listed(quantization.simulated)}")
     return model, quantization
 
 
