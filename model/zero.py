@@ -24,6 +24,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_buffers_in_fp32, keep_in_fp32_pattern
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import (
     safe_get_full_grad,
     safe_get_local_grad,
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 DsConfig = dict[str, Any]
+COALESCED_BYTES = 2**20  # of a parameter up to which it shares a collective with others
 
 # Frozen parameters of at most so many elements are whole on every rank. DeepSpeed's default threshold for parameters
 # that it never releases, which are whole anyway.
@@ -136,12 +138,17 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
     """Whole parameters inside the block, on every rank; plain parameters are whole anyway.
 
     Args:
-        parameters: any mixture of partitioned and plain ones. One collective per parameter, but a list is faster than
-            a block for each. Blocks must not nest on the same parameter.
+        parameters: any mixture of partitioned and plain ones. One collective for all small ones of a dtype, which are
+            there twice while it runs, and one for each other. Blocks must not nest on the same parameter.
         modifier_rank: the rank whose changes reach all ranks, partitioned or plain. None: changes are refused or lost.
     """
     parameters = list(parameters)
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
+    # GatheredParameters makes a collective for each parameter that is not there yet, at 0.2 ms or more.
+    apart = [p for p in partitioned if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
+    small = [p for p in dict.fromkeys(apart) if full_numel(p) * p.element_size() <= COALESCED_BYTES]
+    if small:
+        small[0].all_gather_coalesced(small).wait()  # type: ignore[attr-defined]
     with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank, enabled=bool(partitioned)):
         yield
         if modifier_rank is not None and dist.is_initialized():
