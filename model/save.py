@@ -30,6 +30,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from model.load import garbage_kept
 from model.names import Names, module_name_on_disk
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.scales import cache_keys
@@ -143,7 +144,7 @@ def export_model(
     """
     begin = time.perf_counter()
     source, out = Path(source_dir), Path(out_dir)
-    with errors_on_all_ranks(ValueError):
+    with errors_on_all_ranks(ValueError), garbage_kept():
         if quantization is not None:
             check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
         shards = list(_shards(_plan(model, quantization, layout), max_shard_size))

@@ -86,7 +86,7 @@ def local_range(parameter: Tensor) -> tuple[int, int]:
     if not is_partitioned(parameter):
         return 0, numel
     size = _partition(parameter).ds_numel  # type: ignore[attr-defined]
-    start = size * dist.get_rank(group=parameter.ds_process_group)  # type: ignore[attr-defined]
+    start = size * parameter.ds_process_group.rank()  # type: ignore[attr-defined]
     return min(start, numel), min(start + size, numel)
 
 
@@ -101,7 +101,8 @@ def local_data(parameter: Tensor) -> Tensor:
         return parameter.detach().view(-1)
     start, stop = local_range(parameter)
     partition = _partition(parameter)
-    partition[stop - start :].zero_()
+    if partition.numel() > stop - start:
+        partition[stop - start :].zero_()
     return partition[: stop - start]
 
 
