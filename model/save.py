@@ -3,7 +3,7 @@
 Under ZeRO-3 nobody holds the model, and collecting a state dict on rank 0 would need the whole of it there. So every
 rank first makes the same plan from names and sizes alone (which tensors each module becomes on disk, and in which shard
 each lies), then all ranks gather the modules in that order, and rank 0 packs each one and writes it to its place. Every
-rank holds the modules that are gathered at a time, no more than the largest takes; rank 0 also what it packs of one.
+rank holds the modules that are gathered at a time, no more than the largest takes; rank 0 also one Linear as packed.
 
 Two things follow from the plan. Ranks know the shard boundaries, so they agree after each shard whether writing went
 well: a full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known at
@@ -333,11 +333,13 @@ class _Output:
             return
         try:
             for item in batch:
-                tensors = _packed(item)
-                self._held.add(size := item.bytes if item.layout is not None else 0)
-                for key, tensor in tensors.items():
-                    self._writer.write(key, tensor)
-                self._held.add(-size)
+                for tensors in _packed(item):
+                    self._held.add(size := 0 if item.layout is None else sum(t.nbytes for t in tensors.values()))
+                    for key, tensor in tensors.items():
+                        if (made := (tensor.dtype, tuple(tensor.shape))) != (planned := item.shapes.get(key)):
+                            raise ValueError(f"{key} became {made}, planned was {planned}")
+                        self._writer.write(key, tensor)
+                    self._held.add(-size)
         except Exception as error:
             self._failure = error
 
@@ -353,37 +355,34 @@ class _Output:
         return self._failure
 
 
-def _packed(item: _Item) -> dict[str, torch.Tensor]:
-    """The item's tensors in CPU memory, exactly as planned; of plain ones on a CPU the parameters' own memory."""
+def _packed(item: _Item) -> Iterator[dict[str, torch.Tensor]]:
+    """The item's tensors in CPU memory, by Linears; of plain ones on a CPU the parameter's memory."""
     if isinstance(item.module, QuantCache):
-        tensors = {item.name: cache_scale(item.name, item.module.input_scale())}
-    elif item.layout is None:
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in item.plain.items()}
+        yield {item.name: cache_scale(item.name, item.module.input_scale())}
+        return
+    if item.layout is None:
+        for key, tensor in item.plain.items():
+            yield {key: tensor.detach().cpu().contiguous()}
         for key, part in item.stacked.items():
-            tensors[key] = part.weight(item.parameters[0]).detach().cpu().contiguous()
-    else:
-        layer = item.module
-        assert isinstance(layer, QuantLayer)
-        tensors = {}
-        spec, zero, above = layer.scheme.weights, layer.weight_zero, layer.weight_global
-        scale, input_scale = layer.weight_scale(), layer.input_scale()
-        for name, part in item.linears.items():
-            tensors |= linear_tensors(
-                item.layout,
-                name,
-                part.weight(layer.weight.detach()),
-                part.scale(scale, spec),
-                input_scale,
-                layer.bias,
-                layer.scheme,
-                layer.weight.dtype,
-                weight_global=None if above is None else part.scale(above, FP8_TENSOR),
-                weight_zero=None if zero is None else part.scale(zero, spec),
-            )
-    made = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    if made != item.shapes:
-        raise ValueError(f"{item.name} became {made}, planned was {item.shapes}")
-    return tensors
+            yield {key: part.weight(item.parameters[0].detach()).cpu().contiguous()}
+        return
+    layer = item.module
+    assert isinstance(layer, QuantLayer)
+    spec, zero, above = layer.scheme.weights, layer.weight_zero, layer.weight_global
+    scale, input_scale = layer.weight_scale(), layer.input_scale()
+    for name, part in item.linears.items():
+        yield linear_tensors(
+            item.layout,
+            name,
+            part.weight(layer.weight.detach()),
+            part.scale(scale, spec),
+            input_scale,
+            layer.bias,
+            layer.scheme,
+            layer.weight.dtype,
+            weight_global=None if above is None else part.scale(above, FP8_TENSOR),
+            weight_zero=None if zero is None else part.scale(zero, spec),
+        )
 
 
 def _text(error: Exception) -> str:

@@ -139,23 +139,36 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
     """Whole parameters inside the block, on every rank; plain parameters are whole anyway.
 
     Args:
-        parameters: any mixture of partitioned and plain ones. One collective for all small ones of a dtype, which are
-            there twice while it runs, and one for each other. Blocks must not nest on the same parameter.
+        parameters: any mixture of partitioned and plain ones. To be read, small ones of a dtype come in one collective,
+            and are there twice while it runs; each other in one of its own. Blocks must not nest on the same parameter.
         modifier_rank: the rank whose changes reach all ranks, partitioned or plain. None: changes are refused or lost.
     """
     parameters = list(parameters)
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
-    # GatheredParameters makes a collective for each parameter that is not there yet, at 0.2 ms or more.
-    apart = [p for p in partitioned if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
-    small = [p for p in dict.fromkeys(apart) if full_numel(p) * p.element_size() <= COALESCED_BYTES]
-    if small:
-        small[0].all_gather_coalesced(small).wait()  # type: ignore[attr-defined]
+    if modifier_rank is None:
+        _gather_together(partitioned)
     with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank, enabled=bool(partitioned)):
         yield
         if modifier_rank is not None and dist.is_initialized():
             for parameter in parameters:
                 if not is_partitioned(parameter) or is_whole(parameter):
                     dist.broadcast(parameter.detach(), modifier_rank)
+
+
+def _gather_together(parameters: Sequence[Tensor]) -> None:
+    """Gather the small ones of partitioned parameters in one collective of each dtype, and on one rank all of them.
+
+    GatheredParameters, which finds them there then, makes a collective for each, at 0.2 ms or more, and on one rank a
+    copy.
+    """
+    apart = [p for p in parameters if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
+    small = [
+        p
+        for p in dict.fromkeys(apart)
+        if p.ds_process_group.size() == 1 or full_numel(p) * p.element_size() <= COALESCED_BYTES  # type: ignore[attr-defined]
+    ]
+    if small:
+        small[0].all_gather_coalesced(small).wait()  # type: ignore[attr-defined]
 
 
 class _One(nn.Module):
