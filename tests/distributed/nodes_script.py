@@ -42,7 +42,7 @@ def main() -> None:
                 (machine / "out").symlink_to(directory / name / "out")
         case(machines[1])
         job = Job(2, lambda machines=machines: rank(machines), directory / f"{name}.log")
-        codes = job.wait(60)
+        codes = job.wait(240)  # a checkpoint takes that long on a disk that others keep busy
         if codes is None:
             job.kill()
         left = sorted(str(path.relative_to(machine)) for machine in machines for path in (machine / "out").glob(".*"))

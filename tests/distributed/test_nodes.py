@@ -36,7 +36,7 @@ def found(tmp_path_factory) -> dict[str, dict]:
         check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=400,
+        timeout=900,
     )
     assert result.returncode == 0, result.stdout[-8000:]
     return json.loads((directory / "nodes.json").read_text())
