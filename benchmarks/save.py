@@ -4,7 +4,7 @@
 
 Makes a Qwen3 checkpoint of 569 MB (random weights), shards it over two ranks under ZeRO-3, and exports it as bf16 and
 as fp8. Growth is the high-water mark of the resident set during the export over the resident set before it. The
-arithmetic says: rank 0 one shard and the largest module, rank 1 the largest module; the chunks in which weights are
+arithmetic says: the largest module on both ranks, on rank 0 also one Linear as packed; the chunks in which weights are
 quantised come on top, some 20 MB. Writes ``benchmarks/results/save.md``.
 """
 
@@ -181,11 +181,10 @@ load average {load:.1f} when it began (times grow with it, memory does not). `py
 {table(settings)}
 
 Growth is the high-water mark of the resident set over the resident set before. "Counted" is what the arithmetic says:
-the bytes of the tensors collected (one shard) and gathered (one module), added up while exporting. With
-`{THRESHOLD}` set so that glibc gives every freed block back, growth is what is in use: rank 0 as counted,
-and some MB for the chunks in which weights are quantised; rank 1 twice the module, as gloo's all-gather holds what it
-gathers twice for a moment (66 MB gathered by itself grow a process by 131 MB). As it is, glibc keeps freed blocks below
-32 MB for later, and as much again stays resident.
+the bytes of the tensors gathered (one module) and packed (one Linear), added up while exporting. With
+`{THRESHOLD}` set so that glibc gives every freed block back, growth is what is in use: twice the module, as
+gloo's all-gather holds what it gathers twice for a moment (66 MB gathered by itself grow a process by 131 MB), and some
+MB for the chunks in which weights are quantised. As it is, glibc keeps freed blocks below 32 MB for later.
 Writing and syncing 569 MB in files of this size, and nothing else, takes {floor:.2f} s here.
 """
     print(text)

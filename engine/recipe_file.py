@@ -22,6 +22,7 @@ from typing import Any, cast, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from engine.nodes import spans_nodes, tell_other_nodes
 from engine.recipe import Recipe, not_there
 from engine.recipe_checks import RecipeError
 
@@ -148,15 +149,17 @@ def _parse(argv: Sequence[str]) -> Recipe:
 def exit_on_recipe_error() -> Iterator[None]:
     """Turn a :class:`RecipeError` into printed lines and exit code 2, without a traceback.
 
-    Only local rank 0 prints, so that a machine with 8 ranks says it once. For use before there is a process group.
+    Only local rank 0 prints, so that a machine with 8 ranks says it once. For use before there is a process group; the
+    ranks of other machines end with the same error, if the launcher lets us know that there are any.
     """
     try:
         yield
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
-        else:
+        elif not spans_nodes():
             time.sleep(GRACE_SECONDS)
+        tell_other_nodes(str(error))
         raise SystemExit(2) from None
 
 

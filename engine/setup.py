@@ -33,6 +33,7 @@ from data.text import read_text
 from engine.ds_config import resolve, teacher_config
 from engine.levers import Levers
 from engine.loss_scale import LossScale
+from engine.nodes import check_nodes_agree, check_same_samples
 from engine.optim import build_optimizer, set_learnable
 from engine.recipe import Recipe
 from engine.recipe_checks import RecipeError
@@ -42,7 +43,7 @@ from model.coded import CodedWeights
 from model.experts import ExpertMLPs
 from model.head import LMHead, QuantHead, changes_logits, install_head, output_head, remove_head
 from model.load import load_weights
-from model.ranks import errors_on_all_ranks, is_main, listed, rank, world_size
+from model.ranks import errors_on_all_ranks, gather_objects, is_main, listed, raise_everywhere, rank, world_size
 from model.scales import load_scales, release_scales, renew_weight_scales, write_scales
 from model.zero import forget_secondary_copies, init_process_group, keep_frozen_fp32, partition_new_parameters, stage
 from quant import Quantization, Scheme, prepare, prepare_kernels
@@ -86,7 +87,18 @@ def init_ranks() -> torch.device:
     """Start the process group (NCCL on CUDA, gloo on CPU) and return this rank's device.
 
     Without a launcher the process is rank 0 of 1.
+
+    Raises:
+        RecipeError: a job of several processes does not say which rank this one is.
+        RankError: another machine has found something wrong before it came here (engine.nodes.tell_other_nodes).
     """
+    device = join_ranks()
+    raise_everywhere(None)
+    return device
+
+
+def join_ranks() -> torch.device:
+    """:func:`init_ranks` without its look at what others have found."""
     # DeepSpeed logs every setting of its engine at INFO; what is worth a user's eyes is said by this project.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls two torch collectives by names that torch 2.13 wants changed; a user can do nothing about it.
@@ -178,6 +190,7 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
         "world": world_size(),
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
     }
+    check_same_samples(training, held_out)
     with errors_on_all_ranks(ValueError):
         loader = Loader(
             training,
@@ -490,14 +503,16 @@ def start_ranks(recipe: Recipe) -> RunContext:
 
     Raises:
         RecipeError: the DeepSpeed configuration is wrong; on every rank, before there is a process group.
-        RankError: there is no tokenizer.
+        RankError: there is no tokenizer, or the machines differ (:mod:`engine.nodes`).
     """
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if missing := list(_not_on_this_machine(recipe, ds_config)):
         raise RecipeError("\n".join(missing))
     device = init_ranks()
-    if slower := prepare_kernels():
-        say(slower)
+    check_nodes_agree(recipe, ds_config)
+    slower = Counter(text for text in gather_objects(prepare_kernels()) if text)
+    for text, ranks in slower.items():
+        say(text if ranks == world_size() else f"{text} ({ranks} of {world_size()} ranks)")
     for seeder in (torch.manual_seed, random.seed, np.random.seed):
         seeder(recipe.train.seed)
     return RunContext(device, ds_config, read_tokenizer(recipe))

@@ -11,6 +11,7 @@ from engine.export import check_export
 from engine.fake_quant import FakeQuant
 from engine.losses import DIAGNOSTICS
 from engine.metrics import Metrics
+from engine.nodes import check_shared
 from engine.recipe import Recipe
 from engine.recipe_checks import RecipeError
 from engine.recipe_file import save_recipe
@@ -35,11 +36,9 @@ def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Seque
     output = Path(recipe.output_dir)
     checkpoint = _check_destinations(recipe, output / "checkpoints")
     context = start_ranks(recipe)
+    check_shared(output, "output_dir")
     if checkpoint is not None:
         verify_checkpoint(checkpoint)
-    with errors_on_all_ranks(OSError):
-        if is_main():
-            output.mkdir(parents=True, exist_ok=True)
     # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
     loader, held_out = build_loader(recipe, context.tokenizer)
     cached = open_cached_teacher(recipe, loader.samples, context.tokenizer)

@@ -2,8 +2,8 @@
 
 Under ZeRO-3 nobody holds the model, and collecting a state dict on rank 0 would need the whole of it there. So every
 rank first makes the same plan from names and sizes alone (which tensors each module becomes on disk, and in which shard
-each lies), then all ranks gather the modules in that order, and rank 0 packs each one and writes a shard as soon as it
-is complete. Rank 0 holds one shard and one gathered tensor; the others hold one gathered tensor.
+each lies), then all ranks gather the modules in that order, and rank 0 packs each one and writes it to its place. Every
+rank holds the modules that are gathered at a time, no more than the largest takes; rank 0 also one Linear as packed.
 
 Two things follow from the plan. Ranks know the shard boundaries, so they agree after each shard whether writing went
 well: a full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known at
@@ -14,29 +14,32 @@ that was interrupted never looks complete.
 """
 
 import json
+import math
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from model.load import garbage_kept
 from model.names import Names, module_name_on_disk
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.scales import cache_keys
+from model.shard_writer import ShardWriter
 from model.shards import INDEX, SINGLE
 from model.zero import full_numel, full_shape, gathered, is_partitioned
 from quant.embedding import QuantEmbedding
 from quant.experts import LinearPart, StackedLinear, linears_of
-from quant.export import Shapes, cache_scale, stored
+from quant.export import Shapes, cache_scale
 from quant.kv_cache import QuantCache
 from quant.layer import SCALE_PARAMETERS, QuantLayer
 from quant.layouts import Layout, check_layout, layout_config, linear_shapes, linear_tensors
@@ -61,6 +64,11 @@ COPIED = (
 )
 
 
+# Of parameters that are gathered together. Calls for one each are ten times slower (a MoE has thousands of small ones);
+# much more is no faster, and on a CPU slower: glibc takes blocks of more than 32 MiB from the system every time anew.
+GATHER_BYTES = 16 * 2**20
+
+
 @dataclass(frozen=True)
 class ExportReport:
     """What was written.
@@ -71,8 +79,7 @@ class ExportReport:
         tensors: number of tensors in them.
         bytes: their sizes together, headers excluded.
         seconds: wall time.
-        peak_bytes: the most bytes of tensors that this rank held at a time, gathered and collected; counted, not
-        measured.
+        peak_bytes: the most bytes of tensors that this rank held at a time, gathered and packed; counted, not measured.
     """
 
     path: Path
@@ -96,12 +103,12 @@ class _Item:
     plain: Mapping[str, torch.Tensor] = field(default_factory=dict)  # written as they are, by key: parameter or buffer
     stacked: Mapping[str, LinearPart] = field(default_factory=dict)  # by key: the parts of the module's only parameter
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Bytes on disk."""
         return sum(_bytes(dtype, shape) for dtype, shape in self.shapes.values())
 
-    @property
+    @cached_property
     def gathered_bytes(self) -> int:
         """Bytes that gathering the parameters takes; nothing for those that are whole on every rank anyway."""
         return sum(full_numel(p) * p.element_size() for p in self.parameters if is_partitioned(p))
@@ -137,7 +144,7 @@ def export_model(
     """
     begin = time.perf_counter()
     source, out = Path(source_dir), Path(out_dir)
-    with errors_on_all_ranks(ValueError):
+    with errors_on_all_ranks(ValueError), garbage_kept():
         if quantization is not None:
             check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
         shards = list(_shards(_plan(model, quantization, layout), max_shard_size))
@@ -243,11 +250,7 @@ def _shards(items: Iterable[_Item], limit: int) -> Iterator[list[_Item]]:
 
 
 def _batches(shard: list[_Item], limit: int) -> Iterator[list[_Item]]:
-    """Consecutive items that are gathered together: at most ``limit`` bytes of full parameters, at least one item.
-
-    Gathering parameters one call at a time is ten times slower than a list of them (a MoE has thousands of small ones);
-    a list no larger than the largest single module costs no memory that is not needed anyway.
-    """
+    """Consecutive items that are gathered together: at most ``limit`` bytes of full parameters, at least one item."""
     batch: list[_Item] = []
     size = 0
     for item in shard:
@@ -261,7 +264,7 @@ def _batches(shard: list[_Item], limit: int) -> Iterator[list[_Item]]:
 
 
 def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return torch.empty((), dtype=dtype).element_size() * torch.Size(shape).numel()
+    return dtype.itemsize * math.prod(shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,7 +286,8 @@ class _Held:
 
 def _write_shards(shards: list[list[_Item]], directory: Path) -> tuple[list[str], int]:
     """Gather everything in order; rank 0 packs and writes. Returns the files' names and the peak of bytes held."""
-    largest = max(item.gathered_bytes for shard in shards for item in shard)
+    # What comes in one collective is there twice for a moment: half of what the largest module takes anyway.
+    limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard) // 2)
     held = _Held()
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
@@ -291,89 +295,98 @@ def _write_shards(shards: list[list[_Item]], directory: Path) -> tuple[list[str]
     total = sum(item.bytes for shard in shards for item in shard)
     with tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=1, disable=not is_main()) as progress:
         for file, shard in zip(files, shards, strict=True):
-            collected: dict[str, torch.Tensor] = {}
-            failure: Exception | None = None
-            for batch in _batches(shard, largest):
+            output = _Output(directory / file, shard, held) if is_main() else None
+            for batch in _batches(shard, limit):
                 with gathered([p for item in batch for p in item.parameters]):
                     held.add(size := sum(item.gathered_bytes for item in batch))
-                    if is_main() and failure is None:
-                        failure = _collect(batch, collected, held)
+                    if output is not None:
+                        output.write(batch)
                     progress.update(sum(item.bytes for item in batch))
                 held.add(-size)
-            if is_main() and failure is None:
-                failure = _write(collected, directory / file)
+            failure = output.finish() if output is not None else None
             # Whatever went wrong on rank 0, it went on gathering with the others up to here, where all of them stop.
             try:
                 raise_everywhere(None if failure is None else f"export failed in {file}: {_text(failure)}")
             except RuntimeError as everywhere:
                 raise everywhere from failure
-            held.add(-_size(collected))
     return files, held.peak
 
 
-def _collect(batch: list[_Item], collected: dict[str, torch.Tensor], held: _Held) -> Exception | None:
-    """Pack the gathered modules of ``batch`` into ``collected``; the caller raises what is returned, on all ranks."""
-    try:
-        for item in batch:
-            tensors = _packed(item)
-            held.add(_size(tensors))
-            collected |= tensors
-    except Exception as error:
-        return error
-    return None
+class _Output:
+    """One file on rank 0. It raises nothing: :meth:`finish` returns the first error, and after it nothing is written.
+
+    An error of any kind must wait: the other ranks are in the next gather.
+    """
+
+    def __init__(self, path: Path, shard: list[_Item], held: _Held) -> None:
+        self._held = held
+        self._failure: Exception | None = None
+        self._writer: ShardWriter | None = None
+        try:
+            self._writer = ShardWriter(path, {key: shape for item in shard for key, shape in item.shapes.items()})
+        except Exception as error:
+            self._failure = error
+
+    def write(self, batch: list[_Item]) -> None:
+        """Pack and write modules whose parameters are gathered."""
+        if self._writer is None or self._failure is not None:
+            return
+        try:
+            for item in batch:
+                for tensors in _packed(item):
+                    self._held.add(size := 0 if item.layout is None else sum(t.nbytes for t in tensors.values()))
+                    for key, tensor in tensors.items():
+                        if (made := (tensor.dtype, tuple(tensor.shape))) != (planned := item.shapes.get(key)):
+                            raise ValueError(f"{key} became {made}, planned was {planned}")
+                        self._writer.write(key, tensor)
+                    self._held.add(-size)
+        except Exception as error:
+            self._failure = error
+
+    def finish(self) -> Exception | None:
+        """Close the file; what went wrong, if something did."""
+        if self._writer is not None:
+            try:
+                if self._failure is None:
+                    self._writer.finish()
+            except Exception as error:
+                self._failure = error
+            self._writer.close()
+        return self._failure
 
 
-def _packed(item: _Item) -> dict[str, torch.Tensor]:
-    """The item's tensors in CPU memory, exactly as planned."""
+def _packed(item: _Item) -> Iterator[dict[str, torch.Tensor]]:
+    """The item's tensors in CPU memory, by Linears; of plain ones on a CPU the parameter's memory."""
     if isinstance(item.module, QuantCache):
-        tensors = {item.name: cache_scale(item.name, item.module.input_scale())}
-    elif item.layout is None:
-        tensors = {key: stored(tensor, tensor.dtype) for key, tensor in item.plain.items()}
+        yield {item.name: cache_scale(item.name, item.module.input_scale())}
+        return
+    if item.layout is None:
+        for key, tensor in item.plain.items():
+            yield {key: tensor.detach().cpu().contiguous()}
         for key, part in item.stacked.items():
-            tensors[key] = stored(part.weight(item.parameters[0]), item.parameters[0].dtype)
-    else:
-        layer = item.module
-        assert isinstance(layer, QuantLayer)
-        tensors = {}
-        spec, zero, above = layer.scheme.weights, layer.weight_zero, layer.weight_global
-        scale, input_scale = layer.weight_scale(), layer.input_scale()
-        for name, part in item.linears.items():
-            tensors |= linear_tensors(
-                item.layout,
-                name,
-                part.weight(layer.weight.detach()),
-                part.scale(scale, spec),
-                input_scale,
-                layer.bias,
-                layer.scheme,
-                layer.weight.dtype,
-                weight_global=None if above is None else part.scale(above, FP8_TENSOR),
-                weight_zero=None if zero is None else part.scale(zero, spec),
-            )
-    made = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    if made != item.shapes:
-        raise ValueError(f"{item.name} became {made}, planned was {item.shapes}")
-    return tensors
-
-
-def _write(tensors: dict[str, torch.Tensor], path: Path) -> Exception | None:
-    """Write one shard. save_file streams from the tensors' own memory: it makes no copy of the shard."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-        # It leaves the file readable by its owner only. The directory's mode tells the umask.
-        path.chmod(path.parent.stat().st_mode & 0o666)
-        _sync(path)
-    except Exception as error:  # safetensors' own kind, OSError, ...
-        return error
-    return None
+            yield {key: part.weight(item.parameters[0].detach()).cpu().contiguous()}
+        return
+    layer = item.module
+    assert isinstance(layer, QuantLayer)
+    spec, zero, above = layer.scheme.weights, layer.weight_zero, layer.weight_global
+    scale, input_scale = layer.weight_scale(), layer.input_scale()
+    for name, part in item.linears.items():
+        yield linear_tensors(
+            item.layout,
+            name,
+            part.weight(layer.weight.detach()),
+            part.scale(scale, spec),
+            input_scale,
+            layer.bias,
+            layer.scheme,
+            layer.weight.dtype,
+            weight_global=None if above is None else part.scale(above, FP8_TENSOR),
+            weight_zero=None if zero is None else part.scale(zero, spec),
+        )
 
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _size(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

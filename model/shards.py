@@ -8,11 +8,12 @@ own. Only where the dtype differs, or the memory is a GPU's, the bytes pass thro
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,13 +153,13 @@ def _read_index(file: Path) -> dict[str, str]:
     """The file of every key. File names must stay inside the directory."""
     try:
         placed = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        outside = [name for name in placed.values() if Path(name).name != name]
+        outside = [name for name in set(placed.values()) if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is no index of a checkpoint (a JSON object with a weight_map): {error}"
         ) from error
     if outside:
-        raise CheckpointError(f"{file} names files outside its directory: {', '.join(sorted(set(outside)))}")
+        raise CheckpointError(f"{file} names files outside its directory: {', '.join(sorted(outside))}")
     return placed
 
 
@@ -189,7 +190,7 @@ class Reader:
         self._chunk_bytes = chunk_bytes
         self._progress = progress
         self._file: Path | None = None
-        self._stream: BinaryIO | None = None
+        self._descriptor: int | None = None
         self._buffer: Tensor | None = None
 
     def __enter__(self) -> "Reader":
@@ -199,8 +200,9 @@ class Reader:
         self._close()
 
     def _close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def read(self, tensor: DiskTensor, start: int, into: Tensor) -> None:
         """Fill ``into``, flat, with the elements of ``tensor`` from element ``start`` on, cast to its dtype.
@@ -209,6 +211,9 @@ class Reader:
             OSError, CheckpointError: the file cannot be read, or ends early.
         """
         if into.device.type == "cpu" and into.dtype == tensor.dtype:
+            if into.nbytes <= self._chunk_bytes:
+                self._fill(tensor, start, into)
+                return
             for offset, size in self._spans(into.numel(), into.dtype):
                 self._fill(tensor, start + offset, into[offset : offset + size])
         else:
@@ -239,16 +244,19 @@ class Reader:
 
     def _fill(self, tensor: DiskTensor, start: int, values: Tensor) -> None:
         """Read ``values``, in memory and of the dtype on disk, from element ``start`` of ``tensor`` on."""
-        if tensor.file != self._file or self._stream is None:
+        # By identity first: to compare paths takes as long as to read 100 kB.
+        if self._descriptor is None or (tensor.file is not self._file and tensor.file != self._file):
             self._close()
-            self._file, self._stream = tensor.file, tensor.file.open("rb", buffering=0)
+            self._file, self._descriptor = tensor.file, os.open(tensor.file, os.O_RDONLY)
+        if not values.numel():
+            return
         target = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an ndarray is a buffer
-        self._stream.seek(tensor.begin + start * values.itemsize)
+        at = tensor.begin + start * values.itemsize
         while target:
-            got = self._stream.readinto(target)  # type: ignore[attr-defined]
+            got = os.preadv(self._descriptor, [target], at)
             if not got:
                 raise CheckpointError(f"{tensor.file} ended while {tensor.key} was read")
-            target = target[got:]
+            target, at = target[got:], at + got
         self.bytes += values.nbytes
         if self._progress is not None:
             self._progress(values.nbytes)

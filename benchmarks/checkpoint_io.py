@@ -1,0 +1,216 @@
+"""Load and export of a checkpoint of more than 1 GB, against reading and writing its bytes with plain safetensors.
+
+    python benchmarks/checkpoint_io.py [--rounds 5] [--directory DIR] [--quick]
+
+A dense Qwen3 and a Qwen3-MoE with 128 experts per layer and thousands of small tensors on disk, bf16, under ZeRO-3 on
+one rank and on two. In every round, one after the other on the same disk:
+
+- read: safetensors' ``load_file`` of every file, and each tensor copied into memory of its own, by rank 0 alone;
+- load: ``load_weights`` into the partitions of an empty model; the building of the model is not in it;
+- write: ``save_file`` of the same tensors in files of the same size, each forced to disk (fsync);
+- export: ``export_model`` as bf16, which forces everything to disk too.
+
+Elapsed time, and that for which rank 0 had a core: medians of the rounds. Files are read from the page cache. Results
+go to ``benchmarks/results/checkpoint_io.md``.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.timing import RESULTS, machine
+
+BAR = 1.2
+SHARD = 400 * 10**6
+PAIRS = {"load": "read", "export": "write"}
+MODELS = ("dense", "moe")
+
+
+def make_checkpoint(kind: str, directory: Path, quick: bool) -> None:
+    """Random weights of 1.0 (dense) and 1.2 GB (MoE, 9434 tensors, most of 131 kB)."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    common: dict[str, Any] = {"vocab_size": 32_000, "tie_word_embeddings": True}
+    with torch.device("meta"):
+        if kind == "dense":
+            sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128}
+            layers = 2 if quick else 32
+            model: Any = Qwen3ForCausalLM(
+                Qwen3Config(**common, **sizes, num_key_value_heads=8, num_hidden_layers=layers)
+            )
+        else:
+            sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
+            sizes |= {"moe_intermediate_size": 128, "num_experts": 128, "num_experts_per_tok": 8}
+            layers = 2 if quick else 24
+            config = Qwen3MoeConfig(**common, **sizes, num_key_value_heads=4, num_hidden_layers=layers)
+            model = Qwen3MoeForCausalLM(config)
+    model = model.bfloat16().to_empty(device="cpu")
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    model.save_pretrained(directory, max_shard_size=SHARD)
+
+
+def timed(action: Callable[[], object]) -> tuple[float, float]:
+    """Elapsed seconds, and those that this process had a core for."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    action()
+    return time.perf_counter() - begin, time.process_time() - cpu
+
+
+def read(source: Path) -> None:
+    """All bytes into memory that is allocated for them."""
+    from safetensors.torch import load_file
+
+    kept = []
+    for file in sorted(source.glob("*.safetensors")):
+        kept += [torch.empty_like(tensor).copy_(tensor) for tensor in load_file(file).values()]
+
+
+def write(tensors: dict[str, torch.Tensor], out: Path) -> None:
+    """Files of a shard each, through to the disk."""
+    from safetensors.torch import save_file
+
+    out.mkdir()
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for key, tensor in tensors.items():
+        if size + tensor.nbytes > SHARD:
+            shards.append({})
+            size = 0
+        shards[-1][key] = tensor
+        size += tensor.nbytes
+    for number, shard in enumerate(shards):
+        path = out / f"{number}.safetensors"
+        save_file(shard, path, metadata={"format": "pt"})
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
+    """On each rank; rank 0 writes the times of all rounds, by what was done."""
+    from safetensors import safe_open
+
+    from engine.setup import init_ranks
+    from model.build import build_model
+    from model.load import load_weights
+    from model.ranks import barrier, is_main, shut_down
+    from model.save import export_model
+
+    device = init_ranks()
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    tensors = {}
+    if is_main():
+        for file in sorted(source.glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                tensors |= {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
+    times: dict[str, list[tuple[float, float]]] = {name: [] for pair in PAIRS.items() for name in pair}
+
+    def done(name: str, action: Callable[[], object], everywhere: bool) -> None:
+        if is_main():
+            os.sync()  # what was written before is not waited for in the time of this
+        barrier()
+        if everywhere or is_main():
+            times[name].append(timed(action))
+        barrier()
+        if is_main():
+            shutil.rmtree(out, ignore_errors=True)
+
+    for _ in range(rounds + 1):
+        done("read", lambda: read(source), everywhere=False)
+        model = build_model(source, config, dtype=torch.bfloat16, device=device)
+        done("load", lambda model=model: load_weights(model, source, progress=False), everywhere=True)
+        done("write", lambda: write(tensors, out), everywhere=False)
+        done(
+            "export", lambda model=model: export_model(model, None, source, out, max_shard_size=SHARD), everywhere=True
+        )
+        del model
+        gc.collect()
+    if is_main():
+        results.write_text(json.dumps({name: values[1:] for name, values in times.items()}))  # the first warms up
+    shut_down()
+
+
+def rows(title: str, times: dict[str, list[list[float]]]) -> list[str]:
+    """One row for load and one for export: medians, and the median of the rounds' ratios."""
+    lines = []
+    for ours, plain in PAIRS.items():
+        cells = [f"{title}, {ours}"]
+        for clock in (0, 1):
+            mine, theirs = ([entry[clock] for entry in times[name]] for name in (ours, plain))
+            ratio = statistics.median(mine) / statistics.median(theirs)
+            cells += [f"{statistics.median(theirs):.2f} s", f"{statistics.median(mine):.2f} s"]
+            cells.append(f"{ratio:.2f}" if ratio <= BAR else f"**{ratio:.2f}**")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Launched by a user: make the checkpoints, run the ranks, write Markdown. Launched by deepspeed: measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: that of temporary files")
+    parser.add_argument("--quick", action="store_true", help="small models, to see that everything runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder that the table is written to")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        source, out, results = map(Path, arguments.measure)
+        measure(source, out, results, arguments.rounds)
+        return
+
+    from tests.distributed.launcher import run_ranks
+
+    load = os.getloadavg()
+    table: list[str] = []
+    sizes = []
+    for kind in MODELS:
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+            base = Path(directory)
+            make_checkpoint(kind, base / "checkpoint", arguments.quick)
+            size = sum(file.stat().st_size for file in (base / "checkpoint").glob("*.safetensors"))
+            sizes.append(f"{kind} {size / 1e9:.2f} GB")
+            for ranks in (1, 2):
+                paths = [str(base / name) for name in ("checkpoint", "out", "results.json")]
+                options = ["--rounds", str(arguments.rounds), "--measure", *paths]
+                run_ranks(Path(__file__), *options, ranks=ranks, timeout=3000)
+                title = f"{kind}, {ranks} rank{'s' * (ranks > 1)}"
+                table += rows(title, json.loads((base / "results.json").read_text()))
+    text = "\n".join(
+        [
+            "# Load and export against plain safetensors",
+            "",
+            machine(torch.device("cpu"), load, "deepspeed", "transformers", "safetensors"),
+            f"{', '.join(sizes)}, bf16, ZeRO-3, gloo, one thread per rank, files of {SHARD / 1e6:.0f} MB in the page",
+            f"cache; writing ends with fsync. Medians of {arguments.rounds} interleaved rounds; bold: more than {BAR}.",
+            "",
+            "| | plain, elapsed | ours, elapsed | ratio | plain, rank 0's core | ours, rank 0's core | ratio |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+            *table,
+            "",
+        ]
+    )
+    print(text)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    (arguments.results / "checkpoint_io.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

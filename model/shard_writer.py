@@ -1,0 +1,118 @@
+"""A safetensors file that is written tensor by tensor, as they come.
+
+Names, dtypes and shapes are known before the first tensor, so the header is written first and every tensor goes to its
+own place: nobody collects a file's tensors in memory. A thread forces to disk what is written, while the next tensors
+are made. The order in the file is that of the format's own library, whose files are the same byte by byte.
+"""
+
+import json
+import math
+import os
+import struct
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.shards import DTYPES
+
+# As the library lays them: wide elements first, so that each tensor begins at a multiple of its element's size.
+ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
+KINDS = {DTYPES[kind]: kind for kind in ORDER}
+SYNC_BYTES = 64 * 2**20
+
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class ShardWriter:
+    """Writes one file. Call :meth:`close` whatever happens; only after :meth:`finish` the file is whole.
+
+    Args:
+        path: of the file, which must not be there.
+        shapes: dtype and shape of every tensor, by key.
+
+    Raises:
+        OSError: the file cannot be made.
+        ValueError: the format has no such dtype.
+    """
+
+    def __init__(self, path: Path, shapes: Shapes) -> None:
+        header, self._begin = _header(shapes)
+        self._left = set(shapes)
+        self._unsynced = 0
+        self._syncing: threading.Thread | None = None
+        self._failure: OSError | None = None
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._put(memoryview(header), 0)
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Write a contiguous tensor in CPU memory, of the planned dtype and shape; it may be changed afterwards.
+
+        Raises:
+            OSError: the disk is full, or failed; maybe for an earlier tensor.
+            KeyError: it was not planned, or is there already.
+        """
+        self._left.remove(key)
+        if tensor.numel():
+            data = tensor.view(-1).view(torch.uint8).numpy()
+            self._put(memoryview(data), self._begin[key])  # type: ignore[arg-type]  # an ndarray is a buffer
+
+    def finish(self) -> None:
+        """Wait until everything is on disk.
+
+        Raises:
+            OSError: the disk is full, or failed.
+            ValueError: tensors are missing.
+        """
+        if self._left:
+            raise ValueError(f"{len(self._left)} tensors were planned and not written, {min(self._left)} among them")
+        self._wait()
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file, whole or not."""
+        if self._syncing is not None:
+            self._syncing.join()
+        os.close(self._file)
+
+    def _put(self, data: memoryview, at: int) -> None:
+        self._unsynced += len(data)
+        while data:
+            written = os.pwrite(self._file, data, at)
+            data, at = data[written:], at + written
+        if self._unsynced >= SYNC_BYTES and (self._syncing is None or not self._syncing.is_alive()):
+            self._wait()
+            self._unsynced = 0
+            self._syncing = threading.Thread(target=self._sync, daemon=True)
+            self._syncing.start()
+
+    def _sync(self) -> None:
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            self._failure = error
+
+    def _wait(self) -> None:
+        if self._syncing is not None:
+            self._syncing.join()
+        if self._failure is not None:
+            raise self._failure
+
+
+def _header(shapes: Shapes) -> tuple[bytes, dict[str, int]]:
+    """The file's first bytes, and where in it each tensor begins."""
+    if unknown := sorted({str(dtype) for dtype, _ in shapes.values() if dtype not in KINDS}):
+        raise ValueError(f"safetensors files are not written with {', '.join(unknown)}")
+    places: dict[str, dict[str, object]] = {}
+    begin: dict[str, int] = {}
+    end = 0
+    for key in sorted(shapes, key=lambda key: (ORDER.index(KINDS[shapes[key][0]]), key)):
+        dtype, shape = shapes[key]
+        begin[key], end = end, end + math.prod(shape) * dtype.itemsize
+        places[key] = {"dtype": KINDS[dtype], "shape": list(shape), "data_offsets": [begin[key], end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **places}, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {key: len(header) + offset for key, offset in begin.items()}
