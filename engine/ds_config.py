@@ -213,6 +213,11 @@ def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
     zero = config.get("zero_optimization", {})
     if not recipe.quant.gather_codes or not isinstance(zero, dict):
         return []
+    if recipe.model.dtype == "float16":
+        return [
+            "fp16 is on (model.dtype: float16), but quant.gather_codes is true: codes are gathered in bfloat16 and "
+            "float32 only; use one of the two"
+        ]
     if zero.get("stage") != 3:
         return [
             f"zero_optimization.stage is {zero.get('stage', 0)}, but quant.gather_codes is true: only stage 3 gathers "

@@ -33,11 +33,14 @@ class LossScale:
     @classmethod
     def from_config(cls, fp16: dict[str, Any]) -> "LossScale":
         """Of the ``fp16`` section of a DeepSpeed configuration, with DeepSpeed's defaults and meaning of the keys."""
+        fp16 = {key: value for key, value in fp16.items() if value != "auto"}  # which means the default
         static = float(fp16.get("loss_scale", 0))
         if static:
             return cls(static, None, static)
         least = float(fp16.get("min_loss_scale", 1))
-        return cls(2.0 ** fp16.get("initial_scale_power", 16), int(fp16.get("loss_scale_window", 1000)), least)
+        return cls(
+            max(2.0 ** fp16.get("initial_scale_power", 16), least), int(fp16.get("loss_scale_window", 1000)), least
+        )
 
     def stepped(self, *, overflow: bool) -> bool:
         """A step is done; ``overflow``: a gradient was not finite. Whether the scale went down for it."""
@@ -48,7 +51,7 @@ class LossScale:
             before, self.value = self.value, max(self.value / 2, self.least)
             return self.value < before
         self.good_steps += 1
-        if self.good_steps == self.window:
+        if self.good_steps >= self.window:
             self.good_steps, self.value = 0, 2 * self.value
         return False
 
@@ -57,5 +60,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load(self, state: dict[str, float]) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Go on from what :meth:`state` gave; a scale that does not move stays what it is."""
+        if self.window is None:
+            return
         self.value, self.good_steps = state["value"], int(state["good_steps"])

@@ -64,13 +64,15 @@ class Planner:
     Args:
         recipe: the run.
         fused_optimizer: as on CUDA; on the CPU torch's AdamW makes copies.
+        ranks_per_node: the ranks among which hpZ keeps its second copies where the file leaves that open.
 
     Raises:
         RankError: the model cannot be built (as the run would say).
     """
 
-    def __init__(self, recipe: Recipe, *, fused_optimizer: bool = True) -> None:
+    def __init__(self, recipe: Recipe, *, fused_optimizer: bool = True, ranks_per_node: int = 8) -> None:
         self.recipe = recipe
+        self.ranks_per_node = ranks_per_node
         self.fused_optimizer = fused_optimizer
         self.student: MetaStudent = meta_student(recipe)
         self.teacher: MetaTeacher | None = meta_teacher(recipe)
@@ -98,7 +100,7 @@ class Planner:
             DsConfigError: the configuration is wrong, or contradicts the recipe.
         """
         recipe = dataclasses.replace(self.recipe, deepspeed=strategy)
-        config = resolve(recipe, ranks)
+        config = resolve(recipe, ranks, local_size=min(ranks, self.ranks_per_node))
         settings = Settings.of(config, ranks)
         keeps_codes = settings.accumulation > 1
         held = held_by(settings, self.inventory, keeps_codes=keeps_codes)
@@ -190,7 +192,7 @@ class _OfTeacher:
 
 def held_by_frozen(settings: Settings, inventory: Inventory) -> int:
     """Bytes of the shares of a frozen model under stage 3, with what persists."""
-    shares = sum(parameter.share(settings.ranks) for parameter in inventory.parameters)
+    shares = sum(p.share(settings.ranks) + p.second_share(settings.zero, settings.ranks) for p in inventory.parameters)
     if settings.ranks == 1:
         return shares
     return shares + sum(p.numel * p.size for p in inventory.parameters if p.persists(settings.zero))

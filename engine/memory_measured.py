@@ -2,6 +2,7 @@
 
 import json
 import resource
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ def resident_bytes() -> int:
 def write_measured(directory: Path, watch: MemoryWatch, device: torch.device, resident: int) -> None:
     """Write ``memory.json``, which ``launch/memory.py --measured`` reads; nothing if no step was watched.
 
+    A disk that is full costs this file, with a warning, and not the run.
+
     Args:
         directory: the run's.
         watch: of one of its steps.
@@ -87,7 +90,10 @@ def write_measured(directory: Path, watch: MemoryWatch, device: torch.device, re
         torch.cuda.max_memory_allocated(device) if on_cuda else resident_bytes() - resident,
         {"parameters": watch.parameters(), **watch.items},
     )
-    (directory / MEASURED).write_text(json.dumps(asdict(measured), indent=1) + "\n")
+    try:
+        (directory / MEASURED).write_text(json.dumps(asdict(measured), indent=1) + "\n")
+    except OSError as error:
+        warnings.warn(f"what the run held could not be written: {error}", stacklevel=2)
 
 
 @dataclass(frozen=True)

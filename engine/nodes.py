@@ -179,6 +179,8 @@ def _facts(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[tuple[str, str
     yield from _flat(asdict(recipe), "")
     yield from _flat(ds_config, "deepspeed configuration: ")
     yield f"model.path {recipe.model.path} (files)", digest_of_checkpoint(recipe.model.path)
+    if recipe.quant.scales is not None:
+        yield f"quant.scales {recipe.quant.scales} (files)", _digest_of_files(recipe.quant.scales)
     teacher = recipe.loss.teacher
     if recipe.has_teacher() and teacher not in (None, "self") and recipe.loss.teacher_cache is None:
         yield f"loss.teacher {teacher} (files)", digest_of_checkpoint(str(teacher))
@@ -191,6 +193,17 @@ def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", json.dumps(value, default=str)
+
+
+def _digest_of_files(directory: str) -> str:
+    """Of the names and sizes of a directory's safetensors files: ranks read all of them, each by itself."""
+    files = sorted(Path(directory).glob("*.safetensors"))
+    return (
+        f"{len(files)} files, "
+        + hashlib.blake2b(
+            repr([(file.name, file.stat().st_size) for file in files]).encode(), digest_size=8
+        ).hexdigest()
+    )
 
 
 def _digest_of_sources() -> str:

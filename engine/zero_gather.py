@@ -53,6 +53,11 @@ class ShardedParameter:
         """Bytes of a rank's partition."""
         return self.numel * self.size if self.whole else self.padded(ranks) // ranks
 
+    def second_share(self, zero: DeepSpeedZeroConfig, ranks: int) -> int:
+        """Bytes of a rank's partition among the ranks of its node, which hpZ makes of frozen parameters too."""
+        size = zero.zero_hpz_partition_size
+        return self.padded(ranks) // size if size > 1 and not self.whole else 0
+
     def persists(self, zero: DeepSpeedZeroConfig) -> bool:
         """Whether it stays whole between steps."""
         return self.numel <= zero.param_persistence_threshold and not self.scale

@@ -232,8 +232,8 @@ def _stage_3(held: Held, settings: Settings, inventory: Inventory) -> None:
     held.add("parameters", shares, settings.offloads_parameters)
     if ranks > 1:  # whole between steps, beside their shares
         held.add("parameters", _bytes(parameter for parameter in inventory.parameters if parameter.persists(zero)))
-    if zero.zero_hpz_partition_size > 1:  # a second share, of the ranks of a node, from the first forward to the step
-        held.add("parameters", sum(p.padded(ranks) // zero.zero_hpz_partition_size for p in inventory.trained))
+    # hpZ's, from the first forward on; those of trained parameters until the step.
+    held.add("parameters", sum(parameter.second_share(zero, ranks) for parameter in inventory.parameters))
     share = sum(math.ceil(parameter.numel / ranks) for parameter in inventory.trained)
     offloaded = settings.offloads_optimizer
     held.add("gradients", share * settings.accumulated, "cpu" if offloaded else None)

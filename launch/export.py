@@ -14,6 +14,7 @@ from engine.checkpoint import load_checkpoint, read_checkpoint, verify_checkpoin
 from engine.export import check_export, export_trained
 from engine.fake_quant import FakeQuant
 from engine.recipe import Recipe
+from engine.recipe_checks import RecipeError
 from engine.recipe_file import load_recipe
 from engine.setup import set_up, start_ranks
 from launch.exits import clean_exit
@@ -29,9 +30,9 @@ def main() -> None:
     parser.add_argument("--format", choices=get_args(Layout), help="layout of the files; that of the recipe by default")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher appends it
     arguments = parser.parse_args()
-    if not (arguments.checkpoint / "recipe.yaml").is_file():
-        parser.error(f"{arguments.checkpoint} is not a training checkpoint: it has no recipe.yaml")
     with clean_exit():
+        if not (arguments.checkpoint / "recipe.yaml").is_file():
+            raise RecipeError(f"{arguments.checkpoint} is not a training checkpoint: it has no recipe.yaml")
         recipe = load_recipe(arguments.checkpoint / "recipe.yaml")
         recipe.export.dir = str(arguments.out)
         recipe.export.format = arguments.format or recipe.export.format

@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--ranks", type=positive, help="of the whole run; default: those of --measured, else 8")
+    parser.add_argument("--ranks_per_node", type=positive, default=8, help="GPUs of a node, among which hpZ shares")
     parser.add_argument("--gpu_gb", type=float, help="memory of a GPU in 10^9 bytes: says what fits, and how many rows")
     parser.add_argument("--strategies", help="names in ds_configs/ or JSON files, by commas; default: all that ship")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run of this recipe")
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ranks = arguments.ranks or (measured.ranks if measured is not None else 8)
     gpu_bytes = None if arguments.gpu_gb is None else int(arguments.gpu_gb * GB)
     with clean_exit():
-        planner = Planner(recipe, fused_optimizer=measured is None or measured.device == "cuda")
+        on_cuda = measured is None or measured.device == "cuda"
+        planner = Planner(recipe, fused_optimizer=on_cuda, ranks_per_node=arguments.ranks_per_node)
         if measured is not None:
             print(comparison_table(planner.predict(recipe.deepspeed, ranks), measured))
             return
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     total, trained = (sum(p.numel for p in some) for some in (planner.inventory.parameters, planner.inventory.trained))
     print(headline(recipe, ranks, total, trained))
     print(f"\n{memory_table(predictions, gpu_bytes)}\n\n{traffic_table(predictions)}")
+    if recipe.quant.gather_codes:
+        print("\nquant.gather_codes is not in these figures: gathered weights of quantised layers take half the bytes")
     print(f"\nreserve: {RESERVE / GB:g} GB for CUDA, NCCL and holes in the allocator's memory, which are not modelled")
     print("".join(f"{name}: {why}\n" for name, why in refused.items()), end="")
     if arguments.json is not None:

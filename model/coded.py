@@ -74,8 +74,9 @@ class CodedWeights:
         }
         if not self._weights:
             raise ValueError(
-                "quant.gather_codes: true, expected false: no layer has a partitioned weight of 8 bits or fewer with "
-                "one scale per tensor or row"
+                "quant.gather_codes: true, expected false: no layer has a weight in bfloat16 or float32, larger than "
+                "stage3_param_persistence_threshold, with one scale per tensor or row and no zero point, that trains "
+                "if its scale does"
             )
         gather_as_bytes(model, self._form_of)
         self._scales: dict[int, WeightScale] | None = None

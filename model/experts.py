@@ -65,7 +65,7 @@ class StackedMLPs(ExpertMLPs):
 
         Args:
             hidden_states: [T, H].
-            top_k_index: [T, K] integers in [0, E]; E means none.
+            top_k_index: [T, K] integers in [0, E]; E means none. Such a choice is computed, with a weight of 0.
             top_k_weights: [T, K].
 
         Returns:

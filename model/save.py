@@ -36,7 +36,7 @@ from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.scales import cache_keys
 from model.shard_writer import ShardWriter
 from model.shards import INDEX, SINGLE
-from model.zero import full_numel, full_shape, gathered, is_partitioned
+from model.zero import full_numel, full_shape, gathered, is_partitioned, is_whole
 from quant.embedding import QuantEmbedding
 from quant.experts import LinearPart, StackedLinear, linears_of
 from quant.export import Shapes, cache_scale
@@ -111,7 +111,7 @@ class _Item:
     @cached_property
     def gathered_bytes(self) -> int:
         """Bytes that gathering the parameters takes; nothing for those that are whole on every rank anyway."""
-        return sum(full_numel(p) * p.element_size() for p in self.parameters if is_partitioned(p))
+        return sum(full_numel(p) * p.element_size() for p in self.parameters if is_partitioned(p) and not is_whole(p))
 
 
 def export_model(

@@ -472,8 +472,10 @@ def _add_zero_points(
     """
     groups = [group for group in quantization.weight_groups if group.zero is not None]
     expected = {name + ZERO_POINT for group in groups for name in on_disk[group.owner]}
+    known = {name.rpartition(".")[0] for some in keys.values() for names in some.values() for name in names}
+    known |= {name for names in on_disk.values() for name in names}
     for key, zero in zero_points.items():
-        if key not in expected and bool(zero.any()):
+        if key.rpartition(".")[0] in known and key not in expected and bool(zero.any()):
             raise ValueError(f"{key} is not 0, but what it belongs to has a symmetric scheme here")
     for group in groups:
         (key,) = keys[".weight_scale"][group.owner]

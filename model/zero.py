@@ -46,9 +46,10 @@ from torch.nn import Parameter
 DsConfig = dict[str, Any]
 COALESCED_BYTES = 2**20  # of a parameter up to which it shares a collective with others
 
-# Frozen parameters of at most so many elements are whole on every rank. DeepSpeed's default threshold for parameters
-# that it never releases, which are whole anyway.
+# Frozen parameters of at most so many elements are whole on every rank, as long as they are at most so many in all (64
+# MB). The first is DeepSpeed's default threshold for parameters that it never releases, which are whole anyway.
 WHOLE_ELEMENTS = 100_000
+WHOLE_ELEMENTS_IN_ALL = 16 * 2**20
 
 
 def init_process_group() -> None:
@@ -160,12 +161,31 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
     release_decoded(partitioned)
     if modifier_rank is None:
         _gather_together(partitioned)
-    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank, enabled=bool(partitioned)):
+    # Apart: DeepSpeed partitions a list by the settings of its first one, and whole ones know nothing of hpZ.
+    shared = [parameter for parameter in partitioned if not is_whole(parameter)]
+    whole = [parameter for parameter in partitioned if is_whole(parameter)]
+    with (
+        deepspeed.zero.GatheredParameters(shared, modifier_rank=modifier_rank, enabled=bool(shared)),
+        deepspeed.zero.GatheredParameters(whole, modifier_rank=modifier_rank, enabled=bool(whole)),
+    ):
         yield
         if modifier_rank is not None and dist.is_initialized():
-            for parameter in parameters:
-                if not is_partitioned(parameter) or is_whole(parameter):
-                    dist.broadcast(parameter.detach(), modifier_rank)
+            _broadcast([p for p in parameters if not is_partitioned(p) or is_whole(p)], modifier_rank)
+
+
+def _broadcast(parameters: Sequence[Tensor], source: int) -> None:
+    """Make plain parameters what they are on rank ``source``; the small ones of a dtype in one collective."""
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.numel() <= WHOLE_ELEMENTS:
+            small.setdefault(parameter.dtype, []).append(parameter.detach())
+        else:
+            dist.broadcast(parameter.detach(), source)
+    for together in small.values():
+        flat = torch.cat([parameter.flatten() for parameter in together])
+        dist.broadcast(flat, source)
+        for parameter, value in zip(together, flat.split([p.numel() for p in together]), strict=True):
+            parameter.copy_(value.view_as(parameter))
 
 
 def _gather_together(parameters: Sequence[Tensor]) -> None:
@@ -239,7 +259,7 @@ def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | 
             DeepSpeed keeps gathered (``stage3_param_persistence_threshold``) in any case.
 
     Raises:
-        ValueError: hpZ or quantised weights of DeepSpeed are on: both copy or quantise what is gathered.
+        ValueError: hpZ is on, which copies what is gathered.
     """
     parameters = [parameter for parameter in model.parameters() if is_partitioned(parameter)]
     for parameter in parameters:
@@ -358,6 +378,9 @@ def forward_only(module: nn.Module) -> Iterator[None]:
     notices the first backward, and learns anew, but what it concluded per module and position it keeps for ever
     (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later step then gathers module by module, and
     twice. So what it learns here is forgotten, unless it knew whole steps before, which this is the beginning of.
+
+    What it began to gather for a backward that does not come is waited for: GatheredParameters takes no parameter that
+    is on its way.
     """
     offload = getattr(getattr(module, "optimizer", None), "parameter_offload", None)
     if offload is None:
@@ -366,7 +389,9 @@ def forward_only(module: nn.Module) -> Iterator[None]:
     coordinator = offload.get_param_coordinator()
     knows_steps = coordinator.is_complete_trace()
     yield
-    if not (knows_steps and coordinator.is_complete_trace()) and not coordinator.is_invalid_trace():
+    if knows_steps and coordinator.is_complete_trace():
+        coordinator.reset_step()
+    elif not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
 
 
@@ -424,7 +449,12 @@ def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
     if stage(ds_config) < 3:
         return
     new = [parameter for parameter in module.parameters() if not is_partitioned(parameter)]
-    small = [parameter for parameter in new if not parameter.requires_grad and parameter.numel() <= WHOLE_ELEMENTS]
+    small, elements = [], 0
+    for parameter in new:
+        fits = parameter.numel() <= min(WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL - elements)
+        if fits and not parameter.requires_grad:
+            small.append(parameter)
+            elements += parameter.numel()
     if small and dist.get_world_size() > 1:
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         config = copy.deepcopy(ds_config)

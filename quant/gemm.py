@@ -83,4 +83,6 @@ def _grouped(rows: Tensor, other: Tensor) -> bool:
     """Whether ``grouped_mm`` takes them: bf16 (on the CPU fp32 and fp16 too), whole 16 bytes from row to row."""
     dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float32, torch.float16)
     aligned = all(side * rows.itemsize % 16 == 0 for side in (rows.shape[-1], other.shape[-1]))
+    if rows.is_cuda:  # a Parameter may begin anywhere in a flat buffer of DeepSpeed's
+        aligned = aligned and rows.data_ptr() % 16 == other.data_ptr() % 16 == 0
     return rows.dtype in dtypes and aligned and rows.shape[0] > 0 and rows.is_contiguous() and other.is_contiguous()
