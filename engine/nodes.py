@@ -63,7 +63,7 @@ def tell_other_nodes(error: str) -> None:
     if not spans_nodes() or dist.is_initialized():
         return
     # Not at the top: it imports deepspeed, for seconds, which those who only read recipes can do without.
-    from engine.setup import join_ranks
+    from engine.join import join_ranks
 
     join_ranks()
     with suppress(RankError):  # the caller ends this process

@@ -5,11 +5,9 @@ before their scales can be loaded, all of it before ``deepspeed.initialize`` cop
 and activations can only be calibrated after it, because the forward needs the engine's hooks.
 """
 
-import logging
 import os
 import random
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from data.loader import Loader
 from data.samples import Sample
 from data.text import read_text
 from engine.ds_config import resolve, teacher_config
+from engine.join import join_ranks
 from engine.levers import Levers
 from engine.loss_scale import LossScale
 from engine.nodes import check_nodes_agree, check_same_samples
@@ -45,7 +44,7 @@ from model.head import LMHead, QuantHead, changes_logits, install_head, output_h
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, gather_objects, is_main, listed, raise_everywhere, rank, world_size
 from model.scales import load_scales, release_scales, renew_weight_scales, write_scales
-from model.zero import forget_secondary_copies, init_process_group, keep_frozen_fp32, partition_new_parameters, stage
+from model.zero import forget_secondary_copies, keep_frozen_fp32, partition_new_parameters, stage
 from quant import Quantization, Scheme, prepare, prepare_kernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -95,46 +94,6 @@ def init_ranks() -> torch.device:
     device = join_ranks()
     raise_everywhere(None)
     return device
-
-
-def join_ranks() -> torch.device:
-    """:func:`init_ranks` without its look at what others have found."""
-    # DeepSpeed logs every setting of its engine at INFO; what is worth a user's eyes is said by this project.
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed calls two torch collectives by names that torch 2.13 wants changed; a user can do nothing about it.
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        warnings.filterwarnings("ignore", message=f".*{name}", category=FutureWarning)
-    _check_launcher()
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():
-        os.environ.setdefault(name, value)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # before NCCL starts, which takes the current device
-    init_process_group()
-    return device
-
-
-def _check_launcher() -> None:
-    """Refuse a job of several processes that does not say which rank this one is: each would train alone, as rank 0.
-
-    Raises:
-        RecipeError: names the variable.
-    """
-    if "RANK" in os.environ:
-        return
-    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name, "1")) > 1:
-            raise RecipeError(
-                f"{name} is {os.environ[name]}, but RANK, LOCAL_RANK and WORLD_SIZE are not set: start one launcher "
-                "per node (srun --ntasks-per-node=1 torchrun ..., or deepspeed --hostfile ...), which sets them"
-            )
 
 
 def say(text: str) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, log
 
 from model.build import build_model, check_rotary_buffers
 from model.load import load_weights
-from model.ranks import RankError, gather_objects, is_main, rank, world_size
+from model.ranks import RankError, gather_objects, is_main, rank, shut_down, world_size
 from model.shards import INDEX, read_headers
 from model.zero import (
     full_numel,
@@ -326,6 +326,7 @@ def main() -> None:
     deepspeed.utils.logger.setLevel("WARNING")
     run(Path(directory), int(seed), list(map(int, stages)))
     print(f"rank {rank()}: all checks passed")
+    shut_down()
 
 
 def run(directory: Path, seed: int, stages: list[int]) -> None:

@@ -233,10 +233,11 @@ def test_a_cache_holds_what_the_teacher_says(base, stage):
             )
 
 
-def test_lm_head_is_gathered_once_in_forward_and_once_in_backward_and_the_teachers_once(base):
-    """In the third step, of two micro-batches; embedding and lm_head of a model have the same size."""
+def test_lm_head_is_gathered_once_for_forward_and_backward_and_the_teachers_once(base):
+    """In the third step, of two micro-batches; embedding and lm_head of a model have the same size. DeepSpeed keeps
+    what backward needs soon, which in a tiny model is all of it."""
     live, none = (result(base, f"gathers_{name}")["seen"]["gathers"] for name in ("live", "none"))
     student, teacher = 301 * 48, TEACHER_VOCABULARY * 64
-    assert none.count(student) == 2 * (2 + 2) and teacher not in none
+    assert none.count(student) == 2 * (1 + 1) and teacher not in none
     assert live.count(student) == none.count(student)
     assert live.count(teacher) == 2 * (1 + 1)

@@ -127,7 +127,7 @@ class Surrogate:
     is ``s * bound``, and follows x all the same where that is inside: ``s * bound + x - stopgrad(x)``.
     """
 
-    def __init__(self, x, scale, spec, zero):
+    def __init__(self, x, scale, spec, zero=None):
         self.spec, self.ends = spec, ends(x, zero, spec)
         s = expand(scale, x, spec)
         v = x.float() * (1 / s)

@@ -17,6 +17,7 @@ from engine.verify_files import check_files
 from launch.verify import main
 from model.build import build_model
 from model.compressed import load_compressed
+from model.experts import Form
 from model.load import load_weights
 from model.ranks import RankError
 from model.save import export_model
@@ -32,9 +33,20 @@ INT3 = Scheme("w3a16_channel", TensorSpec("int", 3, "channel"))
 NO_DOWN = (*DEFAULT_EXEMPT, r".*\.down_proj")
 
 
-def quantised(source: Path, scheme: Scheme, exempt=DEFAULT_EXEMPT, *, powers_of_two: bool = False, batches=()):
+def quantised(
+    source: Path,
+    scheme: Scheme,
+    exempt=DEFAULT_EXEMPT,
+    *,
+    powers_of_two: bool = False,
+    batches=(),
+    experts: Form = "stacked",
+):
     """The model of ``source`` in bf16 with measured scales, inputs calibrated on ``batches``."""
-    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu")).eval()
+    device = torch.device("cpu")
+    model = build_model(
+        source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=device, experts=experts
+    ).eval()
     load_weights(model, source, progress=False)
     quantization = prepare(model, scheme, exempt=exempt, learn_weight_scale=True, learn_input_scale=False)
     weights = measure_weight_scales(quantization)
@@ -151,7 +163,7 @@ def test_reading_an_export_gives_the_model_that_was_exported(kind, scheme, tmp_p
     """In bf16, bit for bit the logits before the export: dequantised weights are rounded as the forward rounds."""
     source = tiny_checkpoint(tmp_path / "source", kind, seed=random.randrange(2**31))
     batches = [torch.randint(0, 301, (2, 64))]
-    model, quantization = quantised(source, scheme, batches=batches)
+    model, quantization = quantised(source, scheme, batches=batches, experts="per_expert")  # as the reader has them
     export_model(model, quantization, source, tmp_path / "export")
     again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
     assert read.layers.keys() == quantization.layers.keys()
