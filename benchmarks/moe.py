@@ -1,6 +1,6 @@
 """A MoE under ZeRO-3 on two ranks: collectives, bytes and time of a step, by the form of its experts.
 
-    python benchmarks/moe.py [--layers 48] [--experts 128] [--rounds 5]
+    python benchmarks/moe.py [--layers 48] [--experts 128] [--rounds 5] [--without_per_expert]
 
 The structure of Qwen3-30B-A3B at reduced width, in bf16, with random weights. Three ways take turns in one process:
 
@@ -52,9 +52,9 @@ def write_config(directory: Path, layers: int, experts: int, hidden: int, inner:
     ).save_pretrained(directory)
 
 
-def ds_config(threshold: int | None) -> dict:
-    """Stage 3; with DeepSpeed's own persistence threshold, or another one."""
-    zero: dict = {"stage": 3}
+def ds_config(threshold: int | None, **options: int) -> dict:
+    """Stage 3; with DeepSpeed's own persistence threshold, or another one, and more of its options."""
+    zero: dict = {"stage": 3, **options}
     if threshold is not None:
         zero["stage3_param_persistence_threshold"] = threshold
     return {
@@ -67,7 +67,7 @@ def ds_config(threshold: int | None) -> dict:
     }
 
 
-def engine_of(way: str, directory: Path, threshold: int | None):
+def engine_of(way: str, directory: Path, threshold: int | None, **options: int):
     """An engine with random weights, and what a step must be followed by."""
     import copy
 
@@ -79,7 +79,7 @@ def engine_of(way: str, directory: Path, threshold: int | None):
     from model.zero import keep_frozen_fp32, local_data, partition_new_parameters
     from quant import SCHEMES, prepare, weights_changed
 
-    config = ds_config(threshold)
+    config = ds_config(threshold, **options)
     quantization = None
     if way == "plain":
         with deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(config)):
@@ -120,15 +120,15 @@ def logged() -> tuple[Counter, Counter]:
     return calls, sizes
 
 
-def measure(directory: Path, results: Path, threshold: int | None, rounds: int) -> None:
-    """On each rank: all ways at one threshold; rank 0 writes what it found."""
+def measure(directory: Path, results: Path, threshold: int | None, rounds: int, chosen: list[str]) -> None:
+    """On each rank: the chosen ways at one threshold; rank 0 writes what it found."""
     from benchmarks.timing import interleave
     from engine.setup import init_ranks
     from model.ranks import is_main, rank
 
     init_ranks()
     steps, rows = {}, {}
-    for way in WAYS:
+    for way in chosen:
         begin = time.perf_counter()
         engine, after_step = engine_of(way, directory, threshold)
         made = time.perf_counter() - begin
@@ -202,12 +202,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--inner", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--without_per_expert", action="store_true", help="which takes minutes to make")
     parser.add_argument("--measure", nargs=2, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--threshold", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        measure(*options.measure, options.threshold, options.rounds)
+        chosen = [way for way in WAYS if way != "per_expert" or not options.without_per_expert]
+        measure(*options.measure, options.threshold, options.rounds, chosen)
         return
     from benchmarks.timing import RESULTS, command, machine
 
@@ -217,6 +219,7 @@ def main() -> None:
         write_config(directory, options.layers, options.experts, options.hidden, options.inner)
         launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29677"]
         arguments = [__file__, "--measure", str(directory), str(results), "--rounds", str(options.rounds)]
+        arguments += ["--without_per_expert"] if options.without_per_expert else []
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         found = []
         for threshold in ([], ["--threshold", "0"]):

@@ -25,10 +25,12 @@ from model.load import load_weights
 from model.ranks import RankError, gather_objects, is_main, rank, shut_down, world_size
 from model.shards import INDEX, read_headers
 from model.zero import (
+    WHOLE_ELEMENTS,
     full_numel,
     gathered,
     init_process_group,
     is_partitioned,
+    is_whole,
     keep_frozen_fp32,
     local_data,
     local_range,
@@ -214,6 +216,24 @@ def _keep_nothing(_: nn.Module) -> Iterator[None]:
     yield
 
 
+def check_scales_under_hpz(path: Path) -> None:
+    """What is written to scales, whole ones and larger ones in one list, is what forwards gather from hpZ's copies."""
+    config = ds_config(3, zero_hpz_partition_size=2)
+    model = loaded(path, config)
+    model.small = nn.Parameter(torch.ones(10), requires_grad=False)
+    model.large = nn.Parameter(torch.ones(WHOLE_ELEMENTS + 2), requires_grad=False)
+    partition_new_parameters(model, config)
+    assert is_whole(model.small) and not is_whole(model.large)
+    for value in (7.0, 8.0):
+        with gathered([model.small, model.large], modifier_rank=0), torch.no_grad():
+            for parameter in (model.small, model.large):
+                parameter.fill_(value if rank() == 0 else -1)
+        for parameter in (model.small, model.large):
+            parameter.all_gather_coalesced([parameter]).wait()
+            assert (parameter == value).all(), f"forwards gather {parameter[:3]}"
+            parameter.partition()
+
+
 class PeakTensorBytes(TorchDispatchMode):
     """The most bytes of CPU tensors made inside the block that were alive at one time."""
 
@@ -341,6 +361,7 @@ def run(directory: Path, seed: int, stages: list[int]) -> None:
     check_build_errors(directory)
     if 3 in stages:
         check_forward(directory / "moe", 3, seed, zero_hpz_partition_size=2)
+        check_scales_under_hpz(directory / "qwen3")
         check_bytes_read(directory / "moe-large")
         check_peak_bytes(directory / "moe-large")
 

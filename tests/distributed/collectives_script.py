@@ -15,7 +15,7 @@ import torch
 from benchmarks.moe import engine_of, logged
 from engine.setup import init_ranks
 from model.ranks import rank
-from model.zero import gathered, is_whole
+from model.zero import forward_only, gathered, is_whole
 from quant import QuantLayer
 
 
@@ -41,7 +41,9 @@ def main() -> None:
     found = {}
     for way in ("stacked", "plain"):
         for threshold in (None, 0):
-            engine, after_step = engine_of(way, directory, threshold)
+            # At 0 nothing is kept from forward to backward either, as in a model that does not fit.
+            options = {"stage3_max_reuse_distance": 0} if threshold == 0 else {}
+            engine, after_step = engine_of(way, directory, threshold, **options)
             if way == "stacked":
                 found[f"written {threshold}"] = written(engine.module)
             generator = torch.Generator().manual_seed(rank())
@@ -52,6 +54,11 @@ def main() -> None:
                 engine.step()
                 after_step()
             found[f"{way} {threshold}"] = logged()[0]
+            # What a forward without backward has set out to gather must not be in the way of gathering all of it.
+            with forward_only(engine), torch.no_grad():
+                engine(input_ids=ids)
+            with gathered(engine.module.parameters()):
+                found[f"gathered {way} {threshold}"] = all(p.numel() for p in engine.module.parameters())
             engine.destroy()
     (directory / f"{rank()}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.moe import write_config
 from tests.distributed.launcher import run_ranks
 
+pytestmark = pytest.mark.full  # half a minute and more
 SCRIPT = Path(__file__).parent / "collectives_script.py"
 
 
@@ -28,6 +29,12 @@ def test_quantised_stacks_make_no_more_collectives_than_the_plain_model(found, t
     plain, stacked = found[f"plain {threshold}"], found[f"stacked {threshold}"]
     assert plain["all_gather_into_tensor"] > 0 and plain["reduce_scatter_tensor"] > 0
     assert {kind: count for kind, count in stacked.items() if count > plain.get(kind, 0)} == {}
+
+
+@pytest.mark.parametrize("threshold", [None, 0])
+def test_parameters_are_gathered_after_a_forward_without_backward(found, threshold):
+    """Which an evaluation is, before the export."""
+    assert found[f"gathered stacked {threshold}"]
 
 
 @pytest.mark.parametrize("threshold", [None, 0])

@@ -100,6 +100,7 @@ def sent(log: dict[str, list[list[int]]]) -> tuple[dict[str, int], dict[str, int
     return calls, sizes
 
 
+@pytest.mark.full
 def test_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint(tmp_path / "moe", "moe")
     path = recipe(tmp_path, "moe", 3)

@@ -11,6 +11,8 @@ from tests.distributed.recipes import write_chats, write_recipe
 from tests.distributed.test_train import SCRIPT
 from tests.tiny import tiny_checkpoint
 
+pytestmark = pytest.mark.full  # half a minute and more
+
 MIXED = {
     "scheme": "w4a16_g32",
     "weight_range": "absmax",

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.distributed.launcher import ROOT
 from tests.distributed.worlds_script import AT, JOBS, STEPS, VARIANTS
 
+pytestmark = pytest.mark.full  # half a minute and more
 SCRIPT = Path(__file__).parent / "worlds_script.py"
 RESUMED = [job for job, (_, source, _) in JOBS.items() if source]
 

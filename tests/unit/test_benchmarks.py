@@ -15,6 +15,8 @@ from engine.kd import KD_KINDS
 from quant import QuantLinear, get_scheme
 from tests.tiny import TEXT, tiny_checkpoint
 
+pytestmark = pytest.mark.full  # half a minute and more
+
 ROOT = Path(__file__).parents[2]
 
 

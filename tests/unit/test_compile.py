@@ -181,6 +181,7 @@ def check_calls(way: str, layer: Layer, graph) -> None:
             assert calls["quantize"] == wanted, f"inputs and weights as codes: {calls}"
 
 
+@pytest.mark.full
 def test_compiled_by_inductor(seed):
     """The default backend, on the part of a layer that takes it less than the minute of all: gate, up and down."""
     check("fixed", torch.bfloat16, "inductor", mlp=True)
