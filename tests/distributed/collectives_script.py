@@ -42,7 +42,7 @@ def main() -> None:
     for way in ("stacked", "plain"):
         for threshold in (None, 0):
             # At 0 nothing is kept from forward to backward either, as in a model that does not fit.
-            options = {"stage3_max_reuse_distance": 0} if threshold == 0 else {}
+            options = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 300_000} if threshold == 0 else {}
             engine, after_step = engine_of(way, directory, threshold, **options)
             if way == "stacked":
                 found[f"written {threshold}"] = written(engine.module)
