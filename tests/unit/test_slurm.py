@@ -14,8 +14,12 @@ for task in 0 1 2 3; do
     SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NTASKS=4 SLURM_NNODES=2 "$@" || exit $?
 done
 """
+# The names come one after the other: who reads the first alone has closed the pipe when the second is written.
 SCONTROL = """#!/bin/bash
-[ "$*" = "show hostnames node[7-8]" ] && printf 'node7\\nnode8\\n'
+[ "$*" = "show hostnames node[7-8]" ] || exit 1
+echo node7
+sleep 0.2
+echo node8
 """
 RANK = """
 import os, sys
