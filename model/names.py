@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
+    apply_renamings,
     rename_source_key,
 )
 
@@ -93,7 +94,9 @@ class Names:
         rules = get_model_conversion_mapping(model, add_legacy=False)
         reverse = [rule.reverse_transform() for rule in reversed(rules) if not isinstance(rule, PrefixChange)]
         self._reverse_renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
-        self._stackings = [(rule, rule.reverse_transform()) for rule in self._converters if _is_stacking(rule)]
+        stacking = [rule for rule in self._converters if _is_stacking(rule)]
+        self._stackings = [(rule, rule.reverse_transform()) for rule in stacking]
+        self._expert_of = {p: re.compile(_expert_pattern(p)) for rule in stacking for p in rule.source_patterns}
 
     def layout(self, key: str) -> Layout | None:
         """What the tensor ``key`` of a checkpoint holds; None if nothing in the model.
@@ -101,13 +104,14 @@ class Names:
         Raises:
             UnsupportedConversionError: transformers would compute something from this tensor for this model.
         """
-        name, pattern = self._rename(key, self._renamings, self._converters)
+        renamed = apply_renamings(key, self._renamings)
+        name, pattern = self._converted_name(renamed, self._converters)
         if name not in self._theirs and key in self._theirs:
             # The spelling of the model itself, which a rule for another one met.
-            name, pattern = self._rename(key, [], [])
+            name, pattern = self._converted_name(key, [])
         if name in self._theirs:
             if pattern is not None:
-                return self._converted(key, name, pattern)
+                return self._converted(key, renamed, name, pattern)
             return self._fused.get(name) or self._whole(name)
         # Per-expert names of our own, for an architecture that has only fused tensors on disk.
         if key not in self._experts:
@@ -124,7 +128,7 @@ class Names:
         key = name
         if name in self._experts:
             key = self._expert_key(self._experts[name]) or name
-        return _renamed(key, self._reverse_renamings)
+        return apply_renamings(key, self._reverse_renamings)
 
     def linear(self, piece: Piece) -> str | None:
         """The name of the Linear's weight that a piece is in a stack of experts; None where it is in none."""
@@ -143,24 +147,22 @@ class Names:
         absent = [self.key(part) for part in parts if self._experts[part].piece.start not in covered]
         return absent if parts else [self.key(name)]
 
-    def _rename(
-        self, key: str, renamings: list[WeightRenaming], converters: list[WeightConverter]
-    ) -> tuple[str, str | None]:
+    def _converted_name(self, renamed: str, converters: list[WeightConverter]) -> tuple[str, str | None]:
         """Name in transformers' model, and the source pattern of the converter that matched, if one did."""
-        return rename_source_key(key, renamings, converters, self._prefix, self._theirs)
+        return rename_source_key(renamed, [], converters, self._prefix, self._theirs)
 
     def _whole(self, name: str) -> Layout:
         shape = self.own[name]
         return Layout(shape, (Piece(name, 0, shape),))
 
-    def _converted(self, key: str, name: str, pattern: str) -> Layout | None:
+    def _converted(self, key: str, renamed: str, name: str, pattern: str) -> Layout | None:
         """The slice of the fused parameter ``name`` that ``key`` is, where the matching converter would put it.
 
         None for an expert that the model does not have.
         """
         converter = self._by_pattern[pattern]
-        expert = re.search(_expert_pattern(pattern), _renamed(key, self._renamings))
-        if name not in self._fused or not _is_stacking(converter) or expert is None:
+        expert = self._expert_of[pattern].search(renamed) if pattern in self._expert_of else None
+        if name not in self._fused or expert is None:
             operations = ", ".join(type(operation).__name__ for operation in converter.operations)
             raise UnsupportedConversionError(f"{key} (transformers makes {name} from it by {operations})")
         part, parts = converter.source_patterns.index(pattern), len(converter.source_patterns)
@@ -170,7 +172,7 @@ class Names:
         # All pieces of a fused parameter are of one size.
         size = fused.pieces[0].numel
         inside = fused.pieces[start // size : (start + math.prod(shape)) // size]
-        pieces = tuple(replace(piece, offset=piece.offset - start) for piece in inside)
+        pieces = tuple(Piece(piece.name, piece.offset - start, piece.shape, piece.start) for piece in inside)
         return Layout(shape, pieces) if pieces else None
 
     def _expert_key(self, expert: "_ExpertTensor") -> str | None:
@@ -260,13 +262,6 @@ def _is_stacking(converter: WeightConverter) -> bool:
     several = len(converter.source_patterns) > 1
     expected = [(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]
     return len(kinds) == len(converter.operations) and kinds == expected and len(converter.target_patterns) == 1
-
-
-def _renamed(key: str, renamings: list[WeightRenaming]) -> str:
-    """``key`` after every renaming in turn."""
-    for renaming in renamings:
-        key, _ = renaming.rename_source_key(key)
-    return key
 
 
 def _expert_pattern(pattern: str) -> str:

@@ -2,8 +2,9 @@
 
 Under ZeRO-3 nobody holds the model, and collecting a state dict on rank 0 would need the whole of it there. So every
 rank first makes the same plan from names and sizes alone (which tensors each module becomes on disk, and in which shard
-each lies), then all ranks gather the modules in that order, and rank 0 packs each one and writes it to its place. Every
-rank holds the modules that are gathered at a time, no more than the largest takes; rank 0 also one Linear as packed.
+each lies), then all ranks send their partitions of the modules to rank 0 in that order, and rank 0 packs each one and
+writes it to its place. It holds the modules that are gathered at a time, no more than the largest takes, and one Linear
+as packed; the other ranks hold nothing.
 
 Two things follow from the plan. Ranks know the shard boundaries, so they agree after each shard whether writing went
 well: a full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known at
@@ -36,7 +37,7 @@ from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.scales import cache_keys
 from model.shard_writer import ShardWriter
 from model.shards import INDEX, SINGLE
-from model.zero import full_numel, full_shape, gathered, is_partitioned, is_whole
+from model.zero import full_numel, full_shape, gathered_on_main, is_partitioned, is_whole
 from quant.embedding import QuantEmbedding
 from quant.experts import LinearPart, StackedLinear, linears_of
 from quant.export import Shapes, cache_scale
@@ -64,8 +65,8 @@ COPIED = (
 )
 
 
-# Of parameters that are gathered together. Calls for one each are ten times slower (a MoE has thousands of small ones);
-# much more is no faster, and on a CPU slower: glibc takes blocks of more than 32 MiB from the system every time anew.
+# Of parameters that are gathered together: a MoE has thousands of small ones. Much more is no faster, and on a CPU
+# slower: glibc takes blocks of more than 32 MiB from the system every time anew.
 GATHER_BYTES = 16 * 2**20
 
 
@@ -80,6 +81,7 @@ class ExportReport:
         bytes: their sizes together, headers excluded.
         seconds: wall time.
         peak_bytes: the most bytes of tensors that this rank held at a time, gathered and packed; counted, not measured.
+            0 on all but rank 0.
     """
 
     path: Path
@@ -286,8 +288,7 @@ class _Held:
 
 def _write_shards(shards: list[list[_Item]], directory: Path) -> tuple[list[str], int]:
     """Gather everything in order; rank 0 packs and writes. Returns the files' names and the peak of bytes held."""
-    # What comes in one collective is there twice for a moment: half of what the largest module takes anyway.
-    limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard) // 2)
+    limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard))
     held = _Held()
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
@@ -297,12 +298,12 @@ def _write_shards(shards: list[list[_Item]], directory: Path) -> tuple[list[str]
         for file, shard in zip(files, shards, strict=True):
             output = _Output(directory / file, shard, held) if is_main() else None
             for batch in _batches(shard, limit):
-                with gathered([p for item in batch for p in item.parameters]):
-                    held.add(size := sum(item.gathered_bytes for item in batch))
+                with gathered_on_main([p for item in batch for p in item.parameters]):
                     if output is not None:
+                        held.add(size := sum(item.gathered_bytes for item in batch))
                         output.write(batch)
+                        held.add(-size)
                     progress.update(sum(item.bytes for item in batch))
-                held.add(-size)
             failure = output.finish() if output is not None else None
             # Whatever went wrong on rank 0, it went on gathering with the others up to here, where all of them stop.
             try:

@@ -173,6 +173,51 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
             _broadcast([p for p in parameters if not is_partitioned(p) or is_whole(p)], modifier_rank)
 
 
+@contextmanager
+def gathered_on_main(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Whole parameters inside the block on rank 0, to be read there; on the other ranks they stay as they are.
+
+    Each rank sends its partitions to rank 0, which receives them in their places: with gloo in a sixth of the time of
+    an all-gather, and without memory on the other ranks. DeepSpeed takes no part, and finds everything as it left it.
+    A collective.
+    """
+    stubs = [parameter for parameter in dict.fromkeys(parameters) if is_partitioned(parameter)]
+    shared = [parameter for parameter in stubs if not is_whole(parameter) and dist.get_world_size() > 1]
+    shares = [_for_collectives(_partition(parameter).detach()) for parameter in shared]
+    if shared and dist.get_rank() > 0:
+        _exchange([dist.P2POp(dist.isend, share, 0) for share in shares])
+        yield
+        return
+    whole = {}
+    received = []
+    for parameter, share in zip(shared, shares, strict=True):
+        flat = share.new_empty(dist.get_world_size() * share.numel())
+        mine, *others = flat.split(share.numel())
+        mine.copy_(share)
+        received += [dist.P2POp(dist.irecv, place, rank) for rank, place in enumerate(others, 1)]
+        whole[parameter] = flat[: full_numel(parameter)]
+    _exchange(received)
+    kept = [parameter.data for parameter in stubs]
+    try:
+        for parameter in stubs:
+            values = whole[parameter] if parameter in whole else local_data(parameter)
+            parameter.data = values.view(full_shape(parameter))
+        yield
+    finally:
+        for parameter, data in zip(stubs, kept, strict=True):
+            parameter.data = data
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+def _for_collectives(tensor: Tensor) -> Tensor:
+    """On the device whose tensors NCCL takes: partitions may be offloaded."""
+    return tensor.to(get_accelerator().current_device_name())
+
+
 def _broadcast(parameters: Sequence[Tensor], source: int) -> None:
     """Make plain parameters what they are on rank ``source``; the small ones of a dtype in one collective."""
     small: dict[torch.dtype, list[Tensor]] = {}
