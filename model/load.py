@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,8 +47,7 @@ class LoadReport:
         return f"{self.tensors} tensors, {self.bytes / 2**20:.1f} MiB read by rank 0 in {self.seconds:.2f} s"
 
 
-@dataclass(frozen=True)
-class _Read:
+class _Read(NamedTuple):
     """One of our tensors and where it lies on disk. ``filled_from``: another key, which this one must equal then."""
 
     source: DiskTensor

@@ -14,7 +14,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -37,8 +37,7 @@ from quant import SCALE_PARAMETERS
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of one of our tensors inside a tensor on disk, ``prod(shape)`` contiguous elements of both.
 
     Attributes:
@@ -59,8 +58,7 @@ class Piece:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What a tensor on disk holds: the shape it must have, and our tensors in it."""
 
     shape: Shape
@@ -117,7 +115,7 @@ class Names:
         if key not in self._experts:
             return None
         piece = self._experts[key].piece
-        return Layout(piece.shape, (replace(piece, offset=0),))
+        return Layout(piece.shape, (piece._replace(offset=0),))
 
     def key(self, name: str) -> str:
         """The key under which ``save_pretrained`` writes our parameter ``name``; of experts that of one of them, by the
@@ -136,7 +134,7 @@ class Names:
             (
                 name
                 for name, expert in self._experts.items()
-                if expert.piece == replace(piece, offset=expert.piece.offset)
+                if expert.piece == piece._replace(offset=expert.piece.offset)
             ),
             None,
         )
@@ -187,8 +185,7 @@ class Names:
         return None
 
 
-@dataclass(frozen=True)
-class _ExpertTensor:
+class _ExpertTensor(NamedTuple):
     """The weight of one Linear of one expert: transformers' parameter that holds it, and where it lies there and
     here."""
 

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +43,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read; the text names the file."""
 
 
-@dataclass(frozen=True)
-class DiskTensor:
+class DiskTensor(NamedTuple):
     """Where a tensor lies: in bytes ``begin`` to ``end`` of ``file``; ``kind`` is the format's name of its dtype."""
 
     key: str

@@ -1,6 +1,5 @@
 """Names on disk against names in the model. transformers itself is the judge: what it saves, we must find."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,7 +148,7 @@ def test_what_is_missing_of_a_stack_is_named_by_expert(kind: str, tmp_path: Path
     _, piece = next((key, p) for key in tensors_on_disk(tmp_path) for p in (names.layout(key) or ()).pieces if p.start)
     starts = [p.start for key in tensors_on_disk(tmp_path) for p in names.layout(key).pieces if p.name == piece.name]
     missing = names.missing(piece.name, set(starts) - {piece.start})
-    assert len(missing) == 1 and names.layout(missing[0]).pieces == (replace(piece, offset=0),)
+    assert len(missing) == 1 and names.layout(missing[0]).pieces == (piece._replace(offset=0),)
 
 
 def test_module_names_on_disk(tmp_path: Path, seed: int):
