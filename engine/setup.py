@@ -197,7 +197,10 @@ def build_student(
     quantization = quantise_student(recipe, ds_config, device, model, named)
     say(f"quantised: {_summary(recipe, quantization)}")
     if quantization.simulated:
-        say(f"no fp8 GEMM for stacked experts and sides that are no multiples of 16: {listed(quantization.simulated)}")
+        say(
+            "simulated, for the fp8 GEMM takes sides that are multiples of 16 alone, and of stacked experts bf16 on "
+            f"compute capability 9.0: {listed(quantization.simulated)}"
+        )
     return model, quantization
 
 

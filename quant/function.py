@@ -209,7 +209,7 @@ class QuantLinearFunction(torch.autograd.Function):
             input_scale = kernels.effective_scale(input_s0, input_theta, plan.input, weight.dtype)
             if weight_codes is None:
                 weight_codes = scale.quantize(weight)
-            return _scaled_gemm(codes, input_scale, weight_codes, scale.effective(), bias, weight.dtype)
+            return gemm.scaled_linear(codes, input_scale, weight_codes, scale.effective(), bias, weight.dtype, offsets)
         used_weight = _used_weight(weight, scale, weight_codes)
         # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed. It
         # knows no meta device, on which nothing is computed.
@@ -253,31 +253,6 @@ def _used_weight(
     if scale is None:
         return weight
     return scale.fake_quantize(weight, after=after) if codes is None else scale.dequantize(codes, after=after)
-
-
-def _scaled_gemm(
-    x_codes: Tensor,
-    x_scale: Tensor,
-    weight_codes: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """``(x_codes @ weight_codes.t()) * x_scale * weight_scale + bias`` on the fp8 tensor cores."""
-    output_shape = (*x_codes.shape[:-1], weight_codes.shape[0])
-    if x_codes.numel() == 0:  # an expert that no token chose
-        return x_scale.new_zeros(output_shape, dtype=dtype)
-    # Without "fast accumulation" partial sums are kept in fp32, as in the bf16 GEMM that this replaces.
-    output = torch._scaled_mm(
-        x_codes.reshape(-1, x_codes.shape[-1]),
-        weight_codes.t(),
-        scale_a=x_scale,
-        scale_b=weight_scale,
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=False,
-    )
-    return output.reshape(output_shape)
 
 
 def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:

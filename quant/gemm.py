@@ -4,8 +4,8 @@ With a stack ``[E, out, in]`` the rows of the input are sorted by expert, and ``
 those of expert ``e`` are ``[offsets[e - 1], offsets[e])``. An expert without rows is multiplied by nothing, and its
 weight has a gradient of zeros.
 
-``torch.nn.functional.grouped_mm`` multiplies all experts at once where it can. Elsewhere they come one by one, in their
-order, for which the host has to wait for the offsets.
+``torch.nn.functional.grouped_mm`` multiplies all experts at once where it can, ``torch._scaled_grouped_mm`` their fp8
+codes. Elsewhere they come one by one, in their order, for which the host has to wait for the offsets.
 """
 
 from typing import Any
@@ -46,6 +46,94 @@ class _StackFunction(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = None if weight is None else input_gradient(grad, weight, offsets)
         return grad_x, None if x is None else weight_gradient(grad, x, offsets), None
+
+
+def scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """``(x @ weight.t()) * x_scale * weight_scale + bias`` of e4m3 codes, on the fp8 tensor cores where there are any.
+
+    Args:
+        x, weight, bias, offsets: as of :func:`linear`, the former two as codes; both sides of a weight are multiples of
+            16. A stack is one that :func:`takes_codes_of_stacks`.
+        x_scale, weight_scale: fp32 ``[1]``; of a stack the latter is ``[E]``.
+        dtype: of the result.
+
+    Returns:
+        ``[..., out]``, not differentiable.
+    """
+    output_shape = (*x.shape[:-1], weight.shape[-2])
+    if x.numel() == 0:
+        return x_scale.new_zeros(output_shape, dtype=dtype)
+    if offsets is None:
+        return _scaled_mm(x.reshape(-1, x.shape[-1]), x_scale, weight, weight_scale, bias, dtype).reshape(output_shape)
+    if x.device.type != "cpu":
+        return _scaled_grouped_mm(x, x_scale, weight, weight_scale, dtype, offsets)
+    experts = zip(_split(x, offsets), weight, weight_scale.unbind(), strict=True)
+    return torch.cat([_scaled_mm(rows, x_scale, one, scale, None, dtype) for rows, one, scale in experts])
+
+
+def takes_codes_of_stacks(weight: Tensor) -> bool:
+    """Whether :func:`scaled_linear` takes stacks on the device of ``weight`` and gives its dtype.
+
+    torch has the grouped GEMM of fp8 codes with scales per row, which can say what scales per tensor say, for compute
+    capability 9.0 and bf16 results only. A CPU takes the experts one by one.
+    """
+    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) != (9, 0):
+        return False
+    return weight.device.type == "cpu" or weight.dtype == torch.bfloat16
+
+
+def _scaled_mm(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    if x.shape[0] == 0:  # an expert that no token chose
+        return x_scale.new_zeros((0, weight.shape[0]), dtype=dtype)
+    # Without "fast accumulation" partial sums are kept in fp32, as in the bf16 GEMM that this replaces.
+    return torch._scaled_mm(
+        x, weight.t(), scale_a=x_scale, scale_b=weight_scale, bias=bias, out_dtype=dtype, use_fast_accum=False
+    )
+
+
+def _scaled_grouped_mm(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, offsets: Tensor
+) -> Tensor:
+    """Each expert's rows are moved apart to begin at multiples of 16, as the kernel's authors ask for (pytorch#148531),
+    without the host knowing how many there are."""
+    (rows, width), (experts, out, _) = x.shape, weight.shape
+    ends, places = _moved_apart(rows, offsets)
+    capacity = -(-rows // ROWS) * ROWS + ROWS * experts  # at least the last of the ends
+    apart = x.new_zeros((capacity, width), dtype=torch.uint8)  # codes of 0
+    apart[places] = x.view(torch.uint8)
+    output = torch._scaled_grouped_mm(
+        apart.view(x.dtype),
+        weight.transpose(-2, -1),
+        x_scale.expand(capacity).contiguous(),
+        weight_scale[:, None].expand(experts, out).contiguous(),
+        offs=ends,
+        out_dtype=dtype,
+        use_fast_accum=False,
+    )
+    return output[places]
+
+
+ROWS = 16
+
+
+def _moved_apart(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each expert's rows end, int32 ``[E]``, if each has a multiple of 16 of them; and the place of every row."""
+    begins = F.pad(offsets[:-1], (1, 0))
+    sizes = (offsets - begins + ROWS - 1) // ROWS * ROWS
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    row = torch.arange(rows, device=offsets.device, dtype=torch.int32)
+    expert = torch.searchsorted(offsets, row, right=True)
+    return ends, row + (ends - sizes - begins)[expert]
 
 
 def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from torch import nn
 from quant.calibrate import Ranges
 from quant.embedding import QuantEmbedding
 from quant.experts import StackedLinear, linears_of
+from quant.gemm import takes_codes_of_stacks
 from quant.inputs import SharedInput
 from quant.kv_cache import QuantCache, attach_kv_cache
 from quant.layer import QuantLayer
@@ -464,9 +465,10 @@ def _share_inputs(layers: dict[str, QuantLinear], sets: list[list[str]]) -> None
 
 
 def _use_fp8_gemm(layers: dict[str, QuantLinear]) -> list[str]:
-    """Switch the layers over that ``torch._scaled_mm`` takes (one weight, both sides multiples of 16); names of those
-    that have the scheme for it but are something else."""
+    """Switch the layers over whose codes :func:`quant.gemm.scaled_linear` multiplies; names of those that have the
+    scheme for it but are something else."""
     able = {name: layer for name, layer in layers.items() if layer.scheme.has_fp8_gemm}
     for layer in able.values():
-        layer.fp8_gemm = layer.in_features % 16 == 0 and layer.out_features % 16 == 0 and not layer.projections
+        divides = layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+        layer.fp8_gemm = divides and (not layer.projections or takes_codes_of_stacks(layer.weight))
     return [name for name, layer in able.items() if not layer.fp8_gemm]

@@ -48,6 +48,37 @@ def test_the_fp8_gemm_and_simulate_against_fp64(shape, learned, seed):  # noqa: 
         assert torch.equal(simulated, ours), "backward is the same function in both"
 
 
+@pytest.mark.parametrize("counts", [[0, 5, 16, 0], [300, 1, 77, 130], [1, 0, 0, 0]])
+def test_the_fp8_gemm_of_stacked_experts_against_fp64(counts, seed):  # noqa: F811
+    """Bounds as above; experts without rows, and rows that no 16 divides."""
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        pytest.skip(f"the grouped fp8 GEMM is for compute capability 9.0, this is {capability}")
+    experts, in_, out = len(counts), 256, 384
+    x = torch.randn(sum(counts), in_, device="cuda").bfloat16().requires_grad_()
+    weight = nn.Parameter((0.02 * torch.randn(experts, out, in_, device="cuda")).bfloat16())
+    weight_s0 = (torch.rand(experts, device="cuda") + 0.5) * 0.08 / 448
+    input_s0 = torch.tensor([4.0 / 448], device="cuda")
+    offsets = torch.tensor(counts, device="cuda").cumsum(0).int()
+    used_x = fake_quant(x.detach().double(), input_s0.double(), FP8).split(counts)
+    used_weight = [
+        fake_quant(one.detach().double(), s.double().view(1), FP8) for one, s in zip(weight, weight_s0, strict=True)
+    ]
+    exact = torch.cat([rows @ one.t() for rows, one in zip(used_x, used_weight, strict=True)])
+    size = torch.cat([rows.abs() @ one.abs().t() for rows, one in zip(used_x, used_weight, strict=True)])
+    grad = torch.randn(sum(counts), out, device="cuda").bfloat16()
+    gradients = []
+    for fp8_gemm in (False, True):
+        plan = Plan(FP8, FP8, weight.numel() // experts, in_, fp8_gemm)
+        output = quant_linear(x, weight, None, weight_s0, None, input_s0, None, plan, offsets=offsets)
+        operand_rounding = 0 if fp8_gemm else 2 * 2.0**-9
+        bound = 2.0**-8 * exact.abs() + (operand_rounding + in_ * 2.0**-24 + 2.0**-13) * size
+        assert ((output.double() - exact).abs() <= bound).all(), f"fp8_gemm {fp8_gemm}"
+        gradients.append(torch.autograd.grad(output, [x, weight], grad))
+    for simulated, ours in zip(*gradients, strict=True):
+        assert torch.equal(simulated, ours), "backward is the same function in both"
+
+
 def test_zero_tokens(seed):  # noqa: F811
     x, weight, bias, (weight_s0, input_s0), (weight_theta, _) = make(0, 64, 32)
     plan = Plan(FP8, FP8, weight.numel(), 64, True)

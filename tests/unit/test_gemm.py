@@ -42,3 +42,48 @@ def test_only_what_is_needed_is_computed_and_kept(seed):
         x, weight = torch.randn(3, 8, requires_grad=trains_x), torch.randn(2, 8, 8, requires_grad=trains_weight)
         gemm.linear(x, weight, None, offsets).sum().backward()
         assert (x.grad is not None) == trains_x and (weight.grad is not None) == trains_weight
+
+
+def codes(*shape: int) -> torch.Tensor:
+    return (40 * torch.randn(shape)).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [0, 1, 50])
+def test_codes_of_a_stack_are_multiplied_expert_by_expert(rows, dtype, seed):
+    """Sums of at most 64 products, which are exact, in fp32, then one rounding to the dtype."""
+    experts = 4
+    counts = torch.bincount(torch.randint(1, experts, (rows,)), minlength=experts)  # the first one gets nothing
+    x, weight = codes(rows, 64), codes(experts, 32, 64)
+    x_scale, weight_scale = torch.rand(1) + 0.1, torch.rand(experts) + 0.1
+    output = gemm.scaled_linear(x, x_scale, weight, weight_scale, None, dtype, counts.cumsum(0).int())
+    parts = zip(x.double().split(counts.tolist()), weight.double(), weight_scale.double(), strict=True)
+    exact = torch.cat([part @ one.t() * scale for part, one, scale in parts]) * x_scale.double()
+    parts = zip(x.double().abs().split(counts.tolist()), weight.double().abs(), weight_scale.double(), strict=True)
+    size = torch.cat([part @ one.t() * scale for part, one, scale in parts]) * x_scale.double()
+    assert output.shape == (rows, 32) and output.dtype == dtype
+    assert ((output.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 68 * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 333])
+def test_rows_moved_apart_for_the_grouped_gemm(rows, seed):
+    """Every expert's rows lie together in their order, from a multiple of 16 on; the last end is within the buffer."""
+    experts = 7
+    counts = torch.bincount(torch.randint(0, experts - 1, (rows,)), minlength=experts)
+    ends, places = gemm._moved_apart(rows, counts.cumsum(0).int())
+    expected = [-(-count // 16) * 16 for count in counts.tolist()]
+    assert ends.dtype == torch.int32 and ends.diff(prepend=ends.new_zeros(1)).tolist() == expected
+    begins = [end - size for end, size in zip(ends.tolist(), expected, strict=True)]
+    assert places.tolist() == [
+        begin + i for begin, count in zip(begins, counts.tolist(), strict=True) for i in range(count)
+    ]
+
+
+def test_the_grouped_gemm_of_codes_takes_what_it_is_given(seed):
+    """Without a GPU: torch's own checks of shapes, strides and dtypes, which run on the meta device."""
+    x, weight = codes(50, 64).to("meta"), codes(4, 32, 64).to("meta")
+    scales = torch.ones(1, device="meta"), torch.ones(4, device="meta")
+    offsets = torch.zeros(4, dtype=torch.int32, device="meta")
+    assert gemm.takes_codes_of_stacks(weight.to(torch.bfloat16))
+    output = gemm.scaled_linear(x, scales[0], weight, scales[1], None, torch.bfloat16, offsets)
+    assert output.shape == (50, 32) and output.dtype == torch.bfloat16

@@ -123,6 +123,29 @@ def test_outputs_and_gradients_are_those_of_per_expert_linears(name: str, tmp_pa
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(torch.cat(theirs[2]).abs().max()))
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_codes_are_multiplied_as_those_of_per_expert_linears(learned: bool, tmp_path: Path):
+    """The fp8 GEMM in both forms; next to what simulate computes."""
+    source = tiny_checkpoint(tmp_path, "qwen3_moe", seed=random.randrange(2**31), wide=True)
+    ids = torch.randint(0, 301, (2, 17))
+    results = []
+    for form, fp8_gemm in (("stacked", True), ("per_expert", True), ("stacked", False)):
+        model, quantization = quantised(
+            source, form, SCHEMES["fp8_static"], torch.float32, fp8_gemm=fp8_gemm, learn_input_scale=learned
+        )
+        experts = [layer for name, layer in quantization.layers.items() if "experts" in name]
+        assert experts and all(layer.fp8_gemm == fp8_gemm for layer in experts) and not quantization.simulated
+        logits = model(ids).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        weights = by_linear(quantization, {n: layer.weight.grad for n, layer in quantization.layers.items()})
+        results.append((logits.detach(), weights))
+    (ours, grads), *others = results
+    for logits, weights in others:
+        torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
+        largest = max(float(one.abs().max()) for one in weights.values())
+        assert max(float((grads[name] - one).abs().max()) for name, one in weights.items()) < 1e-4 * largest
+
+
 @pytest.mark.parametrize("name", ["fp8_static", "w3a16_g32", "w4a16_asym", "fp8_block"])
 def test_measuring_is_that_of_per_expert_linears(name: str, tmp_path: Path):
     """Searched and signed scales, those that follow weights, statistics of what is clipped."""
