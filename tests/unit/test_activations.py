@@ -1,5 +1,8 @@
 """Activation checkpointing and offload: the same losses and gradients bit for bit, and only blocks' inputs are kept."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +149,50 @@ def test_observers_count_a_recomputed_forward_once(seed, tmp_path, case):
     assert seen[0] and all(int(state["total"]) > 0 for state in seen[0])
     for once, recomputed in zip(*seen, strict=True):
         assert all(torch.equal(once[key], recomputed[key]) for key in once)
+
+
+LONG = """
+import resource, sys
+import torch
+from engine.losses import chunked_losses
+from model.head import install_head
+from tests.unit.test_activations import Run
+from pathlib import Path
+
+tokens, directory = int(sys.argv[1]), Path(sys.argv[2])
+run = Run("fixed", directory, recompute=True)
+head = install_head(run.model)
+ids = torch.randint(0, 300, (1, tokens))
+
+
+def step(length):
+    task = lambda hidden, weight, bias: chunked_losses(hidden, weight, bias, ids[:, :length]).total
+    with head.computing(task):
+        run.model(input_ids=ids[:, :length]).logits.backward()
+
+
+step(256)  # what is there once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(tokens)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+assert all(p.grad.isfinite().all() for p in run.model.parameters() if p.grad is not None)
+"""
+
+
+@pytest.mark.full
+def test_32768_tokens_take_memory_in_proportion_to_their_number(tmp_path):
+    """Neither scores [T, T] (2 GB in bf16, of one head) nor logits [T, V] nor the activations of all blocks exist: four
+    times the tokens take about four times the memory, and of 32,768 tokens it is less than one matrix of scores."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    taken = {}
+    for tokens in (8192, 32768):
+        run = subprocess.run(
+            [sys.executable, "-c", LONG, str(tokens), str(tmp_path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        taken[tokens] = int(run.stdout.split()[-1]) * 1024
+    assert taken[32768] < 6 * taken[8192] and taken[32768] < 5e8
