@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from engine.recipe import Recipe
 from engine.recipe_checks import RecipeError
+from model.ranks import local_world_size
 
 SHIPPED = Path(__file__).parent.parent / "ds_configs"
 
@@ -193,7 +194,7 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
     path = config_path(recipe.deepspeed)
     config = read_config(path)
     problems = _fill_from_recipe(config, recipe, world_size) + _fill_precision(config, recipe)
-    problems += _fill_hpz(config, world_size, local_size or _local_size(world_size)) + _section_problems(config)
+    problems += _fill_hpz(config, world_size, local_size or local_world_size()) + _section_problems(config)
     if recipe.train.compile and config.get("zero_optimization", {}).get("stage") == 3:
         problems.append(
             "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of "
@@ -278,19 +279,19 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
     return []
 
 
-def _local_size(world_size: int) -> int:
-    """Ranks of this node: torchrun and DeepSpeed's launcher name it differently."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
-
-
-def _fill_hpz(config: dict[str, Any], world_size: int, local_size: int) -> list[str]:
+def _fill_hpz(config: dict[str, Any], world_size: int, local_size: int | None) -> list[str]:
     """ "auto" for hpZ's ranks are those of a node, among which gathering is fast; returns the problems."""
     zero = config.get("zero_optimization", {})
     size = zero.get("zero_hpz_partition_size")
     if size is None:
         return []
     if size == "auto":
-        size = zero["zero_hpz_partition_size"] = local_size
+        if local_size is None and world_size > 1:
+            return [
+                "zero_optimization.zero_hpz_partition_size is 'auto', the ranks of a node, but the launcher sets "
+                "neither LOCAL_WORLD_SIZE nor LOCAL_SIZE; set one of them, or write their number"
+            ]
+        size = zero["zero_hpz_partition_size"] = local_size or 1
     if not isinstance(size, int) or size < 1 or world_size % size:
         return [
             f"zero_optimization.zero_hpz_partition_size: {size!r}, expected auto (the ranks of a node), or a number "

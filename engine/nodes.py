@@ -33,6 +33,7 @@ from model.ranks import (
     gather_objects,
     is_main,
     listed,
+    local_world_size,
     raise_everywhere,
     rank,
     shut_down,
@@ -45,13 +46,9 @@ PATIENCE_SECONDS = 75.0
 
 
 def spans_nodes() -> bool:
-    """Whether the launcher says that there are ranks on other machines; to be asked before there is a process group.
-
-    torchrun and ``launch/slurm`` set LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
-    """
-    world = os.environ.get("WORLD_SIZE", "1")
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world
-    return int(local) < int(world)
+    """Whether the launcher says that there are ranks on other machines; to be asked before there is a process group."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return (local_world_size() or world) < world
 
 
 def tell_other_nodes(error: str) -> None:

@@ -6,6 +6,7 @@ find wrong by itself (a file, a tensor, a sample) is collected and raised by all
 Every function works without a process group too: one process is then rank 0 of 1.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,15 @@ def rank() -> int:
 def world_size() -> int:
     """Number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_world_size() -> int | None:
+    """Number of ranks on this machine; None if the launcher does not say.
+
+    torchrun and ``launch/slurm`` set LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
+    """
+    size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(size) if size else None
 
 
 def is_main() -> bool:

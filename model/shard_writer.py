@@ -45,7 +45,11 @@ class ShardWriter:
         self._syncing: threading.Thread | None = None
         self._failure: OSError | None = None
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._put(memoryview(header), 0)
+        try:
+            self._put(memoryview(header), 0)
+        except OSError:
+            self.close()  # nobody else could
+            raise
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write a contiguous tensor in CPU memory, of the planned dtype and shape; it may be changed afterwards.

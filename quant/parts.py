@@ -62,7 +62,8 @@ def part_gradients_(
     """Gradients of part of a weight and of its theta from that with respect to the quantised weight.
 
     Args:
-        grad: of the part's elements, fp32, 1-D; the gradient of the weight takes its place.
+        grad: of the part's elements, fp32, 1-D; the gradient of the weight takes its place, NaN where the weight is: an
+            integer code has no way to say so, and the step must be seen to have gone wrong.
         flat, start, numel, scale: as in :func:`quantize_part`.
         factor: of theta's gradient, see :func:`quant.function.lsq_factor`.
 
@@ -75,6 +76,7 @@ def part_gradients_(
     ):
         # The operator takes both in one dtype; its theta's gradient is of theta's.
         share = _of(scale, runs).backward_(grads, rows.float(), factor=factor, theta_gradient=shares is not None)
+        grads.masked_fill_(rows.isnan(), torch.nan)
         if shares is not None:
             assert share is not None
             shares[runs] = share.flatten()

@@ -62,7 +62,7 @@ def refusal(tmp_path: Path, content: Any, *, dtype: Any = "bfloat16") -> list[st
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_shipped_files_take_the_recipes_values(name: str, dtype: str) -> None:
-    config = resolve(recipe(name, dtype), world_size=7)
+    config = resolve(recipe(name, dtype), world_size=7, local_size=7)
     stage = 3 if name == "zeropp" else int(name[4])
     assert config["zero_optimization"]["stage"] == stage
     hpz = {"zero3_hpz": 7, "zeropp": 7}.get(name)
@@ -177,12 +177,13 @@ def test_top_level_keys(tmp_path: Path, key: str, said: str) -> None:
     assert line.startswith(f": {key}: {said}")
 
 
-@pytest.mark.parametrize(("name", "size"), [("LOCAL_WORLD_SIZE", 4), ("LOCAL_SIZE", 2), (None, 8)])
-def test_hpz_takes_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch, name: str | None, size: int) -> None:
+@pytest.mark.parametrize(("name", "size"), [("LOCAL_WORLD_SIZE", 4), ("LOCAL_SIZE", 2)])
+def test_hpz_takes_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch, name: str, size: int) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
-    if name is not None:
-        monkeypatch.setenv(name, str(size))
+    with pytest.raises(DsConfigError, match="the launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE"):
+        resolve(recipe("zero3_hpz"), world_size=8)
+    monkeypatch.setenv(name, str(size))
     assert resolve(recipe("zero3_hpz"), world_size=8)["zero_optimization"]["zero_hpz_partition_size"] == size
     told = resolve(recipe("zero3_hpz"), world_size=16, local_size=8)
     assert told["zero_optimization"]["zero_hpz_partition_size"] == 8

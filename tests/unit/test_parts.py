@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quant import TensorSpec
+from quant import TensorSpec, get_scheme
 from quant.kernels import ops as kernels
 from quant.parts import dequantize_whole, part_gradients_, quantize_part
 from quant.weight_scale import WeightScale
@@ -77,6 +77,17 @@ def test_gradients_of_parts_of_a_sum_are_the_sums_of_gradients(name, stack, seed
     # Terms are at most |g| * qmax * s * 0.5 with |g| under 6 here; a sum of 91 of them is off by 91 * 2^-24 of that.
     bound = 4 * 91 * 2.0**-24 * 6 * SPECS[name].qmax * float(kernels.effective_scale(*scale[:2], *scale[3:]).max())
     assert (found - thetas).abs().max() <= bound
+
+
+@pytest.mark.parametrize("name", ["fp8_static", "w4a16_channel"])
+def test_a_nan_in_the_weight_is_one_in_its_gradient(name):
+    spec = get_scheme(name).weights
+    weight = torch.ones(2, 8)
+    weight[1, 3] = torch.nan
+    scale = WeightScale(torch.ones(2 if spec.granularity == "channel" else 1), None, None, spec, torch.float32)
+    grad = torch.ones(16)
+    part_gradients_(grad, weight.flatten(), 0, 16, scale, factor=1.0)
+    assert grad.isnan().nonzero().tolist() == [[11]]
 
 
 def test_a_part_without_a_learned_scale_has_no_share():

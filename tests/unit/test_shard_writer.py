@@ -72,6 +72,11 @@ def test_a_full_disk_is_an_oserror(tmp_path):
         with pytest.raises(OSError, match="File too large"):
             writer.write("a", torch.zeros(10_000, dtype=torch.uint8))
         writer.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+        opened = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="File too large"):
+            ShardWriter(tmp_path / "header", {"a": (torch.uint8, (10_000,))})
+        assert os.listdir("/proc/self/fd") == opened
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
