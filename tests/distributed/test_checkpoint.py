@@ -39,6 +39,21 @@ ABSMAX = {
     "quant": {"scheme": "w4a16_g32", "weight_range": "absmax", "scales_follow_weights": True, "signed_scales": True},
     "learnable": {"weight_scale": False, "act_scale": False},
 }
+# Zero points that follow the weights, of channels and of groups.
+ASYM = {
+    "quant": {
+        "scheme": "w8a16_asym",
+        "schemes": {
+            "groups": {
+                "weights": {"dtype": "int", "bits": 4, "granularity": "group", "group_size": 32, "symmetric": False}
+            }
+        },
+        "rules": [{"layers": ".*(q|k|v)_proj", "scheme": "groups"}],
+        "weight_range": "absmax",
+        "scales_follow_weights": True,
+    },
+    "learnable": {"act_scale": False},
+}
 # name: stage, kind of checkpoint, dtype, what differs in the recipe. Stage 3 with experts; the others are plain modules
 # to it. Stage 0 keeps its optimizer in fp32 here, which is the case where DeepSpeed wraps nothing.
 CASES = {
@@ -54,6 +69,8 @@ MORE = {
     "nvfp4-3": (3, "qwen3", "bfloat16", NVFP4),
     "absmax-2": (2, "qwen3_moe", "bfloat16", ABSMAX),
     "absmax-3": (3, "qwen3", "bfloat16", ABSMAX),
+    "asym-2": (2, "llama", "bfloat16", ASYM),
+    "asym-3": (3, "qwen3_moe", "bfloat16", ASYM),
     "fp16-2": (2, "llama", "float16", {}),
 }
 # Some steps overflow, and the loss scale moves from checkpoint to checkpoint.
@@ -158,6 +175,8 @@ def scales_of(case):
     """Ends of the names of scales that move in a run."""
     if case.startswith("absmax"):
         return ["weight_s0"]
+    if case.startswith("asym"):
+        return ["weight_s0", "weight_zero", "weight_theta"]
     if case.startswith("nvfp4"):
         return ["weight_s0", "weight_global", "proj.weight_theta", "embed_tokens.weight_theta"]
     mixed = [
