@@ -18,7 +18,7 @@ export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
 test test-full test-eval: export OMP_NUM_THREADS = 1
 
-.PHONY: quickstart test test-full test-eval lint typecheck
+.PHONY: quickstart test test-full test-nvcc test-eval lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -31,6 +31,10 @@ test: $(STAMP)
 test-full: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 	.ci/eval $(VENV)
+
+# The kernels for every architecture that is promised, where there is a compiler: `test` takes one of them.
+test-nvcc: $(STAMP)
+	$(VENV)/bin/python -m pytest tests/unit/test_nvcc.py -k compile
 
 test-eval: $(STAMP)
 	.ci/eval $(VENV)

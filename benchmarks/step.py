@@ -357,7 +357,7 @@ def table(measured: dict[str, Measured], checkpointing: bool) -> list[str]:
 
 
 def misses(measured: dict[str, Measured], device: torch.device, checkpointing: bool) -> list[str]:
-    """Our ways that are slower than the bar, or keep more than bf16."""
+    """Our ways that are slower than the bar, or keep more than bf16, or on CUDA take more memory."""
     base, found = measured["bf16"], []
     for name, result in measured.items():
         if not name.startswith(tuple(SCHEMES)):
@@ -368,6 +368,8 @@ def misses(measured: dict[str, Measured], device: torch.device, checkpointing: b
             found.append(f"{name}: {ratio:.3f} of bf16's step, bar {bar:.2f}")
         if not checkpointing and result.kept > base.kept:
             found.append(f"{name}: keeps {result.kept / base.kept:.3f} of bf16's bytes, bar 1")
+        if device.type == "cuda" and name.endswith(GEMM) and result.peak > base.peak:
+            found.append(f"{name}: takes {result.peak / base.peak:.3f} of bf16's peak, bar 1")
     return found
 
 

@@ -308,7 +308,8 @@ def _compile_layers(model: PreTrainedModel) -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     dense = [layer for layer in layers if not any(isinstance(part, ExpertMLPs) for part in layer.modules())]
     for layer in dense:
-        layer.compile()
+        # As eager mode rounds: fused chains of bf16 operations would stay in fp32.
+        layer.compile(options={"emulate_precision_casts": True})
     say(f"compiled: {len(dense)} of {len(layers)} decoder layers; the first steps take longer")
 
 

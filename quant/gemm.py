@@ -109,8 +109,8 @@ def _scaled_grouped_mm(
     (rows, width), (experts, out, _) = x.shape, weight.shape
     ends, places = _moved_apart(rows, offsets)
     capacity = -(-rows // ROWS) * ROWS + ROWS * experts  # at least the last of the ends
-    apart = x.new_zeros((capacity, width), dtype=torch.uint8)  # codes of 0
-    apart[places] = x.view(torch.uint8)
+    apart = torch.zeros((capacity, width // 8), dtype=torch.int64, device=x.device)  # codes of 0, moved by eights
+    apart[places] = x.view(torch.int64)
     output = torch._scaled_grouped_mm(
         apart.view(x.dtype),
         weight.transpose(-2, -1),

@@ -131,17 +131,22 @@ def absmax_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
     ``1/scale`` would overflow, the scale is 1: zeros are exact under any scale.
     """
     if spec.scale_format == "e8m0":
-        scale = torch.exp2((absmax.double() / 3.5).log2().floor()).float()  # exact, as in round_scale
+        scale = torch.exp2(_over(absmax.double(), 3.5).log2().floor()).float()  # exact, as in round_scale
     else:
-        scale = absmax.float() / ((spec.qmax - spec.qmin) / 2)
+        scale = _over(absmax.float(), (spec.qmax - spec.qmin) / 2)
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+
+
+def _over(x: Tensor, divisor: float) -> Tensor:
+    """``x / divisor``, rounded once on every device: by a number of Python's, CUDA multiplies by its reciprocal."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def asymmetric_grid(lowest: Tensor, highest: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
     """Scale and zero point, both fp32, with which the integer grid spans the range from ``lowest <= 0`` to ``highest >=
     0``; formulas above. Of a range that is 0, or so small that ``1/scale`` would overflow, the scale is 1. A range that
     is not finite gives a scale that is not, and the zero point 0."""
-    scale = (highest.float() - lowest.float()) / (spec.qmax - spec.qmin)
+    scale = _over(highest.float() - lowest.float(), spec.qmax - spec.qmin)
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
     zero = (spec.qmin - (lowest.float() * (1.0 / scale)).round()).clamp(spec.qmin, spec.qmax)
     return scale, torch.where(scale.isfinite(), zero, 0.0)

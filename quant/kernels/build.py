@@ -94,7 +94,8 @@ def _compiled(cuda: bool) -> Path:
     if cuda:
         sources.append(SOURCES / "cuda.cu")
         cxx_flags.append("-DDEEPQAT_CUDA")
-    name = f"{LIBRARY}_{_digest(cxx_flags, cuda)}"
+    architectures = _architectures() if cuda else []
+    name = f"{LIBRARY}_{_digest([*cxx_flags, *architectures])}"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     root.mkdir(parents=True, exist_ok=True)
     library = root / name / f"{name}.so"
@@ -107,7 +108,7 @@ def _compiled(cuda: bool) -> Path:
                 name,
                 [str(source) for source in sources],
                 extra_cflags=cxx_flags,
-                extra_cuda_cflags=list(NVCC_FLAGS),
+                extra_cuda_cflags=[*NVCC_FLAGS, *architectures],
                 extra_ldflags=["-fopenmp"],
                 build_directory=str(scratch),
                 is_python_module=False,
@@ -120,14 +121,20 @@ def _compiled(cuda: bool) -> Path:
     return library
 
 
-def _digest(cxx_flags: list[str], cuda: bool) -> str:
+def _architectures() -> list[str]:
+    """nvcc's options for the GPUs of this machine. torch would take TORCH_CUDA_ARCH_LIST, which images of containers
+    set for every GPU that they may meet, or for others."""
+    found = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+    return [f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}" for major, minor in sorted(found)]
+
+
+def _digest(flags: list[str]) -> str:
     """Of everything that the library depends on."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.glob("*.[ch]*")):
         if source.suffix in (".h", ".cpp", ".cu"):
             digest.update(source.read_bytes())
-    architectures = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())] if cuda else []
-    digest.update(repr((cxx_flags, NVCC_FLAGS, torch.__version__, torch.version.cuda, architectures)).encode())
+    digest.update(repr((flags, NVCC_FLAGS, torch.__version__, torch.version.cuda)).encode())
     return digest.hexdigest()[:16]
 
 

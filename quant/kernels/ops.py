@@ -94,7 +94,7 @@ def prepare_kernels() -> str:
     if torch.cuda.is_available() and not built.cuda:
         compilable = find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
         if compilable:
-            _implement("CUDA", lambda name: torch.compile(getattr(eager, name), dynamic=True))
+            _implement("CUDA", lambda name: torch.compile(getattr(eager, name), dynamic=True, options=_AS_EAGER))
             remarks.append(f"fake quantisation on CUDA runs the reference through torch.compile, slower: {built.why}")
         else:
             _implement("CUDA", lambda name: getattr(eager, name))
@@ -104,6 +104,14 @@ def prepare_kernels() -> str:
             )
     _ready.append(True)
     return "; ".join(remarks)
+
+
+# Left alone, inductor keeps in fp32 what the reference rounds to a dtype on its way, and approximates 1/scale.
+_AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
 
 
 def _implement(key: str, implementation: Callable[[str], Callable[..., Any]]) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from quant.kernels import eager
 from quant.kernels.build import build
+from quant.reference import absmax_scale, asymmetric_grid
+from quant.spec import TensorSpec
 from tests.unit.conftest import seed  # noqa: F401  (a fixture)
 from tests.unit.test_kernels import DTYPES, OPS, TOKEN_GRIDS, Case, assert_same, check_theta_gradient, random_case
 
@@ -66,6 +68,12 @@ def check(case: Case) -> None:
             (grad, x, s0, theta, grid, stored, case.factor, wanted, zero),
             (gg, gx, gs, gt, grid, stored, case.factor, wanted, gz),
         )
+        arguments = (grid, stored, case.factor, wanted)
+        in_place, expected = (g.contiguous().clone() for g in (grad.cuda(), grad))
+        ours = OPS.fake_quantize_backward_(in_place, gx, gs, gt, *arguments, gz)
+        theirs = OPS.fake_quantize_backward_(expected, x, s0, theta, *arguments, zero)
+        assert_same(ours.cpu(), theirs, f"gradient of theta in place, {what}")
+        assert_same(in_place.cpu(), expected, f"gradient of x in place, {what}")
     for tokens in TOKEN_GRIDS:
         same("quantize_tokens", (x, *tokens), (gx, *tokens))
         same("fake_quantize_tokens", (x, *tokens), (gx, *tokens))
@@ -91,6 +99,17 @@ def test_every_bf16_and_fp16_value():
                 ours, theirs = OPS.quantize(x.cuda(), *on_device, True), eager.quantize(x, *arguments, True)
                 for a, b in zip(ours, theirs, strict=True):
                     assert_same(a.cpu(), b)
+
+
+def test_measured_scales_are_those_of_a_cpu(seed):  # noqa: F811
+    """CUDA divides by a number of Python's by multiplying with its reciprocal, an ulp off in half the cases."""
+    absmax = torch.rand(10_000)
+    for spec in (TensorSpec("fp8_e4m3", 8, "tensor"), TensorSpec("int", 4, "channel"), TensorSpec("int", 8, "channel")):
+        assert_same(absmax_scale(absmax.cuda(), spec).cpu(), absmax_scale(absmax, spec))
+    spec = TensorSpec("int", 8, "token", symmetric=False, dynamic=True)
+    on_device = asymmetric_grid(-absmax.cuda(), absmax.flip(0).cuda(), spec)
+    for ours, theirs in zip(on_device, asymmetric_grid(-absmax, absmax.flip(0), spec), strict=True):
+        assert_same(ours.cpu(), theirs)
 
 
 def test_theta_gradient_against_fp64(seed):  # noqa: F811
@@ -123,10 +142,19 @@ def test_the_current_stream_and_cuda_graphs(seed):  # noqa: F811
     """A captured graph computes again on what its inputs hold then; nothing waits for the device."""
     x, grad = (torch.randn(512, 1024, device="cuda").bfloat16() for _ in range(2))
     s0, theta = torch.tensor([0.01], device="cuda"), torch.tensor([0.1], device="cuda")
+    groups = torch.full((512, 32), 0.02, device="cuda")
 
     def all_of_them() -> list[Tensor]:
         codes, mask = OPS.quantize(x, s0, theta, 0, torch.float32, True)
+        overwritten, masked = grad.clone(), grad.clone()
+        OPS.masked_(masked, mask)
         return [
+            OPS.fake_quantize_backward_(overwritten, x, groups, None, 4, torch.float32, 1.0, False),
+            overwritten,
+            masked,
+            *OPS.quantize_with_values(x, s0, theta, 0, torch.float32, True),
+            OPS.fake_quantize(x, groups, None, 4, torch.float32),
+            *OPS.quantize_tokens(x, 8, False),
             OPS.fake_quantize(x, s0, theta, 0, torch.float32),
             OPS.dequantize(codes, s0, theta, torch.float32, torch.bfloat16),
             *OPS.fake_quantize_backward(grad, x, s0, theta, 0, torch.float32, 1.0, True),
@@ -152,4 +180,4 @@ def test_the_current_stream_and_cuda_graphs(seed):  # noqa: F811
     theta.fill_(-0.2)
     graph.replay()
     for ours, expected in zip(captured, all_of_them(), strict=True):
-        assert torch.equal(ours, expected)
+        assert_same(ours, expected, "replayed")

@@ -42,7 +42,7 @@ def fresh(tmp_path_factory):
 class Layer:
     """A Qwen3 decoder layer after prepare, or its MLP alone, with the rest of what it takes."""
 
-    def __init__(self, way: str, dtype: torch.dtype, *, mlp: bool) -> None:
+    def __init__(self, way: str, dtype: torch.dtype, *, mlp: bool, device: str = "cpu") -> None:
         scheme, learn_input, fp8_gemm = WAYS[way]
         config = Qwen3Config(
             vocab_size=64,
@@ -54,7 +54,7 @@ class Layer:
             head_dim=16,
             attn_implementation="sdpa",
         )
-        model = Qwen3ForCausalLM(config).to(dtype)
+        model = Qwen3ForCausalLM(config).to(device, dtype)
         q = quant.prepare(
             model,
             get_scheme(scheme),
@@ -72,8 +72,9 @@ class Layer:
             for group in q.input_groups:
                 group.s0.fill_({"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}[leaf(group)] / 448)
         self.layer: nn.Module = model.model.layers[0].mlp if mlp else model.model.layers[0]
-        self.x, self.grad = torch.randn(2, 8, 64).to(dtype), torch.randn(2, 8, 64).to(dtype)
-        self.arguments = {} if mlp else {"position_embeddings": model.model.rotary_emb(self.x, torch.arange(8)[None])}
+        self.x, self.grad = torch.randn(2, 8, 64).to(device, dtype), torch.randn(2, 8, 64).to(device, dtype)
+        positions = torch.arange(8, device=device)[None]
+        self.arguments = {} if mlp else {"position_embeddings": model.model.rotary_emb(self.x, positions)}
         # q/k/v, o, gate/up, down
         self.inputs = (2 if mlp else 4) if get_scheme(scheme).activations is not None else 0
         self.weights = 3 if mlp else 7
@@ -150,9 +151,9 @@ def assert_like_eager(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype:
     assert typical <= (1e-4 if dtype == torch.float32 else 4e-3), off
 
 
-def check(way: str, dtype: torch.dtype, backend: str, *, mlp: bool = False) -> None:
+def check(way: str, dtype: torch.dtype, backend: str, *, mlp: bool = False, device: str = "cpu") -> None:
     """Forward and backward of one way of computing."""
-    layer = Layer(way, dtype, mlp=mlp)
+    layer = Layer(way, dtype, mlp=mlp, device=device)
     eager = layer.run(layer.layer)
     assert all(value.any() for value in eager.values()), [name for name, value in eager.items() if not value.any()]
     graph = compiled(layer, backend)
