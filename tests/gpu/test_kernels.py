@@ -136,6 +136,9 @@ def test_more_than_2_to_the_31_elements():
     codes, mask = OPS.quantize(x, s0, None, 0, torch.float32, True)
     assert codes.view(torch.uint8).count_nonzero() == 3
     assert mask[-1] == 0 and (mask != 255).sum() == 1, "of the last element, alone in its byte, and it clips"
+    del codes, mask
+    grad_x, _ = OPS.fake_quantize_backward(torch.ones_like(x), x, s0, None, 0, torch.float32, 1.0, False)
+    assert grad_x[-3:].tolist() == [1, 1, 0] and grad_x.count_nonzero() == numel - 1
 
 
 def test_the_current_stream_and_cuda_graphs(seed):  # noqa: F811
