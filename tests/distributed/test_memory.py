@@ -19,6 +19,10 @@ RANKS = 2
 SCRIPT = Path(__file__).parent / "memory_script.py"
 SIZES = {"hidden_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40}
 SIZES |= {"vocab_size": 1201, "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": None}
+EVERYTHING = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 50_000_000}
+ROWS = {"scheme": "fp8_dynamic", "initial_input_scale": None}
+FROZEN = {"weight": False, "weight_scale": False, "norm": True}
+FEW_BYTES = {"data": {"max_length": 16, "micro_batch_size": 1}, "learnable": FROZEN}
 
 
 def checkpoint(directory: Path, kind: str) -> Path:
@@ -36,9 +40,12 @@ def checkpoint(directory: Path, kind: str) -> Path:
     return directory
 
 
-def recipe(directory: Path, kind: str, stage: int, **zero: Any) -> Path:
-    """A recipe of full rows and small buckets, so that no bucket hides what is compared."""
-    name = f"{kind}{stage}{''.join(f'_{key}' for key in zero)}"
+def recipe(directory: Path, kind: str, stage: int, sections: dict[str, dict] | None = None, **zero: Any) -> Path:
+    """A recipe of full rows and small buckets, so that no bucket hides what is compared; ``sections`` in place of its
+    own values."""
+    sections = sections or {}
+    keys = [*zero, *(key for section in sections.values() for key in section)]
+    name = f"{kind}{stage}{''.join(f'_{key}' for key in keys)}"
     text = directory / "text.txt"
     if not text.exists():
         text.write_text(TEXT * 400)
@@ -61,6 +68,7 @@ def recipe(directory: Path, kind: str, stage: int, **zero: Any) -> Path:
         "deepspeed": str(ds_config),
         "output_dir": str(directory / name),
     }
+    contents |= {section: {**contents.get(section, {}), **values} for section, values in sections.items()}
     path.write_text(yaml.safe_dump(contents))
     return path
 
@@ -121,7 +129,12 @@ def test_prediction_on_every_stage(tmp_path: Path) -> None:
     paths.append(recipe(tmp_path, "dense", 3, stage3_param_persistence_threshold=100_000))
     paths.append(recipe(tmp_path, "moe", 3, stage3_prefetch_bucket_size=0))
     paths.append(recipe(tmp_path, "dense", 3, offload_optimizer={"device": "cpu"}))
-    paths.append(recipe(tmp_path, "moe", 3, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=50_000_000))
+    paths.append(recipe(tmp_path, "moe", 3, **EVERYTHING))
+    codes = {"quant": {"gather_codes": True}}
+    paths += [recipe(tmp_path, kind, 3, codes) for kind in ("dense", "moe")]
+    paths.append(recipe(tmp_path, "dense", 3, codes, stage3_param_persistence_threshold=50_000))
+    # A scale per row; rows are short and weights do not train, so that at the peak most is what is gathered.
+    paths.append(recipe(tmp_path, "moe", 3, {"quant": {"gather_codes": True, **ROWS}, **FEW_BYTES}, **EVERYTHING))
     run_ranks(SCRIPT, *map(str, paths), timeout=900)
     for path in paths:
         compare(path)
