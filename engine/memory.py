@@ -9,13 +9,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.ds_config import resolve, teacher_config
+from engine.ds_config import DsConfigError, resolve, teacher_config
 from engine.meta_model import MetaStudent, MetaTeacher, Step, meta_student, meta_teacher, student_events, teacher_events
 from engine.meta_step import Event
 from engine.recipe import Recipe
 from engine.zero_gather import Gatherer
 from engine.zero_states import Held, Inventory, Settings, held_by, take_inventory
 from engine.zero_step import STEP_COPIES, Moment, StepCost, Traffic, cost_of_step, module_parameters, own_bytes
+from model.coded import NONE_CODED, can_be_coded
 
 RESERVE = 4 * 10**9
 
@@ -76,8 +77,11 @@ class Planner:
         self.fused_optimizer = fused_optimizer
         self.student: MetaStudent = meta_student(recipe)
         self.teacher: MetaTeacher | None = meta_teacher(recipe)
-        inventory = take_inventory(self.student.model, recipe.optim)
-        codes = sum(layer.weight.numel() for layer in self.student.quantization.layers.values())
+        layers = self.student.quantization.layers.values()
+        self._as_codes = recipe.quant.gather_codes and not recipe.never_quantises()
+        coded = [layer for layer in layers if self._as_codes and can_be_coded(layer)]
+        inventory = take_inventory(self.student.model, recipe.optim, coded)
+        codes = sum(layer.weight.numel() for layer in layers)
         self.inventory: Inventory = dataclasses.replace(inventory, quantised=codes)
         self._events: dict[int, tuple[list[Event], Step]] = {}
 
@@ -102,6 +106,8 @@ class Planner:
         recipe = dataclasses.replace(self.recipe, deepspeed=strategy)
         config = resolve(recipe, ranks, local_size=min(ranks, self.ranks_per_node))
         settings = Settings.of(config, ranks)
+        if self._as_codes and not any(parameter.as_codes(settings.zero) for parameter in self.inventory.parameters):
+            raise DsConfigError(f"{strategy}: {NONE_CODED}")
         keeps_codes = settings.accumulation > 1
         held = held_by(settings, self.inventory, keeps_codes=keeps_codes)
         modules = module_parameters(self.student.model, self.inventory, config)

@@ -9,6 +9,9 @@ let go only in the optimizer's step, after which they are gathered again.
 
 A list of parameters is gathered into one flat buffer, from which each is copied when it is first read; the buffer
 lives until the last of them is read. One parameter alone is gathered where it stays.
+
+Where weights travel as codes (:func:`model.zero.gather_as_bytes`) a list with one of them, alone or not, is gathered
+into one buffer of bytes, whatever the dtypes; it lives until the first is read.
 """
 
 import math
@@ -34,6 +37,7 @@ class ShardedParameter:
         dtype: parameters of one dtype travel together.
         scale: whether it is a scale, which is never kept whole between steps (model.zero.release) ...
         whole: ... but where it is frozen and small, as then every rank has all of it.
+        coded: whether it can travel as codes, a byte each (model.coded); what persists does not.
     """
 
     name: str
@@ -44,6 +48,7 @@ class ShardedParameter:
     dtype: str
     scale: bool = False
     whole: bool = False
+    coded: bool = False
 
     def padded(self, ranks: int) -> int:
         """Bytes of all partitions, which are equally long."""
@@ -62,6 +67,10 @@ class ShardedParameter:
         """Whether it stays whole between steps."""
         return self.numel <= zero.param_persistence_threshold and not self.scale
 
+    def as_codes(self, zero: DeepSpeedZeroConfig) -> bool:
+        """Whether it travels as codes."""
+        return self.coded and not self.persists(zero)
+
 
 @dataclass
 class ModuleParameters:
@@ -75,10 +84,12 @@ class ModuleParameters:
 
 @dataclass
 class _Buffer:
-    """A flat buffer that parameters are copied from."""
+    """A flat buffer that parameters are copied from; ``copies``: bytes of the largest codes, cut out to be decoded."""
 
     size: int
     waiting: int
+    of_codes: bool = False
+    copies: int = 0
 
 
 @dataclass
@@ -239,6 +250,9 @@ class Gatherer:
         there = [parameter for parameter in missing if parameter.whole or self.ranks == 1]
         self._held.update(dict.fromkeys(there, 0))  # the partition is the parameter
         missing = [parameter for parameter in missing if parameter not in self._held]
+        if any(parameter.as_codes(self.zero) for parameter in missing):  # hpZ does not go with them
+            self._gather_codes(missing)
+            return
         for secondary in (True, False):
             some = [parameter for parameter in missing if (parameter in self._secondary) == secondary]
             kind = "all_gather in the hpZ group" if secondary else "all_gather"
@@ -250,12 +264,21 @@ class Gatherer:
             for dtype in sorted({parameter.dtype for parameter in some}):
                 together = [parameter for parameter in some if parameter.dtype == dtype]
                 size = sum(parameter.padded(self.ranks) for parameter in together)
-                buffer = _Buffer(size, len(together))
-                self._add(size)
-                for parameter in together:
-                    self._held[parameter] = 0
-                    self._buffers[parameter] = buffer
+                self._in_flight(together, _Buffer(size, len(together)))
                 self.count(kind, size)
+
+    def _gather_codes(self, parameters: Sequence[ShardedParameter]) -> None:
+        codes = [p.padded(self.ranks) // p.size for p in parameters if p.as_codes(self.zero)]
+        size = sum(codes) + sum(p.padded(self.ranks) for p in parameters if not p.as_codes(self.zero))
+        copies = max(codes) if len(parameters) > 1 else 0  # of one alone the buffer is its codes
+        self._in_flight(parameters, _Buffer(size, len(parameters), True, copies))
+        self.count("all_gather", size)
+
+    def _in_flight(self, parameters: Sequence[ShardedParameter], buffer: _Buffer) -> None:
+        self._add(buffer.size)
+        for parameter in parameters:
+            self._held[parameter] = 0
+            self._buffers[parameter] = buffer
 
     def _wait(self, parameter: ShardedParameter) -> None:
         """The parameter is read: all of its buffer are copied out when the first of them is."""
@@ -265,6 +288,10 @@ class Gatherer:
         if not self._held[parameter]:
             for other in [one for one, its in self._buffers.items() if its is buffer]:
                 self._hold(other, other.numel * other.size)
+            if buffer.of_codes:
+                self.most = max(self.most, self.whole + buffer.copies)
+                self.whole -= buffer.size
+                buffer.size = 0
         del self._buffers[parameter]
         buffer.waiting -= 1
         if not buffer.waiting:

@@ -27,11 +27,21 @@ from torch import nn
 from engine.optim import classify, parameter_groups
 from engine.recipe import OptimRecipe
 from engine.zero_gather import ShardedParameter
-from model.zero import WHOLE_ELEMENTS
+from model.zero import to_be_whole
+from quant import QuantLinear
 
 FP32 = 4
 SCALES = ("weight_scale", "act_scale", "frozen")
-ITEMS = ("parameters", "gradients", "master weights", "moments", "buckets", "weight codes", "teacher")
+ITEMS = (
+    "parameters",
+    "gradients",
+    "master weights",
+    "moments",
+    "buckets",
+    "weight codes",
+    "scales of codes",
+    "teacher",
+)
 
 
 @dataclass(frozen=True)
@@ -43,12 +53,14 @@ class Inventory:
         groups: by name, those that train.
         scales: bytes of all scales, in ``parameters`` too.
         quantised: weights that have codes.
+        scales_of_codes: elements of the scales of weights that travel as codes.
     """
 
     parameters: list[ShardedParameter]
     groups: dict[str, list[ShardedParameter]]
     scales: int = 0
     quantised: int = 0
+    scales_of_codes: int = 0
 
     @property
     def trained(self) -> list[ShardedParameter]:
@@ -56,9 +68,15 @@ class Inventory:
         return [parameter for group in self.groups.values() for parameter in group]
 
 
-def take_inventory(model: nn.Module, optim: OptimRecipe | None) -> Inventory:
-    """Of a model on the meta device; of one that is frozen without ``optim``."""
+def take_inventory(model: nn.Module, optim: OptimRecipe | None, coded: Sequence[QuantLinear] = ()) -> Inventory:
+    """Of a model on the meta device; of one that is frozen without ``optim``.
+
+    The weights of ``coded`` travel as codes.
+    """
     made = sorted(classify(model), key=lambda owned: owned.kind in SCALES)
+    whole = {id(parameter) for parameter in to_be_whole(one.parameter for one in made if one.kind in SCALES)}
+    as_codes = {id(layer.weight) for layer in coded}
+    theirs = {id(p): p.numel() for layer in coded for p in (layer.weight_s0, layer.weight_theta) if p is not None}
     known = {
         id(owned.parameter): ShardedParameter(
             owned.name,
@@ -68,7 +86,8 @@ def take_inventory(model: nn.Module, optim: OptimRecipe | None) -> Inventory:
             owned.parameter.requires_grad,
             str(owned.parameter.dtype),
             scale=owned.kind in SCALES,
-            whole=owned.kind == "frozen" and owned.parameter.numel() <= WHOLE_ELEMENTS,
+            whole=id(owned.parameter) in whole,
+            coded=id(owned.parameter) in as_codes,
         )
         for order, owned in enumerate(made)
     }
@@ -78,6 +97,7 @@ def take_inventory(model: nn.Module, optim: OptimRecipe | None) -> Inventory:
         list(known.values()),
         {group["name"]: [known[id(parameter)] for parameter in group["params"]] for group in groups},
         sum(parameter.numel * parameter.size for parameter in scales),
+        scales_of_codes=sum(theirs.values()),
     )
 
 
@@ -232,6 +252,7 @@ def _stage_3(held: Held, settings: Settings, inventory: Inventory) -> None:
     held.add("parameters", shares, settings.offloads_parameters)
     if ranks > 1:  # whole between steps, beside their shares
         held.add("parameters", _bytes(parameter for parameter in inventory.parameters if parameter.persists(zero)))
+    held.add("scales of codes", inventory.scales_of_codes * FP32)
     # hpZ's, from the first forward on; those of trained parameters until the step.
     held.add("parameters", sum(parameter.second_share(zero, ranks) for parameter in inventory.parameters))
     share = sum(math.ceil(parameter.numel / ranks) for parameter in inventory.trained)

@@ -52,8 +52,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     total, trained = (sum(p.numel for p in some) for some in (planner.inventory.parameters, planner.inventory.trained))
     print(headline(recipe, ranks, total, trained))
     print(f"\n{memory_table(predictions, gpu_bytes)}\n\n{traffic_table(predictions)}")
-    if recipe.quant.gather_codes:
-        print("\nquant.gather_codes is not in these figures: gathered weights of quantised layers take half the bytes")
     print(f"\nreserve: {RESERVE / GB:g} GB for CUDA, NCCL and holes in the allocator's memory, which are not modelled")
     print("".join(f"{name}: {why}\n" for name, why in refused.items()), end="")
     if arguments.json is not None:

@@ -15,6 +15,7 @@ would have rounded its own to the model's dtype.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,12 @@ from quant.function import lsq_factor
 from quant.parts import dequantize_whole, part_gradients_, quantize_part
 from quant.weight_scale import WeightScale
 
+NONE_CODED = (
+    "quant.gather_codes: true, expected false: no layer has a weight in bfloat16 or float32, larger than "
+    "stage3_param_persistence_threshold, with one scale per tensor or row and no zero point, that trains if its scale "
+    "does"
+)
+
 
 @dataclass(frozen=True)
 class _Coded:
@@ -58,11 +65,12 @@ class CodedWeights:
     """The weights of a model under stage 3 that are gathered as codes."""
 
     def __init__(self, model: nn.Module, layers: Iterable[QuantLayer]) -> None:
-        """Take over the gathering of the weights of those layers for which that is possible (see :func:`coded`).
+        """Take over the gathering of the weights of those layers for which that is possible (see
+        :func:`can_be_coded`).
 
         Args:
             model: after ``deepspeed.initialize``.
-            layers: quantised ones of it.
+            layers: quantised ones of it. What stays gathered need not travel.
 
         Raises:
             ValueError: there is no such layer, or DeepSpeed is configured to change what is gathered.
@@ -70,14 +78,10 @@ class CodedWeights:
         self._weights = {
             id(layer.weight): _Coded(layer, layer.weight, layer.weight_s0, layer.weight_theta)
             for layer in layers
-            if isinstance(layer, QuantLinear) and coded(layer)
+            if can_be_coded(layer) and is_partitioned(layer.weight) and not layer.weight.ds_persist  # type: ignore[attr-defined]
         }
         if not self._weights:
-            raise ValueError(
-                "quant.gather_codes: true, expected false: no layer has a weight in bfloat16 or float32, larger than "
-                "stage3_param_persistence_threshold, with one scale per tensor or row and no zero point, that trains "
-                "if its scale does"
-            )
+            raise ValueError(NONE_CODED)
         gather_as_bytes(model, self._form_of)
         self._scales: dict[int, WeightScale] | None = None
         for one in self._weights.values():
@@ -154,13 +158,13 @@ class CodedWeights:
         release_decoded(one.weight for one in self._weights.values())
 
 
-def coded(layer: QuantLinear) -> bool:
+def can_be_coded(layer: QuantLayer) -> TypeGuard[QuantLinear]:
     """Whether the weight of a layer can travel as codes.
 
     Scales of groups and blocks are too many to be whole on every rank. A layer that computes in another way than
-    :class:`QuantLinear` forms its weight's gradient in another way. What stays gathered need not travel. A scale that
-    learns beside a weight that does not has no reduced gradient to be computed from. In fp16 the product of a small
-    code and its scale may not be a number that the same code belongs to.
+    :class:`QuantLinear` forms its weight's gradient in another way. A scale that learns beside a weight that does not
+    has no reduced gradient to be computed from. In fp16 the product of a small code and its scale may not be a number
+    that the same code belongs to.
     """
     weights, theta = layer.scheme.weights, layer.weight_theta
     return (
@@ -168,7 +172,5 @@ def coded(layer: QuantLinear) -> bool:
         and weights.granularity in ("tensor", "channel")
         and weights.symmetric
         and layer.weight.dtype in (torch.bfloat16, torch.float32)
-        and is_partitioned(layer.weight)
-        and not layer.weight.ds_persist  # type: ignore[attr-defined]
         and (layer.weight.requires_grad or theta is None or not theta.requires_grad)
     )

@@ -374,6 +374,7 @@ class _BytesInFlight:
         if self.bytes is None:
             return
         self.work.wait()
+        self.work = None  # it holds the bytes, and the handle is there until the last parameter is read
         for (parameter, form), parts in zip(self.sent, self.bytes.split(self.sizes, dim=1), strict=True):
             whole = parts.reshape(-1)[: parameter.ds_numel * form.width]
             parameter.data = form.decode(whole).view(parameter.ds_shape)
@@ -493,13 +494,7 @@ def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
     """
     if stage(ds_config) < 3:
         return
-    new = [parameter for parameter in module.parameters() if not is_partitioned(parameter)]
-    small, elements = [], 0
-    for parameter in new:
-        fits = parameter.numel() <= min(WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL - elements)
-        if fits and not parameter.requires_grad:
-            small.append(parameter)
-            elements += parameter.numel()
+    small = to_be_whole(parameter for parameter in module.parameters() if not is_partitioned(parameter))
     if small and dist.get_world_size() > 1:
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         config = copy.deepcopy(ds_config)
@@ -507,6 +502,18 @@ def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
             config["zero_optimization"].pop(key, None)
         deepspeed.zero.Init(module=nn.ParameterList(small), config_dict_or_path=config, data_parallel_group=alone)
     deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(ds_config), **_hpz_group(ds_config))
+
+
+def to_be_whole(new: Iterable[Parameter]) -> list[Parameter]:
+    """Which of new parameters :func:`partition_new_parameters` makes whole on every rank: frozen ones of at most
+    ``WHOLE_ELEMENTS``, in the order given, as long as they are at most ``WHOLE_ELEMENTS_IN_ALL`` together."""
+    small, elements = [], 0
+    for parameter in new:
+        fits = parameter.numel() <= min(WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL - elements)
+        if fits and not parameter.requires_grad:
+            small.append(parameter)
+            elements += parameter.numel()
+    return small
 
 
 def is_whole(parameter: Tensor) -> bool:

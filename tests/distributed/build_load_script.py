@@ -26,6 +26,7 @@ from model.ranks import RankError, gather_objects, is_main, rank, shut_down, wor
 from model.shards import INDEX, read_headers
 from model.zero import (
     WHOLE_ELEMENTS,
+    WHOLE_ELEMENTS_IN_ALL,
     full_numel,
     gathered,
     init_process_group,
@@ -234,6 +235,15 @@ def check_scales_under_hpz(path: Path) -> None:
             parameter.partition()
 
 
+def check_scales_over_the_limit() -> None:
+    """Frozen parameters are whole while they are few elements in all; those that do not fit any more are shared out."""
+    few = WHOLE_ELEMENTS_IN_ALL // WHOLE_ELEMENTS
+    sizes = [WHOLE_ELEMENTS] * (few + 2) + [10]
+    module = nn.ParameterList(nn.Parameter(torch.zeros(size), requires_grad=False) for size in sizes)
+    partition_new_parameters(module, ds_config(3))
+    assert [is_whole(parameter) for parameter in module] == [True] * few + [False, False, True]
+
+
 class PeakTensorBytes(TorchDispatchMode):
     """The most bytes of CPU tensors made inside the block that were alive at one time."""
 
@@ -364,6 +374,7 @@ def run(directory: Path, seed: int, stages: list[int]) -> None:
         check_scales_under_hpz(directory / "qwen3")
         check_bytes_read(directory / "moe-large")
         check_peak_bytes(directory / "moe-large")
+        check_scales_over_the_limit()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ RANKS = 2
 SCRIPT = Path(__file__).parent / "memory_script.py"
 SIZES = {"hidden_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40}
 SIZES |= {"vocab_size": 1201, "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": None}
+EVERYTHING = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 50_000_000}
 
 
 def checkpoint(directory: Path, kind: str) -> Path:
@@ -36,9 +37,12 @@ def checkpoint(directory: Path, kind: str) -> Path:
     return directory
 
 
-def recipe(directory: Path, kind: str, stage: int, **zero: Any) -> Path:
-    """A recipe of full rows and small buckets, so that no bucket hides what is compared."""
-    name = f"{kind}{stage}{''.join(f'_{key}' for key in zero)}"
+def recipe(directory: Path, kind: str, stage: int, sections: dict[str, dict] | None = None, **zero: Any) -> Path:
+    """A recipe of full rows and small buckets, so that no bucket hides what is compared; ``sections`` in place of its
+    own values."""
+    sections = sections or {}
+    keys = [*zero, *(key for section in sections.values() for key in section)]
+    name = f"{kind}{stage}{''.join(f'_{key}' for key in keys)}"
     text = directory / "text.txt"
     if not text.exists():
         text.write_text(TEXT * 400)
@@ -61,6 +65,7 @@ def recipe(directory: Path, kind: str, stage: int, **zero: Any) -> Path:
         "deepspeed": str(ds_config),
         "output_dir": str(directory / name),
     }
+    contents |= {section: {**contents.get(section, {}), **values} for section, values in sections.items()}
     path.write_text(yaml.safe_dump(contents))
     return path
 
@@ -70,8 +75,8 @@ def measured(path: Path) -> dict:
     return json.loads(Path(load_recipe(path).output_dir, "measured.json").read_text())
 
 
-def compare(path: Path) -> None:
-    """The prediction against the step that was measured."""
+def compare(path: Path, rel: float = 0.08) -> None:
+    """The prediction against the step that was measured; ``rel``: of the peak."""
     recipe, found = load_recipe(path), measured(path)
     predicted = Planner(recipe, fused_optimizer=False).predict(recipe.deepspeed, RANKS)
     # Partitions, flat buffers and their padding are arithmetic: what the issue allows is 5%.
@@ -83,7 +88,7 @@ def compare(path: Path) -> None:
     # 15% is asked for. Measured: 1% to 3% more than there was, as operators free their inputs a little earlier.
     peak = predicted.together
     print(f"{path.stem}: peak predicted {peak:,}, measured {found['peak']:,}, {peak / found['peak'] - 1:+.1%}")
-    assert peak == pytest.approx(found["peak"], rel=0.08), (path.stem, predicted.moments)
+    assert peak == pytest.approx(found["peak"], rel=rel), (path.stem, predicted.moments)
     calls, sizes = sent(found["collectives"])
     assert predicted.cost.traffic.calls == calls, path.stem
     assert predicted.cost.traffic.bytes == sizes, path.stem
@@ -121,7 +126,23 @@ def test_prediction_on_every_stage(tmp_path: Path) -> None:
     paths.append(recipe(tmp_path, "dense", 3, stage3_param_persistence_threshold=100_000))
     paths.append(recipe(tmp_path, "moe", 3, stage3_prefetch_bucket_size=0))
     paths.append(recipe(tmp_path, "dense", 3, offload_optimizer={"device": "cpu"}))
-    paths.append(recipe(tmp_path, "moe", 3, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=50_000_000))
+    paths.append(recipe(tmp_path, "moe", 3, **EVERYTHING))
+    codes = {"quant": {"gather_codes": True}}
+    paths += [recipe(tmp_path, kind, 3, codes) for kind in ("dense", "moe")]
+    paths.append(recipe(tmp_path, "dense", 3, codes, stage3_param_persistence_threshold=50_000))
     run_ranks(SCRIPT, *map(str, paths), timeout=900)
     for path in paths:
         compare(path)
+
+
+@pytest.mark.full
+def test_what_codes_take_on_their_way(tmp_path: Path) -> None:
+    """Rows are short and weights do not train, so that at the peak most is what is gathered: the bytes in flight, and
+    the weights decoded from them. Measured: under 0.1%; bytes that stay until the last weight is read make 4%."""
+    checkpoint(tmp_path / "dense", "dense")
+    quant = {"gather_codes": True, "scheme": "fp8_dynamic", "initial_input_scale": None}  # a scale per row
+    learnable = {"weight": False, "weight_scale": False, "norm": True}
+    data = {"max_length": 16, "micro_batch_size": 1}
+    path = recipe(tmp_path, "dense", 3, {"quant": quant, "learnable": learnable, "data": data}, **EVERYTHING)
+    run_ranks(SCRIPT, str(path))
+    compare(path, rel=0.02)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import Qwen3Config
 
 from engine import meta_step
+from engine.ds_config import DsConfigError
 from engine.memory import RESERVE, Planner
 from engine.meta_model import meta_student, student_events
 from engine.recipe import Recipe
@@ -17,6 +19,8 @@ from engine.zero_gather import ShardedParameter
 from engine.zero_states import Inventory, Settings, held_by
 from engine.zero_step import Additions, own_bytes
 from launch.memory import main
+from model.zero import WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL, to_be_whole
+from quant import SCALE_PARAMETERS
 from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +132,52 @@ def test_checkpointing_keeps_less_and_masks_take_their_bytes(tmp_path):
     # A mask that is added, in bf16, is kept by each of 6 layers.
     padded = peak(data={"max_length": 256, "kind": "chat"})
     assert padded - plain >= 2 * 256 * 256 * 6 * 2
+
+
+# ---- scales
+
+
+def test_scales_over_the_limit_are_shared_out_as_in_a_run(tmp_path):
+    """36 layers with a scale for 32 weights, on every rank as many as model.zero makes whole."""
+    sides = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = Qwen3Config(num_hidden_layers=36, intermediate_size=3072, vocab_size=300, **sides)
+    config.save_pretrained(tmp_path / "large")
+    quant = {"scheme": "w4a16_g32"}
+    planner = Planner(recipe(tmp_path, tmp_path / "large" / "config.json", quant=quant))
+    model = planner.student.model
+    scales = [
+        parameter
+        for module in planner.student.quantization.modules.values()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in SCALE_PARAMETERS
+    ]
+    ids = {id(parameter) for parameter in to_be_whole(p for p in model.parameters() if id(p) in set(map(id, scales)))}
+    whole = [p for p in planner.inventory.parameters if p.whole]
+    assert {p.name for p in whole} == {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+    assert 0 <= WHOLE_ELEMENTS_IN_ALL - sum(p.numel for p in whole) < WHOLE_ELEMENTS
+    shared = [p for p in planner.inventory.parameters if p.scale and not p.trains and not p.whole]
+    assert shared and max(p.numel for p in shared) <= WHOLE_ELEMENTS
+    assert {p.share(8) * 8 for p in shared} == {4 * p.numel for p in shared}
+
+
+def test_codes_travel_as_bytes(tmp_path):
+    """Weights of quantised layers take half, each in forward and in backward, and nothing else does."""
+    zero3 = tmp_path / "zero3.json"
+    keys = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")
+    options = {f"stage3_{key}": 0 for key in keys}
+    zero3.write_text(json.dumps({"zero_optimization": {"stage": 3, **options}}))
+
+    def planner(codes: bool, **quant) -> Planner:
+        return Planner(recipe(tmp_path, quant={"gather_codes": codes, **quant}))
+
+    as_they_are, as_codes = (planner(codes).predict(str(zero3), 2).cost.traffic for codes in (False, True))
+    weights = sum(layer.weight.numel() for layer in planner(True).student.quantization.layers.values())
+    assert as_codes.calls == as_they_are.calls
+    assert as_codes.bytes == {**as_they_are.bytes, "all_gather": as_they_are.bytes["all_gather"] - 2 * weights}
+    with pytest.raises(DsConfigError, match=r"zero3: quant\.gather_codes: true, expected false: no layer"):
+        planner(True).predict("zero3", 2)  # all persist
+    off = planner(True, fake_quant_start=-1).predict(str(zero3), 2)
+    assert off.cost.traffic.bytes["all_gather"] == as_they_are.bytes["all_gather"]
 
 
 # ---- the whole
