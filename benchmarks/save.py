@@ -4,8 +4,8 @@
 
 Makes a Qwen3 checkpoint of 569 MB (random weights), shards it over two ranks under ZeRO-3, and exports it as bf16 and
 as fp8. Growth is the high-water mark of the resident set during the export over the resident set before it. The
-arithmetic says: on rank 0 the largest module and one Linear as packed, on the other nothing; chunks of weights that are being
-quantised come on top, some 20 MB at a time. Writes ``benchmarks/results/save.md``.
+arithmetic says: on rank 0 the largest module and one Linear as packed, on the other nothing; some 20 MB for the weights
+that are being quantised come on top. Writes ``benchmarks/results/save.md``.
 """
 
 import argparse
