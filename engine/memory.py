@@ -15,7 +15,7 @@ from engine.meta_step import Event
 from engine.recipe import Recipe
 from engine.zero_gather import Gatherer
 from engine.zero_states import Held, Inventory, Settings, held_by, take_inventory
-from engine.zero_step import STEP_COPIES, Moment, StepCost, Traffic, cost_of_step, module_parameters, own_bytes
+from engine.zero_step import STEP_COPIES, TEACHER, Moment, StepCost, Traffic, cost_of_step, module_parameters, own_bytes
 from model.coded import NONE_CODED, can_be_coded
 
 RESERVE = 4 * 10**9
@@ -115,7 +115,13 @@ class Planner:
         rows = recipe.data.micro_batch_size
         held.host["activations"] = self.events(rows)[1].on_host
         cost = cost_of_step(
-            settings, held, self.inventory, modules, self._all(rows, before), fused_optimizer=self.fused_optimizer
+            settings,
+            held,
+            self.inventory,
+            modules,
+            self._all(rows, before),
+            fused_optimizer=self.fused_optimizer,
+            own_teacher=self.events(rows)[0] if self.teacher is None else (),
         )
         cost.traffic.add(before.traffic, settings.accumulation)
         found = Prediction(strategy, settings, held, cost.moments(self._all(rows, before)), cost)
@@ -164,7 +170,7 @@ class Planner:
             else event
             for event in step.events
         ]
-        return [Event("teacher", "", 0, most), *events]
+        return [Event(TEACHER, "", 0, most), *events]
 
     def _largest(self, found: Prediction, teacher: "_OfTeacher", limit: int) -> int:
         """Rows that fit: each event's bytes grow evenly with the rows, once they fill the losses' chunks."""

@@ -22,7 +22,7 @@ from data.teacher_cache import TeacherCache
 from engine import losses
 from engine.kd import TopK
 from model.head import LMHead
-from model.zero import gathered
+from model.zero import forward_only, gathered
 from quant import Quantization
 
 AtHead = Callable[[Tensor, Tensor | None], AbstractContextManager[losses.Teacher]]
@@ -96,7 +96,7 @@ class SelfTeacher(Teacher):
         for module in modules.values():
             module.input_observer = None
         try:
-            with self.head.computing(lambda hidden, weight, bias: hidden):
+            with self.head.computing(lambda hidden, weight, bias: hidden), forward_only(self.engine):
                 hidden = self.engine(**inputs).logits
         finally:
             for name, module in modules.items():

@@ -19,6 +19,7 @@ from engine.zero_states import FP32, Held, Inventory, Settings, flat_elements
 from model.zero import leaves_of_stage_3
 
 FP64 = 8
+TEACHER = "teacher"  # the kind of the event that is the teacher's forward
 STEP_COPIES = "copies in the step"  # in host memory, of an offloaded optimizer
 # DeepSpeed's engine reduces gradients outside of an optimizer of its own in buffers of so many elements.
 FALLBACK_BUCKET = 500_000_000
@@ -138,6 +139,7 @@ def cost_of_step(
     events: Sequence[Event],
     *,
     fused_optimizer: bool,
+    own_teacher: Sequence[Event] = (),
 ) -> StepCost:
     """Replay a step.
 
@@ -148,8 +150,10 @@ def cost_of_step(
         modules: of the student, as stage 3 sees them.
         events: of one of its micro-batches.
         fused_optimizer: whether the optimizer makes no copies of what it updates (torch's fused AdamW, on CUDA).
+        own_teacher: of a forward of the student itself that comes before each of them, at their event ``TEACHER``.
     """
-    replay = (_Stage0, _Stage1, _Stage2, _Stage3)[settings.stage](settings, held, inventory, modules, events)
+    stage = (_Stage0, _Stage1, _Stage2, _Stage3)[settings.stage]
+    replay = stage(settings, held, inventory, modules, events, own_teacher)
     additions = replay.run()
     step = replay.optimizer(fused_optimizer)
     return StepCost(additions, step, int(additions.gathered.max()), replay.traffic)
@@ -165,9 +169,10 @@ class _Replay:
         inventory: Inventory,
         modules: Mapping[str, ModuleParameters],
         events: Sequence[Event],
+        own_teacher: Sequence[Event],
     ) -> None:
         self.settings, self.held, self.inventory = settings, held, inventory
-        self.modules, self.events = modules, events
+        self.modules, self.events, self.own_teacher = modules, events, own_teacher
         self.by_name = {parameter.name: parameter for parameter in inventory.trained}
         self.made = 0  # bytes of gradients that Parameters have now
         self.moment = 0  # bytes that live during the event only
@@ -425,7 +430,11 @@ class _Stage3(_Replay):
         self.gatherer.begin(self.events)
 
     def event(self, event: Event) -> None:
-        if event.kind == "gradient":
+        if event.kind == TEACHER and self.own_teacher:
+            for one in self.own_teacher:
+                self.gatherer.event(one)
+            self.gatherer.begin(self.events)
+        elif event.kind == "gradient":
             parameter = self.by_name[event.name]
             if parameter.name in self.in_leaf:
                 self.ready.setdefault(self.in_leaf[parameter.name], set()).add(parameter)

@@ -433,7 +433,7 @@ def forward_only(module: nn.Module) -> Iterator[None]:
         yield
         return
     coordinator = offload.get_param_coordinator()
-    knows_steps = coordinator.is_complete_trace()
+    knows_steps = not coordinator.is_invalid_trace()  # one that it has just seen is known when the next forward begins
     yield
     if knows_steps and coordinator.is_complete_trace():
         coordinator.reset_step()
