@@ -1,4 +1,4 @@
-"""Checks of model/build.py, load.py and zero.py on real ranks; run by test_build_load.py through the launcher.
+"""Checks of model/build.py, load.py and zero on real ranks; run by test_build_load.py through the launcher.
 
 Arguments: the directory that the test made (checkpoints, and manifest.json of the damaged ones), a seed, ZeRO stages.
 transformers' own ``from_pretrained`` is the reference throughout.

@@ -1,0 +1,142 @@
+"""Parameters that travel to forward and backward in another form than they have."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import deepspeed
+import deepspeed.comm
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from model.zero.parameters import is_partitioned, is_whole, local_data
+
+
+@dataclass(frozen=True)
+class ByteForm:
+    """How a partitioned parameter travels to the ranks whose forward or backward is about to use it.
+
+    Attributes:
+        encode: elements of :func:`local_range`, flat, to their bytes (uint8).
+        decode: the bytes of the whole parameter, flat, to what the forward is to find in its place: as many elements
+            of the parameter's dtype.
+        width: bytes per element.
+    """
+
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    width: int = 1
+
+
+def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | None]) -> None:
+    """Have stage 3 gather some parameters for forward and backward in a :class:`ByteForm`.
+
+    Before a module runs, and ahead of time, DeepSpeed gathers lists of parameters by ``all_gather_coalesced``, a
+    function that every partitioned Parameter carries; it calls that of the first one of a list, which comes out of a
+    set (0.19.8: ``PartitionedParameterCoordinator.__all_gather_params_``, its only caller). There is no hook for
+    another form, so this replaces that function on every Parameter of the model. All else sees the parameters
+    themselves: :func:`gathered`, and what DeepSpeed saves, gathers by ``all_gather``.
+
+    Args:
+        model: after ``deepspeed.initialize``; stage 3.
+        form_of: asked at every gather, in the same order on all ranks; None: as they are, like parameters that
+            DeepSpeed keeps gathered (``stage3_param_persistence_threshold``) in any case.
+
+    Raises:
+        ValueError: hpZ is on, which copies what is gathered.
+    """
+    parameters = [parameter for parameter in model.parameters() if is_partitioned(parameter)]
+    for parameter in parameters:
+        if parameter.ds_zero_param_process_group is not None:  # type: ignore[attr-defined]
+            raise ValueError("zero_hpz_partition_size: hpZ would keep what the bytes stand for as the parameter itself")
+    for parameter in parameters:
+        own = parameter.all_gather_coalesced  # type: ignore[attr-defined]
+        parameter.all_gather_coalesced = partial(_gather, own, form_of)  # type: ignore[attr-defined]
+
+
+def _gather(
+    as_they_are: Callable[..., Any],
+    form_of: Callable[[Parameter], ByteForm | None],
+    parameters: Iterable[Parameter],
+    safe_mode: bool = False,
+    quantize: bool = False,
+) -> Any:
+    """In place of ``all_gather_coalesced``: starts gathering, and returns a handle to wait for."""
+    if quantize:
+        raise ValueError("zero_quantized_weights: expected false, DeepSpeed would quantise scales too")
+    # The list has another order on every rank.
+    ordered: list[Any] = sorted(parameters, key=lambda parameter: parameter.ds_id)
+    forms = {parameter: None if parameter.ds_persist else form_of(parameter) for parameter in ordered}
+    if all(form is None for form in forms.values()):
+        return as_they_are(ordered, safe_mode=safe_mode)
+    # What else the list has travels along, so that there are not more collectives; widest first, for their alignment.
+    sent = sorted(
+        (parameter for parameter in ordered if not is_whole(parameter)),
+        key=lambda parameter: -parameter.element_size() if forms[parameter] is None else 0,
+    )
+    handles = [_BytesInFlight([(parameter, forms[parameter]) for parameter in sent])]
+    if len(sent) < len(ordered):
+        handles.append(as_they_are([parameter for parameter in ordered if is_whole(parameter)], safe_mode=safe_mode))
+    return MultipleAllGatherHandles(handles)
+
+
+def _unchanged(parameter: Tensor) -> ByteForm:
+    return ByteForm(
+        encode=lambda flat: flat.view(torch.uint8),
+        decode=lambda whole: whole.view(parameter.dtype),
+        width=parameter.element_size(),
+    )
+
+
+class _BytesInFlight:
+    """Handle of one all-gather of bytes, as DeepSpeed's coordinator wants it: it may be waited for more than once.
+
+    Parameters without a form travel as they are.
+    """
+
+    def __init__(self, sent: Sequence[tuple[Any, ByteForm | None]]) -> None:
+        self.decoded = [parameter for parameter, form in sent if form is not None]
+        self.sent = [(parameter, form or _unchanged(parameter)) for parameter, form in sent]
+        group = sent[0][0].ds_process_group
+        self.sizes = [parameter.ds_tensor.ds_numel * form.width for parameter, form in self.sent]
+        device = get_accelerator().current_device_name()
+        shape = (dist.get_world_size(group), sum(self.sizes))
+        self.bytes: Tensor | None = torch.empty(shape, dtype=torch.uint8, device=device)
+        own = self.bytes[dist.get_rank(group)]
+        for (parameter, form), place in zip(self.sent, own.split(self.sizes), strict=True):
+            parameter.ds_status = ZeroParamStatus.INFLIGHT
+            encoded = form.encode(local_data(parameter).to(device))
+            place[: encoded.numel()] = encoded
+        self.work = deepspeed.comm.all_gather_into_tensor(self.bytes.view(-1), own, group=group, async_op=True)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        if self.bytes is None:
+            return
+        self.work.wait()
+        self.work = None  # it holds the bytes, and the handle is there until the last parameter is read
+        for (parameter, form), parts in zip(self.sent, self.bytes.split(self.sizes, dim=1), strict=True):
+            whole = parts.reshape(-1)[: parameter.ds_numel * form.width]
+            parameter.data = form.decode(whole).view(parameter.ds_shape)
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        for parameter in self.decoded:
+            parameter.holds_decoded = True
+        if not get_accelerator().is_synchronized_device():
+            self.bytes.record_stream(get_accelerator().current_stream())
+        self.bytes = None
+
+
+def release_decoded(parameters: Iterable[Tensor]) -> None:
+    """Partition those parameters that a forward left gathered from bytes; the next gather makes them anew.
+
+    DeepSpeed keeps what it expects to need again soon, from an evaluation's forward as well. Not inside a forward.
+    """
+    for parameter in parameters:
+        if getattr(parameter, "holds_decoded", False):
+            if parameter.ds_status is ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
+                parameter.partition()  # type: ignore[attr-defined]
+            parameter.holds_decoded = False  # type: ignore[attr-defined]

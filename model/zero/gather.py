@@ -1,0 +1,178 @@
+"""Whole parameters for a while, on every rank or on rank 0."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor, nn
+
+from model.zero.as_bytes import release_decoded
+from model.zero.build import WHOLE_ELEMENTS
+from model.zero.parameters import (
+    full_numel,
+    full_shape,
+    is_partitioned,
+    is_whole,
+    local_data,
+    local_range,
+    partition_of,
+)
+
+COALESCED_BYTES = 2**20  # of a parameter up to which it shares a collective with others
+
+
+@contextmanager
+def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> Iterator[None]:
+    """Whole parameters inside the block, on every rank; plain parameters are whole anyway.
+
+    Args:
+        parameters: any mixture of partitioned and plain ones. To be read, small ones of a dtype come in one collective,
+            and are there twice while it runs; each other in one of its own. Blocks must not nest on the same parameter.
+        modifier_rank: the rank whose changes reach all ranks, partitioned or plain. None: changes are refused or lost.
+    """
+    parameters = list(parameters)
+    partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
+    release_decoded(partitioned)
+    if modifier_rank is None:
+        _gather_together(partitioned)
+    # Apart: DeepSpeed partitions a list by the settings of its first one, and whole ones know nothing of hpZ.
+    shared = [parameter for parameter in partitioned if not is_whole(parameter)]
+    whole = [parameter for parameter in partitioned if is_whole(parameter)]
+    with (
+        deepspeed.zero.GatheredParameters(shared, modifier_rank=modifier_rank, enabled=bool(shared)),
+        deepspeed.zero.GatheredParameters(whole, modifier_rank=modifier_rank, enabled=bool(whole)),
+    ):
+        yield
+        if modifier_rank is not None and dist.is_initialized():
+            _broadcast([p for p in parameters if not is_partitioned(p) or is_whole(p)], modifier_rank)
+
+
+@contextmanager
+def gathered_on_main(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Whole parameters inside the block on rank 0, to be read there; on the other ranks they stay as they are.
+
+    Each rank sends its partitions to rank 0, which receives them in their places: with gloo in a sixth of the time of
+    an all-gather, and without memory on the other ranks. DeepSpeed takes no part, and finds everything as it left it.
+    A collective.
+    """
+    stubs = [parameter for parameter in dict.fromkeys(parameters) if is_partitioned(parameter)]
+    shared = [parameter for parameter in stubs if not is_whole(parameter) and dist.get_world_size() > 1]
+    shares = [_for_collectives(partition_of(parameter).detach()) for parameter in shared]
+    if shared and dist.get_rank() > 0:
+        _exchange([dist.P2POp(dist.isend, share, 0) for share in shares])
+        yield
+        return
+    whole = {}
+    received = []
+    for parameter, share in zip(shared, shares, strict=True):
+        flat = share.new_empty(dist.get_world_size() * share.numel())
+        mine, *others = flat.split(share.numel())
+        mine.copy_(share)
+        received += [dist.P2POp(dist.irecv, place, rank) for rank, place in enumerate(others, 1)]
+        whole[parameter] = flat[: full_numel(parameter)]
+    _exchange(received)
+    kept = [parameter.data for parameter in stubs]
+    try:
+        for parameter in stubs:
+            values = whole[parameter] if parameter in whole else local_data(parameter)
+            parameter.data = values.view(full_shape(parameter))
+        yield
+    finally:
+        for parameter, data in zip(stubs, kept, strict=True):
+            parameter.data = data
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+def _for_collectives(tensor: Tensor) -> Tensor:
+    """On the device whose tensors NCCL takes: partitions may be offloaded."""
+    return tensor.to(get_accelerator().current_device_name())
+
+
+def _broadcast(parameters: Sequence[Tensor], source: int) -> None:
+    """Make plain parameters what they are on rank ``source``; the small ones of a dtype in one collective."""
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.numel() <= WHOLE_ELEMENTS:
+            small.setdefault(parameter.dtype, []).append(parameter.detach())
+        else:
+            dist.broadcast(parameter.detach(), source)
+    for together in small.values():
+        flat = torch.cat([parameter.flatten() for parameter in together])
+        dist.broadcast(flat, source)
+        for parameter, value in zip(together, flat.split([p.numel() for p in together]), strict=True):
+            parameter.copy_(value.view_as(parameter))
+
+
+def _gather_together(parameters: Sequence[Tensor]) -> None:
+    """Gather the small ones of partitioned parameters in one collective of each dtype, and on one rank all of them.
+
+    GatheredParameters, which finds them there then, makes a collective for each, at 0.2 ms or more, and on one rank a
+    copy. Not under hpZ, where this would gather the second copies.
+    """
+    apart = [p for p in parameters if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
+    small = [
+        p
+        for p in dict.fromkeys(apart)
+        if p.ds_process_group.size() == 1 or full_numel(p) * p.element_size() <= COALESCED_BYTES  # type: ignore[attr-defined]
+    ]
+    if small and not any(p.ds_secondary_tensor is not None for p in small):  # type: ignore[attr-defined]
+        gather = small[0].all_gather_coalesced  # type: ignore[attr-defined]
+        if isinstance(gather, partial):  # of gather_as_bytes: here the parameters themselves are wanted
+            gather = gather.args[0]
+        gather(small).wait()
+
+
+@torch.no_grad()
+def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of small parameters, whole, fp32 and 1-D, on every rank; at most one collective for all of them.
+
+    It leaves them gathered or partitioned, as they are, so it may run in the middle of a forward.
+    """
+    sizes = [full_numel(parameter) for parameter in parameters]
+    flat = torch.zeros(sum(sizes), device=get_accelerator().current_device_name())
+    shared = [is_partitioned(parameter) and not is_whole(parameter) for parameter in parameters]
+    places = flat.split(sizes)
+    for parameter, place, partly in zip(parameters, places, shared, strict=True):
+        if partly:
+            place[slice(*local_range(parameter))] = local_data(parameter)
+    if any(shared):
+        dist.all_reduce(flat)  # every element is one rank's, and 0 on the others
+    for parameter, place, partly in zip(parameters, places, shared, strict=True):
+        if not partly:
+            place.copy_(local_data(parameter))
+    return list(places)
+
+
+@contextmanager
+def forward_only(module: nn.Module) -> Iterator[None]:
+    """Around a forward without a backward of an engine that trains, so that it costs later steps nothing.
+
+    DeepSpeed learns from a whole step in which order parameters are used, gathers ahead accordingly, in few large
+    collectives, and keeps what backward needs first. From forwards alone it learns that nothing is needed again. It
+    notices the first backward, and learns anew, but what it concluded per module and position it keeps for ever
+    (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later step then gathers module by module, and
+    twice. So what it learns here is forgotten, unless it knew whole steps before, which this is the beginning of.
+
+    What it began to gather for a backward that does not come is waited for: GatheredParameters takes no parameter that
+    is on its way.
+    """
+    offload = getattr(getattr(module, "optimizer", None), "parameter_offload", None)
+    if offload is None:
+        yield
+        return
+    coordinator = offload.get_param_coordinator()
+    knows_steps = not coordinator.is_invalid_trace()  # one that it has just seen is known when the next forward begins
+    yield
+    if knows_steps and coordinator.is_complete_trace():
+        coordinator.reset_step()
+    elif not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()

@@ -1,0 +1,232 @@
+"""What DeepSpeed's optimizers hold of a parameter: gradients, fp32 masters, moments."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import (
+    safe_get_full_grad,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from model.zero.gather import gathered
+from model.zero.parameters import (
+    is_partitioned,
+    local_data,
+    local_gradient,
+    local_range,
+    partition_of,
+    zeros_of_partition,
+)
+
+
+def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
+    """Make Adam's moments of single parameters 0. With a gradient of 0 they then do not move.
+
+    The step count is of a whole parameter group: see :func:`reset_optimizer_state`. No collective.
+
+    Args:
+        optimizer: ``engine.optimizer``: DeepSpeed's around torch's, or torch's own.
+        parameters: of its groups.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not any(inner.state.values()):
+        return  # before the first step there are no moments, and DeepSpeed's setter raises
+    masters = _unfused_masters(optimizer)
+    for parameter in parameters:
+        for key in ("exp_avg", "exp_avg_sq"):
+            if is_partitioned(parameter):
+                # The setter for a whole parameter cuts the last ranks' share out of it, where one element has none.
+                safe_set_local_optimizer_state(parameter, zeros_of_partition(parameter), key)
+            elif not hasattr(parameter, "_hp_mapping"):
+                # Stage 0: torch's optimizer, over the parameters themselves or (bf16) over an fp32 copy of each.
+                inner.state[masters.get(id(parameter), parameter)][key].zero_()
+            elif (mapping := parameter._hp_mapping) is not None:  # None: no part of it is this rank's
+                # DeepSpeed 0.19 links parameters to moments after its first group's first step, when the other groups
+                # have none, and never again: safe_set_full_optimizer_state raises for all but the first group.
+                (flat,) = inner.param_groups[mapping.param_group_index]["params"]
+                place = mapping.get_hp_fragment_address()
+                inner.state[flat][key].narrow(0, place.start, place.numel).zero_()
+
+
+def zero_parameters(optimizer: Any, parameters: Sequence[Parameter]) -> None:
+    """Make trained parameters 0, the optimizer's fp32 copies of them and their moments too; a collective."""
+    with gathered(parameters, modifier_rank=0), torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+    masters = _unfused_masters(optimizer)
+    for parameter in parameters:
+        if id(parameter) in masters:
+            masters[id(parameter)].detach().zero_()
+        elif is_partitioned(parameter):
+            safe_set_local_fp32_param(parameter, zeros_of_partition(parameter))
+        elif hasattr(parameter, "_hp_mapping"):
+            safe_set_full_fp32_param(parameter, torch.zeros_like(parameter, dtype=torch.float32))
+    reset_moments(optimizer, parameters)
+
+
+def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
+    """The fp32 copy of each parameter, by the parameter's id, on stage 0 under bf16; else empty."""
+    if not hasattr(optimizer, "fp32_groups"):
+        return {}
+    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {id(own): master for group in pairs for own, master in zip(*group, strict=True)}
+
+
+def gradient_norm(parameters: Iterable[Parameter]) -> float:
+    """L2 norm over all ranks of the gradients, between the last backward of an optimizer step and the step.
+
+    A collective; on stages 0-2 one for each parameter, so not for every step. Parameters without a gradient count as 0.
+    """
+    square = torch.zeros((), dtype=torch.float64)
+    partitioned = False
+    for parameter in parameters:
+        if is_partitioned(parameter):
+            partitioned = True
+            gradient = local_gradient(parameter)
+        else:
+            gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            square += gradient.double().square().sum().cpu()
+    if partitioned and dist.is_initialized():
+        square = square.to(get_accelerator().current_device_name())
+        dist.all_reduce(square)
+    return math.sqrt(square.item())
+
+
+def backward(engine: Any, loss: Tensor) -> None:
+    """``engine.backward``, the loss times the loss scale of fp16 on every stage.
+
+    DeepSpeed 0.19 leaves the factor out on stage 0 (``engine.backward`` asks its ZeRO optimizers alone for it), and
+    divides the gradients by it all the same: they would be smaller by it, and clipped by nothing.
+    """
+    engine.backward(loss * engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else loss)
+
+
+def global_gradient_norm(engine: Any) -> float | None:
+    """L2 norm of all gradients in the last optimizer step, before clipping and without the loss scale of fp16; None on
+    stage 0 in fp32, where DeepSpeed keeps none. No collective."""
+    norm = engine.get_global_grad_norm()
+    if norm is None:
+        return None
+    return float(norm) / (engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else 1.0)
+
+
+def _wraps_fp16_unsharded(engine: Any) -> bool:
+    return engine.fp16_enabled() and engine.zero_optimization_stage() == 0
+
+
+def reset_optimizer_state(optimizer: Any, group: str) -> None:
+    """Make the optimizer's state of a parameter group that of a new one: moments and step counts are 0.
+
+    Args:
+        optimizer: ``engine.optimizer``: DeepSpeed's around torch's, or torch's own.
+        group: the ``name`` of the parameter group; nothing is done if there is none.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for index, settings in enumerate(inner.param_groups):
+        if settings["name"] != group:
+            continue
+        if hasattr(optimizer, "sub_group_to_group_id"):
+            # Stage 3 takes a group in pieces, and shows torch's optimizer each of them only while it steps.
+            pieces = enumerate(optimizer.fp32_partitioned_groups_flat)
+            parameters = [piece for number, piece in pieces if optimizer.sub_group_to_group_id[number] == index]
+        else:
+            parameters = settings["params"]
+        for parameter in parameters:
+            for value in inner.state.get(parameter, {}).values():
+                value.zero_()
+
+
+@dataclass(frozen=True)
+class OptimizerPiece:
+    """What of a trained parameter this rank's optimizer holds, on stages 1-3.
+
+    Elements ``start`` to ``stop`` of the row-major flattened parameter lie from ``offset`` on in the flat fp32 tensor
+    number ``group`` (:func:`flat_masters`), and so do their moments.
+    """
+
+    name: str
+    group: int
+    offset: int
+    start: int
+    stop: int
+
+
+def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
+    """This rank's pieces, by the first name that a parameter has in the model; padding belongs to none."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    pieces = []
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which takes a parameter group in pieces
+        for group, parameters in enumerate(optimizer.fp16_groups):
+            offset = 0
+            for parameter in parameters:
+                pieces.append(OptimizerPiece(names[id(parameter)], group, offset, *local_range(parameter)))
+                offset += partition_of(parameter).ds_numel  # type: ignore[attr-defined]
+    else:
+        for parameter in model.parameters():
+            mapping = getattr(parameter, "_hp_mapping", None)  # None too where this rank holds nothing of it
+            if mapping is not None:
+                part, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+                stop = part.start + part.numel
+                group = mapping.param_group_index
+                pieces.append(OptimizerPiece(names[id(parameter)], group, flat.start, part.start, stop))
+    return [piece for piece in pieces if piece.start < piece.stop]
+
+
+def flat_masters(optimizer: Any) -> list[Tensor]:
+    """The flat fp32 tensors that hold this rank's pieces, keys of ``optimizer.state``; stages 1-3."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        if optimizer.swap_optimizer:
+            raise ValueError("optimizer state on NVMe is not in memory: resume with as many ranks as there were")
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return [settings["params"][0] for settings in optimizer.param_groups]
+
+
+def master_weights(optimizer: Any) -> list[Tensor]:
+    """The fp32 copies that the optimizer updates; on stage 0 in fp32 there are none but the parameters."""
+    if hasattr(optimizer, "fp32_groups"):  # stage 0
+        return [master for group in optimizer.fp32_groups for master in group]
+    # Stage 2 shows its optimizer one group at a time while it steps.
+    names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+    return [master for name in names for master in getattr(optimizer, name, [])]
+
+
+def gradient_buffers(optimizer: Any) -> list[Tensor]:
+    """Where DeepSpeed 0.19 adds gradients up outside of the parameters, while there are any.
+
+    Stage 3 has one flat buffer, and where the optimizer is offloaded a gradient of each master beside it; bf16's
+    stage 1 one buffer for each group; stage 2 one for each group too, which becomes its master's gradient.
+    """
+    flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if flat is not None:
+        masters = master_weights(optimizer) if optimizer.offload_optimizer else []
+        return [flat, *(master.grad for master in masters if master.grad is not None)]
+    buffers = list(getattr(optimizer, "fp32_groups_gradients_flat", []))
+    groups = getattr(optimizer, "averaged_gradients", {}).values()
+    buffers += [group.flat_partition for group in groups if hasattr(group, "flat_partition")]
+    shared = getattr(optimizer, "single_partition_of_fp32_groups", [])
+    return buffers + [master.grad for master in shared if master.grad is not None]
+
+
+@torch.no_grad()
+def use_masters(model: nn.Module, optimizer: Any) -> None:
+    """Make the model's trained parameters those of the flat fp32 tensors; a collective on stages 1-3."""
+    if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        optimizer.update_lp_params()
+        return
+    parameters = dict(model.named_parameters())
+    masters = flat_masters(optimizer)
+    optimizer.checkpoint_event_prologue()  # small parameters that stay gathered have no partitions between steps
+    for piece in optimizer_pieces(model, optimizer):
+        master = masters[piece.group][piece.offset : piece.offset + piece.stop - piece.start]
+        local_data(parameters[piece.name]).copy_(master)
+    optimizer.checkpoint_event_epilogue()
