@@ -4,6 +4,7 @@
 #   make quickstart    train, quantise, export and verify a small model
 #   make test          all tests but the large counts
 #   make test-full     all tests
+#   make test-nvcc     the kernels for every architecture that is promised, where there is a compiler
 #   make test-eval     those of the extra "eval", which is installed into .venv-eval
 #   make lint          ruff: format and lint
 #   make typecheck     mypy

@@ -186,7 +186,7 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
     Args:
         recipe: names the file, and has the values that the file leaves open.
         world_size: ranks of the job.
-        local_size: ranks of a node; by default what the launcher says, or all of them where it says nothing.
+        local_size: ranks of a node; by default what the launcher says, which it must where hpZ is auto.
 
     Raises:
         DsConfigError: the file is missing or wrong, or contradicts the recipe; one line per problem.

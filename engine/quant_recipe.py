@@ -111,7 +111,7 @@ class QuantRecipe:
     """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
     compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
     """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
-    tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9)."""
+    tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0)."""
     gather_codes: bool = False
     """true: ZeRO-3 gathers the weights of quantised layers as codes, one byte each instead of two or four, where a
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for

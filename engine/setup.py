@@ -9,7 +9,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -302,14 +302,17 @@ def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
     return able and recipe.model.dtype == "bfloat16" and recipe.quant.has_fp8_gemm()
 
 
+# To round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
+COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+
+
 def _compile_layers(model: PreTrainedModel) -> None:
     """torch.compile each decoder layer by itself, in place: they share one graph, so compiling does not take longer
     with their number. Layers with experts stay as they are: which tokens an expert gets is known only at run time."""
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     dense = [layer for layer in layers if not any(isinstance(part, ExpertMLPs) for part in layer.modules())]
     for layer in dense:
-        # As eager mode rounds: fused chains of bf16 operations would stay in fp32.
-        layer.compile(options={"emulate_precision_casts": True})
+        layer.compile(options=COMPILE_OPTIONS)
     say(f"compiled: {len(dense)} of {len(layers)} decoder layers; the first steps take longer")
 
 

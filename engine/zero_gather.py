@@ -104,6 +104,7 @@ class Gatherer:
         count: called with the kind and the bytes of each collective.
         whole: bytes gathered now, buffers included.
         most: the most since :meth:`forget_most`.
+        quantises: whether fake quant is on, without which weights travel as they are.
     """
 
     modules: Mapping[str, ModuleParameters]
@@ -112,6 +113,7 @@ class Gatherer:
     count: Callable[[str, int], None]
     whole: int = 0
     most: int = 0
+    quantises: bool = True
     _held: dict[ShardedParameter, int] = field(default_factory=dict)
     _buffers: dict[ShardedParameter, _Buffer] = field(default_factory=dict)
     _active: dict[ShardedParameter, set[str]] = field(default_factory=dict)
@@ -124,6 +126,15 @@ class Gatherer:
     _released: dict[tuple[str, int], frozenset[ShardedParameter]] = field(default_factory=dict)
     _step: int = 0
     _available: int = 0
+    _decoded: set[ShardedParameter] = field(default_factory=set)
+
+    def switch(self, quantises: bool) -> None:
+        """Turn fake quant on or off: what was decoded from codes is let go."""
+        self.quantises = quantises
+        for parameter in list(self._decoded):
+            self._wait(parameter)
+            self._release(parameter)
+        self._decoded.clear()
 
     def begin(self, events: Iterable[Event]) -> None:
         """A forward begins, whose module calls (and those of its backward) will be those of ``events``."""
@@ -250,7 +261,7 @@ class Gatherer:
         there = [parameter for parameter in missing if parameter.whole or self.ranks == 1]
         self._held.update(dict.fromkeys(there, 0))  # the partition is the parameter
         missing = [parameter for parameter in missing if parameter not in self._held]
-        if any(parameter.as_codes(self.zero) for parameter in missing):  # hpZ does not go with them
+        if self.quantises and any(parameter.as_codes(self.zero) for parameter in missing):  # hpZ does not go with them
             self._gather_codes(missing)
             return
         for secondary in (True, False):
@@ -269,6 +280,7 @@ class Gatherer:
 
     def _gather_codes(self, parameters: Sequence[ShardedParameter]) -> None:
         codes = [p.padded(self.ranks) // p.size for p in parameters if p.as_codes(self.zero)]
+        self._decoded.update(p for p in parameters if p.as_codes(self.zero))
         size = sum(codes) + sum(p.padded(self.ranks) for p in parameters if not p.as_codes(self.zero))
         copies = max(codes) if len(parameters) > 1 else 0  # of one alone the buffer is its codes
         self._in_flight(parameters, _Buffer(size, len(parameters), True, copies))
@@ -309,5 +321,6 @@ class Gatherer:
         if parameter in self._held and parameter not in self._buffers and not self._active.get(parameter):
             self.whole -= self._held.pop(parameter)
             self._available -= parameter.numel
+            self._decoded.discard(parameter)
             if self.zero.zero_hpz_partition_size > 1 and parameter.trains:
                 self._secondary.add(parameter)

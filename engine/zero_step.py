@@ -431,8 +431,10 @@ class _Stage3(_Replay):
 
     def event(self, event: Event) -> None:
         if event.kind == TEACHER and self.own_teacher:
+            self.gatherer.switch(quantises=False)
             for one in self.own_teacher:
                 self.gatherer.event(one)
+            self.gatherer.switch(quantises=True)
             self.gatherer.begin(self.events)
         elif event.kind == "gradient":
             parameter = self.by_name[event.name]

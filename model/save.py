@@ -305,7 +305,7 @@ def _write_shards(shards: list[list[_Item]], directory: Path) -> tuple[list[str]
                         held.add(-size)
                     progress.update(sum(item.bytes for item in batch))
             failure = output.finish() if output is not None else None
-            # Whatever went wrong on rank 0, it went on gathering with the others up to here, where all of them stop.
+            # Whatever went wrong in packing or writing, rank 0 went on gathering up to here, where all of them stop.
             try:
                 raise_everywhere(None if failure is None else f"export failed in {file}: {_text(failure)}")
             except RuntimeError as everywhere:

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+ROWS = 16  # what each expert's rows are filled up to for the grouped GEMM of codes
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """``x @ weight.t() + bias``.
@@ -83,7 +85,7 @@ def takes_codes_of_stacks(weight: Tensor) -> bool:
     """Whether :func:`scaled_linear` takes stacks on the device of ``weight`` and gives its dtype.
 
     torch has the grouped GEMM of fp8 codes with scales per row, which can say what scales per tensor say, for compute
-    capability 9.0 and bf16 results only. A CPU takes the experts one by one.
+    capability 9.0 and bf16 results only. A CPU takes the experts one by one; the meta device stands for such a GPU.
     """
     if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) != (9, 0):
         return False
@@ -121,9 +123,6 @@ def _scaled_grouped_mm(
         use_fast_accum=False,
     )
     return output[places]
-
-
-ROWS = 16
 
 
 def _moved_apart(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,9 +56,9 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
 def gathered_on_main(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Whole parameters inside the block on rank 0, to be read there; on the other ranks they stay as they are.
 
-    Each rank sends its partitions to rank 0, which receives them in their places: with gloo in a sixth of the time of
-    an all-gather, and without memory on the other ranks. DeepSpeed takes no part, and finds everything as it left it.
-    A collective.
+    Each rank sends its partitions to rank 0, which receives them in their places: faster than an all-gather, and the
+    other ranks need no memory, but for a copy of what is offloaded. DeepSpeed takes no part, and finds everything as it
+    left it. A collective.
     """
     stubs = [parameter for parameter in dict.fromkeys(parameters) if is_partitioned(parameter)]
     shared = [parameter for parameter in stubs if not is_whole(parameter) and dist.get_world_size() > 1]
@@ -79,7 +79,7 @@ def gathered_on_main(parameters: Iterable[Tensor]) -> Iterator[None]:
     kept = [parameter.data for parameter in stubs]
     try:
         for parameter in stubs:
-            values = whole[parameter] if parameter in whole else local_data(parameter)
+            values = whole[parameter] if parameter in whole else _for_collectives(local_data(parameter))
             parameter.data = values.view(full_shape(parameter))
         yield
     finally:
@@ -163,7 +163,7 @@ def forward_only(module: nn.Module) -> Iterator[None]:
     twice. So what it learns here is forgotten, unless it knew whole steps before, which this is the beginning of.
 
     What it began to gather for a backward that does not come is waited for: GatheredParameters takes no parameter that
-    is on its way.
+    is on its way. Every such forward has to be in here: one that is not is taken for a step by the next.
     """
     offload = getattr(getattr(module, "optimizer", None), "parameter_offload", None)
     if offload is None:

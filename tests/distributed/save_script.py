@@ -19,7 +19,14 @@ from model.load import load_weights
 from model.ranks import RankError, barrier, is_main, raise_everywhere, rank
 from model.save import export_model
 from model.scales import measure_weight_scales, write_scales
-from model.zero import gathered, keep_frozen_fp32, partition_new_parameters
+from model.zero import (
+    forward_only,
+    gathered,
+    gathered_on_main,
+    keep_frozen_fp32,
+    local_data,
+    partition_new_parameters,
+)
 from quant import SCHEMES, Scheme, TensorSpec, prepare
 from quant.experts import linears_of
 from quant.reference import effective_scale, quantize
@@ -58,7 +65,7 @@ def trained(stage: int, scheme: Scheme, checkpoint: str, device: torch.device):
     ids = torch.randint(0, 301, (1, 40), generator=generator).to(device)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
-    return engine, model, quantization, ids
+    return engine, model, quantization, ids, trace_after_forwards(engine, ids)
 
 
 def last_forward(engine, quantization, ids) -> dict[str, dict]:
@@ -130,6 +137,36 @@ def exports(model, quantization, checkpoint: str, out: Path) -> dict[str, dict]:
     return results
 
 
+def gathered_on_rank_0(model, whole: dict[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Parameters that are not what they should be: whole on rank 0, untouched elsewhere and afterwards."""
+    parameters = dict(model.named_parameters())
+
+    def state() -> dict[str, tuple]:
+        return {
+            key: (p.data_ptr(), tuple(p.shape), getattr(p, "ds_status", None), local_data(p).data_ptr())
+            for key, p in parameters.items()
+        }
+
+    before = state()
+    with gathered_on_main(parameters.values()):
+        if is_main():
+            inside = [key for key, p in parameters.items() if not torch.equal(p.detach().cpu(), whole[key])]
+        else:
+            inside = [key for key, now in state().items() if now != before[key]]
+    return {"wrong inside": inside, "changed after": [key for key, now in state().items() if now != before[key]]}
+
+
+def trace_after_forwards(engine, ids) -> list[bool]:
+    """Whether stage 3 knows the order of its first step, after one forward alone and after two."""
+    knows = []
+    for _ in range(2):
+        with forward_only(engine), torch.no_grad():
+            engine(input_ids=ids)
+        offload = getattr(engine.optimizer, "parameter_offload", None)
+        knows.append(offload is None or offload.get_param_coordinator().is_complete_trace())
+    return knows
+
+
 def die_while_writing(model, quantization, checkpoint: str, out: Path) -> None:
     """Rank 0 is killed by the kernel in the middle of its second shard; does not return."""
     if is_main():
@@ -145,7 +182,7 @@ def main() -> None:
     for index, entry in enumerate(models):
         name, stage, scheme, checkpoint = entry.split(":")
         out = Path(directory) / name
-        engine, model, quantization, ids = trained(
+        engine, model, quantization, ids, trace = trained(
             int(stage), {**SCHEMES, CHANNEL.name: CHANNEL}[scheme], checkpoint, device
         )
         used = last_forward(engine, quantization, ids)
@@ -159,8 +196,9 @@ def main() -> None:
                 assert torch.equal(tensor.float(), again[layer][key].float()), f"exporting changed {key} of {layer}"
         parameters = dict(model.named_parameters())
         with gathered(parameters.values()):
-            whole = {key: parameter.detach().cpu().clone() for key, parameter in parameters.items()}
-            whole = split_stacks(model, whole)
+            whole_on_all = {key: parameter.detach().cpu().clone() for key, parameter in parameters.items()}
+            whole = split_stacks(model, whole_on_all)
+        results |= gathered_on_rank_0(model, whole_on_all) | {"trace": trace}
         (out / f"rank{rank()}.json").write_text(json.dumps(results))
         if is_main():
             torch.save({"used": used, "whole": whole}, out / "expected.pt")

@@ -152,6 +152,13 @@ def test_rank_0_holds_one_module_gathered_and_packed(case):
             packed[key.rpartition(".")[0]] = packed.get(key.rpartition(".")[0], 0) + tensor.nbytes
         assert min(gathered, 1) <= case.ranks[0][export]["peak"] <= gathered + max(packed.values())
         assert case.ranks[1][export]["peak"] == 0
+    for rank in case.ranks:
+        assert rank["wrong inside"] == rank["changed after"] == []
+
+
+def test_forwards_alone_leave_the_order_of_a_step_known(case):
+    """Where stage 3 takes one for a step it gathers module by module from then on, and twice."""
+    assert case.ranks[0]["trace"] == [True, True]
 
 
 def test_the_rest_of_the_directory(case):

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import quant
+from engine.setup import COMPILE_OPTIONS
 from quant.kernels import prepare_kernels
 from quant.kernels.build import build
+from quant.kernels.ops import _AS_EAGER
 from quant.reference import absmax_scale
 from quant.spec import get_scheme
 
@@ -124,7 +126,7 @@ def compiled(layer: Layer, backend: str):
     the same graphs, and runs them operator by operator.
     """
     torch._dynamo.reset()
-    options = {"emulate_precision_casts": True} if backend == "inductor" else None
+    options = COMPILE_OPTIONS if backend == "inductor" else None
     return torch.compile(layer.layer, fullgraph=True, backend=backend, options=options)
 
 
@@ -209,6 +211,12 @@ def test_traced_as_one_graph(way, dtype, seed):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_by_inductor(way, dtype, seed):
     check(way, dtype, "inductor")
+
+
+def test_what_stands_in_for_the_cuda_kernels_is_compiled_to_round_as_they_do():
+    """torch takes the options only while it knows them."""
+    options = torch._inductor.config.get_config_copy()
+    assert not any(options[name] for name in _AS_EAGER) and all(_AS_EAGER.values())
 
 
 def test_a_switch_compiles_another_graph(seed):
