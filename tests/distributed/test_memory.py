@@ -145,6 +145,13 @@ def test_a_student_that_is_its_own_teacher(tmp_path: Path) -> None:
     for kind in ("dense", "moe"):
         checkpoint(tmp_path / kind, kind)
         paths.append(recipe(tmp_path, kind, 3, sections))
+    # Its own forward is not quantised: codes travel for the student's alone.
+    learnable = {**learnable, "weight_scale": False}
+    paths.append(
+        recipe(
+            tmp_path, "dense", 3, {**sections, "learnable": learnable, "quant": {"gather_codes": True}}, **EVERYTHING
+        )
+    )
     run_ranks(SCRIPT, *map(str, paths))
     for path in paths:
         compare(path)
