@@ -11,7 +11,7 @@ one rank and on two. In every round, one after the other on the same disk:
 - export: ``export_model`` as bf16, which forces everything to disk too.
 
 Elapsed time, and that for which rank 0 had a core: medians of the rounds. Files are read from the page cache. Results
-go to ``benchmarks/results/checkpoint_io.md``.
+go to ``benchmarks/results/checkpoint_io.md``; a person's remarks stand beside it, in ``checkpoint_io_remarks.md``.
 """
 
 import argparse
@@ -204,6 +204,8 @@ def main() -> None:
             "| | plain, elapsed | ours, elapsed | ratio | plain, rank 0's core | ours, rank 0's core | ratio |",
             "| --- | --- | --- | --- | --- | --- | --- |",
             *table,
+            "",
+            "Remarks on the run are in `checkpoint_io_remarks.md`.",
             "",
         ]
     )
