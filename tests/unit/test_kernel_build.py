@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils import cpp_extension
 
-from quant.kernels.build import build
+from quant.kernels.build import _architectures, build
 
 ROOT = Path(__file__).parents[2]
 
@@ -245,3 +246,14 @@ def test_the_compiler_itself(machine):
     result = machine.run(CXX=cpp_extension.get_cxx_compiler())
     assert result["right"] and result["compiled"] and result["remark"] == ""
     assert len(machine.libraries()) == 1 and machine.asked("compile") == 0
+
+
+def test_nvcc_compiles_for_the_gpus_that_are_there(monkeypatch):
+    """Whatever an image of a container sets for those that it may meet."""
+    capabilities = [(9, 0), (8, 9), (9, 0)]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5;8.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    assert _architectures() == ["-gencode=arch=compute_89,code=sm_89", "-gencode=arch=compute_90,code=sm_90"]
+    # torch adds none of its own to a command that has some.
+    assert cpp_extension._get_cuda_arch_flags(_architectures()) == []
