@@ -106,6 +106,7 @@ def is_whole(parameter: Tensor) -> bool:
 
 
 def zeros_of_partition(parameter: Parameter) -> Tensor:
+    """fp32 zeros in the shape of this rank's chunk, padding included."""
     return torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)  # type: ignore[attr-defined]
 
 
