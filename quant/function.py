@@ -213,7 +213,9 @@ class QuantLinearFunction(torch.autograd.Function):
         used_weight = _used_weight(weight, scale, weight_codes)
         # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed. It
         # knows no meta device, on which nothing is computed.
-        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        device = x.device.type
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if autocast else nullcontext():
             return gemm.linear(x if values is None else values, used_weight, bias, offsets)
 
     @staticmethod

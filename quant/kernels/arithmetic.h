@@ -41,6 +41,10 @@ DEEPQAT_INLINE float float_of(uint32_t b) {
 
 DEEPQAT_INLINE float magnitude(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
 
+DEEPQAT_INLINE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+DEEPQAT_INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
 DEEPQAT_INLINE float with_sign_of(float size, float x) { return float_of(bits_of(size) | (bits_of(x) & 0x80000000u)); }
 
 // ---- storage types: what a tensor's elements are in memory, and how they become fp32 and back (nearest, ties to even)
@@ -160,25 +164,27 @@ struct MiniFloat {
 
   DEEPQAT_INLINE MiniFloat at(float) const { return *this; }
 
-  // The power of two whose spacing is the grid's at `a` <= kLargest: adding it rounds `a` to the grid.
-  DEEPQAT_INLINE float rounder(float a) const {
-    const float normal = float_of((bits_of(a) & 0x7f800000u) + (static_cast<uint32_t>(kHidden) << 23));
-    return normal < float_of(kRounder) ? float_of(kRounder) : normal;
+  // Magnitudes are compared by their bits, which as integers are in the order of the values, NaNs above all: a minimum of
+  // integers is one instruction everywhere.
+
+  // Bits of the magnitude of v, or of kLargest if that is smaller or v a NaN.
+  DEEPQAT_INLINE uint32_t saturated(float v) const {
+    return smaller(bits_of(v) & 0x7fffffffu, bits_of(static_cast<float>(kLargest)));
   }
 
-  DEEPQAT_INLINE float saturated(float v) const {
-    const float a = magnitude(v);
-    return a > static_cast<float>(kLargest) ? static_cast<float>(kLargest) : a;
+  // Bits of the power of two whose spacing is the grid's at the magnitude `a`: adding it rounds `a` to the grid.
+  DEEPQAT_INLINE uint32_t rounder(uint32_t a) const {
+    return larger((a & 0x7f800000u) + (static_cast<uint32_t>(kHidden) << 23), kRounder);
   }
 
   DEEPQAT_INLINE float round(float v) const {
-    const float a = saturated(v);
-    const float c = rounder(a);
-    const float rounded = with_sign_of((a + c) - c, v);
+    const uint32_t a = saturated(v);
+    const float c = float_of(rounder(a));
+    const float rounded = with_sign_of((float_of(a) + c) - c, v);
     return v != v ? v : rounded;
   }
 
-  DEEPQAT_INLINE bool inside(float v) const { return magnitude(v) <= float_of(kInside); }
+  DEEPQAT_INLINE bool inside(float v) const { return (bits_of(v) & 0x7fffffffu) <= kInside; }
 
   // d fq / d s, where `rounded` is round(v). See quant/reference.py for why it is 0 for normal numbers, and not beyond.
   DEEPQAT_INLINE float scale_term(float v, float rounded) const {
@@ -190,9 +196,8 @@ struct MiniFloat {
   // The code of round(v): the sum counts in steps of the grid from the rounder on, which itself stands at 2^kMantissa
   // codes per power of two.
   DEEPQAT_INLINE Code quantized(float v) const {
-    const float a = saturated(v);
-    const uint32_t c = bits_of(rounder(a));
-    uint32_t code = bits_of(a + float_of(c)) - c + ((c - kRounder) >> kHidden);
+    const uint32_t a = saturated(v), c = rounder(a);
+    uint32_t code = bits_of(float_of(a) + float_of(c)) - c + ((c - kRounder) >> kHidden);
     code |= (bits_of(v) >> (32 - kBits)) & kSign;
     return static_cast<Code>(v != v ? static_cast<uint32_t>(kNaN) : code);
   }

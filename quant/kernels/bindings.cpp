@@ -283,6 +283,7 @@ void implement(torch::Library& library) {
   library.impl("quantize_with_values", TORCH_FN(quantize_with_values));
   library.impl("dequantize", TORCH_FN(dequantize));
   library.impl("fake_quantize", TORCH_FN(fake_quantize));
+  library.impl("fake_quantized", TORCH_FN(fake_quantize));
   library.impl("fake_quantize_backward", TORCH_FN(fake_quantize_backward));
   library.impl("fake_quantize_backward_", TORCH_FN(fake_quantize_backward_));
   library.impl("masked", TORCH_FN(masked));
@@ -290,6 +291,7 @@ void implement(torch::Library& library) {
   library.impl("amax", TORCH_FN(amax));
   library.impl("quantize_tokens", TORCH_FN(quantize_tokens));
   library.impl("fake_quantize_tokens", TORCH_FN(fake_quantize_tokens));
+  library.impl("fake_quantized_tokens", TORCH_FN(fake_quantize_tokens));
   library.impl("fake_quantize_tokens_backward", TORCH_FN(fake_quantize_tokens_backward));
 }
 

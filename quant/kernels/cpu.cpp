@@ -4,6 +4,10 @@
 
 #include <algorithm>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 #include "arithmetic.h"
 #include "kernels.h"
 
@@ -106,18 +110,24 @@ void for_each_segment(const Scales& scales, Body body) {
   });
 }
 
-// Step 3 of the order of addition in kernels.h; overwrites the accumulators, of which all beyond `used` are zero.
-float sum_by_halves(float* accumulators, int64_t used) {
-  float lanes[kLanes];
-  int count = 1;
-  while (count * kVector < used) count *= 2;
-  for (int lane = 0; lane < count; ++lane) {
-    const float* a = accumulators + lane * kVector;
-    lanes[lane] = ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
+// Step 3 of the order of addition in kernels.h, of `lanes` times kVector accumulators, which it overwrites.
+DEEPQAT_INLINE float sum_of_lanes(float* a, int64_t lanes) {
+  for (int64_t lane = 0; lane < lanes; ++lane, a += kVector)
+    for (int half = kVector / 2; half > 0; half /= 2)
+      for (int j = 0; j < half; ++j) a[j] += a[j + half];
+  a -= lanes * kVector;
+  for (int64_t half = lanes / 2; half > 0; half /= 2)
+    for (int64_t lane = 0; lane < half; ++lane) a[lane * kVector] += a[(lane + half) * kVector];
+  return a[0];
+}
+
+float sum_by_halves(float* accumulators, int64_t lanes) {
+  switch (lanes) {  // those of groups of weights, whose loops the compiler can take apart
+    case 4: return sum_of_lanes(accumulators, 4);
+    case 8: return sum_of_lanes(accumulators, 8);
+    case 16: return sum_of_lanes(accumulators, 16);
+    default: return sum_of_lanes(accumulators, lanes);
   }
-  for (int half = count / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  return lanes[0];
 }
 
 // Sum of n terms in the order of kernels.h, where term(i) may do other work with element i.
@@ -136,21 +146,44 @@ DEEPQAT_INLINE float sum_in_order(int64_t n, Term term) {
   int64_t lanes = 1;
   while (lanes * kVector < used) lanes *= 2;
   for (int64_t p = padded; p < lanes * kVector; ++p) accumulators[p] = 0.0f;
-  return sum_by_halves(accumulators, used);
+  return sum_by_halves(accumulators, lanes);
+}
+
+// The signs of eight integers, a bit each.
+DEEPQAT_INLINE uint8_t signs_of(const int32_t* x) {
+#if defined(__AVX__)
+  return static_cast<uint8_t>(_mm256_movemask_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(x))));
+#else
+  uint8_t signs = 0;
+  for (int j = 0; j < 8; ++j) signs |= static_cast<uint8_t>(static_cast<uint32_t>(x[j]) >> 31 << j);
+  return signs;
+#endif
 }
 
 // Which of n <= kChunk values are inside the range, a bit each.
 template <typename G>
 DEEPQAT_INLINE void pack_inside(const G& grid, const float* v, int64_t n, uint8_t* mask) {
-  uint8_t flags[kChunk];
-  unrolled(n, [&](int64_t j) { flags[j] = grid.inside(v[j]) ? 1 : 0; });
+  int32_t flags[kChunk];
+  unrolled(n, [&](int64_t j) { flags[j] = grid.inside(v[j]) ? -1 : 0; });
   for (int64_t j = n; j % 8 != 0; ++j) flags[j] = 0;
-  for (int64_t j = 0; j < n; j += 8) {
-    uint64_t eight;
-    memcpy(&eight, flags + j, sizeof eight);
-    mask[j / 8] = static_cast<uint8_t>((eight * 0x0102040810204080ull) >> 56);  // bit 0 of each byte, collected
-  }
+  for (int64_t j = 0; j < n; j += 8) mask[j / 8] = signs_of(flags + j);
 }
+
+// For every byte of a mask: all bits of those of eight elements that it keeps, as words.
+template <size_t kSize>
+struct Kept {
+  uint64_t words[256][kSize];
+
+  constexpr Kept() : words() {
+    const int bits = 8 * static_cast<int>(kSize), in_word = 64 / bits;
+    for (int byte = 0; byte < 256; ++byte)
+      for (int j = 0; j < 8; ++j)
+        if ((byte >> j & 1) != 0) words[byte][j / in_word] |= ~0ull >> (64 - bits) << (j % in_word * bits);
+  }
+};
+
+template <size_t kSize>
+constexpr Kept<kSize> kKept;
 
 // Largest magnitude, or NaN if there is one: as integers, the bits of magnitudes are in the order of their values, and
 // those of NaNs above all.
@@ -161,7 +194,9 @@ uint32_t largest_magnitude(const T* x, int64_t n) {
   for (; i + 16 <= n; i += 16)
     for (int j = 0; j < 16; ++j) lanes[j] = std::max(lanes[j], bits_of(load(x[i + j])) & 0x7fffffffu);
   for (; i < n; ++i) lanes[0] = std::max(lanes[0], bits_of(load(x[i])) & 0x7fffffffu);
-  return *std::max_element(lanes, lanes + 16);
+  for (int half = 8; half > 0; half /= 2)
+    for (int j = 0; j < half; ++j) lanes[j] = std::max(lanes[j], lanes[j + half]);
+  return lanes[0];
 }
 
 // Range of one token, extended to 0. NaN where the token holds a NaN: a comparison with one would drop it.
@@ -320,16 +355,14 @@ void masked(const void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, 
     auto* out = static_cast<T*>(out_);
     at::parallel_for(0, (numel + kSegment - 1) / kSegment, 4, [&](int64_t begin, int64_t end) {
       const int64_t last = std::min<int64_t>(end * kSegment, numel);
-      for (int64_t i = begin * kSegment; i < last; i += kChunk) {
-        const int64_t n = std::min(kChunk, last - i);
-        uint8_t flags[kChunk];
-        for (int64_t j = 0; j < n; j += 8) {
-          // Eight copies of the byte, each with another bit of it left: that of element j is in byte j.
-          const uint64_t eight = mask[(i + j) / 8] * 0x0101010101010101ull & 0x8040201008040201ull;
-          memcpy(flags + j, &eight, sizeof eight);
-        }
-        unrolled(n, [&](int64_t j) { out[i + j] = kept(grad[i + j], flags[j] != 0); });
+      int64_t i = begin * kSegment;
+      for (; i + 8 <= last; i += 8) {
+        uint64_t eight[sizeof(T)];
+        memcpy(eight, grad + i, sizeof eight);
+        for (size_t w = 0; w < sizeof(T); ++w) eight[w] &= kKept<sizeof(T)>.words[mask[i / 8]][w];
+        memcpy(out + i, eight, sizeof eight);
       }
+      for (; i < last; ++i) out[i] = kept(grad[i], (mask[i / 8] >> (i % 8) & 1) != 0);
     });
   });
 }

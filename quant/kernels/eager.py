@@ -75,6 +75,9 @@ def fake_quantize(
     return reference.fake_quant(_rows(x, s0), scale, _spec(grid), _zeros(zero)).reshape(x.shape)
 
 
+fake_quantized = fake_quantize
+
+
 def fake_quantize_backward(
     grad: Tensor,
     x: Tensor,
@@ -151,6 +154,9 @@ def fake_quantize_tokens(x: Tensor, grid: int, symmetric: bool, after: Tensor | 
     if x.numel() == 0:
         return x.new_empty(x.shape)
     return reference.fake_quantize_tokens(x.contiguous(), _token_spec(grid, symmetric))
+
+
+fake_quantized_tokens = fake_quantize_tokens
 
 
 def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, grid: int, symmetric: bool) -> Tensor:

@@ -10,6 +10,10 @@ Who computes: on the CPU the compiled kernels, or where there is no C++ compiler
 kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference in
 eager mode. What is slower than it should be is said once.
 
+``fake_quantize`` and ``fake_quantize_tokens`` have a gradient, ``fake_quantized`` and ``fake_quantized_tokens`` are the
+same without one: torch calls a registered gradient from Python, which costs some 0.1 ms in the middle of a step even
+where no gradient is wanted, in the forward and backward of an autograd function.
+
 What backward quantises again is given a gradient as ``after``, which no value depends on. Without it ``torch.compile``
 would see the same call as in the forward, make it once there, and keep the result for backward: a fake-quantised copy
 of every weight.
@@ -46,6 +50,8 @@ for _schema in (
     "Tensor? zero=None) -> Tensor",
     f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, Tensor? zero=None) "
     "-> Tensor",
+    f"fake_quantized(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, Tensor? zero=None) "
+    "-> Tensor",
     f"fake_quantize_backward(Tensor grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
     "bool theta_gradient, Tensor? zero=None) -> (Tensor, Tensor)",
     f"fake_quantize_backward_(Tensor(a!) grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
@@ -55,6 +61,7 @@ for _schema in (
     "amax(Tensor x, int count) -> Tensor",
     "quantize_tokens(Tensor x, int grid, bool symmetric) -> (Tensor, Tensor, Tensor)",
     "fake_quantize_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None) -> Tensor",
+    "fake_quantized_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None) -> Tensor",
     "fake_quantize_tokens_backward(Tensor grad, Tensor x, int grid, bool symmetric) -> Tensor",
 ):
     _LIBRARY.define(_schema)
@@ -65,6 +72,7 @@ _NAMES = (
     "quantize_with_values",
     "dequantize",
     "fake_quantize",
+    "fake_quantized",
     "fake_quantize_backward",
     "fake_quantize_backward_",
     "masked",
@@ -72,6 +80,7 @@ _NAMES = (
     "amax",
     "quantize_tokens",
     "fake_quantize_tokens",
+    "fake_quantized_tokens",
     "fake_quantize_tokens_backward",
 )
 _ready: list[bool] = []  # holds something once the kernels can be called
@@ -242,7 +251,8 @@ def fake_quantize(
     """``x`` through the grid and back, in its shape and dtype. Differentiable in ``x`` and theta (no LSQ factor);
     ``after`` as above."""
     _ensure()
-    return _OPS.fake_quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), after, zero)
+    operator = _OPS.fake_quantize if torch.is_grad_enabled() else _OPS.fake_quantized
+    return operator(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), after, zero)
 
 
 def fake_quantize_backward_(
@@ -295,7 +305,8 @@ def fake_quantize_tokens(x: Tensor, spec: TensorSpec, *, after: Tensor | None = 
     """Each token, or group of its features, of ``x [..., features]`` through its own grid and back. Differentiable;
     ``after`` as above."""
     _ensure()
-    values = _OPS.fake_quantize_tokens(_token_groups(x, spec), grid_of(spec), spec.symmetric, after)
+    operator = _OPS.fake_quantize_tokens if torch.is_grad_enabled() else _OPS.fake_quantized_tokens
+    values = operator(_token_groups(x, spec), grid_of(spec), spec.symmetric, after)
     return values.view(x.shape)
 
 
@@ -365,6 +376,7 @@ def _(
     return _like(codes, dtype)
 
 
+@torch.library.register_fake("deepqat::fake_quantized")
 @torch.library.register_fake("deepqat::fake_quantize")
 def _(
     x: Tensor,
@@ -429,6 +441,7 @@ def _(x: Tensor, grid: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     return codes, x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int8)
 
 
+@torch.library.register_fake("deepqat::fake_quantized_tokens")
 @torch.library.register_fake("deepqat::fake_quantize_tokens")
 def _(x: Tensor, grid: int, symmetric: bool, after: Tensor | None = None) -> Tensor:
     return _like(x)

@@ -178,8 +178,8 @@ def check_calls(way: str, layer: Layer, graph) -> None:
     wanted = layer.inputs + layer.weights
     for run in (graph, layer.layer):
         calls = layer.forward_calls(run)
-        weights = calls["quantize"] + calls["quantize_with_values"] + calls["fake_quantize"]
-        assert weights + calls["fake_quantize_tokens"] == wanted, calls
+        weights = calls["quantize"] + calls["quantize_with_values"] + calls["fake_quantized"]
+        assert weights + calls["fake_quantized_tokens"] == wanted, calls
         if WAYS[way][2]:
             assert calls["quantize"] == wanted, f"inputs and weights as codes: {calls}"
 

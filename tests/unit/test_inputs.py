@@ -85,7 +85,7 @@ class Count(TorchDispatchMode):
 
     def quantised(self, shape: tuple[int, ...]) -> int:
         """How often a tensor of this shape was."""
-        names = ("quantize", "quantize_with_values", "fake_quantize", "fake_quantize_tokens")
+        names = ("quantize", "quantize_with_values", "fake_quantized", "fake_quantized_tokens")
         return sum(self.calls[name, shape] for name in names)
 
 

@@ -545,6 +545,7 @@ def samples() -> list[tuple[str, tuple]]:
                 ("quantize_with_values", (x, s0, t, grid, stored, wanted)),
                 ("dequantize", (codes, s0, t, stored, x.dtype)),
                 ("fake_quantize", (x, s0, t, grid, stored)),
+                ("fake_quantized", (x, s0, t, grid, stored)),
                 ("fake_quantize_backward", (grad, x, s0, t, grid, stored, 0.5, wanted)),
                 ("fake_quantize_backward_", (grad.contiguous(), x, s0, t, grid, stored, 0.5, wanted)),
             ]
@@ -554,6 +555,7 @@ def samples() -> list[tuple[str, tuple]]:
             found += [
                 ("quantize_tokens", (x, *tokens)),
                 ("fake_quantize_tokens", (x, *tokens)),
+                ("fake_quantized_tokens", (x, *tokens)),
                 ("fake_quantize_tokens_backward", (grad, x, *tokens)),
             ]
     return found
