@@ -369,15 +369,19 @@ void masked(const void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, 
 
 void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* partial, float* out) {
   const int64_t segments = segments_of(block);
+  float* const found = segments == 1 ? out : partial;
   with_dtype(dtype, [&](auto zero) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
     at::parallel_for(0, count * segments, 4, [&](int64_t begin, int64_t end) {
+      int64_t run = begin / segments, segment = begin % segments;
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t start = task % segments * kSegment, length = std::min<int64_t>(kSegment, block - start);
-        partial[task] = float_of(largest_magnitude(x + task / segments * block + start, length));
+        const int64_t start = segment * kSegment, length = std::min<int64_t>(kSegment, block - start);
+        found[task] = float_of(largest_magnitude(x + run * block + start, length));
+        if (++segment == segments) segment = 0, ++run;
       }
     });
   });
+  if (segments == 1) return;
   for (int64_t run = 0; run < count; ++run)
     out[run] = float_of(largest_magnitude(partial + run * segments, segments));
 }
