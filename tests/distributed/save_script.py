@@ -1,6 +1,7 @@
 """Launched on every rank: train one step, export in several ways, keep what the last forward used for comparison.
 
-Arguments: output directory, then ``name:stage:scheme:checkpoint`` per model. Each rank writes ``rank<r>.json`` (what
+Arguments: output directory, then ``name:stage:scheme:way:checkpoint`` per model, of which the way is "plain",
+"offload" (parameters and optimizer) or "codes" (weights are gathered as these). Each rank writes ``rank<r>.json`` (what
 its exports returned or raised), rank 0 also ``expected.pt`` (codes and scales of the last forward, whole parameters).
 """
 
@@ -15,6 +16,7 @@ import torch
 
 from engine.setup import init_ranks
 from model.build import build_model
+from model.coded import CodedWeights
 from model.load import load_weights
 from model.ranks import RankError, barrier, is_main, raise_everywhere, rank
 from model.save import export_model
@@ -27,7 +29,7 @@ from model.zero import (
     local_data,
     partition_new_parameters,
 )
-from quant import SCHEMES, Scheme, TensorSpec, prepare
+from quant import SCHEMES, Scheme, TensorSpec, prepare, weights_changed
 from quant.experts import linears_of
 from quant.reference import effective_scale, quantize
 from tests.linears import split_stacks
@@ -36,9 +38,11 @@ SHARD = 20_000
 CHANNEL = Scheme("w3a16_channel", TensorSpec("int", 3, "channel"))  # odd widths, which no group size divides
 
 
-def config(stage: int) -> dict:
+def config(stage: int, way: str) -> dict:
     """bf16 under ``stage``; stage 3 keeps norms and scales whole on every rank, and partitions the rest."""
     zero = {"stage": stage, **({"stage3_param_persistence_threshold": 1000} if stage == 3 else {})}
+    if way == "offload":
+        zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     return {
         "train_batch_size": 2,
         "train_micro_batch_size_per_gpu": 1,
@@ -46,25 +50,31 @@ def config(stage: int) -> dict:
         "zero_optimization": zero,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
     }
 
 
-def trained(stage: int, scheme: Scheme, checkpoint: str, device: torch.device):
+def trained(stage: int, scheme: Scheme, way: str, checkpoint: str, device: torch.device):
     """A model after one real optimizer step: weights and thetas are no longer what was loaded."""
-    model = build_model(checkpoint, config(stage), dtype=torch.bfloat16, device=device)
+    ds_config = config(stage, way)
+    model = build_model(checkpoint, ds_config, dtype=torch.bfloat16, device=device)
     load_weights(model, checkpoint, progress=False)
     quantization = prepare(model, scheme, learn_weight_scale=True, learn_input_scale=scheme.activations is not None)
-    partition_new_parameters(model, config(stage))
+    partition_new_parameters(model, ds_config)
     write_scales(quantization.weight_groups, measure_weight_scales(quantization))
     inputs = quantization.input_groups
     write_scales(inputs, {group.owner: torch.tensor([0.011 + 0.001 * i]) for i, group in enumerate(inputs)})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     with keep_frozen_fp32(model):
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage))
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    coded = CodedWeights(model, quantization.layers.values()) if way == "codes" else None
     generator = torch.Generator().manual_seed(rank())
     ids = torch.randint(0, 301, (1, 40), generator=generator).to(device)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
+    if coded is not None:
+        coded.finish_gradients()
     engine.step()
+    weights_changed(model)
     return engine, model, quantization, ids, trace_after_forwards(engine, ids)
 
 
@@ -180,10 +190,10 @@ def main() -> None:
     directory, *models = (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank"))
     device = init_ranks()
     for index, entry in enumerate(models):
-        name, stage, scheme, checkpoint = entry.split(":")
+        name, stage, scheme, way, checkpoint = entry.split(":")
         out = Path(directory) / name
         engine, model, quantization, ids, trace = trained(
-            int(stage), {**SCHEMES, CHANNEL.name: CHANNEL}[scheme], checkpoint, device
+            int(stage), {**SCHEMES, CHANNEL.name: CHANNEL}[scheme], way, checkpoint, device
         )
         used = last_forward(engine, quantization, ids)
         if is_main():

@@ -19,12 +19,14 @@ from tests.distributed.save_script import CHANNEL, SHARD
 from tests.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "save_script.py"
-# name: stage, architecture, scheme. Stage 3 with every layout, and stage 2, where nothing is gathered.
+# name: stage, architecture, scheme, way. Stage 3 with every layout, and stage 2, where nothing is gathered.
 RUNS = {
-    "zero3-dense": (3, "qwen3", "fp8_static"),
-    "zero3-moe": (3, "qwen3_moe", "fp8_static"),
-    "zero3-int3": (3, "llama", "w3a16_channel"),
-    "zero2-dense": (2, "qwen3", "fp8_static"),
+    "zero3-dense": (3, "qwen3", "fp8_static", "plain"),
+    "zero3-moe": (3, "qwen3_moe", "fp8_static", "plain"),
+    "zero3-int3": (3, "llama", "w3a16_channel", "plain"),
+    "zero3-offload": (3, "qwen3_moe", "fp8_static", "offload"),
+    "zero3-codes": (3, "qwen3_moe", "fp8_static", "codes"),
+    "zero2-dense": (2, "qwen3", "fp8_static", "plain"),
 }
 
 
@@ -33,9 +35,9 @@ def run(tmp_path_factory):
     """One launch; the last thing it does is to be killed while writing."""
     base = tmp_path_factory.mktemp("save")
     entries = []
-    for name, (stage, kind, scheme) in RUNS.items():
+    for name, (stage, kind, scheme, way) in RUNS.items():
         source = tiny_checkpoint(base / f"source-{name}", kind, tied=kind == "qwen3")
-        entries.append(f"{name}:{stage}:{scheme}:{source}")
+        entries.append(f"{name}:{stage}:{scheme}:{way}:{source}")
     result = launch(SCRIPT, str(base / "out"), *entries)
     end = f"exits with return code = {-signal.SIGXFSZ}\n"
     assert result.stdout.endswith(end), f"expected to be killed at the very end:\n{result.stdout[-8000:]}"
@@ -46,7 +48,7 @@ class Exported:
     """What one case left: directories, results of both ranks, and what the last forward used."""
 
     def __init__(self, base: Path, name: str):
-        self.stage, self.kind, scheme = RUNS[name]
+        self.stage, self.kind, scheme, _ = RUNS[name]
         self.directory = base / "out" / name
         self.source = base / f"source-{name}"
         self.ranks = [json.loads((self.directory / f"rank{rank}.json").read_text()) for rank in range(2)]
