@@ -94,6 +94,7 @@ class Names:
         self._reverse_renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
         stacking = [rule for rule in self._converters if _is_stacking(rule)]
         self._stackings = [(rule, rule.reverse_transform()) for rule in stacking]
+        self._sources: dict[str, list[tuple[list[str], str]]] = {}
         self._expert_of = {p: re.compile(_expert_pattern(p)) for rule in stacking for p in rule.source_patterns}
 
     def layout(self, key: str) -> Layout | None:
@@ -177,12 +178,20 @@ class Names:
         """The key that a stacking converter has for a part of a fused parameter; None without such a converter."""
         rows = self._fused[expert.fused].shape[1]
         index, row = divmod(expert.piece.offset // math.prod(expert.piece.shape[1:]), rows)
-        for converter, reverse in self._stackings:
-            sources = converter._original_source_patterns
-            first, matched = reverse.rename_source_key(expert.fused)
-            if matched is not None and len(sources) * expert.piece.shape[0] == rows:
+        for sources, first in self._stacked_from(expert.fused):
+            if len(sources) * expert.piece.shape[0] == rows:
                 return first.replace(sources[0], sources[row // expert.piece.shape[0]]).replace("*", str(index), 1)
         return None
+
+    def _stacked_from(self, fused: str) -> list[tuple[list[str], str]]:
+        """Of every stacking converter that makes the parameter ``fused``: its sources, and the key of the first."""
+        if fused not in self._sources:
+            found = self._sources[fused] = []
+            for converter, reverse in self._stackings:
+                first, matched = reverse.rename_source_key(fused)
+                if matched is not None:
+                    found.append((converter._original_source_patterns, first))
+        return self._sources[fused]
 
 
 class _ExpertTensor(NamedTuple):

@@ -25,7 +25,7 @@ from model.zero.build import (
     to_be_whole,
     upcast_named_buffers,
 )
-from model.zero.gather import forward_only, gathered, gathered_on_main, whole_values
+from model.zero.gather import ReceiveBuffer, forward_only, gathered, gathered_on_main, whole_values
 from model.zero.optimizer import (
     OptimizerPiece,
     backward,
@@ -58,6 +58,7 @@ __all__ = [
     "WHOLE_ELEMENTS_IN_ALL",
     "ByteForm",
     "OptimizerPiece",
+    "ReceiveBuffer",
     "backward",
     "flat_masters",
     "forget_secondary_copies",

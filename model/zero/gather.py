@@ -1,5 +1,6 @@
 """Whole parameters for a while, on every rank or on rank 0."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -52,30 +53,65 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
             _broadcast([p for p in parameters if not is_partitioned(p) or is_whole(p)], modifier_rank)
 
 
+class ReceiveBuffer:
+    """Memory of rank 0 for one :func:`gathered_on_main` after another, as large as the largest needs.
+
+    On a CPU new memory of megabytes comes from the system page by page, which takes about as long as to receive it.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def flat(self, parts: Sequence[Tensor], count: int) -> list[Tensor]:
+        """For each of ``parts`` a 1-D tensor ``count`` times as long, of its dtype, not initialised; those of the last
+        call are overwritten."""
+        ends = list(itertools.accumulate(-(-count * part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts))
+        if not ends:
+            return []
+        if self._memory is None or self._memory.numel() < ends[-1]:
+            self._memory = None  # first give back what there is
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8, device=parts[0].device)
+        begins = [0, *ends[:-1]]
+        return [
+            self._memory[begin : begin + count * part.nbytes].view(part.dtype)
+            for begin, part in zip(begins, parts, strict=True)
+        ]
+
+
+_ALIGNMENT = 64  # bytes
+
+
 @contextmanager
-def gathered_on_main(parameters: Iterable[Tensor]) -> Iterator[None]:
+def gathered_on_main(parameters: Iterable[Tensor], buffer: ReceiveBuffer | None = None) -> Iterator[None]:
     """Whole parameters inside the block on rank 0, to be read there; on the other ranks they stay as they are.
 
     Each rank sends its partitions to rank 0, which receives them in their places: faster than an all-gather, and the
     other ranks need no memory, but for a copy of what is offloaded. DeepSpeed takes no part, and finds everything as it
     left it. A collective.
+
+    Args:
+        parameters: any mixture of partitioned and plain ones.
+        buffer: for who gathers again and again.
     """
     stubs = [parameter for parameter in dict.fromkeys(parameters) if is_partitioned(parameter)]
     shared = [parameter for parameter in stubs if not is_whole(parameter) and dist.get_world_size() > 1]
     shares = [_for_collectives(partition_of(parameter).detach()) for parameter in shared]
     if shared and dist.get_rank() > 0:
-        _exchange([dist.P2POp(dist.isend, share, 0) for share in shares])
+        _finish(_begin([dist.P2POp(dist.isend, share, 0) for share in shares]))
         yield
         return
     whole = {}
-    received = []
-    for parameter, share in zip(shared, shares, strict=True):
-        flat = share.new_empty(dist.get_world_size() * share.numel())
+    received, own = [], []
+    places = (buffer or ReceiveBuffer()).flat(shares, dist.get_world_size() if shares else 1)
+    for parameter, share, flat in zip(shared, shares, places, strict=True):
         mine, *others = flat.split(share.numel())
-        mine.copy_(share)
+        own.append(mine)
         received += [dist.P2POp(dist.irecv, place, rank) for rank, place in enumerate(others, 1)]
         whole[parameter] = flat[: full_numel(parameter)]
-    _exchange(received)
+    works = _begin(received)
+    for place, share in zip(own, shares, strict=True):  # while the others' come
+        place.copy_(share)
+    _finish(works)
     kept = [parameter.data for parameter in stubs]
     try:
         for parameter in stubs:
@@ -87,8 +123,12 @@ def gathered_on_main(parameters: Iterable[Tensor]) -> Iterator[None]:
             parameter.data = data
 
 
-def _exchange(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations) if operations else ():
+def _begin(operations: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _finish(works: list[dist.Work]) -> None:
+    for work in works:
         work.wait()
 
 

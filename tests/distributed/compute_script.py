@@ -32,7 +32,7 @@ class CountWeightPasses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removesuffix(".default")
-        if name in ("deepqat.quantize", "deepqat.fake_quantize") and args[0].shape in self.shapes:
+        if name in ("deepqat.quantize", "deepqat.fake_quantized") and args[0].shape in self.shapes:
             self.calls[name] += 1
         if name == "c10d._allgather_base_":
             self.gathered["calls"] += 1

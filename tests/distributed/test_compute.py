@@ -80,7 +80,7 @@ def test_kept_weight_codes_change_nothing_but_the_number_of_passes(results, name
         assert torch.equal(value, unkept["weights"][parameter]), parameter
     assert kept["seen"]["calls"] == [{"deepqat.quantize": LAYERS}] * STEPS
     passes = 3 * 2 * LAYERS  # micro-batches, forward and backward
-    assert unkept["seen"]["calls"] == [{"deepqat.fake_quantize": passes}] * STEPS
+    assert unkept["seen"]["calls"] == [{"deepqat.fake_quantized": passes}] * STEPS
     assert kept["seen"]["left"] == [0] * STEPS, "codes of the weights before the step would be used after it"
 
 
