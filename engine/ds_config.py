@@ -102,6 +102,18 @@ _REFUSED_FP16 = {
     "fp16_master_weights_and_grads": "the optimizer's copies are fp32",
 }
 
+# Sections of offload to files, by what they would do.
+_REFUSED_NVME = {
+    "offload_param": (
+        "weights are read into their partitions and scales measured there, in memory; a file would have to be read and "
+        "written for each"
+    ),
+    "offload_optimizer": (
+        "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load neither the "
+        "weights nor groups below 1 MB, among which are the scales"
+    ),
+}
+
 # What of the student's configuration a teacher without an optimizer takes over.
 TEACHER_KEYS = (
     "train_batch_size",
@@ -111,7 +123,6 @@ TEACHER_KEYS = (
     "fp16",
     "zero_optimization",
     "communication_data_type",
-    "aio",
     "log_level",
 )
 
@@ -313,12 +324,10 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
                 "way of fp16), but not what is gathered for the export, so that another model would be exported than "
                 "the one that was trained"
             )
-    parameters = config.get("zero_optimization", {}).get("offload_param") or {}
-    if isinstance(parameters, dict) and parameters.get("device") == "nvme":
-        problems.append(
-            "zero_optimization.offload_param.device: 'nvme', expected cpu or none: weights are read into their "
-            "partitions and scales measured there, in memory; a file would have to be read and written for each"
-        )
+    for key, why in _REFUSED_NVME.items():
+        section = config.get("zero_optimization", {}).get(key) or {}
+        if isinstance(section, dict) and section.get("device") == "nvme":
+            problems.append(f"zero_optimization.{key}.device: 'nvme', expected cpu or none: {why}")
     if config.get("bf16", {}).get("check_grad_overflow", True) is not True:
         problems.append(
             "bf16.check_grad_overflow: leave it out: without it a step whose gradients are not finite is taken on some "

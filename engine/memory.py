@@ -28,7 +28,7 @@ class Prediction:
     Attributes:
         strategy: the recipe's ``deepspeed``.
         settings: what of its configuration decides.
-        held: by item, on the device, in host memory and on disk.
+        held: by item, on the device and in host memory.
         moments: the worst moments of forward, backward and the optimizer's step.
         cost: of a step, with its collectives.
         largest_micro_batch: rows per rank that still fit; None where nothing was asked, 0 where not even one does.

@@ -44,7 +44,6 @@ def memory_table(predictions: Sequence[Prediction], gpu_bytes: int | None) -> st
         rows.append((f"fits {gpu_bytes / GB:g} GB", lambda one: "yes" if one.peak + RESERVE <= gpu_bytes else "no"))
         rows.append(("largest micro-batch", lambda one: str(one.largest_micro_batch or UNSET)))
     row("host memory", lambda one: one.host)
-    row("disk", lambda one: sum(one.held.disk.values()))
     return _aligned(
         [["GB per rank", *(one.strategy for one in predictions)]] + [[n, *map(v, predictions)] for n, v in rows]
     )
@@ -89,7 +88,6 @@ def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
         one.strategy: {
             "device": one.held.device,
             "host": one.held.host,
-            "disk": one.held.disk,
             "moments": {phase: asdict(moment) for phase, moment in one.moments.items()},
             "gathered": one.cost.gathered,
             "peak": one.peak,

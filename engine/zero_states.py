@@ -155,12 +155,12 @@ class Settings:
 
     @property
     def offloads_optimizer(self) -> str | None:
-        """cpu, nvme or None."""
+        """cpu or None."""
         return _device(self.zero.offload_optimizer)
 
     @property
     def offloads_parameters(self) -> str | None:
-        """cpu, nvme or None."""
+        """cpu or None."""
         return _device(self.zero.offload_param)
 
 
@@ -172,15 +172,14 @@ def _device(offload: Any) -> str | None:
 
 @dataclass
 class Held:
-    """Bytes by item: on the rank's device, of its host memory, and on its disk."""
+    """Bytes by item: on the rank's device, and of its host memory."""
 
     device: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
     host: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
-    disk: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
 
     def add(self, item: str, size: int, offloaded: str | None = None) -> None:
         """So many bytes more of an item, where it is offloaded to."""
-        place = {None: self.device, "cpu": self.host, "nvme": self.disk}[offloaded]
+        place = {None: self.device, "cpu": self.host}[offloaded]
         place[item] += size
 
 

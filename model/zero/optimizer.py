@@ -185,8 +185,6 @@ def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
 def flat_masters(optimizer: Any) -> list[Tensor]:
     """The flat fp32 tensors that hold this rank's pieces, keys of ``optimizer.state``; stages 1-3."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        if optimizer.swap_optimizer:
-            raise ValueError("optimizer state on NVMe is not in memory: resume with as many ranks as there were")
         return list(optimizer.fp32_partitioned_groups_flat)
     return [settings["params"][0] for settings in optimizer.param_groups]
 

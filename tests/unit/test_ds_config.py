@@ -262,6 +262,10 @@ def test_every_key_that_deepspeed_reads_is_sorted() -> None:
             ": zero_optimization.offload_param.device: 'nvme', expected cpu or none: weights are read into",
         ),
         (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+            ": zero_optimization.offload_optimizer.device: 'nvme', expected cpu or none: such a run cannot be resumed",
+        ),
+        (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
             ": zero_optimization.zero_hpz_partition_size: 3, expected auto (the ranks of a node), or a number that "
             "divides the 2 ranks of this job",
