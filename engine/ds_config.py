@@ -109,8 +109,8 @@ _REFUSED_NVME = {
         "written for each"
     ),
     "offload_optimizer": (
-        "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load neither the "
-        "weights nor groups below 1 MB, among which are the scales"
+        "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load neither "
+        "the weights nor groups below 1 MB, among which are the scales"
     ),
 }
 
