@@ -293,6 +293,10 @@ def _write_shards(shards: list[list[_Item]], directory: Path) -> tuple[list[str]
     """Gather everything in order; rank 0 packs and writes. Returns the files' names and the peak of bytes held."""
     limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard))
     held, buffer = _Held(), ReceiveBuffer()
+    with errors_on_all_ranks(RuntimeError):  # what torch raises without memory
+        if is_main():
+            for batch in (batch for shard in shards for batch in _batches(shard, limit)):
+                buffer.reserve(p for item in batch for p in item.parameters)
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = [SINGLE]

@@ -1,6 +1,5 @@
 """Whole parameters for a while, on every rank or on rank 0."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -62,23 +61,35 @@ class ReceiveBuffer:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
-    def flat(self, parts: Sequence[Tensor], count: int) -> list[Tensor]:
-        """For each of ``parts`` a 1-D tensor ``count`` times as long, of its dtype, not initialised; those of the last
-        call are overwritten."""
-        ends = list(itertools.accumulate(-(-count * part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts))
-        if not ends:
-            return []
-        if self._memory is None or self._memory.numel() < ends[-1]:
-            self._memory = None  # first give back what there is
-            self._memory = torch.empty(ends[-1], dtype=torch.uint8, device=parts[0].device)
-        begins = [0, *ends[:-1]]
+    def reserve(self, parameters: Iterable[Tensor]) -> None:
+        """Have room for these, so that a lack of memory shows here and not where the other ranks send already."""
+        self._at_least(sum(_room(parameter) for parameter in _shared(parameters)))
+
+    def places(self, shared: Sequence[Tensor]) -> list[Tensor]:
+        """A 1-D tensor for all ranks' partitions of each, not initialised; those of the last call are overwritten."""
+        rooms = [_room(parameter) for parameter in shared]
+        memory = self._at_least(sum(rooms))
         return [
-            self._memory[begin : begin + count * part.nbytes].view(part.dtype)
-            for begin, part in zip(begins, parts, strict=True)
+            room[: dist.get_world_size() * partition_of(parameter).nbytes].view(parameter.dtype)
+            for parameter, room in zip(shared, memory[: sum(rooms)].split(rooms), strict=True)
         ]
 
+    def _at_least(self, size: int) -> Tensor:
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = None  # first give back what there is
+            self._memory = torch.empty(size, dtype=torch.uint8, device=get_accelerator().current_device_name())
+        return self._memory
 
-_ALIGNMENT = 64  # bytes
+
+def _shared(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those of which other ranks hold parts."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return [p for p in dict.fromkeys(parameters) if several and is_partitioned(p) and not is_whole(p)]
+
+
+def _room(parameter: Tensor) -> int:
+    """Bytes of all ranks' partitions, up to where the next one may begin."""
+    return -(-dist.get_world_size() * partition_of(parameter).nbytes // 64) * 64
 
 
 @contextmanager
@@ -94,7 +105,7 @@ def gathered_on_main(parameters: Iterable[Tensor], buffer: ReceiveBuffer | None 
         buffer: for who gathers again and again.
     """
     stubs = [parameter for parameter in dict.fromkeys(parameters) if is_partitioned(parameter)]
-    shared = [parameter for parameter in stubs if not is_whole(parameter) and dist.get_world_size() > 1]
+    shared = _shared(stubs)
     shares = [_for_collectives(partition_of(parameter).detach()) for parameter in shared]
     if shared and dist.get_rank() > 0:
         _finish(_begin([dist.P2POp(dist.isend, share, 0) for share in shares]))
@@ -102,7 +113,7 @@ def gathered_on_main(parameters: Iterable[Tensor], buffer: ReceiveBuffer | None 
         return
     whole = {}
     received, own = [], []
-    places = (buffer or ReceiveBuffer()).flat(shares, dist.get_world_size() if shares else 1)
+    places = (buffer or ReceiveBuffer()).places(shared)
     for parameter, share, flat in zip(shared, shares, places, strict=True):
         mine, *others = flat.split(share.numel())
         own.append(mine)

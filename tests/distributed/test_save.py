@@ -215,6 +215,7 @@ def test_a_plain_export_is_the_trained_model(case):
         ("no source", "has no config.json"),
         ("disk full", "export failed in model-0000"),
         ("disk full, replacing", "export failed in model-0000"),
+        ("no memory", "out of memory"),
         ("lost scale", "weight_scale has a value that is not finite"),
     ],
 )
