@@ -33,7 +33,7 @@ test-full: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 	.ci/eval $(VENV)
 
-# The kernels for every architecture that is promised, where there is a compiler: `test` takes one of them.
+# The kernels for every architecture that is promised, where there is a compiler.
 test-nvcc: $(STAMP)
 	$(VENV)/bin/python -m pytest tests/unit/test_nvcc.py -k compile
 

@@ -11,6 +11,7 @@ from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 from quant.kernels.build import NVCC_FLAGS, SOURCES
 
 FLAGS = (*COMMON_NVCC_FLAGS, *NVCC_FLAGS, "-Werror", "all-warnings", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror")
+ARCHITECTURES = ("80", "90", "100")
 USAGE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc in PATH")
@@ -25,15 +26,15 @@ def run(*command: str | Path) -> str:
     return result.stdout
 
 
-# The compiler takes half a minute per architecture.
-@pytest.mark.parametrize("architectures", [("90",), pytest.param(("80", "100"), marks=pytest.mark.full)])
+# The compiler takes half a minute per architecture; `make test-nvcc` runs this by itself.
+@pytest.mark.full
 @pytest.mark.parametrize("source", sorted(SOURCES.glob("*.cu")), ids=lambda source: source.name)
-def test_kernels_compile_without_warnings_and_stay_in_registers(source, architectures, tmp_path):
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
+def test_kernels_compile_without_warnings_and_stay_in_registers(source, tmp_path):
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
     report = run("nvcc", "--threads=0", *FLAGS, *targets, "-Xptxas", "-v", "-c", source, "-o", tmp_path / "kernels.o")
-    kernels = [len(re.findall(f"Compiling entry function '.*' for 'sm_{arch}'", report)) for arch in architectures]
+    kernels = [len(re.findall(f"Compiling entry function '.*' for 'sm_{arch}'", report)) for arch in ARCHITECTURES]
     usage = USAGE.findall(report)
-    assert kernels[0] > 0 and kernels == kernels[:1] * len(architectures) and len(usage) == sum(kernels)
+    assert kernels[0] > 0 and kernels == kernels[:1] * len(ARCHITECTURES) and len(usage) == sum(kernels)
     assert set(usage) == {("0", "0", "0")}
 
 
