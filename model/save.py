@@ -3,8 +3,8 @@
 Under ZeRO-3 nobody holds the model, and collecting a state dict on rank 0 would need the whole of it there. So every
 rank first makes the same plan from names and sizes alone (which tensors each module becomes on disk, and in which shard
 each lies), then all ranks send their partitions of the modules to rank 0 in that order, and rank 0 packs each one and
-writes it to its place. It holds the modules that are gathered at a time, no more than the largest takes, and one Linear
-as packed; the other ranks hold nothing.
+writes it to its place, while the next ones come. It holds the modules that are gathered at a time and those that come,
+each no more than the largest takes, and one Linear as packed; the other ranks hold nothing.
 
 Two things follow from the plan. Ranks know the shard boundaries, so they agree after each shard whether writing went
 well: a full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known at
@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -65,9 +65,8 @@ COPIED = (
 )
 
 
-# Of parameters that are gathered together: a MoE has thousands of small ones. Much more is no faster, and on a CPU
-# slower: glibc takes blocks of more than 32 MiB from the system every time anew.
-GATHER_BYTES = 16 * 2**20
+# Of parameters that are gathered together. Less is slower: a large one cannot come while a few small ones are written.
+GATHER_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -292,25 +291,28 @@ class _Held:
 def _write_shards(shards: list[list[_Item]], directory: Path) -> tuple[list[str], int]:
     """Gather everything in order; rank 0 packs and writes. Returns the files' names and the peak of bytes held."""
     limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard))
+    batches = [list(_batches(shard, limit)) for shard in shards]
+    parameters = [[[p for item in batch for p in item.parameters] for batch in of_shard] for of_shard in batches]
     held, buffer = _Held(), ReceiveBuffer()
     with errors_on_all_ranks(RuntimeError):  # what torch raises without memory
         if is_main():
-            for batch in (batch for shard in shards for batch in _batches(shard, limit)):
-                buffer.reserve(p for item in batch for p in item.parameters)
+            for of_shard in parameters:
+                buffer.reserve(of_shard)
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = [SINGLE]
     total = sum(item.bytes for shard in shards for item in shard)
     with tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=1, disable=not is_main()) as progress:
-        for file, shard in zip(files, shards, strict=True):
-            output = _Output(directory / file, shard, held) if is_main() else None
-            for batch in _batches(shard, limit):
-                with gathered_on_main([p for item in batch for p in item.parameters], buffer):
-                    if output is not None:
-                        held.add(size := sum(item.gathered_bytes for item in batch))
-                        output.write(batch)
-                        held.add(-size)
-                    progress.update(sum(item.bytes for item in batch))
+        for number, file in enumerate(files):
+            output = _Output(directory / file, shards[number], held) if is_main() else None
+            following = [*batches[number][1:], []]
+            gathered = gathered_on_main(parameters[number], buffer)
+            for batch, coming, _ in zip(batches[number], following, gathered, strict=True):
+                if output is not None:
+                    held.add(size := sum(item.gathered_bytes for item in (*batch, *coming)))
+                    output.write(batch)
+                    held.add(-size)
+                progress.update(sum(item.bytes for item in batch))
             failure = output.finish() if output is not None else None
             # Whatever went wrong in packing or writing, rank 0 went on gathering up to here, where all of them stop.
             try:
@@ -341,11 +343,11 @@ class _Output:
             return
         try:
             for item in batch:
+                for keys, stack in _stacks(item):
+                    self._writer.write_stack(keys, stack.cpu())
                 for tensors in _packed(item):
                     self._held.add(size := 0 if item.layout is None else sum(t.nbytes for t in tensors.values()))
                     for key, tensor in tensors.items():
-                        if (made := (tensor.dtype, tuple(tensor.shape))) != (planned := item.shapes.get(key)):
-                            raise ValueError(f"{key} became {made}, planned was {planned}")
                         self._writer.write(key, tensor)
                     self._held.add(-size)
         except Exception as error:
@@ -363,19 +365,24 @@ class _Output:
         return self._failure
 
 
+def _stacks(item: _Item) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
+    """The equal parts of the item's only parameter, some MiB at a time: keys, and ``[keys, out, in]``."""
+    if item.stacked:
+        stack = item.parameters[0].detach()
+        parts = stack.view(len(item.stacked), -1, stack.shape[-1])
+        some = max(1, GATHER_BYTES // parts[0].nbytes)
+        for begin in range(0, len(parts), some):
+            yield item.stacked[begin : begin + some], parts[begin : begin + some]
+
+
 def _packed(item: _Item) -> Iterator[dict[str, torch.Tensor]]:
-    """The item's tensors in CPU memory, by Linears; of plain ones on a CPU the parameter's memory."""
+    """The item's other tensors in CPU memory, by Linears; of plain ones on a CPU the parameter's memory."""
     if isinstance(item.module, QuantCache):
         yield {item.name: cache_scale(item.name, item.module.input_scale())}
         return
     if item.layout is None:
         for key, tensor in item.plain.items():
             yield {key: tensor.detach().cpu().contiguous()}
-        if item.stacked:  # one behind the other; a view of each by itself takes a third of the time of writing it
-            stack = item.parameters[0].detach()
-            parts = stack.view(len(item.stacked), -1, stack.shape[-1]).unbind()
-            for key, tensor in zip(item.stacked, parts, strict=True):
-                yield {key: tensor.cpu()}
         return
     layer = item.module
     assert isinstance(layer, QuantLayer)

@@ -10,7 +10,7 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -40,7 +40,7 @@ class ShardWriter:
 
     def __init__(self, path: Path, shapes: Shapes) -> None:
         header, self._begin = _header(shapes)
-        self._left = set(shapes)
+        self._left = dict(shapes)
         self._unsynced = 0
         self._syncing: threading.Thread | None = None
         self._failure: OSError | None = None
@@ -57,11 +57,23 @@ class ShardWriter:
         Raises:
             OSError: the disk is full, or failed; maybe for an earlier tensor.
             KeyError: it was not planned, or is there already.
+            ValueError: it is not of the planned dtype and shape.
         """
-        self._left.remove(key)
-        if tensor.numel():
-            data = tensor.view(-1).view(torch.uint8).numpy()
-            self._put(memoryview(data), self._begin[key])  # type: ignore[arg-type]  # an ndarray is a buffer
+        self.write_stack([key], tensor.unsqueeze(0))
+
+    def write_stack(self, keys: Sequence[str], stack: Tensor) -> None:
+        """Write tensors that lie one behind another, ``stack[i]`` as ``keys[i]``; else as :meth:`write`.
+
+        For thousands of small ones: a view of each by itself takes a third of the time of writing it.
+        """
+        made = stack.dtype, tuple(stack.shape[1:])
+        data = memoryview(stack.view(-1).view(torch.uint8).numpy() if stack.numel() else b"")  # type: ignore[arg-type]
+        size = len(data) // len(stack)
+        for key, index in zip(keys, range(len(stack)), strict=True):
+            if (planned := self._left[key]) != made:
+                raise ValueError(f"{key} became {made}, planned was {planned}")
+            del self._left[key]
+            self._put(data[index * size : (index + 1) * size], self._begin[key])
 
     def finish(self) -> None:
         """Wait until everything is on disk.

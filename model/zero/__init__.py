@@ -25,7 +25,8 @@ from model.zero.build import (
     to_be_whole,
     upcast_named_buffers,
 )
-from model.zero.gather import ReceiveBuffer, forward_only, gathered, gathered_on_main, whole_values
+from model.zero.gather import forward_only, gathered, whole_values
+from model.zero.on_main import ReceiveBuffer, gathered_on_main
 from model.zero.optimizer import (
     OptimizerPiece,
     backward,

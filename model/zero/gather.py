@@ -1,4 +1,4 @@
-"""Whole parameters for a while, on every rank or on rank 0."""
+"""Whole parameters for a while, on every rank; on rank 0 alone see ``on_main.py``."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +15,10 @@ from model.zero.as_bytes import release_decoded
 from model.zero.build import WHOLE_ELEMENTS
 from model.zero.parameters import (
     full_numel,
-    full_shape,
     is_partitioned,
     is_whole,
     local_data,
     local_range,
-    partition_of,
 )
 
 COALESCED_BYTES = 2**20  # of a parameter up to which it shares a collective with others
@@ -50,102 +48,6 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
         yield
         if modifier_rank is not None and dist.is_initialized():
             _broadcast([p for p in parameters if not is_partitioned(p) or is_whole(p)], modifier_rank)
-
-
-class ReceiveBuffer:
-    """Memory of rank 0 for one :func:`gathered_on_main` after another, as large as the largest needs.
-
-    On a CPU new memory of megabytes comes from the system page by page, which takes about as long as to receive it.
-    """
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def reserve(self, parameters: Iterable[Tensor]) -> None:
-        """Have room for these, so that a lack of memory shows here and not where the other ranks send already."""
-        self._at_least(sum(_room(parameter) for parameter in _shared(parameters)))
-
-    def places(self, shared: Sequence[Tensor]) -> list[Tensor]:
-        """A 1-D tensor for all ranks' partitions of each, not initialised; those of the last call are overwritten."""
-        rooms = [_room(parameter) for parameter in shared]
-        memory = self._at_least(sum(rooms))
-        return [
-            room[: dist.get_world_size() * partition_of(parameter).nbytes].view(parameter.dtype)
-            for parameter, room in zip(shared, memory[: sum(rooms)].split(rooms), strict=True)
-        ]
-
-    def _at_least(self, size: int) -> Tensor:
-        if self._memory is None or self._memory.numel() < size:
-            self._memory = None  # first give back what there is
-            self._memory = torch.empty(size, dtype=torch.uint8, device=get_accelerator().current_device_name())
-        return self._memory
-
-
-def _shared(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those of which other ranks hold parts."""
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    return [p for p in dict.fromkeys(parameters) if several and is_partitioned(p) and not is_whole(p)]
-
-
-def _room(parameter: Tensor) -> int:
-    """Bytes of all ranks' partitions, up to where the next one may begin."""
-    return -(-dist.get_world_size() * partition_of(parameter).nbytes // 64) * 64
-
-
-@contextmanager
-def gathered_on_main(parameters: Iterable[Tensor], buffer: ReceiveBuffer | None = None) -> Iterator[None]:
-    """Whole parameters inside the block on rank 0, to be read there; on the other ranks they stay as they are.
-
-    Each rank sends its partitions to rank 0, which receives them in their places: faster than an all-gather, and the
-    other ranks need no memory, but for a copy of what is offloaded. DeepSpeed takes no part, and finds everything as it
-    left it. A collective.
-
-    Args:
-        parameters: any mixture of partitioned and plain ones.
-        buffer: for who gathers again and again.
-    """
-    stubs = [parameter for parameter in dict.fromkeys(parameters) if is_partitioned(parameter)]
-    shared = _shared(stubs)
-    shares = [_for_collectives(partition_of(parameter).detach()) for parameter in shared]
-    if shared and dist.get_rank() > 0:
-        _finish(_begin([dist.P2POp(dist.isend, share, 0) for share in shares]))
-        yield
-        return
-    whole = {}
-    received, own = [], []
-    places = (buffer or ReceiveBuffer()).places(shared)
-    for parameter, share, flat in zip(shared, shares, places, strict=True):
-        mine, *others = flat.split(share.numel())
-        own.append(mine)
-        received += [dist.P2POp(dist.irecv, place, rank) for rank, place in enumerate(others, 1)]
-        whole[parameter] = flat[: full_numel(parameter)]
-    works = _begin(received)
-    for place, share in zip(own, shares, strict=True):  # while the others' come
-        place.copy_(share)
-    _finish(works)
-    kept = [parameter.data for parameter in stubs]
-    try:
-        for parameter in stubs:
-            values = whole[parameter] if parameter in whole else _for_collectives(local_data(parameter))
-            parameter.data = values.view(full_shape(parameter))
-        yield
-    finally:
-        for parameter, data in zip(stubs, kept, strict=True):
-            parameter.data = data
-
-
-def _begin(operations: list[dist.P2POp]) -> list[dist.Work]:
-    return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _finish(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _for_collectives(tensor: Tensor) -> Tensor:
-    """On the device whose tensors NCCL takes: partitions may be offloaded."""
-    return tensor.to(get_accelerator().current_device_name())
 
 
 def _broadcast(parameters: Sequence[Tensor], source: int) -> None:

@@ -153,7 +153,7 @@ def exports(model, quantization, checkpoint: str, out: Path) -> dict[str, dict]:
 
 
 def gathered_on_rank_0(model, whole: dict[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Parameters that are not what they should be: whole on rank 0, untouched elsewhere and afterwards."""
+    """Parameters that are not what they should be: whole on rank 0 in their batches, else and afterwards untouched."""
     parameters = dict(model.named_parameters())
 
     def state() -> dict[str, tuple]:
@@ -162,13 +162,15 @@ def gathered_on_rank_0(model, whole: dict[str, torch.Tensor]) -> dict[str, list[
             for key, p in parameters.items()
         }
 
-    before = state()
-    with gathered_on_main(parameters.values()):
-        if is_main():
-            inside = [key for key, p in parameters.items() if not torch.equal(p.detach().cpu(), whole[key])]
-        else:
-            inside = [key for key, now in state().items() if now != before[key]]
-    return {"wrong inside": inside, "changed after": [key for key, now in state().items() if now != before[key]]}
+    before, wrong = state(), []
+    names = list(parameters)
+    batches = [names[start : start + 4] for start in range(0, len(names), 3)]  # neighbours share one
+    turns = gathered_on_main([[parameters[name] for name in batch] for batch in batches])
+    for batch, _ in zip(batches, turns, strict=True):
+        inside = batch if is_main() else []
+        wrong += [key for key in inside if not torch.equal(parameters[key].detach().cpu(), whole[key])]
+        wrong += [key for key, now in state().items() if key not in inside and now != before[key]]
+    return {"wrong inside": wrong, "changed after": [key for key, now in state().items() if now != before[key]]}
 
 
 def trace_after_forwards(engine, ids) -> list[bool]:

@@ -29,13 +29,16 @@ def shapes_of(tensors: dict[str, torch.Tensor]) -> dict:
 
 def test_the_file_is_that_of_the_library(tmp_path, seed, monkeypatch):
     monkeypatch.setattr(shard_writer, "SYNC_BYTES", 64)  # several times on the way
-    tensors = some_tensors()
+    stacked = [f"experts.{index}.weight" for index in range(11)]
+    tensors = some_tensors() | {key: torch.randn(3, 5).bfloat16() for key in stacked}
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     writer = ShardWriter(tmp_path / "ours", shapes_of(tensors))
-    for key in random.sample(list(tensors), len(tensors)):
+    for key in random.sample(sorted(tensors.keys() - stacked), len(tensors) - len(stacked)):
         lent = tensors[key].clone()
         writer.write(key, lent)
         lent.zero_()
+    for some in (stacked[:3], stacked[3:]):
+        writer.write_stack(some, torch.stack([tensors[key] for key in some]))
     writer.finish()
     writer.close()
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
@@ -56,6 +59,9 @@ def test_a_missing_or_unplanned_tensor_is_an_error(tmp_path):
     writer.write("b", torch.zeros(2))
     with pytest.raises(KeyError):
         writer.write("b", torch.zeros(2))
+    for unlike in (torch.zeros(3), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"a became .*, planned was \(torch\.float32, \(2,\)\)"):
+            writer.write("a", unlike)
     with pytest.raises(ValueError, match="1 tensors were planned and not written, a among them"):
         writer.finish()
     writer.close()
