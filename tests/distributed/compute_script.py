@@ -6,7 +6,6 @@ A recipe whose name begins with ``unkept`` quantises its weights in every forwar
 ``<output_dir>/result.pt``: what ``train_script.py`` keeps, and under ``seen`` how the layers computed.
 """
 
-import gc
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.loop import Loop, LoopState
 from engine.recipe_file import load_recipe
 from model.ranks import is_main
+from tests.distributed.garbage import collect
 from tests.distributed.train_script import run
 
 
@@ -81,7 +81,7 @@ def main() -> None:
                 result = run(loop)
         if is_main():
             torch.save({**result, "seen": seen}, Path(recipe.output_dir) / "result.pt")
-        gc.collect()
+        collect()
 
 
 if __name__ == "__main__":

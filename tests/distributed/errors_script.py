@@ -5,7 +5,6 @@
 Each rank writes ``<recipe>_<rank>.json`` beside a recipe: type and text of the error, and the seconds that it took.
 """
 
-import gc
 import json
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from engine.loop import Loop
 from engine.recipe_file import load_recipe
 from model.ranks import rank
+from tests.distributed.garbage import collect
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
             kind, text = type(error).__name__, str(error)
         found = {"type": kind, "text": text, "seconds": time.perf_counter() - began}
         path.with_name(f"{path.stem}_{rank()}.json").write_text(json.dumps(found))
-        gc.collect()
+        collect()
 
 
 if __name__ == "__main__":

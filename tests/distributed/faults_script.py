@@ -8,7 +8,6 @@ what it saw into ``DIRECTORY/<name>_<rank>.json``, rank 0 the weights at the end
 """
 
 import copy
-import gc
 import json
 import os
 import resource
@@ -28,6 +27,7 @@ from engine.loop import Loop, LoopState
 from engine.recipe_file import load_recipe
 from launch.exits import clean_exit
 from model.ranks import barrier, is_main, rank
+from tests.distributed.garbage import collect
 from tests.distributed.train_script import run, whole_parameters
 
 STAGES = {"0_fp32": (0, "float32"), "0": (0, "bfloat16"), "1": (1, "bfloat16"), "2": (2, "bfloat16")}
@@ -88,7 +88,7 @@ def keep(directory: Path, name: str, loop: Loop) -> None:
     result = run(loop)
     if is_main():
         torch.save(result, directory / f"{name}.pt")
-    gc.collect()
+    collect()
 
 
 def resumed(loop: Loop) -> Loop:
@@ -163,7 +163,7 @@ def full_disk(directory: Path) -> None:
     if is_main():
         (checkpoints / BALLAST).unlink(missing_ok=True)
     barrier()
-    gc.collect()
+    collect()
 
 
 def fill(checkpoints: Path) -> None:
@@ -207,7 +207,7 @@ def not_finite(directory: Path, name: str) -> None:
             "finite": all(bool(weight.isfinite().all()) for weight in result["weights"].values()),
         },
     )
-    gc.collect()
+    collect()
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -220,7 +220,7 @@ def stops(directory: Path) -> None:
     loop = BadLoss(load_recipe(directory / "stops.yaml"))
     loop.steps = (0, 2, 3, 4)
     write(directory, "stops", {"error": failure(loop.run)})
-    gc.collect()
+    collect()
 
 
 def launcher_dies(directory: Path) -> None:

@@ -5,7 +5,6 @@
 Rank 0 writes ``<run>.pt``: what ``train_script.py`` keeps, and the evaluation that each step began with.
 """
 
-import gc
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from engine.loop import Loop, LoopState
 from engine.recipe import Recipe
 from engine.recipe_file import load_recipe
 from model.ranks import is_main
+from tests.distributed.garbage import collect
 from tests.distributed.train_script import run
 
 KNOBS: dict[str, Any] = {"weight_decay": 0.25, "eps": 1e-6, "betas": (0.8, 0.9)}
@@ -80,7 +80,7 @@ def keep(directory: Path, name: str, loop: Loop) -> None:
     result = run(loop)
     if is_main():
         torch.save({**result, "evaluations": evaluations}, directory / f"{name}.pt")
-    gc.collect()
+    collect()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def main() -> None:
         strategy = strategies[len(runs) % len(strategies)]
         name = f"killed{len(runs)}_{strategy}"
         moments: list[str] = []
+        began = time.monotonic()
         while not run_or_kill(
             directory,
             name,
@@ -48,6 +49,8 @@ def main() -> None:
             moments,
         ):
             done += 1
+        if not moments:  # the machine has more time for it now
+            durations[strategy] = min(durations[strategy], time.monotonic() - began)
         seen += moments
         same = exported(directory / name) == exported(directory / f"straight_{strategy}")
         runs.append({"name": name, "kills": len(moments), "same": same})
@@ -59,7 +62,7 @@ def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
     chats = write_chats(directory / "chats.jsonl")
     model = tiny_checkpoint(directory / "model", "qwen3")
     names = [("straight", strategy) for strategy in strategies]
-    names += [(f"killed{index}", strategies[index % len(strategies)]) for index in range(2 * kills + 1)]
+    names += [(f"killed{index}", strategies[index % len(strategies)]) for index in range(4 * kills)]
     for run, strategy in names:
         shipped, dtype = strategy.split(":")
         write_recipe(

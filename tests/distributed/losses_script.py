@@ -7,7 +7,6 @@ write the recipe's teacher cache; ``refused``: set up and keep the RankError tha
 ``<output_dir>/result.pt`` for each.
 """
 
-import gc
 import json
 import sys
 import time
@@ -23,6 +22,7 @@ from engine.loop import Loop, LoopState
 from engine.losses import LossChunk
 from engine.recipe_file import load_recipe
 from model.ranks import RankError, gather_objects, is_main, rank
+from tests.distributed.garbage import collect
 from tests.distributed.train_script import run
 from tests.distributed.variants_script import OnlyRankZero
 
@@ -115,7 +115,7 @@ def main() -> None:
             result = train(path) if kind == "train" else refused(path)
         if is_main():
             torch.save(result, Path(recipe.output_dir) / "result.pt")
-        gc.collect()
+        collect()
         if is_main():
             print("JOB", name, round(time.perf_counter() - begin, 2), flush=True)
 

@@ -8,7 +8,6 @@ beside a case: the scales and the report, or the error. ``measured/<kind>/measur
 scales and whole weights.
 """
 
-import gc
 import json
 import sys
 from dataclasses import asdict, replace
@@ -27,6 +26,7 @@ from model.ranks import RankError, rank
 from model.scales import load_scales, measure_weight_scales
 from model.zero import gathered, partition_new_parameters
 from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, Scheme, TensorSpec, prepare
+from tests.distributed.garbage import collect
 
 # Shapes that no preset has, whose scales two ranks do not share evenly.
 MEASURED = {
@@ -92,7 +92,7 @@ def main() -> None:
     for path in sorted(directory.glob("calibrate_*.yaml")):
         recipe = load_recipe(path)
         calibrate(recipe)
-        gc.collect()
+        collect()
         kind = path.stem.partition("_")[2]
         # What the calibration wrote, read back through the recipe: nothing may be left to measure or to calibrate.
         recipe = replace(recipe, quant=replace(recipe.quant, scales=str(recipe.export_dir())))
@@ -102,7 +102,7 @@ def main() -> None:
         read_cases(directory / "cases" / kind, session.model, session.quantization)
         for name, scheme in MEASURED.items():
             measure(directory / "measured" / kind, name, scheme, Path(recipe.model.path))
-        gc.collect()
+        collect()
 
 
 if __name__ == "__main__":

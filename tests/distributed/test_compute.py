@@ -22,46 +22,50 @@ CLIPS = {
     "train": {**THREE["train"], "steps": 4},
     "schedule": [{"at": at, "fake_quant": at == 2, "layers": r"model\.layers\.0\..*"} for at in (1, 2)],
 }
+INT4 = {"scheme": "w4a16_g32"}
 LAYERS = 14  # two decoder layers
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def recipe(tmp_path_factory):
+    """Writes one: its name, the model's kind, its dtype, and the sections beside those of all."""
     directory = tmp_path_factory.mktemp("compute")
-    odd = tiny_checkpoint(directory / "odd", "qwen3")
-    even = tiny_checkpoint(directory / "even", "qwen3", even=True)
+    models = {kind: tiny_checkpoint(directory / kind, "qwen3", even=kind == "even") for kind in ("odd", "even")}
     chats = write_chats(directory / "chats.jsonl")
-    (directory / "text.txt").write_text(TEXT * 20)
-    text = {"train": [str(directory / "text.txt")], "kind": "text", "max_length": 24}
-    int4 = {"scheme": "w4a16_g32"}
+
+    def write(name, kind, dtype, **sections):
+        return write_recipe(directory, name, models[kind], chats, dtype=dtype, **{**THREE, **sections})
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def results(recipe):
     paths = {}
 
-    def add(name, model, dtype, **sections):
-        paths[name] = write_recipe(directory, name, model, chats, dtype=dtype, **{**THREE, **sections})
+    def add(name, *arguments, **sections):
+        paths[name] = recipe(name, *arguments, **sections)
 
     for stage in range(4):
-        add(f"kept_{stage}", even, "bfloat16", stage=stage)
+        add(f"kept_{stage}", "even", "bfloat16", stage=stage)
     for stage in range(3):
-        add(f"unkept_{stage}", even, "bfloat16", stage=stage)
-    add("kept_int4", even, "bfloat16", stage=1, quant=int4)
-    add("unkept_int4", even, "bfloat16", stage=1, quant=int4)
+        add(f"unkept_{stage}", "even", "bfloat16", stage=stage)
+    add("kept_int4", "even", "bfloat16", stage=1, quant=INT4)
+    add("unkept_int4", "even", "bfloat16", stage=1, quant=INT4)
     for stage in (1, 3):
-        add(f"gemm_{stage}", even, "bfloat16", stage=stage, quant={"compute": "fp8_gemm"})
+        add(f"gemm_{stage}", "even", "bfloat16", stage=stage, quant={"compute": "fp8_gemm"})
     add(
         "gemm_recomputed",
-        even,
+        "even",
         "bfloat16",
         stage=3,
         quant={"compute": "fp8_gemm"},
         train={**THREE["train"], "activation_checkpointing": True},
     )
-    add("gemm_odd", odd, "bfloat16", stage=3, quant={"compute": "fp8_gemm"})
+    add("gemm_odd", "odd", "bfloat16", stage=3, quant={"compute": "fp8_gemm"})
     for name in ("whole", "coded"):
-        add(name, odd, "bfloat16", stage=3, **CLIPS, quant={"gather_codes": name == "coded"})
-    # Weight-only: an fp8 input one bit apart may get another code, an eighth apart.
-    add("eager", even, "float32", stage=1, data=text, quant=int4)
-    add("compiled", even, "float32", stage=1, data=text, quant=int4, train={**THREE["train"], "compile": True})
+        add(name, "odd", "bfloat16", stage=3, **CLIPS, quant={"gather_codes": name == "coded"})
     output = run_ranks(SCRIPT, *map(str, paths.values()), timeout=600)
     return paths, output
 
@@ -147,10 +151,26 @@ def test_layers_that_the_fp8_gemm_cannot_take_simulate_and_are_listed_once(resul
     assert len(said) == 1 and "model.layers.1.mlp.down_proj" in said[0]
 
 
-def test_compiled_layers_train_like_eager_ones(results):
+@pytest.mark.full  # inductor takes a minute; tests/unit/test_compile.py has a layer by itself
+def test_compiled_layers_train_like_eager_ones(recipe, tmp_path):
     """fp32, the first step on the same weights: what differs is the order of sums in fused norms and attention."""
-    compiled, eager = result(results, "compiled"), result(results, "eager")
-    assert "compiled: 2 of 2 decoder layers" in results[1]
+    (text := tmp_path / "text.txt").write_text(TEXT * 20)
+    # Weight-only: an fp8 input one bit apart may get another code, an eighth apart.
+    paths = [
+        recipe(
+            name,
+            "even",
+            "float32",
+            stage=1,
+            data={"train": [str(text)], "kind": "text", "max_length": 24},
+            quant=INT4,
+            train={**THREE["train"], "compile": name == "compiled"},
+        )
+        for name in ("eager", "compiled")
+    ]
+    output = run_ranks(SCRIPT, *map(str, paths), timeout=600)
+    eager, compiled = map(load_result, paths)
+    assert "compiled: 2 of 2 decoder layers" in output
     assert compiled["losses"][0]["loss/total"] == pytest.approx(eager["losses"][0]["loss/total"], rel=2e-6)
     assert compiled["norms"][0] == pytest.approx(eager["norms"][0], rel=1e-4)
     for ours, theirs in zip(compiled["losses"], eager["losses"], strict=True):

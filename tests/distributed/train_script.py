@@ -5,7 +5,6 @@ name after the last step (in fp32 and fp16 after every step too), the scales tha
 Parameters the optimizer held.
 """
 
-import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from engine.recipe_file import load_recipe
 from model.ranks import is_main, reduce_over_ranks
 from model.zero import full_numel, full_shape, gathered, is_partitioned, is_whole, local_data, local_range
 from tests.distributed.fp16_cpu import allow_fp16_on_cpu
+from tests.distributed.garbage import collect
 
 
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ def main() -> None:
         result = run(Loop(recipe))
         if is_main():
             torch.save(result, Path(recipe.output_dir) / "result.pt")
-        gc.collect()
+        collect()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ The part of a recipe's name before the first ``_`` says which actions of ``ACTIO
 ``<output_dir>/result.pt``: what ``train_script.py`` keeps, and under ``seen`` what the actions saw.
 """
 
-import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from data.loader import Loader, MicroBatch
 from engine.kd import KD_KINDS
 from engine.loop import Loop, LoopState
 from model.ranks import is_main, rank
+from tests.distributed.garbage import collect
 from tests.distributed.train_script import run, whole_parameters
 
 POISONED = 1  # the step of which rank 1's gradients are NaN
@@ -155,7 +155,7 @@ def main() -> None:
         result = run(loop)
         if is_main():
             torch.save({**result, "seen": seen}, Path(loop.recipe.output_dir) / "result.pt")
-        gc.collect()
+        collect()
 
 
 if __name__ == "__main__":

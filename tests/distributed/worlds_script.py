@@ -8,7 +8,6 @@ moments and step counts as they are before step ``AT`` and the next, and the los
 on one rank what two and three ranks have trained.
 """
 
-import gc
 import shutil
 import sys
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from launch.export import export_checkpoint
 from model.ranks import gather_objects, is_main
 from model.zero import flat_masters, gathered, optimizer_pieces
 from tests.distributed.forked import Job
+from tests.distributed.garbage import collect
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.tiny import tiny_checkpoint
 
@@ -115,7 +115,7 @@ def of_all(directory: Path, variants: list[str], job: str) -> Callable[[], None]
                 torch.save(result, directory / f"{variant}_{job}.pt")
             state.session.engine.destroy()
             del state
-            gc.collect()
+            collect()
 
     return rank
 
@@ -160,7 +160,7 @@ def export(directory: Path, variant: str) -> None:
         recipe = load_recipe(path / "recipe.yaml")
         recipe.export.dir = str(directory / f"exported_{job}")
         export_checkpoint(recipe, path)
-        gc.collect()
+        collect()
 
 
 if __name__ == "__main__":
