@@ -35,7 +35,7 @@ test-full: $(STAMP)
 
 # The kernels for every architecture that is promised, where there is a compiler.
 test-nvcc: $(STAMP)
-	$(VENV)/bin/python -m pytest tests/unit/test_nvcc.py -k compile
+	$(VENV)/bin/python -m pytest tests/unit/quant/kernels/test_nvcc.py -k compile
 
 test-eval: $(STAMP)
 	.ci/eval $(VENV)

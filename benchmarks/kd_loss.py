@@ -4,7 +4,8 @@
 
 Both sides take hidden states of student and teacher to the gradients of the student's hidden states (and of its
 lm_head where that trains), with all GEMMs that this needs. "direct" has whole logits of both, one fp32 copy of each,
-and torch's autograd of one loss: ``kl`` alone is the plain KL that the bar is about. "chunked" is engine.losses.
+and torch's autograd of one loss: ``kl`` alone is the plain KL that the bar is about. "chunked" is
+engine.losses.chunked.
 
 "peak" is the most that torch's allocator gave out during forward and backward beyond what was there before. The direct
 form runs only where it is predicted to stay under 16 GiB and under 70% of the memory that is free; elsewhere the table
@@ -27,8 +28,8 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.step import peak_bytes
-from engine.kd import KD_KINDS, Distillation
-from engine.losses import Objective, TeacherHidden, chunked_losses
+from engine.losses.chunked import Objective, TeacherHidden, chunked_losses
+from engine.losses.kd import KD_KINDS, Distillation
 
 MIB, GIB = 2**20, 2**30
 BAR = 1.2  # of the direct form with one plain KL, at T = 1024

@@ -39,11 +39,11 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import recovery_torchao, timing
-from engine.evaluate import evaluate_text, load_for_evaluation, read_eval_text
+from engine.evaluation.perplexity import evaluate_text, load_for_evaluation, read_eval_text
+from engine.evaluation.score import ScoringModel, scoring_model
 from engine.loop import Loop
-from engine.recipe import Recipe
-from engine.recipe_file import parse_recipe
-from engine.score import ScoringModel, scoring_model
+from engine.recipe.reading import parse_recipe
+from engine.recipe.recipe import Recipe
 from engine.state import LoopState
 from launch.calibrate import calibrate
 from quant import SCHEMES, QuantLayer

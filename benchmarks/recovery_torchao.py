@@ -13,7 +13,7 @@ from benchmarks import timing
 from data.loader import Loader, model_inputs
 from data.samples import IGNORE
 from data.text import read_text
-from engine.recipe import Recipe
+from engine.recipe.recipe import Recipe
 from engine.schedule import lr_factor
 from quant import SCHEMES
 

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data.loader import MicroBatch
-from engine.fake_quant import FakeQuant
-from engine.recipe import Recipe, parse_size
-from engine.recipe_checks import RecipeError
-from engine.setup import Session, say
+from engine.quantisation.switches import FakeQuant
+from engine.recipe.checks import RecipeError
+from engine.recipe.recipe import Recipe, parse_size
+from engine.session.setup import Session
+from model.ranks import say
 from model.save import export_model
 from quant.layouts import check_layout
 

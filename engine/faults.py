@@ -1,16 +1,15 @@
 """Steps whose loss or gradients are not finite: left out, counted, and the end of the run when they do not stop.
 
 DeepSpeed leaves such a step out by itself, on all ranks together, since it looks at the gradient norm over all ranks
-(``engine.optim.SkippingAdamW`` does where there is no optimizer of DeepSpeed's). Neither parameters nor moments nor
-step counts of Adam move then.
+(``engine.session.optimizer.SkippingAdamW`` does where there is no optimizer of DeepSpeed's). Neither parameters nor
+moments nor step counts of Adam move then.
 """
 
 import torch
 from torch import Tensor
 
 from data.loader import Loader
-from engine.setup import say
-from model.ranks import RankError, gather_objects
+from model.ranks import RankError, gather_objects, say
 
 
 def nan_unless_finite(loss: Tensor) -> Tensor:

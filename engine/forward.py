@@ -8,14 +8,15 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from data.loader import MicroBatch, model_inputs
-from engine.losses import LossResult, Objective, Teacher, chunked_losses
+from engine.losses.chunked import LossResult, Objective, Teacher, chunked_losses
 from engine.offload import OnHost
-from engine.setup import Session
+from engine.session.setup import Session
 from model.ranks import raise_everywhere
 
 
 class ForwardResult(NamedTuple):
-    """``total``: scaled, attached to the graph; ``sums``: see :class:`engine.losses.LossResult`; ``output``: HF's."""
+    """``total``: scaled, attached to the graph; ``sums``: see :class:`engine.losses.chunked.LossResult`; ``output``:
+    HF's."""
 
     total: Tensor
     sums: dict[str, Tensor]
@@ -31,7 +32,7 @@ def forward_losses(
     distil: bool = True,
     diagnostics: bool = False,
 ) -> ForwardResult:
-    """The losses of a micro-batch, see :func:`engine.losses.chunked_losses`; a collective.
+    """The losses of a micro-batch, see :func:`engine.losses.chunked.chunked_losses`; a collective.
 
     Args:
         session: the run.

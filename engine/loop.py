@@ -32,29 +32,28 @@ import torch
 from torch import Tensor
 
 from data.loader import MicroBatch, real_tokens, valid_tokens
-from engine import quant_stats
-from engine.checkpoint import CheckpointError, mark_if_best, save_checkpoint
+from engine.checkpoint.save import CheckpointError, mark_if_best, save_checkpoint
+from engine.evaluation.held_out import evaluate
 from engine.events import add_event
 from engine.export import export_trained
 from engine.faults import nan_unless_finite
 from engine.forward import forward_losses
-from engine.held_out import evaluate
-from engine.kd import Distillation
-from engine.levers import Levers
-from engine.losses import DIAGNOSTICS, NamedTokenLoss, Objective, TokenLoss
-from engine.memory_measured import MemoryWatch, resident_bytes, write_measured
+from engine.losses.chunked import DIAGNOSTICS, NamedTokenLoss, Objective, TokenLoss
+from engine.losses.kd import Distillation
+from engine.losses.teacher import CachedTeacher
+from engine.memory.measured import MemoryWatch, resident_bytes, write_measured
 from engine.metrics import Progress, Summary
-from engine.optim import SCALE_GROUPS, trained_scales
-from engine.recipe import Recipe
-from engine.recipe_checks import RecipeError
-from engine.recipe_file import load_recipe
+from engine.quantisation import statistics as quant_stats
+from engine.recipe.checks import RecipeError
+from engine.recipe.reading import load_recipe
+from engine.recipe.recipe import Recipe
 from engine.report import report_end, report_step
 from engine.schedule import Schedule, lr_factor
-from engine.setup import say
+from engine.session.levers import Levers
+from engine.session.optimizer import SCALE_GROUPS, trained_scales
 from engine.start import start_run
 from engine.state import Action, LoopState, StepResult
-from engine.teacher import CachedTeacher
-from model.ranks import RankError, is_main, reduce_over_ranks, world_size
+from model.ranks import RankError, is_main, reduce_over_ranks, say, world_size
 from model.zero import backward, global_gradient_norm, gradient_norm
 from quant import recomputing, weights_changed
 
@@ -111,7 +110,8 @@ class Loop:
         return register
 
     def token_loss(self, name: str, *, weight: float) -> Callable[[TokenLoss], TokenLoss]:
-        """Decorator: add a loss per token with a weight, logged as ``loss/<name>``; see engine.losses.TokenLoss.
+        """Decorator: add a loss per token with a weight, logged as ``loss/<name>``; see
+        engine.losses.chunked.TokenLoss.
 
         Raises:
             ValueError: the name is taken.
@@ -129,7 +129,8 @@ class Loop:
     def run(self) -> LoopState:
         """Set up, train, export. Returns the state after the last step.
 
-        A signal (see engine/signals.py) ends it after the step it came in, with a checkpoint and without an export.
+        A signal (see engine/cluster/signals.py) ends it after the step it came in, with a checkpoint and without an
+        export.
         """
         try:
             self.schedule.check(self.recipe.train.steps)

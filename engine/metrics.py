@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from engine.recipe import Recipe
+from engine.recipe.recipe import Recipe
 from model.ranks import is_main
 
 
@@ -23,7 +23,7 @@ class Metrics:
 
     Tags: ``loss/...``, ``kd/...``, ``eval/...``; ``lr/<group>``; ``train/...`` (grad norms of all, of weights and of
     scales, tokens per second and device, peak memory, skipped steps, loss scale of fp16, epoch); ``quant/...`` (see
-    engine.quant_stats).
+    engine.quantisation.statistics).
     """
 
     def __init__(self, directory: Path, recipe: Path, *, done: int = 0) -> None:

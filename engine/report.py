@@ -3,11 +3,10 @@
 import math
 from pathlib import Path
 
-from engine.checkpoint import best_checkpoint
+from engine.checkpoint.save import best_checkpoint
 from engine.metrics import Progress, Summary, peak_memory_bytes
-from engine.setup import say
 from engine.state import LoopState, StepResult
-from model.ranks import is_main, world_size
+from model.ranks import is_main, say, world_size
 
 
 def report_step(state: LoopState, progress: Progress, seconds: float) -> None:

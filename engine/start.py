@@ -3,22 +3,22 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.cache_teacher import open_cached_teacher
-from engine.calibrate import calibrate_inputs
-from engine.checkpoint import LATEST, Checkpoint, check_resumable, load_checkpoint, verify_checkpoint
+from engine.checkpoint.save import LATEST, Checkpoint, check_resumable, load_checkpoint, verify_checkpoint
+from engine.cluster.nodes import check_shared
 from engine.events import check_events
 from engine.export import check_export
-from engine.fake_quant import FakeQuant
-from engine.losses import DIAGNOSTICS
+from engine.losses.chunked import DIAGNOSTICS
 from engine.metrics import Metrics
-from engine.nodes import check_shared
-from engine.recipe import Recipe
-from engine.recipe_checks import RecipeError
-from engine.recipe_file import save_recipe
+from engine.quantisation.calibrate import calibrate_inputs
+from engine.quantisation.switches import FakeQuant
+from engine.recipe.checks import RecipeError
+from engine.recipe.reading import save_recipe
+from engine.recipe.recipe import Recipe
 from engine.schedule import Schedule
-from engine.setup import build_loader, say, set_up, start_ranks
+from engine.session.setup import build_loader, set_up, start_ranks
+from engine.session.teacher_cache import open_cached_teacher
 from engine.state import LoopState
-from model.ranks import errors_on_all_ranks, is_main
+from model.ranks import errors_on_all_ranks, is_main, say
 
 
 def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[str]) -> LoopState:

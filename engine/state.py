@@ -7,12 +7,12 @@ import torch
 
 from data.held_out import HeldOut
 from data.loader import Loader
-from engine.fake_quant import FakeQuant
+from engine.cluster.signals import StopRequests
 from engine.faults import SkippedSteps
 from engine.metrics import Metrics
-from engine.recipe import Recipe
-from engine.setup import Session
-from engine.signals import StopRequests
+from engine.quantisation.switches import FakeQuant
+from engine.recipe.recipe import Recipe
+from engine.session.setup import Session
 
 
 @dataclass

@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine.cache_teacher import check_recipe, write_cache
-from engine.recipe_file import exit_on_recipe_error, parse_recipe
+from engine.recipe.reading import exit_on_recipe_error, parse_recipe
+from engine.session.teacher_cache import check_recipe, write_cache
 from launch.exits import clean_exit
 
 

@@ -6,12 +6,13 @@ Weight scales come from the partitions, activation scales from ``quant.calibrati
 in place under the recipe's ZeRO stage. The result is served as it is, and is what ``quant.scales`` reads.
 """
 
-from engine.calibrate import calibrate_inputs
 from engine.export import check_export, export
-from engine.recipe import Recipe
-from engine.recipe_file import parse_recipe
-from engine.setup import build_loader, say, set_up, start_ranks
+from engine.quantisation.calibrate import calibrate_inputs
+from engine.recipe.reading import parse_recipe
+from engine.recipe.recipe import Recipe
+from engine.session.setup import build_loader, set_up, start_ranks
 from launch.exits import clean_exit
+from model.ranks import say
 
 
 def main() -> None:

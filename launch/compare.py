@@ -15,13 +15,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.compare import Comparison, table, write_comparison
-from engine.evaluate import evaluate_checkpoint
-from engine.results import Evaluation, read_evaluations
-from engine.setup import init_ranks, say
+from engine.evaluation.compare import Comparison, table, write_comparison
+from engine.evaluation.perplexity import evaluate_checkpoint
+from engine.evaluation.results import Evaluation, read_evaluations
+from engine.session.setup import init_ranks
 from launch.evaluate import add_questions, check_questions, read_questions, write_results
 from launch.exits import clean_exit
-from model.ranks import errors_on_all_ranks, is_main, listed
+from model.ranks import errors_on_all_ranks, is_main, listed, say
 
 
 def main() -> None:

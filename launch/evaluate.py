@@ -18,11 +18,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.evaluate import DEFAULT_LENGTH, Questions, evaluate_checkpoint
-from engine.results import Evaluation, write_evaluations
-from engine.setup import DTYPES, init_ranks, say
+from engine.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint
+from engine.evaluation.results import Evaluation, write_evaluations
+from engine.session.setup import DTYPES, init_ranks
 from launch.exits import clean_exit
-from model.ranks import errors_on_all_ranks, is_main
+from model.ranks import errors_on_all_ranks, is_main, say
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def read_questions(arguments: argparse.Namespace) -> Questions:
     if arguments.tasks is not None:
         with errors_on_all_ranks(ModuleNotFoundError):
             try:
-                from engine.harness import load_tasks
+                from engine.evaluation.tasks import load_tasks
             except ModuleNotFoundError as error:
                 raise ModuleNotFoundError(
                     f"--tasks needs lm-evaluation-harness ({error}): pip install lm-eval==0.4.13"

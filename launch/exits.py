@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.recipe_file import exit_on_recipe_error
+from engine.recipe.reading import exit_on_recipe_error
 from model.ranks import RankError, barrier, is_main, rank, shut_down, world_size
 
 

@@ -10,13 +10,13 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from engine.checkpoint import load_checkpoint, read_checkpoint, verify_checkpoint
+from engine.checkpoint.save import load_checkpoint, read_checkpoint, verify_checkpoint
 from engine.export import check_export, export_trained
-from engine.fake_quant import FakeQuant
-from engine.recipe import Recipe
-from engine.recipe_checks import RecipeError
-from engine.recipe_file import load_recipe
-from engine.setup import set_up, start_ranks
+from engine.quantisation.switches import FakeQuant
+from engine.recipe.checks import RecipeError
+from engine.recipe.reading import load_recipe
+from engine.recipe.recipe import Recipe
+from engine.session.setup import set_up, start_ranks
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks
 from quant.layouts import Layout

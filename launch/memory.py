@@ -12,12 +12,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.ds_config import SHIPPED, DsConfigError
-from engine.memory import RESERVE, Planner, Prediction
-from engine.memory_measured import Measured, read_measured
-from engine.memory_table import GB, as_json, comparison_table, headline, memory_table, traffic_table
-from engine.recipe_checks import RecipeError
-from engine.recipe_file import exit_on_recipe_error, parse_recipe
+from engine.memory.measured import Measured, read_measured
+from engine.memory.plan import RESERVE, Planner, Prediction
+from engine.memory.table import GB, as_json, comparison_table, headline, memory_table, traffic_table
+from engine.recipe.checks import RecipeError
+from engine.recipe.ds_config import SHIPPED, DsConfigError
+from engine.recipe.reading import exit_on_recipe_error, parse_recipe
 from launch.exits import clean_exit
 
 

@@ -218,8 +218,8 @@ def call(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
 def print_table(out: Path, began: float) -> None:
     """Perplexity and size of every checkpoint, and the share of PTQ's loss that QAT recovered."""
     # Not at the top: this imports DeepSpeed, which looks for a GPU (see main).
-    from engine.compare import Comparison, table, write_comparison
-    from engine.evaluate import Questions, evaluate_checkpoint
+    from engine.evaluation.compare import Comparison, table, write_comparison
+    from engine.evaluation.perplexity import Questions, evaluate_checkpoint
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     questions = Questions(text=out / "heldout.txt", length=LENGTH, batch_size=16)

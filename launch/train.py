@@ -6,7 +6,7 @@
 """
 
 from engine.loop import Loop
-from engine.recipe_file import parse_recipe
+from engine.recipe.reading import parse_recipe
 from launch.exits import clean_exit
 
 

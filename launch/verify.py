@@ -3,8 +3,8 @@
     python launch/verify.py --export served/qwen3_4b [--text heldout.txt] [--tokens 2048]
 
 Loads the directory with transformers and with our own forward, one process, fp32, on CPU, and compares the logits;
-checks the layout of the files too. Exits with 1 if anything is wrong. ``engine/verify.py`` says what is compared, and
-why.
+checks the layout of the files too. Exits with 1 if anything is wrong. ``engine/verify/check.py`` says what is compared,
+and why.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from engine.verify import compare_with_transformers, windows
+    from engine.verify.check import compare_with_transformers, windows
     from model.ranks import RankError
 
     logging.set_verbosity_error()  # what transformers says about the keys is in the report

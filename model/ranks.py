@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 
 class RankError(RuntimeError):
@@ -41,6 +42,12 @@ def local_world_size() -> int | None:
 def is_main() -> bool:
     """Whether this process is the one that prints, shows progress and writes files."""
     return rank() == 0
+
+
+def say(text: str) -> None:
+    """Print on rank 0, without tearing a progress bar apart."""
+    if is_main():
+        tqdm.write(text)
 
 
 def barrier() -> None:

@@ -7,7 +7,7 @@ where all losses are, on a few tokens' logits at a time; autograd gives its grad
 """
 
 from engine.loop import Loop
-from engine.recipe_file import parse_recipe
+from engine.recipe.reading import parse_recipe
 from launch.exits import clean_exit
 
 loop = Loop(parse_recipe())

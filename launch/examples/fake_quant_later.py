@@ -7,7 +7,7 @@ weights and activations as they are then.
 """
 
 from engine.loop import Loop
-from engine.recipe_file import parse_recipe
+from engine.recipe.reading import parse_recipe
 from launch.exits import clean_exit
 
 recipe = parse_recipe()

@@ -9,7 +9,7 @@ the run; the other half trains the whole. A layer's scales are measured when its
 import re
 
 from engine.loop import Loop
-from engine.recipe_file import parse_recipe
+from engine.recipe.reading import parse_recipe
 from launch.exits import clean_exit
 
 LAYER = re.compile(r"(.*\.layers\.)(\d+)\..*")

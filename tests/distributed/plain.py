@@ -17,10 +17,10 @@ from data.chat import read_chat
 from data.loader import Loader, MicroBatch, model_inputs, sample_inputs, valid_tokens
 from data.samples import IGNORE
 from data.text import read_text
-from engine.optim import SCALE_GROUPS, parameter_groups, peak_learning_rates, set_learnable
-from engine.recipe import Recipe
-from engine.recipe_file import load_recipe
+from engine.recipe.reading import load_recipe
+from engine.recipe.recipe import Recipe
 from engine.schedule import lr_factor
+from engine.session.optimizer import SCALE_GROUPS, parameter_groups, peak_learning_rates, set_learnable
 from model.build import build_model
 from model.experts import Form
 from model.load import load_weights
@@ -189,7 +189,7 @@ def plain_loop(
 
     Args:
         settings: the recipe.
-        found: what ``train_script.py`` kept of the recipe's run in fp32.
+        found: what ``scripts/train.py`` kept of the recipe's run in fp32.
         off: steps without fake quant; by default those before the recipe's start.
         without_targets: ranks whose labels are all ignored.
     """
@@ -256,7 +256,7 @@ def plain_loop(
 
 
 def load_result(path: Path) -> dict[str, Any]:
-    """What ``train_script.py`` left of the recipe's run."""
+    """What ``scripts/train.py`` left of the recipe's run."""
     return torch.load(Path(load_recipe(path).output_dir) / "result.pt", weights_only=True)
 
 

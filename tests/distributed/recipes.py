@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from tests.distributed.launcher import ROOT
+from tests.root import ROOT
 
 STEPS = 5
 

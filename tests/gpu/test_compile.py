@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.conftest import seed  # noqa: F401  (a fixture)
-from tests.unit.test_compile import WAYS, check, fresh  # noqa: F401  (a fixture)
+from tests.unit.quant.kernels.test_compile import WAYS, check, fresh  # noqa: F401  (a fixture)
 
 
 @pytest.mark.parametrize("way", WAYS)

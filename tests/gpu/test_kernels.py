@@ -12,7 +12,15 @@ from quant.kernels.build import build
 from quant.reference import absmax_scale, asymmetric_grid
 from quant.spec import TensorSpec
 from tests.unit.conftest import seed  # noqa: F401  (a fixture)
-from tests.unit.test_kernels import DTYPES, OPS, TOKEN_GRIDS, Case, assert_same, check_theta_gradient, random_case
+from tests.unit.quant.kernels.test_kernels import (
+    DTYPES,
+    OPS,
+    TOKEN_GRIDS,
+    Case,
+    assert_same,
+    check_theta_gradient,
+    random_case,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

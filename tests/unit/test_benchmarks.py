@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from benchmarks.recovery import QUICK, Bench, sweep, zero_where_v_is_outside
-from engine.kd import KD_KINDS
+from engine.losses.kd import KD_KINDS
 from quant import QuantLinear, get_scheme
+from tests.root import ROOT
 from tests.tiny import TEXT, tiny_checkpoint
 
 pytestmark = pytest.mark.full  # half a minute and more
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, *arguments: str, results: Path) -> list[dict[str, str]]:

@@ -1,16 +1,15 @@
 """The table of presets in the README."""
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
-from engine.verify_reader import not_loaded
+from engine.verify.reader import not_loaded
 from quant.export import packed_shapes
 from quant.prepare import Quantization
 from quant.spec import PRESETS
+from tests.root import ROOT
 
-README = Path(__file__).parents[2] / "README.md"
+README = ROOT / "README.md"
 SIZE = 4096
 
 
@@ -42,7 +41,7 @@ def test_bits_per_weight_are_those_of_the_files():
 
 
 def test_the_table_says_whose_experts_transformers_does_not_load():
-    """As engine/verify_reader.py does, which the comparison with transformers proves."""
+    """As engine/verify/reader.py does, which the comparison with transformers proves."""
 
     class Layer:
         def __init__(self, scheme):

@@ -1,0 +1,190 @@
+"""Log-likelihoods of tokens, many windows at a time: what perplexities and multiple-choice tasks are made of.
+
+lm_head is taken out of the model, and called on some positions' hidden states at a time. So no logits of a whole batch
+exist ([B, T, V] in bf16 are 1.2 GB for 4 windows of 1,024 tokens at V = 152k, and two copies of that in fp32 for a
+softmax), positions that predict nothing have none at all, and a head that is quantised is called as any other.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PretrainedConfig, PreTrainedModel
+
+from data.samples import IGNORE
+from engine.losses.chunked import row_blocks
+from engine.session.setup import initialize_frozen
+from model.head import PassThrough, changes_logits, detach_head
+from model.ranks import RankError, errors_on_all_ranks, is_main, raise_everywhere, rank, reduce_over_ranks, world_size
+from model.zero import gathered
+
+CHUNK_TOKENS = 512  # of logits that exist at a time
+
+
+class Window(NamedTuple):
+    """``targets`` are predicted after the last ``len(targets)`` tokens of ``inputs``."""
+
+    inputs: list[int]
+    targets: list[int]
+
+
+class Score(NamedTuple):
+    """``log_likelihood``: sum over the targets, nats. ``greedy``: whether each target is the most likely token."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+def rolling_windows(token_ids: list[int], prefix: int, length: int) -> list[Window]:
+    """Windows of ``length`` tokens in which each token of a text is a target once.
+
+    Each begins with one token of context: the last one before its targets, ``prefix`` at the start of the text. The
+    last window of a longer text is filled up with context. This is the rolling log-likelihood of lm-evaluation-harness
+    (get_rolling_token_windows with context_len=1, as its Hugging Face models call it).
+    """
+    stream = [prefix, *token_ids]
+    windows = []
+    for start in range(0, len(token_ids), length):
+        targets = token_ids[start : start + length]
+        stop = start + len(targets)
+        windows.append(Window(stream[max(0, stop - length) : stop], targets))
+    return windows
+
+
+@dataclass
+class ScoringModel:
+    """A model that only predicts.
+
+    Attributes:
+        body: the model (an engine under stage 3), which returns what goes into ``head`` as its logits.
+        head: lm_head, which nothing gathers but this class; an ``nn.Identity`` where the model keeps its own.
+        device: where batches go.
+        context: tokens that the model was made for, None if its configuration does not say.
+    """
+
+    body: nn.Module
+    head: nn.Module
+    device: torch.device
+    context: int | None
+    _unchecked: PassThrough | None = None
+
+    @torch.no_grad()
+    def log_likelihoods(self, inputs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each label that is not -100, row-major: log-likelihood (fp32), and whether it is the most likely token.
+
+        A collective under stage 3: ranks without labels call it too.
+
+        Args:
+            inputs, labels, mask: ``[B, T]`` int64.
+
+        Raises:
+            RankError: the model goes on from its logits in a way that its configuration does not show.
+        """
+        hidden = self.body(input_ids=inputs, attention_mask=mask, use_cache=False).logits  # [B, T, H]
+        self._check(hidden)
+        valid = labels != IGNORE
+        rows, targets = hidden[valid], labels[valid]  # [N, H], [N]
+        found = torch.empty(len(targets), dtype=torch.float32, device=rows.device)
+        greedy = torch.empty(len(targets), dtype=torch.bool, device=rows.device)
+        with gathered(self.head.parameters()):
+            for start in range(0, len(targets), CHUNK_TOKENS):
+                logits = self.head(rows[start : start + CHUNK_TOKENS])  # [C, V]
+                for block in row_blocks(logits):
+                    some = logits[block].float()
+                    at = slice(start + block.start, start + block.start + len(some))
+                    wanted = targets[at].unsqueeze(-1)
+                    found[at] = some.gather(-1, wanted).squeeze(-1) - some.logsumexp(-1)
+                    greedy[at] = some.argmax(-1, keepdim=True).eq(wanted).squeeze(-1)
+        return found, greedy
+
+    def _check(self, hidden: Tensor) -> None:
+        """That the model returns what goes into lm_head, the first time; a collective then."""
+        if self._unchecked is None:
+            return
+        seen, self._unchecked.seen = self._unchecked.seen, None
+        same = seen is not None and seen.shape == hidden.shape and torch.equal(seen, hidden.to(seen.dtype))
+        raise_everywhere(
+            None
+            if same or not hidden.isfinite().all()
+            else f"{type(self.body).__name__} changes its logits after lm_head in a way that its configuration does "
+            "not show: expected logits that are lm_head's output"
+        )
+        self._unchecked = None
+
+
+def scoring_model(
+    model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
+) -> ScoringModel:
+    """``model`` without its lm_head, frozen, and sharded if ``ds_config`` says so (it was then built under it).
+
+    Models that change their logits after lm_head keep it: whole logits of a batch exist then.
+    """
+    context = context_length(model.config)
+    with errors_on_all_ranks(ValueError):
+        head, passed = (nn.Identity(), None) if changes_logits(model.config) else detach_head(model)
+    head.requires_grad_(False).eval()
+    return ScoringModel(initialize_frozen(model, ds_config or {}), head, device, context, passed)
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """Tokens that a model was made for, where its configuration says so."""
+    text = config.get_text_config()
+    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
+        if (value := getattr(text, name, None)) is not None:
+            return int(value)
+    return None
+
+
+def score_windows(model: ScoringModel, windows: Sequence[Window], *, batch_size: int, label: str) -> list[Score]:
+    """A score for each window, on every rank; the work is shared out over the ranks, a collective.
+
+    Every rank makes the same number of forward calls, as a ZeRO-3 forward is a collective itself: a rank that has run
+    out of windows repeats some whose tokens do not count.
+
+    Args:
+        model: whose predictions.
+        windows: the same on every rank, none of them without targets or with more targets than inputs.
+        batch_size: windows per forward.
+        label: of the progress bar.
+
+    Raises:
+        RankError: a log-likelihood is NaN or infinite.
+    """
+    # Windows of about the same length together, the longest first: what does not fit in memory fails at once.
+    order = sorted(range(len(windows)), key=lambda index: -len(windows[index].inputs))
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    scores = torch.zeros(len(windows), 2, dtype=torch.float64, device=model.device)
+    rounds = range(math.ceil(len(batches) / world_size()))
+    for round in tqdm(rounds, desc=label, unit="batch", disable=not is_main(), leave=False):
+        mine = round * world_size() + rank()
+        batch = batches[mine] if mine < len(batches) else batches[0]
+        inputs, labels, mask = (tensor.to(model.device) for tensor in _collate([windows[index] for index in batch]))
+        if mine >= len(batches):
+            labels.fill_(IGNORE)
+        found, greedy = model.log_likelihoods(inputs, labels, mask)
+        if mine >= len(batches):
+            continue
+        sizes = [len(windows[index].targets) for index in batch]
+        for index, some, hits in zip(batch, found.split(sizes), greedy.split(sizes), strict=True):
+            scores[index, 0], scores[index, 1] = some.double().sum(), hits.all()
+    values = reduce_over_ranks(scores)
+    if bad := int((~values.isfinite()).any(-1).sum()):
+        raise RankError(f"{bad} of {len(windows)} windows have a log-likelihood that is NaN or infinite")
+    return [Score(value, hit > 0) for value, hit in values.tolist()]
+
+
+def _collate(windows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
+    """inputs, labels, attention mask, [B, T] int64, padded right."""
+    shape = (len(windows), max(len(window.inputs) for window in windows))
+    inputs = torch.zeros(shape, dtype=torch.long)
+    labels = torch.full(shape, IGNORE)
+    mask = torch.zeros(shape, dtype=torch.long)
+    for row, (ids, targets) in enumerate(windows):
+        inputs[row, : len(ids)] = torch.tensor(ids)
+        labels[row, len(ids) - len(targets) : len(ids)] = torch.tensor(targets)
+        mask[row, : len(ids)] = 1
+    return inputs, labels, mask

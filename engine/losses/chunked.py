@@ -1,0 +1,417 @@
+"""Language modelling and distillation losses from hidden states through lm_head, a chunk of tokens at a time.
+
+The logits of T tokens over a vocabulary of V are the largest tensors of a training step: at T = 4096 and V = 152k one
+of them in fp32 takes 2.5 GB, and a distillation loss written with torch's operators keeps and makes several. Here none
+exists. The forward goes over the positions that have a target, ``chunk_tokens`` at a time, and does everything for
+them at once: logits of student and teacher (GEMMs in the model's dtype), losses and the gradient of the logits in
+closed form (fp32, see :mod:`engine.losses.kd`), and from it the gradients of hidden states, weight and bias. The
+backward only multiplies those by the gradient that comes in. No GEMM is computed twice, and what lives at a time is
+
+    2 V C bytes of bf16 logits, for student and teacher each, at C tokens per chunk;
+    a few fp32 blocks of ``BLOCK_ELEMENTS``, in which rows of a chunk are worked through;
+    the gradient of the hidden states, and that of lm_head if it trains: fp32 while several chunks add to it.
+
+Every loss is a **sum** over valid tokens. ``scale`` multiplies what is differentiated: the loop passes
+world * accumulation / N, N the valid tokens of the whole optimizer step, so that no split into micro-batches or over
+ranks changes the loss (a mean of means would weight tokens by how empty their micro-batch is). The weights and
+``scale`` are in the gradient of the logits before it is rounded to the model's dtype, which has the exponents of fp32;
+under one with fewer (fp16) ``gradient_scale`` is in it too: the loss scale, with which the gradient comes in.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from data.samples import IGNORE
+from engine.losses.kd import Distillation, TopK, distil, forward_kl, reverse_kl
+
+# Elements of one fp32 block, by device: small enough for a core's cache, large enough that launching costs little.
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+# Elements of lm_head's gradient that are added up at a time.
+SLICE_ELEMENTS = 2**22
+
+DIAGNOSTICS = ("forward_kl", "backward_kl", "top1_agreement")
+
+
+class LossChunk(NamedTuple):
+    """Some valid tokens, for a user's own loss.
+
+    Attributes:
+        student: logits fp32 [C, V], a leaf that requires grad; not to be changed in place.
+        teacher: logits fp32 [C, V'] of the tokens that both vocabularies have; None without a teacher in memory.
+        labels: int64 [C], the tokens to predict.
+    """
+
+    student: Tensor
+    teacher: Tensor | None
+    labels: Tensor
+
+
+TokenLoss = Callable[[LossChunk], Tensor]
+"""A user's loss per token, [C]. Each token's loss may depend on its own row only: chunks are cut anywhere."""
+
+
+@dataclass(frozen=True)
+class NamedTokenLoss:
+    """A user's loss, added with a weight and logged as ``loss/<name>``."""
+
+    name: str
+    weight: float
+    function: TokenLoss
+
+
+@dataclass(frozen=True)
+class Objective:
+    """total = lm_weight * lm + kd_weight * kd + the user's own losses with their weights."""
+
+    lm_weight: float = 1.0
+    kd_weight: float = 0.0
+    kd: Distillation = field(default_factory=Distillation)
+    token_losses: tuple[NamedTokenLoss, ...] = ()
+    chunk_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class TeacherHidden:
+    """A teacher in memory: its hidden states before lm_head [..., H'], and its lm_head [V', H'], [V'].
+
+    ``vocabulary``: the two are compared on token ids below it, each renormalised there; None: on all ids, which must
+    then be as many.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    vocabulary: int | None = None
+
+
+class TeacherTopK(NamedTuple):
+    """A cached teacher: a row of ``top`` for each valid position, row-major; ``vocabulary`` as above."""
+
+    top: TopK
+    vocabulary: int | None = None
+
+
+Teacher = TeacherHidden | TeacherTopK
+
+
+class LossResult(NamedTuple):
+    """``total``: scalar, scaled, attached to the graph. ``sums``: unweighted sums over the valid tokens, detached."""
+
+    total: Tensor
+    sums: dict[str, Tensor]
+
+
+def part_names(objective: Objective, *, distils: bool, diagnostics: bool) -> list[str]:
+    """The keys of :attr:`LossResult.sums`, in order."""
+    return [
+        "lm",
+        *(["kd"] if distils else []),
+        *(loss.name for loss in objective.token_losses),
+        *(DIAGNOSTICS if diagnostics else ()),
+    ]
+
+
+def chunked_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    teacher: Teacher | None = None,
+    objective: Objective | None = None,
+    *,
+    scale: float = 1.0,
+    gradient_scale: float = 1.0,
+    diagnostics: bool = False,
+) -> LossResult:
+    """All losses of the positions whose label is not -100, see the module's docstring.
+
+    Args:
+        hidden: ``[..., H]``, what goes into lm_head.
+        weight: ``[V, H]`` of lm_head; gathered, under ZeRO-3.
+        bias: ``[V]`` of lm_head, or None.
+        labels: ``[...]`` int64, already shifted: the token that each position should predict, -100 where there is none.
+        teacher: None where nothing is distilled.
+        objective: which losses, LM alone by default.
+        scale: factor of ``total`` (not of the sums).
+        gradient_scale: what ``total`` will be multiplied with before backward: gradients are rounded to the model's
+            dtype times this, and divided by it when they are handed out. A power of two changes nothing else.
+        diagnostics: also sum KL(p || q), KL(q || p) and how often both models' most likely token is the same; they need
+            a teacher in memory.
+
+    Raises:
+        ValueError: shapes that do not belong together, or a user's loss that returns something else than one number per
+            token.
+    """
+    objective = objective or Objective()
+    _check(hidden, weight, labels, teacher)
+    positions = (labels.flatten() != IGNORE).nonzero().squeeze(-1)  # [N]
+    if isinstance(teacher, TeacherTopK) and len(teacher.top.indices) != len(positions):
+        raise ValueError(
+            f"the teacher has {len(teacher.top.indices)} rows, expected one for each of the {len(positions)} valid "
+            "positions"
+        )
+    wanted = [
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+    ]
+    names = part_names(objective, distils=teacher is not None, diagnostics=diagnostics)
+    job = _Job(objective, teacher, scale, gradient_scale, diagnostics, names, wanted)
+    total, sums = _ChunkedLosses.apply(hidden, weight, bias, labels.flatten()[positions], positions, job)
+    return LossResult(total, dict(zip(names, sums.unbind(), strict=True)))
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, teacher: Teacher | None) -> None:
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"hidden states {tuple(hidden.shape)} and labels {tuple(labels.shape)} differ in their leading dimensions"
+        )
+    if isinstance(teacher, TeacherTopK) and (teacher.vocabulary or 0) > weight.shape[0]:
+        raise ValueError(f"{teacher.vocabulary} common tokens, but a vocabulary of {weight.shape[0]}")
+    if not isinstance(teacher, TeacherHidden):
+        return
+    if teacher.hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"the teacher's hidden states are {tuple(teacher.hidden.shape)}, the student's {tuple(hidden.shape)}: "
+            "expected the same leading dimensions"
+        )
+    sizes = weight.shape[0], teacher.weight.shape[0]
+    if teacher.vocabulary is None and sizes[0] != sizes[1]:
+        raise ValueError(f"vocabularies of {sizes[0]} and {sizes[1]}: expected the number of tokens that both have")
+    if teacher.vocabulary is not None and teacher.vocabulary > min(sizes):
+        raise ValueError(f"{teacher.vocabulary} common tokens, but vocabularies of {sizes[0]} and {sizes[1]}")
+
+
+class _Job(NamedTuple):
+    """What the Function needs beside tensors that have gradients. ``wanted``: of hidden, weight, bias."""
+
+    objective: Objective
+    teacher: Teacher | None
+    scale: float
+    gradient_scale: float
+    diagnostics: bool
+    names: list[str]
+    wanted: list[bool]
+
+    @property
+    def factor(self) -> float:
+        """Of the gradients, as they are formed."""
+        return self.scale * self.gradient_scale
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """The pass over the chunks; gradients are ready when forward ends."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, positions: Tensor, job: _Job
+    ) -> tuple[Tensor, Tensor]:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        gradients = _Gradients.like(hidden, weight, bias, len(positions), job)
+        values = torch.empty(len(job.names), len(positions), dtype=_work_dtype(weight.dtype), device=weight.device)
+        student, teacher = _Projection(weight, bias), _teacher_rows(job.teacher, positions)
+        for start in range(0, len(positions), job.objective.chunk_tokens):
+            chunk = slice(start, start + job.objective.chunk_tokens)
+            rows = flat.index_select(0, positions[chunk])  # [C, H]
+            logits = student(rows)  # [C, V]; becomes its own gradient, block by block
+            of_teacher = teacher(chunk)
+            for block in row_blocks(logits):
+                _losses_of_block(
+                    logits[block], of_teacher(block), labels[chunk][block], job, values[:, chunk][:, block]
+                )
+            gradients.add(rows, logits, weight, positions[chunk])
+        sums = values.sum(-1)
+        total = sums.new_zeros(())
+        for name, factor in _weights(job.objective).items():
+            if factor and name in job.names:  # 0 times an infinite loss would be NaN
+                total += sums[job.names.index(name)] * (factor * job.scale)
+        ctx.gradients, ctx.gradient_scale = gradients, job.gradient_scale
+        ctx.mark_non_differentiable(sums)
+        return total, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of this loss were handed out already: call backward once per forward")
+        hidden, weight, bias = gradients.times(incoming / ctx.gradient_scale)
+        return hidden, weight, bias, None, None, None
+
+
+def _weights(objective: Objective) -> dict[str, float]:
+    """Weight of each part of the total."""
+    own = {loss.name: loss.weight for loss in objective.token_losses}
+    return {"lm": objective.lm_weight, "kd": objective.kd_weight, **own}
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32; fp64 for a model in fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def row_blocks(logits: Tensor) -> Iterator[slice]:
+    """Rows of a chunk of logits [C, V] that are worked through at a time."""
+    limit = BLOCK_ELEMENTS.get(logits.device.type, BLOCK_ELEMENTS["cuda"])
+    size = max(1, limit // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, logits.shape[0], size))
+
+
+class _Projection:
+    """lm_head of a chunk, always into the same memory: new pages for each chunk would cost more than the softmax."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.buffer: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """``rows`` [C, H] to logits [C, V], valid until the next call; C never grows."""
+        if self.buffer is None:
+            self.buffer = rows.new_empty(rows.shape[0], self.weight.shape[0])
+        out = self.buffer[: rows.shape[0]]
+        if self.bias is None:
+            return torch.mm(rows, self.weight.t(), out=out)
+        return torch.addmm(self.bias, rows, self.weight.t(), out=out)
+
+
+BlockTeacher = Callable[[slice], Tensor | TopK | None]
+
+
+def _teacher_rows(teacher: Teacher | None, positions: Tensor) -> Callable[[slice], BlockTeacher]:
+    """A chunk of positions to a function that gives the teacher of a block of its rows."""
+    if teacher is None:
+        return lambda chunk: lambda block: None
+    if isinstance(teacher, TeacherTopK):
+        top = teacher.top
+        return lambda chunk: lambda block: TopK(*(tensor[chunk][block] for tensor in top))
+    flat = teacher.hidden.reshape(-1, teacher.hidden.shape[-1])
+    bias = teacher.bias[: teacher.vocabulary] if teacher.bias is not None else None
+    project = _Projection(teacher.weight[: teacher.vocabulary], bias)
+
+    def of_chunk(chunk: slice) -> BlockTeacher:
+        logits = project(flat.index_select(0, positions[chunk]))
+        return lambda block: logits[block].to(_work_dtype(logits.dtype))
+
+    return of_chunk
+
+
+def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tensor, job: _Job, values: Tensor) -> None:
+    """Losses of R tokens into ``values`` [parts, R]; ``logits`` [R, V] become their gradient if one is wanted."""
+    objective = job.objective
+    student = logits.to(_work_dtype(logits.dtype))
+    gradient = torch.zeros_like(student) if any(job.wanted) else None
+    teacher_logits = teacher if isinstance(teacher, Tensor) else None
+    row = iter(values)
+    targets = labels.unsqueeze(-1)
+    log_q = F.log_softmax(student, dim=-1)
+    next(row).copy_(log_q.gather(-1, targets).squeeze(-1).neg_())
+    if gradient is not None and objective.lm_weight:
+        factor = objective.lm_weight * job.factor
+        gradient.add_(log_q.exp(), alpha=factor)
+        gradient.scatter_add_(-1, targets, targets.new_full(targets.shape, -factor, dtype=gradient.dtype))
+    if teacher is not None:
+        assert job.teacher is not None
+        common = job.teacher.vocabulary or student.shape[-1]
+        ours = student[:, :common]
+        log_q = log_q if common == student.shape[-1] else F.log_softmax(ours, dim=-1)
+        weight = objective.kd_weight * job.factor
+        within = gradient[:, :common] if gradient is not None and weight else None
+        next(row).copy_(distil(objective.kd, ours, log_q, teacher, labels, gradient=within, weight=weight))
+    for loss in objective.token_losses:
+        next(row).copy_(_token_loss(loss, LossChunk(student, teacher_logits, labels), gradient, job.factor))
+    if job.diagnostics:
+        assert teacher_logits is not None, "diagnostics compare with a teacher in memory"
+        log_p = F.log_softmax(teacher_logits, dim=-1)
+        next(row).copy_(forward_kl(log_p, log_q))
+        next(row).copy_(reverse_kl(log_p, log_q))
+        next(row).copy_(log_p.argmax(-1) == log_q.argmax(-1))
+    if gradient is not None:
+        logits.copy_(gradient)
+
+
+def _token_loss(loss: NamedTokenLoss, chunk: LossChunk, gradient: Tensor | None, scale: float) -> Tensor:
+    """A user's loss of R tokens; its gradient, by autograd, is added to ``gradient``.
+
+    Raises:
+        ValueError: it is no [R] of numbers, or does not depend on the student's logits.
+    """
+    leaf = chunk.student.detach().requires_grad_()
+    with torch.enable_grad():
+        value = loss.function(chunk._replace(student=leaf))
+    if not isinstance(value, Tensor) or value.shape != chunk.labels.shape:
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"loss {loss.name!r} returned {found}, expected a tensor {list(chunk.labels.shape)}: one per token"
+        )
+    if gradient is not None:
+        if not value.requires_grad:
+            raise ValueError(f"loss {loss.name!r} does not depend on the student's logits, so that nothing can learn")
+        (of_logits,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
+        gradient.add_(of_logits, alpha=loss.weight * scale)
+    return value.detach()
+
+
+@dataclass
+class _Gradients:
+    """Gradients of hidden states (model's dtype, the caller's shape), weight and bias; None where not wanted.
+
+    ``several``: more than one chunk adds to weight and bias, which are fp32 until :meth:`times`; the only chunk gives
+    them in the model's dtype, rounded once either way.
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+    several: bool
+
+    @classmethod
+    def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, positions: int, job: _Job) -> "_Gradients":
+        """Zeros."""
+        several = positions > job.objective.chunk_tokens
+        dtype = _work_dtype(weight.dtype) if several else weight.dtype
+        flat = hidden.new_zeros(hidden.shape).view(-1, hidden.shape[-1]) if job.wanted[0] else None
+        of_weight = torch.zeros_like(weight, dtype=dtype) if job.wanted[1] else None
+        of_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and job.wanted[2] else None
+        return cls(flat, of_weight, of_bias, hidden.shape, weight.dtype, several)
+
+    def add(self, rows: Tensor, logits: Tensor, weight: Tensor, positions: Tensor) -> None:
+        """What one chunk gives: ``rows`` [C, H] went into lm_head, ``logits`` [C, V] are its output's gradient."""
+        if self.hidden is not None:
+            self.hidden.index_copy_(0, positions, torch.mm(logits, weight))
+        if self.weight is not None:
+            if self.weight.dtype == logits.dtype:
+                self.weight.addmm_(logits.t(), rows)
+            else:
+                # A product in the model's dtype added to an fp32 sum, a slice of the vocabulary at a time.
+                size = max(1, SLICE_ELEMENTS // rows.shape[1])
+                for start in range(0, self.weight.shape[0], size):
+                    self.weight[start : start + size].add_(torch.mm(logits[:, start : start + size].t(), rows))
+        if self.bias is not None:
+            self.bias.add_(logits.sum(0, dtype=_work_dtype(logits.dtype)))
+
+    def times(self, factor: Tensor) -> Sequence[Tensor | None]:
+        """All of them multiplied by a scalar, in the model's dtype; to be called once."""
+        hidden, weight, bias = (
+            None if tensor is None else _multiplied(tensor, factor, self.dtype)
+            for tensor in (self.hidden, self.weight, self.bias)
+        )
+        self.hidden = self.weight = self.bias = None
+        return None if hidden is None else hidden.view(self.shape), weight, bias
+
+
+def _multiplied(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` times a scalar in ``dtype``, in place where it is of that dtype.
+
+    In fp32 and in pieces: in one operation torch would round the scalar to bf16 first, or make an fp32 copy of it all.
+    """
+    out = tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
+    size = max(1, SLICE_ELEMENTS // max(1, tensor[0].numel())) if tensor.dim() > 1 and len(tensor) else SLICE_ELEMENTS
+    for source, target in zip(tensor.split(size), out.split(size), strict=True):
+        target.copy_(source.to(_work_dtype(source.dtype)) * factor)
+    return out

@@ -1,0 +1,246 @@
+"""Student and teacher of a recipe on the meta device: all of their shapes, none of their bytes.
+
+They are built by the code that builds them for a run, so what is counted in them (parameters, scales that layers share,
+what trains) is what a run has. The same goes for their micro-batch: see :mod:`engine.memory.meta_step`.
+"""
+
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedModel
+
+from engine.losses.chunked import Objective, Teacher, TeacherHidden, TeacherTopK, chunked_losses
+from engine.losses.kd import CACHED_KINDS, Distillation, TopK
+from engine.memory.meta_attention import attention_on_meta
+from engine.memory.meta_step import Event, record_step, representatives
+from engine.recipe.recipe import Recipe
+from engine.session.setup import DTYPES, empty_student, quantise_student
+from model.build import build_model
+from model.experts import ExpertMLPs
+from model.head import LMHead, QuantHead, install_head, output_head, remove_head
+from quant import Quantization
+
+META = torch.device("meta")
+MASKED = ("sdpa", "eager")  # the others read borders of samples from position_ids
+
+
+@dataclass
+class MetaStudent:
+    """As :class:`engine.session.setup.Session` has it in a run."""
+
+    recipe: Recipe
+    model: PreTrainedModel
+    quantization: Quantization
+    head: LMHead
+
+
+@dataclass
+class MetaTeacher:
+    """A teacher that is a model of its own; its lm_head is outside of it."""
+
+    model: PreTrainedModel
+    head: LMHead
+
+
+def meta_student(recipe: Recipe) -> MetaStudent:
+    """Build the student as for a run on one rank.
+
+    Raises:
+        RankError: what the run would find wrong with the model before it reads weights.
+    """
+    # Stage 0: nothing is partitioned. One micro-batch per step: codes of weights that stages 0 to 2 keep from one to
+    # the next are counted by who counts what is held. Nothing runs, so nothing is compiled.
+    train = dataclasses.replace(recipe.train, gradient_accumulation_steps=1, compile=False)
+    model_section = dataclasses.replace(recipe.model, attn_implementation=_attention(recipe))
+    plain = dataclasses.replace(recipe, model=model_section, train=train)
+    config = _stage_0(recipe)
+    model, named = empty_student(plain, config, META)
+    quantization = quantise_student(plain, config, META, model, named)
+    head = install_head(model)
+    if isinstance(head, QuantHead):
+        quantization.layers[output_head(model)[0]] = head
+    model.train()
+    if recipe.never_quantises():
+        quantization.set_fake_quant(weights=False, activations=False)
+    _balance_routing(model)
+    return MetaStudent(recipe, model, quantization, head)
+
+
+def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
+    """The teacher, if the recipe has one that is a model of its own and in memory."""
+    path = recipe.loss.teacher
+    if not recipe.has_teacher() or recipe.loss.teacher_cache or path is None or path == "self":
+        return None
+    model = build_model(
+        path,
+        _stage_0(recipe),
+        dtype=DTYPES[recipe.model.dtype],
+        device=META,
+        trust_remote_code=recipe.model.trust_remote_code,
+        attn_implementation=_attention(recipe),
+        experts=recipe.model.experts,
+    )
+    head = remove_head(model)
+    for module in (model, head):
+        module.requires_grad_(False).eval()
+    model.config.output_router_logits = False
+    _balance_routing(model)
+    return MetaTeacher(model, head)
+
+
+def _attention(recipe: Recipe) -> str:
+    return attention_on_meta(recipe.model.attn_implementation)
+
+
+def _stage_0(recipe: Recipe) -> dict[str, Any]:
+    precision = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
+    return {"zero_optimization": {"stage": 0}, **precision.get(recipe.model.dtype, {})}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Events of a micro-batch, and the bytes of activations that it keeps in host memory."""
+
+    events: list[Event]
+    on_host: int
+
+
+def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> Step:
+    """The student's micro-batch of ``rows`` rows, whose tokens all have a target, with its losses.
+
+    The teacher's forward comes before: :func:`teacher_events`. What it leaves, its hidden states, is in here.
+    """
+    recipe = student.recipe
+    labels = torch.zeros(rows, recipe.data.max_length, dtype=torch.int64)
+    objective = Objective(
+        lm_weight=recipe.loss.lm_weight,
+        kd_weight=recipe.loss.kd_weight or float(recipe.has_teacher()),
+        kd=Distillation(recipe.loss.kd, recipe.loss.temperature, recipe.loss.top_k or 1, recipe.loss.tail),
+        chunk_tokens=recipe.loss.chunk_tokens,
+    )
+
+    moved: list[int] = []
+
+    def forward() -> Tensor:
+        its_hidden = None
+        if recipe.has_teacher() and not recipe.loss.teacher_cache:
+            size = (teacher.head if teacher is not None else student.head).in_features
+            its_hidden = torch.empty(*labels.shape, size, dtype=DTYPES[recipe.model.dtype], device=META)
+
+        def task(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            its = _teacher_at_head(recipe, student, teacher, its_hidden)
+            return chunked_losses(hidden, weight, bias, labels, its, objective).total
+
+        with student.head.computing(task), _on_host(recipe, moved):
+            output = student.model(**_inputs(recipe, rows))
+        total = output.logits
+        if getattr(output, "aux_loss", None) is not None:
+            total = total + output.aux_loss
+        return total
+
+    events = record_step(student.model, forward)
+    with representatives(student.model) as runs:
+        not_run = sum(len(run.names) - 1 for run in runs)
+    hidden = labels.numel() * student.head.in_features * student.head.weight.element_size()
+    return Step(events, sum(moved) + not_run * hidden if moved else 0)  # of each layer its input
+
+
+def _on_host(recipe: Recipe, moved: list[int]) -> AbstractContextManager[Any]:
+    """As engine.forward keeps saved tensors in host memory (train.activation_offload); bytes of each to ``moved``."""
+    if not recipe.train.activation_offload:
+        return nullcontext()
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.Size, tuple[int, ...], torch.dtype]:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        moved.append(tensor.numel() * tensor.element_size())
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        shape, stride, dtype = packed
+        return torch.empty_strided(shape, stride, dtype=dtype, device=META)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _teacher_at_head(
+    recipe: Recipe, student: MetaStudent, teacher: MetaTeacher | None, hidden: Tensor | None
+) -> Teacher | None:
+    """What the losses compare with."""
+    if not recipe.has_teacher():
+        return None
+    if recipe.loss.teacher_cache:
+        assert recipe.loss.kd in CACHED_KINDS
+        shape = (recipe.data.micro_batch_size * recipe.data.max_length, recipe.loss.top_k or 1)
+        log_probs = torch.empty(shape, device=META)
+        return TeacherTopK(TopK(log_probs, torch.empty(shape, dtype=torch.int64, device=META), log_probs[:, 0]))
+    assert hidden is not None
+    if teacher is None:  # the student itself
+        return TeacherHidden(hidden, student.head.weight.detach())
+    common = min(teacher.head.out_features, student.head.out_features)
+    same = teacher.head.out_features == student.head.out_features
+    return TeacherHidden(hidden, teacher.head.weight, teacher.head.bias, None if same else common)
+
+
+def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> list[Event]:
+    """The forward of the teacher before the student's; none where there is no teacher in memory."""
+    recipe = student.recipe
+    if not recipe.has_teacher() or recipe.loss.teacher_cache:
+        return []
+
+    def forward(model: PreTrainedModel) -> Tensor:
+        return model(**_inputs(recipe, rows)).logits
+
+    if teacher is not None:
+        return record_step(teacher.model, partial(forward, teacher.model), backward=False)
+    state = student.quantization.fake_quant_state()
+    student.quantization.set_fake_quant(weights=False, activations=False)
+    student.model.eval()
+    try:
+        with student.head.computing(lambda hidden, weight, bias: hidden):
+            return record_step(student.model, partial(forward, student.model), backward=False)
+    finally:
+        student.quantization.restore_fake_quant(state)
+        student.model.train()
+
+
+def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
+    """What the model's forward gets: rows of the longest length, with the mask that transformers would make of them.
+
+    Rows without padding have none: fused attention is causal by itself. A mask is handed over ready, because it would
+    be made from values; so are positions where there is none. The router's auxiliary loss cannot read a ready one.
+    """
+    length = recipe.data.max_length
+    attention = recipe.model.attn_implementation
+    padded = recipe.data.packing or (recipe.data.kind == "chat" and rows > 1)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.empty(rows, length, dtype=torch.int64, device=META),
+        "use_cache": False,
+    }
+    if attention in MASKED and (padded or attention == "eager") and not recipe.learnable.router:
+        dtype = torch.bool if attention == "sdpa" else DTYPES[recipe.model.dtype]
+        inputs["attention_mask"] = torch.empty(rows, 1, length, length, dtype=dtype, device=META)
+    else:
+        inputs["position_ids"] = torch.arange(length).expand(rows, -1)
+    return inputs
+
+
+def _balance_routing(model: nn.Module) -> None:
+    """Give experts real indices that spread tokens evenly: how many tokens an expert has decides its shapes."""
+
+    def route(module: ExpertMLPs, arguments: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, chosen, weights = arguments
+        balanced = torch.arange(chosen.numel()).remainder(module.num_experts).view(chosen.shape)
+        return hidden, balanced, weights
+
+    for module in model.modules():
+        if isinstance(module, ExpertMLPs):
+            module.register_forward_pre_hook(route)

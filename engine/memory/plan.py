@@ -1,0 +1,227 @@
+"""Memory of a run before it begins: bytes per rank by item, for any ZeRO strategy, and whether they fit.
+
+From config.json, the recipe and a DeepSpeed configuration alone; no weights, no GPU, no process group. Not modelled are
+what the CUDA driver, NCCL and cuBLAS take for themselves, holes in the allocator's memory and blocks that are freed
+late because another stream reads them: ``RESERVE`` bytes are set aside for them, an assumption.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.memory.meta_model import (
+    MetaStudent,
+    MetaTeacher,
+    Step,
+    meta_student,
+    meta_teacher,
+    student_events,
+    teacher_events,
+)
+from engine.memory.meta_step import Event
+from engine.memory.zero_gather import Gatherer
+from engine.memory.zero_states import Held, Inventory, Settings, held_by, take_inventory
+from engine.memory.zero_step import (
+    STEP_COPIES,
+    TEACHER,
+    Moment,
+    StepCost,
+    Traffic,
+    cost_of_step,
+    module_parameters,
+    own_bytes,
+)
+from engine.recipe.ds_config import DsConfigError, resolve, teacher_config
+from engine.recipe.recipe import Recipe
+from model.coded import NONE_CODED, can_be_coded
+
+RESERVE = 4 * 10**9
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one strategy. Bytes are of one rank.
+
+    Attributes:
+        strategy: the recipe's ``deepspeed``.
+        settings: what of its configuration decides.
+        held: by item, on the device and in host memory.
+        moments: the worst moments of forward, backward and the optimizer's step.
+        cost: of a step, with its collectives.
+        largest_micro_batch: rows per rank that still fit; None where nothing was asked, 0 where not even one does.
+    """
+
+    strategy: str
+    settings: Settings
+    held: Held
+    moments: dict[str, Moment]
+    cost: StepCost
+    largest_micro_batch: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the device at the worst moment."""
+        return max(moment.total for moment in self.moments.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory."""
+        return sum(self.held.host.values())
+
+    @property
+    def together(self) -> int:
+        """Bytes at the worst moment where device and host share one memory, on the CPU."""
+        copies = self.held.host.get(STEP_COPIES, 0)
+        step = self.moments["step"].total + copies
+        return self.host - copies + max(self.moments["forward"].total, self.moments["backward"].total, step)
+
+
+class Planner:
+    """Predicts a recipe's memory: builds its model once, then answers for strategies and micro-batches.
+
+    Args:
+        recipe: the run.
+        fused_optimizer: as on CUDA; on the CPU torch's AdamW makes copies.
+        ranks_per_node: the ranks among which hpZ keeps its second copies where the file leaves that open.
+
+    Raises:
+        RankError: the model cannot be built (as the run would say).
+    """
+
+    def __init__(self, recipe: Recipe, *, fused_optimizer: bool = True, ranks_per_node: int = 8) -> None:
+        self.recipe = recipe
+        self.ranks_per_node = ranks_per_node
+        self.fused_optimizer = fused_optimizer
+        self.student: MetaStudent = meta_student(recipe)
+        self.teacher: MetaTeacher | None = meta_teacher(recipe)
+        layers = self.student.quantization.layers.values()
+        self._as_codes = recipe.quant.gather_codes and not recipe.never_quantises()
+        coded = [layer for layer in layers if self._as_codes and can_be_coded(layer)]
+        inventory = take_inventory(self.student.model, recipe.optim, coded)
+        codes = sum(layer.weight.numel() for layer in layers)
+        self.inventory: Inventory = dataclasses.replace(inventory, quantised=codes)
+        self._events: dict[int, tuple[list[Event], Step]] = {}
+
+    def events(self, rows: int) -> tuple[list[Event], Step]:
+        """Of the teacher's forward and of the student's micro-batch of so many rows."""
+        if rows not in self._events:
+            before = teacher_events(self.student, self.teacher, rows)
+            self._events[rows] = before, student_events(self.student, self.teacher, rows)
+        return self._events[rows]
+
+    def predict(self, strategy: str, ranks: int, *, gpu_bytes: int | None = None) -> Prediction:
+        """One strategy on so many ranks.
+
+        Args:
+            strategy: a name in ds_configs/ or the path of a JSON file.
+            ranks: all ranks of the run.
+            gpu_bytes: find the largest micro-batch that fits so many, ``RESERVE`` included.
+
+        Raises:
+            DsConfigError: the configuration is wrong, or contradicts the recipe.
+        """
+        recipe = dataclasses.replace(self.recipe, deepspeed=strategy)
+        config = resolve(recipe, ranks, local_size=min(ranks, self.ranks_per_node))
+        settings = Settings.of(config, ranks)
+        if self._as_codes and not any(parameter.as_codes(settings.zero) for parameter in self.inventory.parameters):
+            raise DsConfigError(f"{strategy}: {NONE_CODED}")
+        keeps_codes = settings.accumulation > 1
+        held = held_by(settings, self.inventory, keeps_codes=keeps_codes)
+        modules = module_parameters(self.student.model, self.inventory, config)
+        before = self._teacher(config, settings, held)
+        rows = recipe.data.micro_batch_size
+        held.host["activations"] = self.events(rows)[1].on_host
+        cost = cost_of_step(
+            settings,
+            held,
+            self.inventory,
+            modules,
+            self._all(rows, before),
+            fused_optimizer=self.fused_optimizer,
+            own_teacher=self.events(rows)[0] if self.teacher is None else (),
+        )
+        cost.traffic.add(before.traffic, settings.accumulation)
+        found = Prediction(strategy, settings, held, cost.moments(self._all(rows, before)), cost)
+        if gpu_bytes is None:
+            return found
+        return dataclasses.replace(found, largest_micro_batch=self._largest(found, before, gpu_bytes - RESERVE))
+
+    def _teacher(self, config: dict[str, Any], settings: Settings, held: Held) -> "_OfTeacher":
+        """What the teacher holds, added to ``held``, and what its forward gathers at each of its events."""
+        if self.teacher is None:
+            return _OfTeacher()
+        model = self.teacher.model
+        parameters = [*take_inventory(model, None).parameters]
+        inventory = Inventory(parameters, {})
+        head = sum(parameter.numel() * parameter.element_size() for parameter in self.teacher.head.parameters())
+        if settings.stage < 3:
+            held.add("teacher", sum(p.numel * p.size for p in parameters) + head)
+            return _OfTeacher()
+        of_teacher = dataclasses.replace(settings, zero=Settings.of(teacher_config(config), settings.ranks).zero)
+        shares = held_by_frozen(of_teacher, inventory)
+        held.add("teacher", shares + -(-head // settings.ranks), settings.offloads_parameters)
+        if settings.ranks == 1:
+            return _OfTeacher()
+        modules = module_parameters(model, inventory, teacher_config(config))
+        events, _ = self.events(self.recipe.data.micro_batch_size)
+        traffic = Traffic()
+        gatherer = Gatherer(modules, of_teacher.zero, settings.ranks, traffic.count)
+        for _ in range(2):  # the first decides what may be let go where
+            gatherer.forget_most()
+            traffic.clear()
+            gatherer.begin(events)
+            for event in events:
+                gatherer.event(event)
+        for parameter in self.teacher.head.parameters():
+            traffic.count("all_gather", parameter.numel() * parameter.element_size())
+        return _OfTeacher(gatherer.most, head, traffic)
+
+    def _all(self, rows: int, teacher: "_OfTeacher") -> list[Event]:
+        """The student's events, the teacher's forward as one before them, and its lm_head whole during the losses."""
+        before, step = self.events(rows)
+        head = next(name for name, module in self.student.model.named_modules() if module is self.student.head)
+        most = max((event.peak for event in before), default=0) + teacher.gathered
+        events = [
+            dataclasses.replace(event, peak=event.peak + teacher.head)
+            if (event.name, event.kind) == (head, "forward_end")
+            else event
+            for event in step.events
+        ]
+        return [Event(TEACHER, "", 0, most), *events]
+
+    def _largest(self, found: Prediction, teacher: "_OfTeacher", limit: int) -> int:
+        """Rows that fit: each event's bytes grow evenly with the rows, once they fill the losses' chunks."""
+        chunks = -(-self.recipe.loss.chunk_tokens // self.recipe.data.max_length)
+        few, many = chunks, 2 * chunks
+        first, second = (own_bytes(self._all(rows, teacher)).astype(float) for rows in (few, many))
+
+        def peak(rows: int) -> int:
+            own = first + (second - first) * ((rows - few) / (many - few))
+            return max(found.cost.step.total, found.cost.additions.most(own))
+
+        if peak(1) > limit:
+            return 0
+        fits, too_many = 1, 2
+        while peak(too_many) <= limit:
+            fits, too_many = too_many, 2 * too_many
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            fits, too_many = (middle, too_many) if peak(middle) <= limit else (fits, middle)
+        return fits
+
+
+@dataclass(frozen=True)
+class _OfTeacher:
+    """Under stage 3: the most bytes that its forward gathers, its whole lm_head, and what that makes travel."""
+
+    gathered: int = 0
+    head: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+def held_by_frozen(settings: Settings, inventory: Inventory) -> int:
+    """Bytes of the shares of a frozen model under stage 3, with what persists."""
+    shares = sum(p.share(settings.ranks) + p.second_share(settings.zero, settings.ranks) for p in inventory.parameters)
+    if settings.ranks == 1:
+        return shares
+    return shares + sum(p.numel * p.size for p in inventory.parameters if p.persists(settings.zero))

@@ -1,0 +1,326 @@
+"""What ZeRO-3 gathers when, and how many bytes are whole at a time: a replay of DeepSpeed's parameter coordinator.
+
+DeepSpeed 0.19 decides per module call (runtime/zero/partitioned_param_coordinator.py): before it, what the module reads
+is gathered, in one collective per dtype, and further parameters in the order of the trace until
+``stage3_prefetch_bucket_size`` elements are under way or ``stage3_max_live_parameters`` are whole; after it, its
+parameters are let go unless a module within the next ``stage3_max_reuse_distance`` elements reads them. A leaf module
+is one call that reads all parameters below it. Parameters up to ``stage3_param_persistence_threshold`` elements are
+let go only in the optimizer's step, after which they are gathered again.
+
+A list of parameters is gathered into one flat buffer, from which each is copied when it is first read; the buffer
+lives until the last of them is read. One parameter alone is gathered where it stays.
+
+Where weights travel as codes (:func:`model.zero.gather_as_bytes`) a list with one of them, alone or not, is gathered
+into one buffer of bytes, whatever the dtypes; it lives until the first is read.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from engine.memory.meta_step import Event
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """A Parameter as stage 3 sees it.
+
+    Attributes:
+        name: as in the model.
+        order: DeepSpeed numbers parameters as they are made.
+        numel: elements.
+        size: bytes of one.
+        trains: whether it has a gradient.
+        dtype: parameters of one dtype travel together.
+        scale: whether it is a scale, which is never kept whole between steps (model.zero.release) ...
+        whole: ... but where it is frozen and small, as then every rank has all of it.
+        coded: whether it can travel as codes, a byte each (model.coded); what persists does not.
+    """
+
+    name: str
+    order: int
+    numel: int
+    size: int
+    trains: bool
+    dtype: str
+    scale: bool = False
+    whole: bool = False
+    coded: bool = False
+
+    def padded(self, ranks: int) -> int:
+        """Bytes of all partitions, which are equally long."""
+        return math.ceil(self.numel / ranks) * ranks * self.size
+
+    def share(self, ranks: int) -> int:
+        """Bytes of a rank's partition."""
+        return self.numel * self.size if self.whole else self.padded(ranks) // ranks
+
+    def second_share(self, zero: DeepSpeedZeroConfig, ranks: int) -> int:
+        """Bytes of a rank's partition among the ranks of its node, which hpZ makes of frozen parameters too."""
+        size = zero.zero_hpz_partition_size
+        return self.padded(ranks) // size if size > 1 and not self.whole else 0
+
+    def persists(self, zero: DeepSpeedZeroConfig) -> bool:
+        """Whether it stays whole between steps."""
+        return self.numel <= zero.param_persistence_threshold and not self.scale
+
+    def as_codes(self, zero: DeepSpeedZeroConfig) -> bool:
+        """Whether it travels as codes."""
+        return self.coded and not self.persists(zero)
+
+
+@dataclass
+class ModuleParameters:
+    """Of one module: the parameters that a call gathers, and all below it."""
+
+    gathered: list[ShardedParameter]
+    direct: list[ShardedParameter]
+    below: list[ShardedParameter]
+    leaf: bool
+
+
+@dataclass
+class _Buffer:
+    """A flat buffer that parameters are copied from; ``copies``: bytes of the largest codes, cut out to be decoded."""
+
+    size: int
+    waiting: int
+    of_codes: bool = False
+    copies: int = 0
+
+
+@dataclass
+class Gatherer:
+    """The state of the coordinator; feed it the events of a micro-batch, twice before its counts are those of a step.
+
+    Attributes:
+        modules: parameters by module name, of all modules that have hooks.
+        zero: DeepSpeed's settings.
+        ranks: in the group that parameters are sharded over.
+        node_ranks: of hpZ, 1 without.
+        count: called with the kind and the bytes of each collective.
+        whole: bytes gathered now, buffers included.
+        most: the most since :meth:`forget_most`.
+        quantises: whether fake quant is on, without which weights travel as they are.
+    """
+
+    modules: Mapping[str, ModuleParameters]
+    zero: DeepSpeedZeroConfig
+    ranks: int
+    count: Callable[[str, int], None]
+    whole: int = 0
+    most: int = 0
+    quantises: bool = True
+    _held: dict[ShardedParameter, int] = field(default_factory=dict)
+    _buffers: dict[ShardedParameter, _Buffer] = field(default_factory=dict)
+    _active: dict[ShardedParameter, set[str]] = field(default_factory=dict)
+    _backward: dict[str, None] = field(default_factory=dict)
+    _recomputed: dict[str, set[ShardedParameter]] = field(default_factory=dict)
+    _secondary: set[ShardedParameter] = field(default_factory=set)
+    _order: tuple[str, ...] = ()
+    _queue: deque[tuple[ShardedParameter, int]] = field(default_factory=deque)
+    _fetched: dict[ShardedParameter, int] = field(default_factory=dict)
+    _released: dict[tuple[str, int], frozenset[ShardedParameter]] = field(default_factory=dict)
+    _step: int = 0
+    _available: int = 0
+    _decoded: set[ShardedParameter] = field(default_factory=set)
+
+    def switch(self, quantises: bool) -> None:
+        """Turn fake quant on or off: what was decoded from codes is let go."""
+        self.quantises = quantises
+        for parameter in list(self._decoded):
+            self._wait(parameter)
+            self._release(parameter)
+        self._decoded.clear()
+
+    def begin(self, events: Iterable[Event]) -> None:
+        """A forward begins, whose module calls (and those of its backward) will be those of ``events``."""
+        if not self._order:
+            calls = (event.name for event in events if event.kind in ("forward", "backward"))
+            self._order = tuple(name for name in calls if name in self.modules)
+        for parameter in list(self._buffers):
+            self._wait(parameter)
+            self._release(parameter)
+        self._queue = deque(
+            (parameter, step) for step, name in enumerate(self._order) for parameter in self.modules[name].gathered
+        )
+        self._fetched, self._step, self._available = {}, 0, 0
+
+    def event(self, event: Event) -> None:
+        """A module is called or done."""
+        if event.name not in self.modules:
+            return
+        if event.kind in ("forward", "backward"):
+            self._fetch(event.name, event.kind == "forward", event.recomputed)
+        elif event.kind in ("forward_end", "backward_end"):
+            self._let_go(event.name, event.kind == "forward_end")
+
+    def end(self) -> None:
+        """Backward is over: modules whose inputs have no gradient are done now."""
+        for name in reversed(list(self._backward)):
+            self._backward.pop(name)
+            recomputed = self._recomputed.pop(name, set())
+            for parameter in {*self.modules[name].gathered, *recomputed}:
+                self._active.get(parameter, set()).discard(name)
+                if not parameter.persists(self.zero):
+                    self._release(parameter)
+
+    def step(self) -> None:
+        """The optimizer's step: everything is let go, and what persists gathered anew."""
+        for parameter in list(self._buffers):
+            self._wait(parameter)
+        self._active.clear()
+        for parameter in list(self._held):
+            self._release(parameter)
+        self._secondary.clear()
+        everything = dict.fromkeys(parameter for module in self.modules.values() for parameter in module.below)
+        for parameter in everything:
+            if parameter.persists(self.zero):
+                self._gather([parameter])  # each by itself
+
+    def forget_most(self) -> int:
+        """The most bytes since the last call."""
+        most, self.most = self.most, self.whole
+        return most
+
+    # ---- one call
+
+    def _fetch(self, name: str, forward: bool, recomputed: bool) -> None:
+        if not forward:
+            self._backward[name] = None
+        needed = self.modules[name].gathered
+        self._gather(needed)
+        for parameter in needed:
+            self._active.setdefault(parameter, set()).add(name)
+            # A frozen parameter that is recomputed for a module is let go when that module's backward is done.
+            if recomputed and self._backward and not parameter.trains:
+                owner = next(reversed(self._backward))
+                self._recomputed.setdefault(owner, set()).add(parameter)
+                self._active[parameter].add(owner)
+            self._wait(parameter)
+        new = {parameter for parameter in needed if self._fetched.get(parameter, -1) < self._step}
+        while self._queue and new:
+            parameter, last = self._queue.popleft()
+            self._fetched[parameter] = last
+            new.discard(parameter)
+        self._prefetch()
+        self._step += 1
+
+    def _prefetch(self) -> None:
+        limit = min(self.zero.max_live_parameters - self._available, self.zero.prefetch_bucket_size)
+        chosen: dict[ShardedParameter, None] = {}
+        elements = 0
+        while self._queue and elements < limit:
+            parameter, last = self._queue.popleft()
+            self._fetched[parameter] = max(self._fetched.get(parameter, -1), last)
+            if parameter not in self._held and parameter not in chosen:
+                chosen[parameter] = None
+                elements += parameter.numel
+        self._gather(list(chosen))
+
+    def _let_go(self, name: str, forward: bool) -> None:
+        let_go = set(self._to_release(name))
+        parameters = set(self.modules[name].gathered)
+        if not forward:
+            recomputed = self._recomputed.pop(name, set())
+            let_go |= {parameter for parameter in recomputed if not parameter.persists(self.zero)}
+            parameters |= recomputed
+            self._backward.pop(name, None)
+        for parameter in parameters:
+            self._active.get(parameter, set()).discard(name)
+            if parameter in let_go:
+                self._release(parameter)
+
+    def _to_release(self, name: str) -> frozenset[ShardedParameter]:
+        """What a call may let go; decided when the call comes for the first time, as DeepSpeed caches it."""
+        key = (name, self._step)
+        if key not in self._released:
+            own = self.modules[name]
+            chosen = {parameter for parameter in own.gathered if not parameter.persists(self.zero)}
+            chosen -= {parameter for parameter in own.gathered if self._fetched.get(parameter, -1) > self._step}
+            distance = 0
+            for following in self._order[self._step :]:
+                if distance >= self.zero.max_reuse_distance or not chosen:
+                    break
+                # DeepSpeed looks below the modules that follow if the one that is done is a leaf.
+                module = self.modules[following]
+                read = module.below if own.leaf else module.direct
+                chosen.difference_update(read)
+                distance += sum(parameter.numel for parameter in read)
+            self._released[key] = frozenset(chosen)
+        return self._released[key]
+
+    # ---- one parameter
+
+    def _gather(self, parameters: Sequence[ShardedParameter]) -> None:
+        missing = [parameter for parameter in dict.fromkeys(parameters) if parameter not in self._held]
+        self._available += sum(parameter.numel for parameter in missing)
+        there = [parameter for parameter in missing if parameter.whole or self.ranks == 1]
+        self._held.update(dict.fromkeys(there, 0))  # the partition is the parameter
+        missing = [parameter for parameter in missing if parameter not in self._held]
+        if self.quantises and any(parameter.as_codes(self.zero) for parameter in missing):  # hpZ does not go with them
+            self._gather_codes(missing)
+            return
+        for secondary in (True, False):
+            some = [parameter for parameter in missing if (parameter in self._secondary) == secondary]
+            kind = "all_gather in the hpZ group" if secondary else "all_gather"
+            if len(some) == 1 or self.zero.allgather_sequential:
+                for parameter in some:
+                    self._hold(parameter, parameter.padded(self.ranks))
+                    self.count(kind, parameter.padded(self.ranks))
+                continue
+            for dtype in sorted({parameter.dtype for parameter in some}):
+                together = [parameter for parameter in some if parameter.dtype == dtype]
+                size = sum(parameter.padded(self.ranks) for parameter in together)
+                self._in_flight(together, _Buffer(size, len(together)))
+                self.count(kind, size)
+
+    def _gather_codes(self, parameters: Sequence[ShardedParameter]) -> None:
+        codes = [p.padded(self.ranks) // p.size for p in parameters if p.as_codes(self.zero)]
+        self._decoded.update(p for p in parameters if p.as_codes(self.zero))
+        size = sum(codes) + sum(p.padded(self.ranks) for p in parameters if not p.as_codes(self.zero))
+        copies = max(codes) if len(parameters) > 1 else 0  # of one alone the buffer is its codes
+        self._in_flight(parameters, _Buffer(size, len(parameters), True, copies))
+        self.count("all_gather", size)
+
+    def _in_flight(self, parameters: Sequence[ShardedParameter], buffer: _Buffer) -> None:
+        self._add(buffer.size)
+        for parameter in parameters:
+            self._held[parameter] = 0
+            self._buffers[parameter] = buffer
+
+    def _wait(self, parameter: ShardedParameter) -> None:
+        """The parameter is read: all of its buffer are copied out when the first of them is."""
+        buffer = self._buffers.get(parameter)
+        if buffer is None:
+            return
+        if not self._held[parameter]:
+            for other in [one for one, its in self._buffers.items() if its is buffer]:
+                self._hold(other, other.numel * other.size)
+            if buffer.of_codes:
+                self.most = max(self.most, self.whole + buffer.copies)
+                self.whole -= buffer.size
+                buffer.size = 0
+        del self._buffers[parameter]
+        buffer.waiting -= 1
+        if not buffer.waiting:
+            self.whole -= buffer.size
+
+    def _hold(self, parameter: ShardedParameter, size: int) -> None:
+        self._held[parameter] = size
+        self._add(size)
+
+    def _add(self, size: int) -> None:
+        self.whole += size
+        self.most = max(self.most, self.whole)
+
+    def _release(self, parameter: ShardedParameter) -> None:
+        if parameter in self._held and parameter not in self._buffers and not self._active.get(parameter):
+            self.whole -= self._held.pop(parameter)
+            self._available -= parameter.numel
+            self._decoded.discard(parameter)
+            if self.zero.zero_hpz_partition_size > 1 and parameter.trains:
+                self._secondary.add(parameter)

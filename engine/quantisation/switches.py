@@ -1,0 +1,204 @@
+"""Fake quant on and off while training: what ``state.quant`` offers to a schedule."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.nn import Parameter
+
+from data.loader import MicroBatch
+from engine.quantisation.calibrate import calibrate_inputs, observed_input_scales
+from engine.session.setup import Session
+from model.scales import follow_weights, renew_weight_scales, write_scales
+from model.zero import reset_moments, reset_optimizer_state, zero_parameters
+from quant import ScaleGroup, weights_changed
+
+# Kind of scale group -> the parameter group of its thetas.
+THETA_GROUPS = {"weight": "weight_scales", "input": "act_scales"}
+
+
+class FakeQuant:
+    """Switches fake quant; every method is to be called on all ranks at the same step.
+
+    A scale group (layers that share a scale) is *active* while at least one of its members is fake-quantised, and rests
+    otherwise. A resting group's theta does not move: its gradient is 0, and its moments are made 0 when it comes to
+    rest. Once the model has trained beside a resting group, the group is *stale*: its scale fits a model that no longer
+    exists. Switching it on then measures it again, weights as they are now, inputs from the observers, and its theta
+    begins anew: 0, with fresh moments, and with a warm-up of its own where all groups of its kind begin.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.quantization = session.quantization
+        self.levers = session.levers
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any layer is fake-quantised."""
+        return any(weights or inputs for weights, inputs in self.quantization.fake_quant_state().values())
+
+    @property
+    def stale(self) -> bool:
+        """Whether the model has trained since the scale of a resting group was measured."""
+        return any(self.levers.stale.values())
+
+    def enable(self, *, weights: bool = True, activations: bool = True, layers: str | None = None) -> None:
+        """Fake quant as said in all layers, or in those whose whole name the regex ``layers`` matches.
+
+        Scales that the model has outgrown are measured again, in a collective. Inputs that rest are watched.
+
+        Raises:
+            ValueError: the pattern matches no layer.
+            RankError: a weight holds NaN or Inf, or the observers of an input that is to be quantised saw nothing.
+        """
+        self._switch(weights, activations, layers, observe=True)
+
+    def disable(self, *, layers: str | None = None, observe: bool = True) -> None:
+        """Fake quant off in all layers, or in those that match; observers on, unless it is not to come back."""
+        self._switch(False, False, layers, observe=observe)
+
+    def _switch(self, weights: bool, activations: bool, layers: str | None, *, observe: bool) -> None:
+        before = self._active()
+        self.quantization.set_fake_quant(weights, activations, layers)
+        now = self._active()
+        self._begin({kind: now[kind] - before[kind] for kind in now})
+        self._rest({kind: before[kind] - now[kind] for kind in now})
+        watch = observe and len(now["input"]) < len(self.quantization.input_groups)
+        if watch != self.quantization.observing:  # starting again would forget what was seen
+            self.quantization.observe(watch)
+
+    def observe(self, on: bool) -> None:
+        """Start or stop watching inputs; starting forgets what was seen before."""
+        self.quantization.observe(on)
+
+    def seen(self) -> list[dict[str, Any]]:
+        """What the observers have seen so far, for :meth:`restore_seen`; nothing is copied or read from the device."""
+        return [dict(vars(group.observer)) for group in self.quantization.input_groups if group.observer is not None]
+
+    def restore_seen(self, seen: list[dict[str, Any]]) -> None:
+        """Forget what was seen since: inputs of a step that was left out may be NaN, which a maximum would keep."""
+        observers = [group.observer for group in self.quantization.input_groups if group.observer is not None]
+        for observer, attributes in zip(observers, seen, strict=True):
+            vars(observer).update(attributes)
+
+    def freeze_scales(self, on: bool = True, *, weights: bool = True, activations: bool = True) -> None:
+        """Learned scales rest from now on, or train again, with fresh moments."""
+        for kind, chosen in (("weight", weights), ("input", activations)):
+            if not chosen:
+                continue
+            if on:
+                self.levers.frozen.add(THETA_GROUPS[kind])
+            else:
+                self.levers.frozen.discard(THETA_GROUPS[kind])
+            reset_optimizer_state(self.session.engine.optimizer, THETA_GROUPS[kind])
+
+    def learning(self, group: str) -> bool:
+        """Whether thetas of a parameter group train now: their fake quant is on, and they are not frozen."""
+        kind = next(kind for kind, name in THETA_GROUPS.items() if name == group)
+        return bool(self._active()[kind]) and group not in self.levers.frozen
+
+    def stepped(self) -> None:
+        """The model has trained for a step; the loop calls this. A collective where scales follow the weights."""
+        if self.session.recipe.quant.scales_follow_weights:
+            follow_weights(self.quantization)
+            weights_changed(self.session.model)
+        learn = self.session.recipe.learnable
+        active = self._active()
+        for kind, group in THETA_GROUPS.items():
+            self.levers.scale_steps[group] += bool(active[kind])
+            if learn.weight or learn.norm or learn.router:  # else the model stays what the scales were measured on
+                self.levers.stale[kind] |= set(self._groups(kind)) - active[kind]
+
+    def measure(self, batches: Iterable[MicroBatch] = ()) -> None:
+        """Measure every stale scale again, so that an export has what the model needs; a collective.
+
+        Args:
+            batches: measure inputs that no observer watches.
+        """
+        self._calibrate_unwatched(batches)
+        self._begin({kind: set(owners) for kind, owners in self.levers.stale.items()})
+
+    def _calibrate_unwatched(self, batches: Iterable[MicroBatch]) -> None:
+        stale = self.levers.stale["input"]
+        if stale and not self.quantization.observing:
+            calibrate_inputs(self.session.engine, self.quantization, stale, batches, self.session.device)
+
+    @contextmanager
+    def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
+        """Inside the block everything is fake-quantised with scales that fit, and nothing is observed; a collective.
+
+        Args:
+            batches: measure inputs that no observer watched.
+        """
+        quantization = self.quantization
+        flags, observing = quantization.fake_quant_state(), quantization.observing
+        seen = [group.observer.state() for group in quantization.input_groups if group.observer is not None]
+        self._calibrate_unwatched(batches)
+        self._write(self.levers.stale)
+        quantization.observe(False)
+        quantization.set_fake_quant(weights=True, activations=True)
+        weights_changed(self.session.model)
+        try:
+            yield
+        finally:
+            quantization.restore_fake_quant(flags)
+            quantization.observe(observing)
+            observers = [group.observer for group in quantization.input_groups if group.observer is not None]
+            for observer, state in zip(observers, seen, strict=True):
+                observer.load(state)
+            weights_changed(self.session.model)
+
+    def _groups(self, kind: str) -> dict[str, ScaleGroup]:
+        groups = self.quantization.weight_groups if kind == "weight" else self.quantization.input_groups
+        return {group.owner: group for group in groups}
+
+    def _active(self) -> dict[str, set[str]]:
+        """Owners of the active scale groups, by kind."""
+        state = self.quantization.fake_quant_state()
+        return {
+            kind: {
+                owner
+                for owner, group in self._groups(kind).items()
+                if any(state[name][index] for name in group.members)
+            }
+            for index, kind in enumerate(THETA_GROUPS)
+        }
+
+    def _begin(self, owners: dict[str, set[str]]) -> None:
+        """Groups come into use: measure those that are stale, and start their thetas anew."""
+        stale = {kind: owners[kind] & self.levers.stale[kind] for kind in owners}
+        for kind, begun in stale.items():
+            self._restart(kind, begun)
+        self._write(stale)
+        for kind, measured in stale.items():
+            self.levers.stale[kind] -= measured
+
+    def _rest(self, owners: dict[str, set[str]]) -> None:
+        """Groups go out of use: without moments their thetas stay where they are; their observers begin anew."""
+        for kind, resting in owners.items():
+            reset_moments(self.session.engine.optimizer, self._thetas(kind, resting))
+            for group in (self._groups(kind)[owner] for owner in resting):
+                if group.observer is not None:
+                    group.observer.reset()
+
+    def _write(self, owners: dict[str, set[str]]) -> None:
+        """Scales of groups from the weights as they are and from the observers; a collective."""
+        if not any(owners.values()):
+            return
+        if owners["weight"]:
+            renew_weight_scales(self.quantization, owners["weight"])
+        inputs = observed_input_scales(self.quantization, owners["input"]) if owners["input"] else {}
+        write_scales(self.quantization.input_groups, inputs)
+        weights_changed(self.session.model)
+
+    def _thetas(self, kind: str, owners: set[str]) -> list[Parameter]:
+        groups = self._groups(kind)
+        return [theta for owner in groups if owner in owners and (theta := groups[owner].theta) is not None]
+
+    def _restart(self, kind: str, owners: set[str]) -> None:
+        """Thetas at 0, in the optimizer's fp32 copy too, without moments; a collective."""
+        thetas = self._thetas(kind, owners)
+        zero_parameters(self.session.engine.optimizer, thetas)
+        if owners == self._groups(kind).keys():
+            reset_optimizer_state(self.session.engine.optimizer, THETA_GROUPS[kind])
+            self.levers.scale_steps[THETA_GROUPS[kind]] = 0

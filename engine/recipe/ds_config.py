@@ -1,0 +1,362 @@
+"""The DeepSpeed configuration: a file of ``ds_configs/`` made complete by the recipe, contradictions refused.
+
+The JSON files hold DeepSpeed's own keys, so that its documentation applies and a file of one's own can be brought
+along. Where a key says the same as a knob of the recipe, the file holds "auto" (or nothing) and the recipe's value goes
+in; a file that holds another value than the recipe is an error, because one of the two would be ignored. Any other
+"auto" below the top level means DeepSpeed's own default, as it does to DeepSpeed.
+
+DeepSpeed accepts an unknown top-level key in silence (``zero_optimisation`` trains at stage 0), and clips gradients at
+1.0 unless told otherwise. So top-level keys are checked here, and clipping is always written out.
+"""
+
+import copy
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
+
+from engine.recipe.checks import RecipeError
+from engine.recipe.recipe import Recipe
+from model.ranks import local_world_size
+
+SHIPPED = Path(__file__).parents[2] / "ds_configs"
+
+# Top-level keys that a file may set: whatever leaves the arithmetic of the loop alone.
+ALLOWED = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "bf16",
+        "fp16",
+        "data_types",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "communication_data_type",
+        "aio",
+        "checkpoint",
+        "disable_python_gc",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "timers",
+        "log_level",
+        "flops_profiler",
+        "comms_logger",
+        "tensorboard",
+        "csv_monitor",
+        "wandb",
+        "comet",
+    }
+)
+
+# Those of them for which the recipe has the value.
+FROM_RECIPE = frozenset(
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+)
+
+_MEAN = "leave it out: the loop scales the loss for DeepSpeed's default, a mean over ranks and micro-batches"
+_UNTESTED = "leave it out: DeepQAT does not support it"
+# Top-level keys that DeepSpeed knows and a file may not set, with the remedy.
+REFUSED = {
+    "optimizer": "the recipe owns the optimizer: set optim.lr, optim.betas, optim.eps and optim.weight_decay there",
+    "scheduler": "the recipe owns the schedule: set optim.schedule, optim.warmup_steps and optim.min_lr_ratio there",
+    "bfloat16": 'write "bf16", the name of today',
+    "torch_autocast": "set model.dtype in the recipe: parameters and GEMMs have that type",
+    "activation_checkpointing": "set train.activation_checkpointing in the recipe",
+    "data_efficiency": "the recipe owns the data: see its data section",
+    "dataloader_drop_last": "the recipe owns the data: see its data section",
+    "weight_quantization": "set quant.scheme in the recipe",
+    "gradient_allreduce_op": _MEAN,
+    "gradient_predivide_factor": _MEAN,
+    "managed_gradient_accumulation": _MEAN,
+    "prescale_gradients": _MEAN,
+    "autotuning": _UNTESTED,
+    "compile": _UNTESTED,
+    "datastates_ckpt": _UNTESTED,
+    "disable_allgather": _UNTESTED,
+    "expert_parallel": _UNTESTED,
+    "hybrid_engine": _UNTESTED,
+    "pipeline": _UNTESTED,
+    "seq_parallel_communication_data_type": _UNTESTED,
+    "tensor_parallel": _UNTESTED,
+    "use_data_before_expert_parallelism": _UNTESTED,
+    "vocabulary_size": _UNTESTED,
+}
+
+
+_HALVED = "every overflow halves the scale (engine/session/loss_scale.py)"
+# Keys of the section fp16 that would say what DeepQAT does not do.
+_REFUSED_FP16 = {
+    "auto_cast": "inputs are token ids",
+    "hysteresis": _HALVED,
+    "consecutive_hysteresis": _HALVED,
+    "fp16_master_weights_and_grads": "the optimizer's copies are fp32",
+}
+
+# Sections of offload to files, by what they would do.
+_REFUSED_NVME = {
+    "offload_param": (
+        "weights are read into their partitions and scales measured there, in memory; a file would have to be read and "
+        "written for each"
+    ),
+    "offload_optimizer": (
+        "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load neither "
+        "the weights nor groups below 1 MB, among which are the scales"
+    ),
+}
+
+# What of the student's configuration a teacher without an optimizer takes over.
+TEACHER_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+    "zero_optimization",
+    "communication_data_type",
+    "log_level",
+)
+
+
+class DsConfigError(RecipeError):
+    """What is wrong with a DeepSpeed configuration: one line per problem, each naming the file and the key."""
+
+
+def config_path(name_or_path: str) -> Path:
+    """The file of ``zero3`` (a name in ds_configs/) or ``my/config.json`` (a path, relative to the current directory).
+
+    Raises:
+        DsConfigError: there is no such file; lists the names there are.
+    """
+    is_path = name_or_path.endswith(".json") or os.path.sep in name_or_path
+    path = Path(name_or_path) if is_path else SHIPPED / f"{name_or_path}.json"
+    if path.is_file():
+        return path
+    if is_path:
+        where = "" if path.is_absolute() else f" in {os.getcwd()}"
+        raise DsConfigError(f"deepspeed: {name_or_path!r}, there is no such file{where}")
+    names = sorted(file.stem for file in SHIPPED.glob("*.json"))
+    raise DsConfigError(f"deepspeed: {name_or_path!r}, expected one of {', '.join(names)}, or the path of a .json file")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The file's own keys and values, top-level keys checked.
+
+    Raises:
+        DsConfigError: not JSON (names file and line), not an object, a key twice, or a key that may not be there.
+    """
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key in (keys := [key for key, _ in pairs]):
+            if keys.count(key) > 1:
+                raise DsConfigError(f"{path}: {key!r} occurs twice in one object")
+        return dict(pairs)
+
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
+    except json.JSONDecodeError as error:
+        raise DsConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise DsConfigError(f"{path}: not UTF-8 text ({error})") from error
+    if not isinstance(config, dict):
+        raise DsConfigError(f"{path}: expected an object with DeepSpeed's keys, found {type(config).__name__}")
+    problems = [f"{path}: {problem}" for key, value in config.items() for problem in _key_problems(key, value)]
+    if problems:
+        raise DsConfigError("\n".join(problems))
+    return config
+
+
+def _key_problems(key: str, value: Any) -> list[str]:
+    if key in REFUSED:
+        return [f"{key}: {REFUSED[key]}"]
+    if key not in ALLOWED:
+        close = difflib.get_close_matches(key, sorted(ALLOWED), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(ALLOWED))}"
+        return [f"{key}: unknown key, which DeepSpeed would ignore in silence; {hint}"]
+    if key in ("bf16", "fp16", "data_types", "zero_optimization") and not isinstance(value, dict):
+        return [f"{key}: {value!r}, expected an object"]
+    if value == "auto" and key not in FROM_RECIPE:
+        return [f'{key}: the recipe has no value for "auto"; write one, or leave the key out']
+    return []
+
+
+def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -> dict[str, Any]:
+    """The complete configuration for ``deepspeed.initialize`` and ``zero.Init``, a new dict.
+
+    Needs no process group: call it before there is one, with the WORLD_SIZE of the environment.
+
+    Args:
+        recipe: names the file, and has the values that the file leaves open.
+        world_size: ranks of the job.
+        local_size: ranks of a node; by default what the launcher says, which it must where hpZ is auto.
+
+    Raises:
+        DsConfigError: the file is missing or wrong, or contradicts the recipe; one line per problem.
+    """
+    path = config_path(recipe.deepspeed)
+    config = read_config(path)
+    problems = _fill_from_recipe(config, recipe, world_size) + _fill_precision(config, recipe)
+    problems += _fill_hpz(config, world_size, local_size or local_world_size()) + _section_problems(config)
+    if recipe.train.compile and config.get("zero_optimization", {}).get("stage") == 3:
+        problems.append(
+            "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of "
+            "each module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
+        )
+    problems += _gather_problems(config, recipe)
+    if problems:
+        raise DsConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    if config["zero_optimization"].get("offload_optimizer") is not None:
+        # The optimizer is torch.optim.AdamW everywhere, also on the CPU: DeepSpeed's CPUAdam compiles at first use.
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    return config
+
+
+def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
+    """What contradicts gathering weights as codes."""
+    zero = config.get("zero_optimization", {})
+    if not recipe.quant.gather_codes or not isinstance(zero, dict):
+        return []
+    if recipe.model.dtype == "float16":
+        return [
+            "fp16 is on (model.dtype: float16), but quant.gather_codes is true: codes are gathered in bfloat16 and "
+            "float32 only; use one of the two"
+        ]
+    if zero.get("stage") != 3:
+        return [
+            f"zero_optimization.stage is {zero.get('stage', 0)}, but quant.gather_codes is true: only stage 3 gathers "
+            "weights for every layer; use stage 3, or quant.gather_codes false"
+        ]
+    if zero.get("zero_hpz_partition_size", 1) != 1:
+        return [
+            f"zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']}, but quant.gather_codes "
+            "is true: hpZ would keep what the codes stand for in place of the weights; use one of the two"
+        ]
+    return []
+
+
+def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -> list[str]:
+    """Write the recipe's values into the keys that say the same; returns the contradictions."""
+    micro, accumulation = recipe.data.micro_batch_size, recipe.train.gradient_accumulation_steps
+    product = "data.micro_batch_size * train.gradient_accumulation_steps * ranks"
+    shared = (
+        ("train_micro_batch_size_per_gpu", micro, "data.micro_batch_size", micro),
+        ("gradient_accumulation_steps", accumulation, "train.gradient_accumulation_steps", accumulation),
+        ("train_batch_size", micro * accumulation * world_size, product, micro * accumulation * world_size),
+        ("gradient_clipping", recipe.optim.grad_clip, "optim.grad_clip", recipe.optim.grad_clip),
+        ("bf16.enabled", recipe.model.dtype == "bfloat16", "model.dtype", recipe.model.dtype),
+        ("fp16.enabled", recipe.model.dtype == "float16", "model.dtype", recipe.model.dtype),
+    )
+    problems = []
+    for key, value, recipe_key, recipe_value in shared:
+        *parents, last = key.split(".")
+        section = config.setdefault(parents[0], {}) if parents else config
+        written = section.setdefault(last, "auto")
+        if written not in ("auto", value):
+            problems.append(
+                f'{key} is {written!r}, but {recipe_key} is {recipe_value!r}: write "auto", or make them equal'
+            )
+        section[last] = value
+    return problems
+
+
+def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Gradients accumulate in fp32 beside 16-bit parameters, where DeepSpeed can (stages 1-3); returns the problems."""
+    types = config.setdefault("data_types", {})
+    stage = config.get("zero_optimization", {}).get("stage")
+    written = types.pop("grad_accum_dtype", "auto")
+    if written != "auto":
+        types["grad_accum_dtype"] = written
+    own = {"bfloat16": "bf16", "float16": "fp16"}.get(recipe.model.dtype)
+    if own is None:
+        return []
+    if stage == 0:
+        # DeepSpeed raises "unsupported mix" for anything but the parameters' own type here.
+        if written in ("auto", own):
+            return []
+        return [
+            f"data_types.grad_accum_dtype is {written!r}: stage 0 accumulates in {own} only; leave it out or use "
+            "stage 1"
+        ]
+    types.setdefault("grad_accum_dtype", "fp32")
+    return []
+
+
+def _fill_hpz(config: dict[str, Any], world_size: int, local_size: int | None) -> list[str]:
+    """ "auto" for hpZ's ranks are those of a node, among which gathering is fast; returns the problems."""
+    zero = config.get("zero_optimization", {})
+    size = zero.get("zero_hpz_partition_size")
+    if size is None:
+        return []
+    if size == "auto":
+        if local_size is None and world_size > 1:
+            return [
+                "zero_optimization.zero_hpz_partition_size is 'auto', the ranks of a node, but the launcher sets "
+                "neither LOCAL_WORLD_SIZE nor LOCAL_SIZE; set one of them, or write their number"
+            ]
+        size = zero["zero_hpz_partition_size"] = local_size or 1
+    if not isinstance(size, int) or size < 1 or world_size % size:
+        return [
+            f"zero_optimization.zero_hpz_partition_size: {size!r}, expected auto (the ranks of a node), or a number "
+            f"that divides the {world_size} ranks of this job"
+        ]
+    return []
+
+
+def _section_problems(config: dict[str, Any]) -> list[str]:
+    """What DeepSpeed itself says to the nested sections, now instead of after the process group has started."""
+    problems = []
+    if config.get("zero_optimization", {}).get("stage", "auto") == "auto":
+        # DeepSpeed takes a missing stage for 0: every rank would hold everything, and at scale run out of memory.
+        problems.append("zero_optimization.stage: missing, expected 0, 1, 2 or 3")
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if config.get("zero_optimization", {}).get(key):
+            problems.append(
+                f"zero_optimization.{key}: leave it out: it rounds what is gathered for the forward, scales too (by "
+                "way of fp16), but not what is gathered for the export, so that another model would be exported than "
+                "the one that was trained"
+            )
+    for key, why in _REFUSED_NVME.items():
+        section = config.get("zero_optimization", {}).get(key) or {}
+        if isinstance(section, dict) and section.get("device") == "nvme":
+            problems.append(f"zero_optimization.{key}.device: 'nvme', expected cpu or none: {why}")
+    if config.get("bf16", {}).get("check_grad_overflow", True) is not True:
+        problems.append(
+            "bf16.check_grad_overflow: leave it out: without it a step whose gradients are not finite is taken on some "
+            "stages, and every weight is NaN after it"
+        )
+    for key, why in _REFUSED_FP16.items():
+        if key in config.get("fp16", {}):
+            problems.append(f"fp16.{key}: leave it out: {why}")
+    sections = (
+        ("zero_optimization", DeepSpeedZeroConfig),
+        ("bf16", DeepSpeedBF16Config),
+        ("fp16", DeepSpeedFP16Config),
+    )
+    for section, model in sections:
+        try:
+            model(**config.get(section, {}))
+        except ValidationError as error:
+            for found in error.errors():
+                key = ".".join(str(part) for part in (section, *found["loc"]))
+                problems.append(f"{key}: {found['msg']}, found {found['input']!r}")
+    return problems
+
+
+def teacher_config(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a frozen teacher, an engine without an optimizer, beside a student with ``ds_config``.
+
+    The same partitioning; nothing of the optimizer, and none of the monitors, which would write the student's files
+    again. ``ds_config`` is what :func:`resolve` returned; it is not changed.
+    """
+    config = {key: copy.deepcopy(ds_config[key]) for key in TEACHER_KEYS if key in ds_config}
+    config["zero_optimization"].pop("offload_optimizer", None)
+    return config

@@ -1,0 +1,229 @@
+"""The recipe's ``quant`` section: what is quantised and how, where scales come from, when fake quant starts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.recipe.checks import at_least, need, pattern, positive
+from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
+
+NONE = "none"  # what a rule calls the scheme of layers that stay as they are
+
+
+@dataclass
+class TensorRecipe:
+    """How one tensor is quantised; quant.spec.TensorSpec explains the words."""
+
+    dtype: Literal["int", "fp8_e4m3", "fp4_e2m1"]
+    """Number format."""
+    bits: int = 8
+    """Bits per code."""
+    granularity: Literal["tensor", "channel", "group", "block", "token"] = "tensor"
+    """What shares a scale."""
+    group_size: int | None = None
+    """Elements per group, or along each side of a block."""
+    symmetric: bool = True
+    """false: a zero point per token, for dynamic int inputs."""
+    dynamic: bool = False
+    """Of inputs: the scale is that of each token, none is stored."""
+
+    def spec(self) -> TensorSpec:
+        """What the rest of the project calls it. Raises ValueError for parts that do not go together."""
+        return TensorSpec(self.dtype, self.bits, self.granularity, self.group_size, self.symmetric, self.dynamic)
+
+
+@dataclass
+class SchemeRecipe:
+    """A scheme of one's own, composed of its parts."""
+
+    weights: TensorRecipe
+    """Of the weights."""
+    activations: TensorRecipe | None = None
+    """Of the inputs; null: they stay as they are."""
+
+    def scheme(self, name: str) -> Scheme:
+        """The scheme, by the name that the recipe gives it. Raises ValueError for parts that do not go together."""
+        return Scheme(name, self.weights.spec(), None if self.activations is None else self.activations.spec())
+
+
+@dataclass
+class RuleRecipe:
+    """A scheme for some layers: those that layers and (first or last) match."""
+
+    scheme: str
+    """A name like quant.scheme's; none: they stay as they are."""
+    layers: str | None = None
+    """Regex on the whole module name. null: any."""
+    first: int | None = None
+    """Layers in the first so many decoder layers."""
+    last: int | None = None
+    """Layers in the last so many decoder layers."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """One line per bad value of this rule, whose path is ``key``."""
+        if self.layers is not None:
+            yield from pattern(f"{key}.layers", self.layers)
+        for name in ("first", "last"):
+            if getattr(self, name) is not None:
+                yield from at_least(f"{key}.{name}", getattr(self, name), 1)
+        if self.layers is None and self.first is None and self.last is None:
+            yield f"{key}: every layer, expected layers, first or last (quant.scheme is for every layer)"
+
+
+@dataclass
+class QuantRecipe:
+    """What is quantised, where the first scales come from, and when fake quant starts."""
+
+    scheme: str = "fp8_static"
+    """Number format and granularity of weights, inputs and KV cache: a name of quant.spec.PRESETS or quant.schemes."""
+    schemes: dict[str, SchemeRecipe] = field(default_factory=dict)
+    """Schemes of your own by name, each with weights and perhaps activations, which have dtype, bits, granularity,
+    group_size, symmetric and dynamic as in quant.spec.TensorSpec."""
+    rules: list[RuleRecipe] = field(default_factory=list)
+    """Mixed precision: the first rule that matches a layer decides, like {first: 3, scheme: w4a16_g128}. Exempt layers
+    stay as they are; layers that no rule matches get quant.scheme."""
+    lm_head: str | None = None
+    """Scheme of lm_head, one without inputs such as w8a16_channel. null: it stays as it is."""
+    embedding: str | None = None
+    """Scheme of the token embeddings, one without inputs. null: they stay as they are."""
+    exempt: list[str] = field(default_factory=lambda: list(DEFAULT_EXEMPT))
+    """Regexes; a linear layer whose whole module name matches one stays unquantised. Replaces the default list."""
+    scales: str | None = None
+    """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
+    weight_range: Literal["auto", "absmax", "mse"] = "auto"
+    """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
+    integers of 3 bits and fewer, absmax for the others."""
+    signed_scales: bool = False
+    """true: scales of symmetric integer weights are negative where that lets the code without a counterpart be used
+    (-2 of 2 bits): 20% less squared error at 2 bits. transformers multiplies by whatever sign a scale has; other
+    readers were not tried."""
+    input_range: Literal["absmax", "percentile", "mse"] = "absmax"
+    """Stored scale of an input, from what calibration sees: the largest magnitude fits, or quant.percentile of the
+    magnitudes, or the squared error is smallest."""
+    percentile: float = 99.99
+    """Percentage of an input's magnitudes that fit, for quant.input_range percentile."""
+    scales_follow_weights: bool = False
+    """true: the weights' scales are measured again after every step, from absmax (quant.weight_range absmax). With
+    learnable.weight_scale that is learnable weight clipping (LWC), without it absmax quantisation of every step."""
+    calibration_batches: int = 16
+    """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none."""
+    initial_input_scale: float | None = None
+    """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
+    compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
+    """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
+    tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0)."""
+    gather_codes: bool = False
+    """true: ZeRO-3 gathers the weights of quantised layers as codes, one byte each instead of two or four, where a
+    layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
+    bit. See ds_configs/README.md."""
+    fake_quant_start: int = 0
+    """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never,
+    or when an event under schedule says so."""
+
+    def problems(self) -> Iterator[str]:
+        """One line per bad value of this section."""
+        yield from self._scheme_problems()
+        for index, regex in enumerate(self.exempt):
+            yield from pattern(f"quant.exempt[{index}]", regex)
+        yield from need(0 < self.percentile <= 100, "quant.percentile", self.percentile, "above 0 and at most 100")
+        if self.scales_follow_weights:
+            expected = "absmax, since quant.scales_follow_weights measures in every step"
+            yield from need(self.weight_range == "absmax", "quant.weight_range", self.weight_range, expected)
+            expected = "null: quant.scales_follow_weights replaces its weight scales after the first step"
+            yield from need(self.scales is None, "quant.scales", self.scales, expected)
+            expected = f"false: quant.scheme {self.scheme} has no weight scales"
+            none = self.known() and not self.linear_schemes()
+            yield from need(not none, "quant.scales_follow_weights", self.scales_follow_weights, expected)
+        if self.known():
+            yield from self._idle_problems()
+        yield from at_least("quant.calibration_batches", self.calibration_batches, 0)
+        if self.initial_input_scale is not None:
+            yield from positive("quant.initial_input_scale", self.initial_input_scale)
+        yield from at_least("quant.fake_quant_start", self.fake_quant_start, -1)
+
+    def _scheme_problems(self) -> Iterator[str]:
+        for name, own in self.schemes.items():
+            if name in PRESETS or name == NONE:
+                yield f"quant.schemes.{name}: a name that is taken, expected another one"
+            try:
+                own.scheme(name)
+            except ValueError as error:
+                yield f"quant.schemes.{name}: {error}"
+                return  # what follows asks for the schemes
+        known = [*PRESETS, *self.schemes]
+        linear = [*SCHEMES, *self.schemes]
+        yield from need(self.scheme in known, "quant.scheme", self.scheme, f"one of {', '.join(known)}")
+        for index, rule in enumerate(self.rules):
+            key = f"quant.rules[{index}]"
+            expected = f"one of {', '.join([NONE, *linear])}"
+            yield from need(rule.scheme in (NONE, *linear), f"{key}.scheme", rule.scheme, expected)
+            yield from rule.problems(key)
+        for place in ("lm_head", "embedding"):
+            name = getattr(self, place)
+            if name is None:
+                continue
+            schemes = {one: self._scheme(one) for one in linear}
+            good = [one for one, scheme in schemes.items() if scheme.activations is None]
+            if place == "embedding":
+                good = [one for one in good if QuantEmbedding.takes(schemes[one])]
+            yield from need(name in good, f"quant.{place}", name, f"one of {', '.join(good)}")
+
+    def _idle_problems(self) -> Iterator[str]:
+        """Settings that nothing here would use."""
+        integers = any(self.ranges().signs(scheme.weights) for scheme in self.linear_schemes())
+        expected = "false: no scheme here has symmetric integer weights"
+        yield from need(integers or not self.signed_scales, "quant.signed_scales", self.signed_scales, expected)
+        expected = "absmax: no scheme here stores scales of inputs"
+        absmax = self.input_range == "absmax"
+        yield from need(absmax or self.stores_input_scales(), "quant.input_range", self.input_range, expected)
+
+    def _scheme(self, name: str) -> Scheme:
+        return SCHEMES[name] if name in SCHEMES else self.schemes[name].scheme(name)
+
+    def preset(self) -> Preset:
+        """What quant.scheme names."""
+        return PRESETS[self.scheme] if self.scheme in PRESETS else Preset(self._scheme(self.scheme))
+
+    def chosen_rules(self) -> list[Rule]:
+        """quant.rules."""
+        return [
+            Rule(None if rule.scheme == NONE else self._scheme(rule.scheme), rule.layers, rule.first, rule.last)
+            for rule in self.rules
+        ]
+
+    def ranges(self) -> Ranges:
+        """What scales are to fit when they are measured."""
+        return Ranges(self.weight_range, self.signed_scales, self.input_range, self.percentile)
+
+    def head_scheme(self) -> Scheme | None:
+        """Of lm_head."""
+        return None if self.lm_head is None else self._scheme(self.lm_head)
+
+    def embedding_scheme(self) -> Scheme | None:
+        """Of the embeddings."""
+        return None if self.embedding is None else self._scheme(self.embedding)
+
+    def linear_schemes(self) -> list[Scheme]:
+        """Every scheme that some layer may get; empty while a name is unknown or a scheme is wrong."""
+        if any(True for _ in self._scheme_problems()):
+            return []
+        rules = [rule.scheme for rule in self.chosen_rules()]
+        found = (self.preset().linear, *rules, self.head_scheme(), self.embedding_scheme())
+        return list(dict.fromkeys(scheme for scheme in found if scheme is not None))
+
+    def known(self) -> bool:
+        """Whether every scheme is what it says."""
+        return not any(True for _ in self._scheme_problems())
+
+    def quantises_activations(self) -> bool:
+        """Whether some layer may quantise its input, or attention its KV cache."""
+        return any(scheme.activations for scheme in self.linear_schemes()) or self.stores_input_scales()
+
+    def stores_input_scales(self) -> bool:
+        """Whether there are scales of inputs or of the KV cache to calibrate, and perhaps to learn."""
+        static = any(scheme.static_input for scheme in self.linear_schemes())
+        return static or (self.known() and self.preset().kv_cache is not None)
+
+    def has_fp8_gemm(self) -> bool:
+        """Whether some layer's codes can be multiplied by the fp8 GEMM."""
+        return any(scheme.has_fp8_gemm for scheme in self.linear_schemes())

@@ -1,0 +1,195 @@
+"""Recipes from YAML files and command lines, and back.
+
+A run reads a YAML file (``--config R.yaml``) and then overrides from the command line (``--optim.lr 2e-5``); ``--help``
+shows every knob with its default and ``--print_config`` the result of both. An unknown key, a wrong type and whatever
+:mod:`engine.recipe.recipe` refuses end the process before there is a process group, with the key's path, the value and
+what was expected.
+"""
+
+import argparse
+import difflib
+import functools
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any, cast, get_args, get_origin
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from engine.cluster.nodes import spans_nodes, tell_other_nodes
+from engine.recipe.checks import RecipeError
+from engine.recipe.recipe import Recipe, not_there
+
+# The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+# The first process to end makes the launcher end the others, and there is no process group yet to wait in: the silent
+# ranks give the one that prints this long to get as far as they are.
+GRACE_SECONDS = 5
+
+
+@functools.cache  # it takes 0.3 s to make
+def _parser() -> ArgumentParser:
+    """The command line: one option per field of :class:`Recipe`, and --config for a YAML file."""
+    parser = ArgumentParser(
+        description="Options override the file's values. Paths are relative to the current directory.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="Recipe in YAML, like those in launch/recipes/.")
+    parser.add_class_arguments(Recipe)
+    return parser
+
+
+def _check_keys(path: str) -> None:
+    """Refuse what jsonargparse lets pass in a YAML file: a key twice, an unknown key without a value, an empty section.
+
+    Raises:
+        RecipeError: names file, line and key; one line per problem.
+    """
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise RecipeError(f"{path}{line}: not YAML ({error.problem})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not a YAML text ({error})") from error
+    except OSError as error:
+        raise RecipeError(f"--config: {not_there(path)}: {error.strerror}") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise RecipeError(f"{path}: expected sections like model, data and train")
+    problems = [f"{path}, line {line}: {problem}" for line, problem in _key_problems(root, Recipe, prefix="")]
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of every problem with the keys of one mapping, and of the sections in it."""
+    known = {item.name: item.type for item in dataclass_fields(section)}
+    seen: set[str] = set()
+    for key_node, value in node.value:
+        line, key = key_node.start_mark.line + 1, str(key_node.value)
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"expected one of {', '.join(known)}"
+            yield line, f"{prefix}{key}: unknown key; {hint}"
+        elif key in seen:
+            yield line, f"{prefix}{key}: this key is there twice"
+        elif is_dataclass(section_type := known[key]):
+            if isinstance(value, yaml.MappingNode):
+                yield from _key_problems(value, cast(type, section_type), prefix=f"{prefix}{key}.")
+            else:
+                yield line, f"{prefix}{key}: expected keys and values below it (leave the section out for its defaults)"
+        else:
+            for item, item_type, path in _items(value, known[key], f"{prefix}{key}"):
+                yield from _key_problems(item, item_type, prefix=f"{path}.")
+        seen.add(key)
+
+
+def _items(node: yaml.Node, kind: Any, path: str) -> Iterator[tuple[yaml.MappingNode, type, str]]:
+    """The mappings that stand for dataclasses inside a list, a dictionary or an optional value, each with its path."""
+    inner = next((part for part in get_args(kind) if is_dataclass(part)), None)
+    if inner is None:
+        return
+    named: list[tuple[yaml.Node, str]] = []
+    if isinstance(node, yaml.SequenceNode):
+        named = [(item, f"{path}[{index}]") for index, item in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode) and get_origin(kind) is dict:
+        named = [(item, f"{path}.{name.value}") for name, item in node.value]
+    elif isinstance(node, yaml.MappingNode):
+        named = [(node, path)]
+    for item, its_path in named:
+        if isinstance(item, yaml.MappingNode):
+            yield item, cast(type, inner), its_path
+
+
+def _option_keys() -> list[str]:
+    """The path of every key, like optim.lr."""
+    keys = []
+    for section in dataclass_fields(Recipe):
+        nested = dataclass_fields(cast(type, section.type)) if is_dataclass(section.type) else ()
+        keys += [f"{section.name}.{item.name}" for item in nested] or [section.name]
+    return keys
+
+
+def _one_line(error: ArgumentError) -> str:
+    """jsonargparse's message on one line that opens with the key's path."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("a typing.Literal", "one of ")
+    if unknown := re.match(r"unrecognized arguments: --([\w.]+)", text):
+        close = difflib.get_close_matches(unknown[1], _option_keys(), n=1)
+        text += f"; did you mean --{close[0]}?" if close else "; --help lists what there is"
+    return re.sub(r'^Parser key "([\w.]+)":', r"\1:", text)
+
+
+def _parse(argv: Sequence[str]) -> Recipe:
+    """The recipe of a command line.
+
+    Raises:
+        RecipeError: see there.
+    """
+    config_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_option.add_argument("--config", action="append", default=[], nargs="?", const="")
+    for path in config_option.parse_known_args(argv)[0].config:
+        _check_keys(path)
+    parser = _parser()
+    try:
+        values = parser.instantiate(parser.parse_args(list(argv)))
+    except ArgumentError as error:
+        raise RecipeError(_one_line(error)) from error
+    return Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})
+
+
+@contextmanager
+def exit_on_recipe_error() -> Iterator[None]:
+    """Turn a :class:`RecipeError` into printed lines and exit code 2, without a traceback.
+
+    Only local rank 0 prints, so that a machine with 8 ranks says it once. For use before there is a process group; the
+    ranks of other machines end with the same error, if the launcher lets us know that there are any.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        elif not spans_nodes():
+            time.sleep(GRACE_SECONDS)
+        tell_other_nodes(str(error))
+        raise SystemExit(2) from None
+
+
+def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
+    """The recipe of a command line such as ``--config R.yaml --optim.lr 2e-5``; argv defaults to sys.argv[1:].
+
+    ``--local_rank=N``, which the deepspeed launcher appends, is ignored: ranks come from the environment. A bad recipe,
+    or (with ``check_files``) one that names a missing file, ends the process: see :func:`exit_on_recipe_error`.
+    """
+    given = sys.argv[1:] if argv is None else argv
+    with exit_on_recipe_error():
+        recipe = _parse([argument for argument in given if not argument.startswith("--local_rank=")])
+        if check_files:
+            recipe.validate_files()
+    return recipe
+
+
+def load_recipe(path: str | os.PathLike[str]) -> Recipe:
+    """The recipe in a YAML file. Files that it names are not checked: call :meth:`Recipe.validate_files` for that.
+
+    Raises:
+        RecipeError: names every problem, one line each.
+    """
+    return _parse(["--config", os.fspath(path)])
+
+
+def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
+    """Write a recipe, every field with its value, as YAML that :func:`load_recipe` reads back equal."""
+    values = asdict(recipe)
+    values["optim"]["betas"] = list(recipe.optim.betas)
+    Path(path).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")

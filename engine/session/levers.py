@@ -1,0 +1,90 @@
+"""What a schedule moves during a run, as one value that checkpoints keep."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from engine.recipe.recipe import Recipe
+from engine.session.optimizer import SCALE_GROUPS, peak_learning_rates
+
+
+@dataclass
+class Levers:
+    """Loss weights, learning rates and scales as the events so far have left them.
+
+    Attributes:
+        recipe: holds wherever no event has set anything else. A resumed run follows the recipe that it is given.
+        loss_weights: set by an event: ``lm``, ``kd``.
+        peak_rates: peak learning rates set by an event, by parameter group.
+        frozen: parameter groups of scales that rest although their fake quant is on.
+        scale_steps: optimizer steps with fake quant since the scales were measured, by parameter group.
+        stale: owners of the weight groups and of the input groups whose scales are those of an earlier model.
+        met: events with a condition that have run, by position.
+        evaluation: results of the last evaluation, which conditions look at.
+        left_out: steps in a row, up to the last, that were not finite.
+    """
+
+    recipe: Recipe
+    loss_weights: dict[str, float] = field(default_factory=dict)
+    peak_rates: dict[str, float] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
+    scale_steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SCALE_GROUPS, 0))
+    stale: dict[str, set[str]] = field(default_factory=lambda: {"weight": set(), "input": set()})
+    met: list[int] = field(default_factory=list)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    left_out: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "recipe"}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def set_peak_rates(self, **rates: float) -> None:
+        """Peak learning rates by parameter group from now on; the curve over the steps goes on.
+
+        Raises:
+            ValueError: there is no such group, or the rate is negative.
+        """
+        known = peak_learning_rates(self.recipe.optim)
+        for name, rate in rates.items():
+            if name not in known or not rate >= 0:
+                raise ValueError(
+                    f"learning rate {name}: {rate}, expected 0 or more, of a group out of {', '.join(known)}"
+                )
+        self.peak_rates = self.peak_rates | rates
+
+    def set_loss_weights(self, **weights: float) -> None:
+        """Weights of the losses ``lm`` and ``kd`` from now on.
+
+        Raises:
+            ValueError: there is no such loss, a weight is negative, both are 0, or there is no teacher to distil from.
+        """
+        for name, weight in weights.items():
+            if name not in ("lm", "kd") or not weight >= 0:
+                raise ValueError(f"loss weight {name}: {weight}, expected 0 or more, of lm or kd")
+        if weights.get("kd") and not self.recipe.has_teacher():
+            raise ValueError(
+                "loss weight kd: no teacher is loaded; name one in loss.teacher, and set loss.kd_weight or an event "
+                "under schedule"
+            )
+        wanted = self.loss_weights | weights
+        if not wanted.get("lm", self.recipe.loss.lm_weight) and not wanted.get("kd", self.recipe.loss.kd_weight):
+            raise ValueError("loss weights lm and kd: both 0, expected at least one above 0: there is no loss")
+        self.loss_weights = wanted
+
+    def peaks(self) -> dict[str, float]:
+        """Peak learning rate of every parameter group."""
+        return peak_learning_rates(self.recipe.optim) | self.peak_rates
+
+    @property
+    def lm_weight(self) -> float:
+        """Weight of the language modelling loss."""
+        return self.loss_weights.get("lm", self.recipe.loss.lm_weight)
+
+    @property
+    def kd_weight(self) -> float:
+        """Weight of the distillation loss."""
+        return self.loss_weights.get("kd", self.recipe.loss.kd_weight)

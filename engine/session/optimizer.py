@@ -1,0 +1,194 @@
+"""What trains, and how: ``learnable`` switches, parameter groups, the optimizer.
+
+Parameters are sorted by the module that owns them, not by pieces of their names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.recipe.recipe import LearnableRecipe, OptimRecipe
+from model.experts import ExpertMLPs
+from model.zero import full_shape
+from quant import QuantCache, QuantEmbedding, QuantLayer
+
+# LSQ divides the gradient of a scale by sqrt(numel * qmax), some 1e5 for a 4096 x 4096 weight in fp8: gradients of
+# theta are 1e-9 and less, and Adam's usual eps of 1e-8 would be added to a root of their square that is smaller than
+# itself.
+SCALE_EPS = 1e-15
+
+
+@dataclass(frozen=True)
+class OwnedParameter:
+    """A Parameter, the first name that it has in the model, and what it is: weight, embedding, bias, norm, router,
+    weight_scale, act_scale or frozen."""
+
+    name: str
+    parameter: nn.Parameter
+    kind: str
+
+
+def classify(model: nn.Module) -> Iterator[OwnedParameter]:
+    """Every Parameter of the model once, in module order, with its kind.
+
+    ``embedding`` is the table of the tokens, and lm_head, tied to it or not.
+    ``frozen`` are the initial scales s0, global scales and zero points, which never train. A 1-dimensional
+    ``weight`` is a norm: transformers has dozens of norm classes and no common base, and no other layer of its language
+    models has a 1-dimensional weight.
+    """
+    routers = {id(parameter) for parameter in _router_parameters(model)}
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            kind = "router" if id(parameter) in routers else _kind(module, name, parameter)
+            if kind == "weight" and (module is head or isinstance(module, (nn.Embedding, QuantEmbedding))):
+                kind = "embedding"
+            yield OwnedParameter(f"{prefix}.{name}" if prefix else name, parameter, kind)
+
+
+def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
+    if isinstance(module, (QuantLayer, QuantCache)):
+        scales = {
+            "weight_theta": "weight_scale",
+            "input_theta": "act_scale",
+            "weight_s0": "frozen",
+            "weight_global": "frozen",
+            "weight_zero": "frozen",
+            "input_s0": "frozen",
+        }
+        if name in scales:
+            return scales[name]
+    if name == "bias":
+        return "bias"
+    return "norm" if len(full_shape(parameter)) == 1 else "weight"
+
+
+def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of the routers (and of a shared expert's gate), whatever their names.
+
+    In an MoE block these are the children that hold parameters themselves; experts and shared experts are MLPs, whose
+    parameters lie one level below.
+    """
+    for block in model.modules():
+        children = list(block.children())
+        if any(isinstance(child, ExpertMLPs) for child in children):
+            for child in children:
+                if next(child.parameters(recurse=False), None) is not None:
+                    yield from child.parameters()
+
+
+def trained_scales(model: nn.Module) -> list[nn.Parameter]:
+    """Every theta that trains, once."""
+    kinds = ("weight_scale", "act_scale")
+    return [owned.parameter for owned in classify(model) if owned.kind in kinds and owned.parameter.requires_grad]
+
+
+def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
+    """Set ``requires_grad`` of every Parameter as the recipe's ``learnable`` section says, before the engine is made.
+
+    Biases go with the weights, and embeddings too unless they are left out.
+    Scales that do not train have no theta at all, so they are not touched here.
+    """
+    trains = {
+        "weight": learnable.weight,
+        "embedding": learnable.weight and learnable.embedding,
+        "bias": learnable.weight,
+        "norm": learnable.norm,
+        "router": learnable.router,
+        "weight_scale": learnable.weight_scale,
+        "act_scale": learnable.act_scale,
+        "frozen": False,
+    }
+    for owned in classify(model):
+        owned.parameter.requires_grad_(trains[owned.kind])
+
+
+# Kind of a Parameter -> its parameter group. Each group has a learning rate of its own.
+GROUP_OF = {
+    "weight": "weights",
+    "router": "weights",
+    "embedding": "embeddings",
+    "norm": "norms",
+    "bias": "biases",
+    "weight_scale": "weight_scales",
+    "act_scale": "act_scales",
+}
+SCALE_GROUPS = ("weight_scales", "act_scales")
+DECAYING = ("weights", "embeddings")
+
+
+def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
+    """Parameter groups for the optimizer: ``weights`` (routers too), ``embeddings`` (lm_head too), ``norms``,
+    ``biases``, ``weight_scales`` and ``act_scales`` (theta); those that have nothing to train are left out.
+
+    Each trainable Parameter is listed once, also where modules share it. Theta is the logarithm of a factor on the
+    scale, so its learning rate is a relative step; it has no weight decay, which would pull the scale back to its
+    initial value, and an eps of its own. Norms and biases have none either.
+    ``lr`` is 0 until the loop sets it, before every step.
+    """
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUP_OF.values()}
+    for owned in classify(model):
+        if owned.parameter.requires_grad:
+            members[GROUP_OF[owned.kind]].append(owned.parameter)
+    groups: list[dict] = [
+        {
+            "name": name,
+            "params": parameters,
+            "lr": 0.0,
+            "weight_decay": optim.weight_decay if name in DECAYING else 0.0,
+            "eps": SCALE_EPS if name in SCALE_GROUPS else optim.eps,
+        }
+        for name, parameters in members.items()
+        if parameters
+    ]
+    if not groups:
+        raise ValueError("nothing trains: every switch under learnable is off, or the model has nothing of what is on")
+    return groups
+
+
+def peak_learning_rates(optim: OptimRecipe) -> dict[str, float]:
+    """What the schedule multiplies, by name of the parameter group."""
+
+    def own(value: float | None, otherwise: float) -> float:
+        return otherwise if value is None else value
+
+    return {
+        "weights": optim.lr,
+        "embeddings": own(optim.embedding_lr, optim.lr),
+        "norms": own(optim.norm_lr, optim.lr),
+        "biases": optim.lr,
+        "weight_scales": optim.scale_lr,
+        "act_scales": own(optim.act_scale_lr, optim.scale_lr),
+    }
+
+
+class SkippingAdamW(torch.optim.AdamW):
+    """AdamW that leaves out a step whose gradients hold NaN or Inf.
+
+    ``overflow`` tells DeepSpeed's engine, which counts it in ``skipped_steps``.
+    """
+
+    overflow = False
+
+    def step(self, closure=None):
+        """One step, or none."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.overflow = not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        return None if self.overflow else super().step(closure)
+
+
+def build_optimizer(model: nn.Module, optim: OptimRecipe, *, skip_non_finite: bool = False) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) over :func:`parameter_groups`.
+
+    torch's own, because DeepSpeed's compiled versions take 45 s to build at first use; on CUDA its fused form.
+    With ``skip_non_finite`` it is a :class:`SkippingAdamW`.
+    """
+    kind = SkippingAdamW if skip_non_finite else torch.optim.AdamW
+    return kind(parameter_groups(model, optim), betas=optim.betas, fused=torch.cuda.is_available())

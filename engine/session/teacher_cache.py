@@ -1,0 +1,203 @@
+"""Writes a teacher's most likely tokens for every target of the training samples (see :mod:`data.teacher_cache`)."""
+
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from data import teacher_cache
+from data.held_out import HeldOut
+from data.loader import MicroBatch, model_inputs
+from data.samples import IGNORE, Sample
+from data.teacher_cache import Manifest, TeacherCache, Writer
+from engine.losses.chunked import TeacherHidden, row_blocks
+from engine.losses.kd import take_top_k
+from engine.losses.teacher import CachedTeacher, ModelTeacher
+from engine.recipe.checks import RecipeError
+from engine.recipe.recipe import Recipe
+from engine.session.setup import build_loader, load_teacher, start_ranks
+from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
+
+
+def check_recipe(recipe: Recipe, out: Path | None) -> Path:
+    """The directory to write, ``loss.teacher_cache`` by default; refuses what cannot become a cache, before any work.
+
+    Raises:
+        RecipeError: one line per problem.
+    """
+    settings = recipe.loss
+    if out is None and settings.teacher_cache:
+        out = Path(settings.teacher_cache)
+    settings.teacher_cache = None  # not a source of this run
+    problems = []
+    if settings.teacher in (None, "self"):
+        problems.append(f"loss.teacher: {settings.teacher!r}, expected the directory of the teacher to run")
+    if settings.top_k is None:
+        problems.append("loss.top_k: None, expected how many tokens to keep of each position, like 100")
+    if out is None:
+        problems.append("--out: None, expected a new directory (or loss.teacher_cache)")
+    elif out.exists():
+        problems.append(f"--out: {str(out)!r} exists, expected a new directory")
+    try:
+        recipe.validate_files()
+    except RecipeError as error:
+        problems.append(str(error))
+    if problems:
+        raise RecipeError("\n".join(problems))
+    assert out is not None
+    return out
+
+
+def write_cache(recipe: Recipe, out: Path) -> Manifest:
+    """Run the teacher over the training samples and write the cache; a collective. Ranks share the samples out.
+
+    Raises:
+        RankError: on every rank, with what went wrong. ``out`` is then not there.
+    """
+    context = start_ranks(recipe)
+    loader, _ = build_loader(recipe, context.tokenizer)
+    path, top_k = recipe.loss.teacher, recipe.loss.top_k
+    assert path is not None and top_k is not None, "check_recipe was not called"
+    with errors_on_all_ranks(OSError, ValueError):
+        config = AutoConfig.from_pretrained(
+            recipe.model.path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
+        )
+    teacher = load_teacher(recipe, context, path, config.get_text_config().vocab_size)
+    vocabulary = teacher.vocabulary or teacher.head.out_features
+    manifest = _manifest(loader.samples, context.tokenizer, path, min(top_k, vocabulary), vocabulary)
+    partial = out.with_name(out.name + ".partial")
+    with errors_on_all_ranks(OSError):
+        if is_main():
+            shutil.rmtree(partial, ignore_errors=True)
+            teacher_cache.create(partial, manifest)
+    with errors_on_all_ranks(OSError):  # also where the directory is not on a disk that all ranks see
+        writer = Writer(partial)
+    held = HeldOut(
+        loader.samples,
+        micro_batch_size=recipe.data.micro_batch_size,
+        rank=rank(),
+        world=world_size(),
+        pad_token_id=context.tokenizer.pad_token_id if context.tokenizer.pad_token_id is not None else 0,
+    )
+    offsets = teacher_cache.offsets_of(loader.samples)
+    error: OSError | None = None
+    for batch in tqdm(held, desc="teacher", unit="batch", delay=1, disable=not is_main()):
+        found = _rows_of(teacher, {name: tensor.to(context.device) for name, tensor in batch.items()}, manifest, recipe)
+        try:
+            _write(writer, offsets, batch, found)
+        except OSError as caught:  # the other ranks are in the next forward: go along, and raise after the last
+            error = error or caught
+    with errors_on_all_ranks(OSError):
+        if error is not None:
+            raise error
+        if is_main():
+            writer.write(0, {"offsets": offsets})
+        writer.close()
+    barrier()
+    with errors_on_all_ranks(OSError):
+        mine = teacher_cache.checksums(partial, manifest, rank(), world_size())
+    shares = gather_objects(mine)
+    with errors_on_all_ranks(OSError):
+        if is_main():
+            merged = {name: dict(item for share in shares for item in share[name].items()) for name in mine}
+            sums = {name: [blocks[index] for index in sorted(blocks)] for name, blocks in merged.items()}
+            teacher_cache.finish(partial, out, dataclasses.replace(manifest, checksums=sums))
+    say(
+        f"teacher cache: {manifest.positions:,} positions of {manifest.samples:,} samples, {manifest.top_k} tokens "
+        f"each, in {out}"
+    )
+    return manifest
+
+
+def open_cached_teacher(
+    recipe: Recipe, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase
+) -> CachedTeacher | None:
+    """The recipe's cache, checked against the samples of this run, or None if it has none; a collective.
+
+    Raises:
+        RankError: on every rank: it is damaged, or of something else.
+    """
+    directory, top_k = recipe.loss.teacher_cache, recipe.loss.top_k
+    if directory is None or not recipe.has_teacher():
+        return None
+    with errors_on_all_ranks(OSError, ValueError):
+        cache = TeacherCache(directory)
+        if top_k is not None and top_k > cache.manifest.top_k:
+            raise ValueError(
+                f"loss.top_k: {top_k}, expected at most {cache.manifest.top_k}, as many as loss.teacher_cache "
+                f"{directory} keeps"
+            )
+        cache.check_made_of(samples, tokenizer, recipe.loss.teacher)
+        cache.verify(rank(), world_size())
+    say(f"teacher: {cache.manifest.positions:,} positions from {directory}, no model in memory")
+    return CachedTeacher(cache)
+
+
+def _manifest(
+    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, teacher: str, top_k: int, vocabulary: int
+) -> Manifest:
+    with errors_on_all_ranks(OSError):
+        return Manifest(
+            top_k=top_k,
+            vocabulary=vocabulary,
+            samples=len(samples),
+            positions=int(teacher_cache.offsets_of(samples)[-1]),
+            samples_digest=teacher_cache.digest_of_samples(samples),
+            tokenizer_digest=teacher_cache.digest_of_tokenizer(tokenizer),
+            teacher_digest=teacher_cache.digest_of_checkpoint(teacher),
+            teacher=teacher,
+            checksums={},
+        )
+
+
+@torch.no_grad()
+def _rows_of(teacher: ModelTeacher, batch: MicroBatch, manifest: Manifest, recipe: Recipe) -> dict[str, np.ndarray]:
+    """What the cache keeps of the valid positions of a batch, row-major; a collective."""
+    hidden = teacher.hidden({**model_inputs(batch), "use_cache": False})
+    valid = batch["labels"] != IGNORE
+    pieces: list[dict[str, Tensor]] = []
+    with teacher.at_head(hidden) as found:
+        size = recipe.loss.chunk_tokens
+        for some, labels in zip(hidden[valid].split(size), batch["labels"][valid].split(size), strict=True):
+            pieces += _rows_of_chunk(found, some, labels, manifest)
+    names = pieces[0] if pieces else ()  # a batch without targets
+    return {name: torch.cat([piece[name] for piece in pieces]).cpu().numpy() for name in names}
+
+
+def _rows_of_chunk(
+    teacher: TeacherHidden, hidden: Tensor, labels: Tensor, manifest: Manifest
+) -> list[dict[str, Tensor]]:
+    """The rows of a chunk of positions, block by block."""
+    bias = None if teacher.bias is None else teacher.bias[: manifest.vocabulary]
+    logits = F.linear(hidden, teacher.weight[: manifest.vocabulary], bias)
+    pieces = []
+    for block in row_blocks(logits):
+        exact = logits[block].float()
+        log_probs = F.log_softmax(exact, dim=-1)
+        top = take_top_k(exact, log_probs, manifest.top_k)
+        pieces.append(
+            {
+                "indices": top.indices,
+                "log_probs": top.log_probs,
+                "log_tail": top.log_tail,
+                "logsumexp": exact.logsumexp(-1),
+                "label_log_probs": log_probs.gather(-1, labels[block].unsqueeze(-1)).squeeze(-1),
+            }
+        )
+    return pieces
+
+
+def _write(writer: Writer, offsets: np.ndarray, batch: MicroBatch, found: dict[str, np.ndarray]) -> None:
+    """Each sample's rows to their place."""
+    start = 0
+    for sample in batch["sample_ids"].tolist():
+        stop = start + int(offsets[sample + 1] - offsets[sample])
+        writer.write(int(offsets[sample]), {name: array[start:stop] for name, array in found.items()})
+        start = stop

@@ -1,0 +1,216 @@
+"""Does an exported checkpoint load elsewhere, and compute there what training saw? Compared with transformers, in fp32.
+
+Two readers of one directory are run on the same tokens: transformers, which lets compressed-tensors decompress, and our
+own forward (``model.compressed``), whose fake quantisation gives the codes on disk bit for bit. Where their arithmetic
+differs by definition, the difference is not waved through by a loose tolerance but taken out and put back:
+
+1. *same arithmetic*: our model with each known difference replaced by what transformers does. Both then perform the
+   same operations on the same numbers, so logits agree to the rounding of matrix products, and on one machine usually
+   bit for bit. Whatever is wrong with a checkpoint (a code, a scale, a key, an ignored layer) shows here.
+2. *our forward*: with the differences back in. How large they are is measured and bounded.
+
+``engine/verify/reader.py`` lists the known differences. How much they move the logits:
+
+- Where ``x/s`` lies within a rounding of a boundary between codes, dividing and multiplying give different codes. In
+  fp32 that is one element in some millions, but each such step (1/16 of the value) moves the values behind it, and
+  further codes flip: through 6 layers the logits differ by 0.2 at most and by 0.002 in the mean, 1% of what quantising
+  them cost. With scales that are powers of two both are exact, and agree.
+- Experts' inputs are not quantised in transformers. Both comparisons leave that off here too, and a third line, *full
+  forward*, shows our complete one (what vLLM computes) beside it, without a bound.
+- Weights that it holds in bf16 are rounded so in the bf16 forward of training too.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.verify.files import check_files
+from engine.verify.reader import inputs_of_experts_left, is_expert, load_theirs, not_loaded, their_arithmetic
+from model.compressed import load_compressed
+
+# Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels see
+# the same numbers. Of a MoE transformers multiplies gate and up at once and we one after the other: 1e-6 of a logit,
+# and where an input lies that close to a boundary its fp8 code flips, 2.5e-8. A scale or a layer read wrongly gives
+# 1e-3 and more.
+SAME_ARITHMETIC_KL = 1e-5
+# The same of our forward. Measured: 1.4e-5 with static fp8 inputs, 0 without them and with weights that bf16 holds,
+# 2e-5 for NVFP4. Where a choice of experts hangs on a rounding the token's logits are those of other weights: 4e-3 with
+# random routers (1.2e-2 on 66 tokens, where one token shows).
+OUR_FORWARD_KL = 1e-3
+OUR_FORWARD_KL_ROUTED = 1e-2
+# Dynamic inputs come to lie on boundaries: of symmetric int8 the largest value of each token stands at 127.5 codes, and
+# the two readers round every tenth negative one to another code. Measured: up to 0.73 of what it costs to quantise
+# these inputs at all, which bounds the difference where it is larger than the figures above.
+
+
+@dataclass
+class Comparison:
+    """Two models' logits on the same tokens, accumulated over windows. The other model is the reference of the KL."""
+
+    name: str
+    max_abs: float = 0.0
+    abs_sum: float = 0.0
+    kl_sum: float = 0.0
+    agree: int = 0
+    tokens: int = 0
+    logits: int = 0
+    square_sum: float = 0.0
+    nll: dict[str, float] = field(default_factory=lambda: {"ours": 0.0, "theirs": 0.0})
+    predicted: int = 0
+
+    def add(self, ours: Tensor, theirs: Tensor, ids: Tensor) -> None:
+        """Logits [B, T, V] of both for ``ids`` [B, T]."""
+        difference = (ours - theirs).abs()
+        self.max_abs = max(self.max_abs, difference.max().item()) if difference.isfinite().all() else math.inf
+        self.abs_sum += difference.sum(dtype=torch.float64).item()
+        self.square_sum += (theirs - theirs.mean()).square().sum(dtype=torch.float64).item()
+        self.logits += theirs.numel()
+        log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
+        self.kl_sum += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()
+        self.agree += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        self.tokens += ids.numel()
+        for side, logits in (("ours", ours), ("theirs", theirs)):
+            self.nll[side] += F.cross_entropy(
+                logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+            ).item()
+        self.predicted += ids[:, 1:].numel()
+
+    @property
+    def mean_abs(self) -> float:
+        """Mean absolute difference of the logits."""
+        return self.abs_sum / self.logits
+
+    @property
+    def relative_max(self) -> float:
+        """Largest absolute difference, in standard deviations of the logits."""
+        return self.max_abs / math.sqrt(self.square_sum / self.logits)
+
+    @property
+    def kl(self) -> float:
+        """Mean KL(theirs || ours), nats per token."""
+        return self.kl_sum / self.tokens
+
+    @property
+    def top1(self) -> float:
+        """Share of positions where both predict the same token."""
+        return self.agree / self.tokens
+
+    def perplexity(self, side: str) -> float:
+        """Per token, of ``"ours"`` or ``"theirs"``."""
+        return math.exp(self.nll[side] / self.predicted)
+
+    def row(self) -> str:
+        """One line of :meth:`Report.table`."""
+        return (
+            f"{self.name:<17} {self.max_abs:>10.3g} {self.mean_abs:>10.3g} {self.kl:>10.3g} {100 * self.top1:>8.3f}% "
+            f"{self.perplexity('ours'):>10.4f} {self.perplexity('theirs'):>12.4f}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`compare_with_transformers` found.
+
+    Attributes:
+        scheme: names of the schemes in the checkpoint's config.
+        layers: number of quantised Linears.
+        same_arithmetic: with the known differences taken out.
+        our_forward: with them.
+        inputs_as_given: where inputs, keys or values are quantised: our forward without that. What quantising costs.
+        full_forward: of a MoE with quantised inputs: its experts' inputs quantised too, as they are when served. No
+            bound.
+        problems: everything that is wrong, empty if the checkpoint is good.
+        note: why the model that is compared with is not as transformers loads it, or None.
+    """
+
+    scheme: str
+    layers: int
+    same_arithmetic: Comparison
+    our_forward: Comparison
+    inputs_as_given: Comparison | None
+    full_forward: Comparison | None
+    problems: list[str]
+    note: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def table(self) -> str:
+        """The comparison for people, problems below it."""
+        others = [row for row in (self.inputs_as_given, self.full_forward) if row is not None]
+        rows = [self.same_arithmetic, self.our_forward, *others]
+        head = f"{'against':<17} {'max |diff|':>10} {'mean':>10} {'KL':>10} {'top-1':>9} {'ppl, ours':>10} "
+        head += f"{'transformers':>12}"
+        title = f"{self.scheme}: {self.layers} quantised layers, {rows[0].tokens} tokens, logits in fp32"
+        lines = [title, head, *(row.row() for row in rows), *([f"note: {self.note}"] if self.note else [])]
+        lines += [f"PROBLEM: {problem}" for problem in self.problems]
+        return "\n".join([*lines, "ok" if self.ok else "NOT ok"])
+
+
+def windows(token_ids: list[int], length: int) -> list[Tensor]:
+    """Consecutive pieces [1, T] of at most ``length`` tokens; a last one of one token predicts nothing and is left."""
+    return [piece.unsqueeze(0) for piece in torch.tensor(token_ids).split(length) if len(piece) > 1]
+
+
+@torch.no_grad()
+def compare_with_transformers(
+    export_dir: str | Path, batches: Iterable[Tensor], *, trust_remote_code: bool = False
+) -> Report:
+    """Load ``export_dir`` twice, as transformers does and as we do, and compare, in one process on CPU.
+
+    Args:
+        export_dir: what ``model.save.export_model`` wrote.
+        batches: input_ids [B, T], T at least 2; each is one forward.
+        trust_remote_code: whether Python code in the directory may be run.
+
+    Raises:
+        RankError: the directory is no compressed checkpoint or its keys or shapes are wrong (see ``load_compressed``).
+    """
+    directory = Path(export_dir)
+    model, quantization = load_compressed(directory, trust_remote_code=trust_remote_code)
+    problems = check_files(directory, model, quantization)
+    theirs, loading = load_theirs(directory, model, quantization, trust_remote_code=trust_remote_code)
+    problems += loading
+
+    quantization.set_fake_quant(weights=True, activations=True)
+    same, ours, given, full = Comparison("same arithmetic"), Comparison("our forward"), None, None
+    quantised_inputs = {is_expert(name) for name, layer in quantization.layers.items() if layer.input_fake_quant}
+    if False in quantised_inputs or quantization.caches:
+        given = Comparison("inputs as given")
+    if True in quantised_inputs:
+        full = Comparison("full forward")
+    for ids in batches:
+        expected = theirs(input_ids=ids, use_cache=False).logits
+        with their_arithmetic(directory, model, quantization):
+            same.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
+        with inputs_of_experts_left(quantization):
+            ours.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
+        if full is not None:
+            full.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
+        if given is not None:
+            quantization.set_fake_quant(weights=True, activations=False)
+            given.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
+            quantization.set_fake_quant(weights=True, activations=True)
+
+    routed = any(is_expert(name) for name in quantization.layers)
+    our_bound = max(OUR_FORWARD_KL_ROUTED if routed else OUR_FORWARD_KL, 0.0 if given is None else given.kl)
+    for comparison, bound in ((same, SAME_ARITHMETIC_KL), (ours, our_bound)):
+        if not comparison.kl <= bound:  # a NaN is not
+            problems.append(
+                f"{comparison.name}: KL from transformers is {comparison.kl:.3g} nats per token, at most {bound:.2g} "
+                f"expected; the largest logit difference is {comparison.max_abs:.3g}"
+            )
+    note = not_loaded(model, quantization)
+    if note is not None:
+        note += ": compared with its plain model, filled with what compressed-tensors decompresses"
+    schemes = dict.fromkeys(layer.scheme.name for layer in quantization.layers.values())
+    if quantization.caches:
+        schemes["fp8 KV cache"] = None
+    return Report(", ".join(schemes), len(quantization.layers), same, ours, given, full, problems, note)

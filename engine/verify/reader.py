@@ -1,0 +1,242 @@
+"""transformers' side of the comparison: its model of an exported checkpoint, and its arithmetic.
+
+It differs from ours by definition in these points (measured with transformers 5.23 and compressed-tensors 0.20):
+
+- *Inputs, keys and values.* It divides by the scale, training multiplies with the fp32 reciprocal. Dynamic scales are
+  the same formula in both, and so is an integer zero point (``symmetric: false``), but it adds that before it rounds:
+  an exact tie goes to the other neighbour where the zero point is odd. All tokens of a 2-D input, as some models give
+  their shared experts, get one scale.
+- *Weights.* compressed-tensors decompresses fp4 to bf16, in a model loaded as fp32 too. A value of MXFP4 is a bf16
+  number; of NVFP4 it is rounded.
+- *Experts.* transformers keeps the experts of a MoE fused and dequantises them when it loads: their inputs are not
+  quantised, and integer weights are rounded to the dtype of their scale, bf16.
+- *Zero points* of weights it loads with ``dequantize=True`` alone: otherwise it makes the model on the meta device,
+  where compressed-tensors does not pack them, and the shapes differ from those in the file. The weights are then
+  rounded to the dtype of their scale, bf16, and all layers decoded with one scheme.
+- *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are zero
+  points, and blocks of fp8 if there is more than one; NVFP4 is read without its global scale, which is silent noise;
+  several schemes among the experts are all decoded as the first, and experts that are not quantised, beside layers
+  that are packed, cannot be loaded, or are drawn at random. There the reader that is compared with is transformers'
+  plain model, filled with what compressed-tensors decompresses from the files, its inputs quantised by
+  compressed-tensors.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    apply_quantization_config,
+)
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
+
+from engine.verify.files import dtype_on_disk
+from model.compressed import quantized_keys, read_tensor
+from model.names import module_name_on_disk
+from model.ranks import listed
+from model.scales import cache_keys
+from model.shards import Reader, read_headers
+from quant import Quantization, QuantLayer, Scheme, TensorSpec
+from quant.config import quantization_args
+from quant.embedding import QuantEmbedding
+from quant.export import FLOAT_QUANTIZED, INT_QUANTIZED, NVFP4_PACKED, export_format
+from quant.kv_cache import QuantCache
+
+
+def is_expert(name: str) -> bool:
+    """Whether a module or key is of the routed experts of a MoE."""
+    return ".experts." in name
+
+
+def not_loaded(model: nn.Module, quantization: Quantization) -> str | None:
+    """Why transformers does not read this checkpoint of ``model`` as it is meant; None where it does."""
+    if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
+        return "transformers does not load quantised embeddings"
+    schemes = {layer.scheme for name, layer in quantization.layers.items() if is_expert(name)}
+    plain = any(is_expert(name) and isinstance(module, nn.Linear) for name, module in model.named_modules())
+    packed = any(export_format(layer.scheme) != FLOAT_QUANTIZED for layer in quantization.layers.values())
+    if len(schemes) > 1 or (plain and packed):
+        return "transformers decodes all experts with one scheme"
+    if _has_zero_points(quantization) and len({layer.scheme for layer in quantization.layers.values()}) > 1:
+        return "transformers decodes all layers with one scheme where weights have zero points"
+    for scheme in schemes:
+        if scheme.weights.has_zero_points:
+            return "transformers does not load zero points of experts"
+        if scheme.weights.granularity == "block":
+            return "transformers does not load experts with a scale per block"
+        if export_format(scheme) in (INT_QUANTIZED, NVFP4_PACKED):
+            return f"transformers does not load experts stored as {export_format(scheme)}"
+    return None
+
+
+def _has_zero_points(quantization: Quantization) -> bool:
+    return any(layer.weight_zero is not None for layer in quantization.layers.values())
+
+
+def load_theirs(
+    directory: Path, model: PreTrainedModel, quantization: Quantization, *, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """transformers' model in fp32, and what it complained about while loading.
+
+    Args:
+        directory: the checkpoint.
+        model, quantization: as ``load_compressed(directory)`` gave them.
+        trust_remote_code: whether Python code in the directory may be run.
+    """
+    # The eager experts multiply expert by expert, as we do; the default sums in another order.
+    moe = any(is_expert(name) for name, _ in model.named_parameters())
+    options: dict[str, Any] = {"experts_implementation": "eager"} if moe else {}
+    options |= {"dtype": torch.float32, "output_loading_info": True}
+    trust = {"trust_remote_code": trust_remote_code}
+    auto: Any = AutoModelForCausalLM
+    if not_loaded(model, quantization) is None:
+        if shifted := _has_zero_points(quantization):
+            options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+        theirs, info = auto.from_pretrained(directory, local_files_only=True, **options, **trust)
+        if not shifted:
+            theirs.hf_quantizer.compressor.decompress_model(theirs)
+    else:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, **trust)
+        del config.quantization_config
+        with torch.device("meta"):
+            model_class = type(auto.from_config(config, **trust))
+        state = _decompressed(directory, model, quantization)
+        theirs, info = model_class.from_pretrained(None, config=config, state_dict=state, **options)
+        _quantize_inputs(theirs, quantization)
+    problems = []
+    for kind, keys in info.items():
+        # It has no use for the input scales of experts that it dequantises.
+        found = [
+            key for key in keys if not (kind == "unexpected_keys" and is_expert(key) and key.endswith(".input_scale"))
+        ]
+        if found:
+            problems.append(f"transformers reports {kind}: {listed(sorted(map(str, found)))}")
+    for parameter in theirs.parameters():
+        # What was dequantised in the scale's dtype, against the dtype asked for.
+        if parameter.is_floating_point() and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    return theirs.eval(), problems
+
+
+def _decompressed(directory: Path, model: PreTrainedModel, quantization: Quantization) -> dict[str, Tensor]:
+    """Every weight of the checkpoint by its key, codes and scales decompressed by compressed-tensors."""
+    checkpoint = read_headers(directory)
+    state: dict[str, Tensor] = {}
+    packed = {key for name in quantization.caches for key in cache_keys(model, name)}
+    with Reader() as reader:
+        for name, layer in quantization.layers.items():
+            keys = quantized_keys(model, name, layer)
+            packed |= set(keys.values())
+            tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys.items()}
+            state[f"{module_name_on_disk(model, name)}.weight"] = decompress(tensors, layer.scheme)
+        for key in checkpoint.tensors.keys() - packed:
+            state[key] = read_tensor(reader, checkpoint.tensors[key]).float()
+    return state
+
+
+def decompress(tensors: dict[str, Tensor], scheme: Scheme) -> Tensor:
+    """compressed-tensors' own decompression of one layer's tensors by suffix; its weight in fp32."""
+    its = QuantizationScheme(
+        targets=["Linear"],
+        weights=_args(scheme.weights),
+        format=export_format(scheme),
+    )
+    if tensors["weight_scale"].dtype == torch.bfloat16:
+        tensors = {**tensors, "weight_scale": tensors["weight_scale"].float()}  # what a reader in fp32 holds
+    weight = BaseCompressor.get_value_from_registry(export_format(scheme)).decompress(tensors, its)["weight"]
+    return weight.float()
+
+
+def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> None:
+    """Let the plain model quantise inputs, keys and values as it does where transformers loads the checkpoint."""
+    if quantization.caches:
+        args = _args(next(iter(quantization.caches.values())).spec)
+        status = QuantizationStatus.COMPRESSED
+        config = QuantizationConfig(config_groups={}, kv_cache_scheme=args, quantization_status=status)
+        apply_quantization_config(theirs, config)
+        for name, cache in quantization.caches.items():
+            attention, _, kind = name.rpartition(".")
+            getattr(theirs.get_submodule(attention), f"{kind[0]}_scale").data.copy_(cache.input_scale())
+    for name, module in theirs.named_modules():
+        layer = quantization.layers.get(name)
+        if isinstance(module, nn.Linear) and layer is not None and layer.scheme.activations is not None:
+            module.register_forward_pre_hook(fake_quantizer(layer.scheme.activations, layer.input_scale()))
+
+
+@contextmanager
+def inputs_of_experts_left(quantization: Quantization) -> Iterator[None]:
+    """Experts' inputs are not quantised inside the block."""
+    experts = [layer for name, layer in quantization.layers.items() if is_expert(name) and layer.input_fake_quant]
+    for layer in experts:
+        layer.input_fake_quant = False
+    yield
+    for layer in experts:
+        layer.input_fake_quant = True
+
+
+@contextmanager
+def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
+    """Inside the block our model computes as transformers does."""
+    decoded = not_loaded(model, quantization) is None
+    model_dtype = dtype_on_disk(directory, model)
+    with ExitStack() as stack:
+        stack.enter_context(inputs_of_experts_left(quantization))
+        for name, layer in quantization.layers.items():
+            if layer.input_fake_quant:
+                assert layer.scheme.activations is not None
+                stack.enter_context(_their_input(layer, layer.scheme.activations))
+            spec = layer.scheme.weights
+            if spec.scale_format == "e4m3":
+                stack.enter_context(_rounded_weight(layer, torch.bfloat16))
+            elif decoded and spec.dtype == "int" and (is_expert(name) or spec.has_zero_points):
+                stack.enter_context(_rounded_weight(layer, model_dtype))
+        for cache in quantization.caches.values():
+            stack.enter_context(_their_input(cache, cache.spec))
+        yield
+
+
+@contextmanager
+def _their_input(module: QuantLayer | QuantCache, spec: TensorSpec) -> Iterator[None]:
+    hook = module.register_forward_pre_hook(fake_quantizer(spec, module.input_scale()))
+    module.input_fake_quant = False
+    yield
+    module.input_fake_quant = True
+    hook.remove()
+
+
+@contextmanager
+def _rounded_weight(layer: QuantLayer, dtype: torch.dtype) -> Iterator[None]:
+    weight = layer.weight.data
+    layer.weight_fake_quant = False
+    layer.weight.data = weight.to(dtype).float()
+    yield
+    layer.weight.data = weight
+    layer.weight_fake_quant = True
+
+
+def fake_quantizer(spec: TensorSpec, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """A hook before a module's forward: compressed-tensors' fake quantisation of its input."""
+    args = _args(spec)
+
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, its_scale, zero_point = arguments[0], scale, None
+        if spec.dynamic and x.numel() > 0:
+            its_scale, zero_point = compute_dynamic_scales_and_zp(x, args, module)
+        assert its_scale is not None or x.numel() == 0
+        return (fake_quantize(x, its_scale, zero_point, args) if x.numel() > 0 else x, *arguments[1:])
+
+    return hook
+
+
+def _args(spec: TensorSpec) -> QuantizationArgs:
+    return QuantizationArgs(**quantization_args(spec))

@@ -1,0 +1,88 @@
+"""Launched on every rank: train as each recipe says, and keep what one step really held and sent.
+
+For each recipe, rank 0 writes ``<output_dir>/measured.json``: bytes of parameters, gradients and optimizer, the most
+that torch's allocator gave out during a step, and the collectives of that step by DeepSpeed's own log.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as comm
+import torch
+
+from engine.loop import Loop, LoopState
+from engine.memory.measured import MEASURED, read_measured
+from engine.recipe.reading import load_recipe
+from model.ranks import is_main
+
+MEASURED_STEP = 3  # the first whose gathers follow a complete trace
+
+
+def live_bytes() -> int:
+    """Of all tensors alive, each storage once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def most_bytes(profile: Any) -> int:
+    """The most that was allocated at a time while ``profile`` watched, beyond what was there before."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def run(loop: Loop) -> dict[str, Any]:
+    """Four steps, of which the last is measured."""
+    found: dict[str, Any] = {}
+    earlier = live_bytes()  # DeepSpeed keeps an engine of stage 3 in a global list, so that runs before leave theirs
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+    @loop.every(1)
+    def measure(state: LoopState) -> None:
+        if state.step == MEASURED_STEP:
+            found["before"] = live_bytes()
+            comm.comm.comms_logger.comms_dict.clear()
+            profile.start()
+        if state.step == MEASURED_STEP + 1:
+            profile.stop()
+            log = comm.comm.comms_logger.comms_dict
+            found["collectives"] = {
+                kind: [[size, of_size[0]] for size, of_size in sizes.items()] for kind, sizes in log.items()
+            }
+
+    state = loop.run()
+    items = read_measured(Path(loop.recipe.output_dir, MEASURED)).items if is_main() else {}
+    state.session.engine.destroy()
+    peak = found["before"] - earlier + most_bytes(profile)
+    return {
+        "peak": peak,
+        "before": found["before"],
+        "earlier": earlier,
+        "items": items,
+        "collectives": found["collectives"],
+    }
+
+
+def main() -> None:
+    """Recipes in the order given, one process group for all of them."""
+    for path in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
+        recipe = load_recipe(path)
+        measured = run(Loop(recipe))
+        if is_main():
+            Path(recipe.output_dir, "measured.json").write_text(json.dumps(measured))
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

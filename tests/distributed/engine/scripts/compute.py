@@ -1,0 +1,88 @@
+"""Launched on every rank: loops that differ in how they compute, not in what.
+
+    scripts/compute.py RECIPE...
+
+A recipe whose name begins with ``unkept`` quantises its weights in every forward. Rank 0 writes
+``<output_dir>/result.pt``: what ``scripts/train.py`` keeps, and under ``seen`` how the layers computed.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.loop import Loop, LoopState
+from engine.recipe.reading import load_recipe
+from model.ranks import is_main
+from tests.distributed.engine.scripts.train import run
+from tests.distributed.garbage import collect
+
+
+class CountWeightPasses(TorchDispatchMode):
+    """How often tensors of the weights' shapes are quantised, by operator, and what is gathered: bytes by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[torch.Size] = set()
+        self.calls: Counter[str] = Counter()
+        self.gathered: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removesuffix(".default")
+        if name in ("deepqat.quantize", "deepqat.fake_quantized") and args[0].shape in self.shapes:
+            self.calls[name] += 1
+        if name == "c10d._allgather_base_":
+            self.gathered["calls"] += 1
+            self.gathered[str(args[0].dtype)] += args[0].numel() * args[0].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    """Recipes in the order given, one process group for all of them."""
+    for path in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
+        recipe = load_recipe(path)
+        loop, counter = Loop(recipe), CountWeightPasses()
+        seen: dict[str, Any] = {"calls": [], "left": [], "gathered": [], "evaluations": []}
+        unkept = Path(path).name.startswith("unkept")
+
+        @loop.at(0)
+        def begin(
+            state: LoopState,
+            seen: dict[str, Any] = seen,
+            counter: CountWeightPasses = counter,
+            unkept: bool = unkept,
+        ) -> None:
+            layers = state.session.quantization.layers
+            counter.shapes = {torch.Size((layer.out_features, layer.in_features)) for layer in layers.values()}
+            seen["fp8_gemm"] = [name for name, layer in layers.items() if layer.fp8_gemm]
+            seen["keeps"] = all(layer.keeps_weight_codes for layer in layers.values())
+            if unkept:
+                for layer in layers.values():
+                    layer.keeps_weight_codes = False
+
+        @loop.every(1)
+        def after(state: LoopState, seen: dict[str, Any] = seen, counter: CountWeightPasses = counter) -> None:
+            seen["calls"].append(dict(counter.calls))
+            counter.calls.clear()
+            seen["gathered"].append(dict(counter.gathered))
+            counter.gathered.clear()
+            seen["evaluations"].append(dict(state.evaluation))
+            seen["left"].append(
+                sum(layer._weight_codes is not None for layer in state.session.quantization.layers.values())
+            )
+
+        if recipe.train.compile:
+            result = run(loop)
+        else:
+            with counter:
+                result = run(loop)
+        if is_main():
+            torch.save({**result, "seen": seen}, Path(recipe.output_dir) / "result.pt")
+        collect()
+
+
+if __name__ == "__main__":
+    main()

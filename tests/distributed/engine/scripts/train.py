@@ -1,0 +1,104 @@
+"""Launched on every rank: run the loop on each recipe named, and keep what came of it for the test to compare.
+
+For each recipe, rank 0 writes ``<output_dir>/result.pt``: losses and grad norms of every step, the whole Parameters by
+name after the last step (in fp32 and fp16 after every step too), the scales that the last forward used, and which
+Parameters the optimizer held.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from engine.loop import Loop, LoopState
+from engine.recipe.reading import load_recipe
+from model.ranks import is_main, reduce_over_ranks
+from model.zero import full_numel, full_shape, gathered, is_partitioned, is_whole, local_data, local_range
+from tests.distributed.fp16_cpu import allow_fp16_on_cpu
+from tests.distributed.garbage import collect
+
+
+def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all Parameters, whole: a collective, put together from the partitions.
+
+    Gathering them would do, but it drops what stage 3 keeps gathered between steps, which the runs are to show.
+    """
+    whole = {}
+    for name, parameter in model.named_parameters():
+        if is_whole(parameter):
+            whole[name] = local_data(parameter).view(full_shape(parameter)).cpu().clone()
+        elif is_partitioned(parameter):
+            flat = torch.zeros(full_numel(parameter), dtype=parameter.dtype, device=local_data(parameter).device)
+            flat[slice(*local_range(parameter))] = local_data(parameter)
+            whole[name] = reduce_over_ranks(flat).view(full_shape(parameter)).cpu()
+        else:
+            whole[name] = parameter.detach().cpu().clone()
+    return whole
+
+
+def run(loop: Loop) -> dict[str, Any]:
+    """Run the loop and return what came of it, the same on every rank; its engine is destroyed then."""
+    losses, norms, scale_norms, skipped, loss_scales, after = [], [], [], [], [], []
+
+    @loop.every(1)
+    def keep(state: LoopState) -> None:
+        losses.append(state.last.losses)
+        norms.append(state.last.grad_norm)
+        scale_norms.append(state.last.scale_grad_norm)
+        skipped.append(state.session.engine.skipped_steps)
+        loss_scales.append(state.last.loss_scale)
+        if loop.recipe.model.dtype != "bfloat16":
+            after.append(whole_parameters(state.model))
+
+    state = loop.run()
+    model, engine = state.session.model, state.session.engine
+    names = dict(model.named_parameters())
+    with gathered(names.values()):
+        weights = {name: parameter.detach().cpu().clone() for name, parameter in names.items()}
+        scales = {
+            name: layer.weight_scale().detach().cpu().clone()
+            for name, layer in state.session.quantization.layers.items()
+        }
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "scale_norms": scale_norms,
+        "skipped": skipped,
+        "loss_scales": loss_scales,
+        "after": after,
+        "weights": weights,
+        "scales": scales,
+        "inv_freq": {name: b.dtype for name, b in model.named_buffers() if name.endswith("inv_freq")},
+        "requires_grad": [name for name, parameter in names.items() if parameter.requires_grad],
+        "groups": [group["name"] for group in engine.optimizer.param_groups],
+        "optimized": [name for name, parameter in names.items() if id(parameter) in optimized(engine)],
+    }
+    engine.destroy()
+    return result
+
+
+def optimized(engine: deepspeed.DeepSpeedEngine) -> set[int]:
+    """Ids of the Parameters that the optimizer trains: DeepSpeed's optimizers keep them beside their flat copies."""
+    optimizer = engine.optimizer
+    for attribute in ("bit16_groups", "fp16_groups"):  # stages 1 and 2, stage 3
+        if hasattr(optimizer, attribute):
+            return {id(parameter) for group in getattr(optimizer, attribute) for parameter in group}
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def main() -> None:
+    """Recipes in the order given, one process group for all of them."""
+    allow_fp16_on_cpu()
+    for path in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
+        recipe = load_recipe(path)
+        result = run(Loop(recipe))
+        if is_main():
+            torch.save(result, Path(recipe.output_dir) / "result.pt")
+        collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Launched on every rank: loops with a schedule of actions, as a user's own script would have.
+
+    scripts/variants.py RECIPE...
+
+The part of a recipe's name before the first ``_`` says which actions of ``ACTIONS`` its loop gets. Rank 0 writes
+``<output_dir>/result.pt``: what ``scripts/train.py`` keeps, and under ``seen`` what the actions saw.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.loader import Loader, MicroBatch
+from engine.loop import Loop, LoopState
+from engine.losses.kd import KD_KINDS
+from model.ranks import is_main, rank
+from tests.distributed.engine.scripts.train import run, whole_parameters
+from tests.distributed.garbage import collect
+
+POISONED = 1  # the step of which rank 1's gradients are NaN
+
+
+def losses(loop: Loop, seen: dict[str, Any]) -> None:
+    """Another distillation loss in each step."""
+    for step, kind in enumerate(KD_KINDS):
+
+        @loop.at(step)
+        def choose(state: LoopState, kind: str = kind) -> None:
+            state.recipe.loss.kd = kind  # type: ignore[assignment]
+            state.recipe.loss.temperature = 2.0 if kind == "kd" else 1.0
+
+
+def switch(loop: Loop, seen: dict[str, Any]) -> None:
+    """Watches fake quant start: the loop's own action was added before this one, so it has run."""
+    start = loop.recipe.quant.fake_quant_start
+
+    @loop.at(start - 1)
+    def before(state: LoopState) -> None:
+        seen["before"] = whole_parameters(state.model)
+
+    @loop.at(start)
+    def after(state: LoopState) -> None:
+        seen["enabled"] = state.quant.enabled
+        seen["after"] = whole_parameters(state.model)
+        seen["groups"] = {group.owner: group.members for group in state.session.quantization.weight_groups}
+
+
+def off(loop: Loop, seen: dict[str, Any]) -> None:
+    """Fake quant is switched off in the middle, and on again."""
+
+    @loop.at(2)
+    def disable(state: LoopState) -> None:
+        state.quant.disable()
+        seen["off"] = whole_parameters(state.model)
+
+    @loop.at(4)
+    def enable(state: LoopState) -> None:
+        seen["on"] = whole_parameters(state.model)
+        state.quant.enable()
+
+
+def poison(loop: Loop, seen: dict[str, Any]) -> None:
+    """In one step the gradients of rank 1 alone are NaN from the last norm downwards."""
+
+    @loop.at(POISONED)
+    def arm(state: LoopState) -> None:
+        seen["before"] = whole_parameters(state.model)
+        norm = state.model.get_submodule("model.norm")
+        handle = norm.register_full_backward_hook(lambda module, inputs, _: tuple(nan_on_rank_1(g) for g in inputs))
+
+        @loop.every(POISONED + 1)
+        def disarm(state: LoopState) -> None:
+            handle.remove()
+            seen.setdefault("after", whole_parameters(state.model))
+
+
+def blind(loop: Loop, seen: dict[str, Any]) -> None:
+    """In one step, while observers watch, what the first layer gives to the second is NaN on rank 1."""
+
+    @loop.at(POISONED)
+    def arm(state: LoopState) -> None:
+        layer = state.model.get_submodule("model.layers.1")
+        handle = layer.register_forward_pre_hook(lambda module, inputs: (nan_on_rank_1(inputs[0]), *inputs[1:]))
+        loop.schedule.at(POISONED + 1, lambda state: handle.remove())
+
+
+def nan_on_rank_1(gradient: torch.Tensor) -> torch.Tensor:
+    """NaN in place of a gradient, on rank 1."""
+    return gradient * torch.nan if rank() == 1 else gradient
+
+
+class OnlyRankZero(Loader):
+    """The batches of a loader, of which rank 1 has no target."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.__dict__ = loader.__dict__
+
+    def step(self, k: int) -> list[MicroBatch]:
+        """The micro-batches of step ``k``."""
+        batches = super().step(k)
+        if rank() == 1:
+            for batch in batches:
+                batch["labels"].fill_(-100)
+        return batches
+
+
+def empty(loop: Loop, seen: dict[str, Any]) -> None:
+    """Rank 1 has no token with a target."""
+
+    @loop.at(0)
+    def mask(state: LoopState) -> None:
+        state.loader = OnlyRankZero(state.loader)
+
+
+def user(loop: Loop, seen: dict[str, Any]) -> None:
+    """What the README shows: an action at a step, one every few steps, values of one's own, an early end."""
+
+    @loop.at(step=1)
+    def weights_only(state: LoopState) -> None:
+        state.quant.enable(activations=False)
+
+    @loop.every(2)
+    def probe(state: LoopState) -> None:
+        state.log({"my/step": state.step})
+
+    @loop.every(3)
+    def stop(state: LoopState) -> None:
+        seen["fake_quant"] = set(state.session.quantization.fake_quant_state().values())
+        state.stop()
+
+
+def heldout(loop: Loop, seen: dict[str, Any]) -> None:
+    """What each evaluation found; it comes before the actions of its step."""
+
+    @loop.every(1)
+    def keep(state: LoopState) -> None:
+        seen.setdefault("evaluations", []).append(dict(state.evaluation))
+
+
+ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
+    action.__name__: action for action in (losses, switch, off, poison, blind, empty, user, heldout)
+}
+
+
+def main() -> None:
+    """Recipes in the order given, one process group for all of them."""
+    for path in map(Path, (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank"))):
+        loop, seen = Loop.from_recipe(path), {}
+        action = ACTIONS.get(path.stem.partition("_")[0])
+        if action is not None:
+            action(loop, seen)
+        result = run(loop)
+        if is_main():
+            torch.save({**result, "seen": seen}, Path(loop.recipe.output_dir) / "result.pt")
+        collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What a user can get wrong ends the run on every rank, soon, with the name of the thing: never a hang."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from tests.distributed.launcher import launch, run_ranks
+from tests.distributed.recipes import write_chats, write_recipe
+from tests.root import ROOT
+from tests.tiny import tiny_checkpoint
+
+SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
+RANKS = 2
+# name: what the text must hold. Paths are filled in with the test's directory.
+EXPECTED = {
+    "bad_line": ("{base}/bad_line.jsonl:31",),
+    "few_samples": ("3 samples", "8"),
+    "no_tokenizer": ("{base}/no_tokenizer",),
+    "export_not_empty": ("export.dir", "{base}/export_not_empty/export", "not empty"),
+    "ds_config_key": ("{base}/ds_config_key.json", "zero_optimisation", "zero_optimization"),
+    "ds_config_clash": ("{base}/ds_config_clash.json", "gradient_clipping", "optim.grad_clip"),
+    "teacher_vocabulary": ("loss.teacher", "{base}/other", "300", "301", "290"),
+    "damaged_weights": ("{base}/damaged_weights/model.safetensors",),
+    "no_scales": ("{base}/empty", "safetensors"),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Recipes of runs that cannot work."""
+    base = tmp_path_factory.mktemp("errors")
+    model = tiny_checkpoint(base / "model")
+    chats = write_chats(base / "chats.jsonl")
+    lines = chats.read_text().splitlines()
+    lines[30] = lines[30][:-5]
+    (base / "bad_line.jsonl").write_text("\n".join(lines))
+    (base / "few.jsonl").write_text("\n".join(lines[:3]))
+    shutil.copytree(model, base / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*", "*chat_template*"))
+    shutil.copytree(model, base / "damaged_weights")
+    weights = base / "damaged_weights" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (base / "export_not_empty" / "export").mkdir(parents=True)
+    (base / "export_not_empty" / "export" / "precious").touch()
+    (base / "empty").mkdir()
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    (base / "ds_config_key.json").write_text(json.dumps({"zero_optimisation": zero}))
+    (base / "ds_config_clash.json").write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 3.0}))
+    other = tiny_checkpoint(base / "other")
+    config = AutoConfig.from_pretrained(other)
+    config.vocab_size = 290
+    config.save_pretrained(other)
+    sections = {
+        "bad_line": {"data": {"train": [str(base / "bad_line.jsonl")]}},
+        "few_samples": {"data": {"train": [str(base / "few.jsonl")]}},
+        "no_tokenizer": {"model": {"path": str(base / "no_tokenizer")}},
+        "export_not_empty": {"export": {"enabled": True}},
+        "ds_config_key": {"deepspeed": str(base / "ds_config_key.json")},
+        "ds_config_clash": {"deepspeed": str(base / "ds_config_clash.json")},
+        "teacher_vocabulary": {"loss": {"teacher": str(other)}},
+        "damaged_weights": {"model": {"path": str(base / "damaged_weights")}},
+        "no_scales": {"quant": {"scales": str(base / "empty")}},
+    }
+    assert sections.keys() == EXPECTED.keys()
+    for name, values in sections.items():
+        write_recipe(base, name, model, chats, stage=3, dtype="bfloat16", **values)
+    return base
+
+
+@pytest.fixture(scope="module")
+def ended(base):
+    """One launch for all of them."""
+    run_ranks(SCRIPT, *(str(base / f"{name}.yaml") for name in EXPECTED))
+    return base
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_rank_says_what_is_wrong(ended, name):
+    found = [json.loads((ended / f"{name}_{rank}.json").read_text()) for rank in range(RANKS)]
+    assert found[0]["type"] in ("RankError", "RecipeError", "DsConfigError") and found[0]["text"] == found[1]["text"]
+    for part in EXPECTED[name]:
+        assert part.format(base=ended) in found[0]["text"]
+    assert max(one["seconds"] for one in found) < 30
+    assert list((ended / "export_not_empty").iterdir()) == [ended / "export_not_empty" / "export"]
+
+
+def test_the_launcher_ends_with_an_exit_code_and_the_text_once(base):
+    """The latest of them: the student is in its partitions, and only then the teacher's config is compared."""
+    began = time.perf_counter()
+    result = launch(ROOT / "launch/train.py", "--config", str(base / "teacher_vocabulary.yaml"), timeout=120)
+    assert result.returncode == 1
+    assert result.stdout.count("the teacher 290") == 1 and "Traceback" not in result.stdout
+    assert time.perf_counter() - began < 60
+
+
+def test_a_bad_recipe_is_said_once_before_ranks_start(base):
+    config = ["--config", str(base / "teacher_vocabulary.yaml"), "--optim.lr", "-1"]
+    result = launch(ROOT / "launch/train.py", *config, timeout=60)
+    assert result.returncode != 0
+    assert result.stdout.count("error: optim.lr: -1") == 1 and "Traceback" not in result.stdout, result.stdout

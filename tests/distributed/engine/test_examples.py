@@ -1,0 +1,96 @@
+"""The scripts in launch/examples, each run to its end on a small model, as their users would on one device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.distributed.recipes import write_chats, write_recipe
+from tests.root import ROOT
+from tests.tiny import tiny_checkpoint
+
+EXAMPLES = sorted((ROOT / "launch" / "examples").glob("*.py"))
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, EventAccumulator]:
+    """What each script wrote for TensorBoard; all of them run at the same time."""
+    directory = tmp_path_factory.mktemp("examples")
+    model, chats = tiny_checkpoint(directory / "model"), write_chats(directory / "chats.jsonl")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    running = {}
+    for script in EXAMPLES:
+        recipe = write_recipe(
+            directory,
+            script.stem,
+            model,
+            chats,
+            stage=1,
+            dtype="bfloat16",
+            train={"steps": STEPS, "gradient_accumulation_steps": 1},
+            loss={"kd_weight": 0.0, "teacher": None},
+            export={"enabled": True},
+        )
+        command = [sys.executable, str(script), "--config", str(recipe)]
+        running[script.stem] = subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    found = {}
+    for name, process in running.items():
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output[-4000:]
+        assert (directory / name / "export" / "config.json").is_file(), output[-4000:]
+        found[name] = EventAccumulator(str(directory / name / "tensorboard"))
+        found[name].Reload()
+    return found
+
+
+def curve(page: EventAccumulator, tag: str) -> list[float]:
+    return [event.value for event in page.Scalars(tag)]
+
+
+def test_every_example_is_here(pages):
+    assert pages.keys() == {"custom_loss", "fake_quant_later", "layer_by_layer"}
+
+
+def test_fake_quant_later_trains_scales_from_when_it_comes_on(pages):
+    rates = curve(pages["fake_quant_later"], "lr/weight_scales")
+    assert rates[: STEPS // 4] == [0.0] * (STEPS // 4) and all(rate > 0 for rate in rates[STEPS // 4 :])
+
+
+def test_layer_by_layer_quantises_all_by_half_of_the_run(pages):
+    assert curve(pages["layer_by_layer"], "quant/layers_quantised") == [0, 1, 1, 2, 2, 2, 2, 2]
+
+
+def test_a_custom_loss_is_shown_and_is_a_part_of_the_total(pages):
+    total, lm, z = (curve(pages["custom_loss"], f"loss/{name}") for name in ("total", "lm", "z"))
+    assert all(value > 1 for value in z)  # (log 301)^2 and more
+    assert total == pytest.approx([a + 1e-4 * b for a, b in zip(lm, z, strict=True)], rel=1e-5)
+
+
+def test_an_example_that_does_not_fit_the_recipe_says_so(tmp_path: Path):
+    """The events of a script are checked before anything is loaded."""
+    recipe = write_recipe(
+        tmp_path,
+        "short",
+        tiny_checkpoint(tmp_path / "model"),
+        write_chats(tmp_path / "chats.jsonl"),
+        stage=1,
+        dtype="bfloat16",
+    )
+    script = tmp_path / "late.py"
+    script.write_text(
+        "from engine.loop import Loop\nfrom engine.recipe.reading import parse_recipe\n"
+        "from launch.exits import clean_exit\n"
+        "loop = Loop(parse_recipe())\nloop.at(step=1000)(print)\nwith clean_exit():\n    loop.run()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, str(script), "--config", str(recipe)]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "error: an event at step 1000, but train.steps is 5: the last step to begin is 4" in done.stderr
+    assert "Traceback" not in done.stderr

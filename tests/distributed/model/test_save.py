@@ -1,0 +1,246 @@
+"""Exports of a model in training on two ranks: what is on disk, what memory it took, what a failure leaves behind."""
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from engine.verify.check import compare_with_transformers
+from model.shards import INDEX
+from quant import SCHEMES
+from quant.packing import unpack_int32
+from tests.distributed.launcher import launch
+from tests.distributed.model.scripts.save import CHANNEL, SHARD
+from tests.tiny import tiny_checkpoint
+
+SCRIPT = Path(__file__).parent / "scripts" / "save.py"
+# name: stage, architecture, scheme, way. Stage 3 with every layout, and stage 2, where nothing is gathered.
+RUNS = {
+    "zero3-dense": (3, "qwen3", "fp8_static", "plain"),
+    "zero3-moe": (3, "qwen3_moe", "fp8_static", "plain"),
+    "zero3-int3": (3, "llama", "w3a16_channel", "plain"),
+    "zero3-offload": (3, "qwen3_moe", "fp8_static", "offload"),
+    "zero3-codes": (3, "qwen3_moe", "fp8_static", "codes"),
+    "zero2-dense": (2, "qwen3", "fp8_static", "plain"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One launch; the last thing it does is to be killed while writing."""
+    base = tmp_path_factory.mktemp("save")
+    entries = []
+    for name, (stage, kind, scheme, way) in RUNS.items():
+        source = tiny_checkpoint(base / f"source-{name}", kind, tied=kind == "qwen3")
+        entries.append(f"{name}:{stage}:{scheme}:{way}:{source}")
+    result = launch(SCRIPT, str(base / "out"), *entries)
+    end = f"exits with return code = {-signal.SIGXFSZ}\n"
+    assert result.stdout.endswith(end), f"expected to be killed at the very end:\n{result.stdout[-8000:]}"
+    return base
+
+
+class Exported:
+    """What one case left: directories, results of both ranks, and what the last forward used."""
+
+    def __init__(self, base: Path, name: str):
+        self.stage, self.kind, scheme, _ = RUNS[name]
+        self.directory = base / "out" / name
+        self.source = base / f"source-{name}"
+        self.ranks = [json.loads((self.directory / f"rank{rank}.json").read_text()) for rank in range(2)]
+        expected = torch.load(self.directory / "expected.pt")
+        self.used, self.whole = expected["used"], expected["whole"]
+        self.scheme = {**SCHEMES, CHANNEL.name: CHANNEL}[scheme]
+
+    def tensors(self, export: str) -> dict[str, torch.Tensor]:
+        """Everything in the weight files of one export."""
+        found: dict[str, torch.Tensor] = {}
+        for path in sorted((self.directory / export).glob("*.safetensors")):
+            tensors = load_file(path)
+            assert not found.keys() & tensors.keys()
+            found |= tensors
+        return found
+
+
+@pytest.fixture(params=RUNS)
+def case(run, request):
+    return Exported(run, request.param)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Equal keys, dtypes and bits."""
+    return one.keys() == other.keys() and all(
+        one[key].dtype == other[key].dtype and torch.equal(one[key].view(torch.uint8), other[key].view(torch.uint8))
+        for key in one
+    )
+
+
+def test_codes_and_scales_are_those_of_the_last_forward(case):
+    """Bit for bit, and everything else is the whole parameter as it was trained."""
+    tensors = case.tensors("one")
+    for name, used in case.used.items():
+        assert torch.equal(tensors.pop(f"{name}.weight_scale").float(), used["weight_scale"]), name
+        if case.scheme.weights.dtype == "int":
+            shape = tensors.pop(f"{name}.weight_shape").tolist()
+            assert shape == list(used["codes"].shape)
+            codes = unpack_int32(tensors.pop(f"{name}.weight_packed"), case.scheme.weights.bits, shape[1])
+        else:
+            assert torch.equal(tensors.pop(f"{name}.input_scale"), used["input_scale"]), name
+            codes = tensors.pop(f"{name}.weight")
+        assert codes.dtype == used["codes"].dtype
+        assert torch.equal(codes.view(torch.int8), used["codes"].view(torch.int8)), name
+    quantised = {f"{name}.weight" for name in case.used}
+    plain = {
+        key: tensor
+        for key, tensor in case.whole.items()
+        if key not in quantised and not key.endswith(("_s0", "_theta"))
+    }
+    assert same(tensors, plain)
+
+
+def test_training_moved_what_is_exported(case):
+    """Else the comparison above would hold for a model that exports what it loaded."""
+    trained = [tensor for key, tensor in case.whole.items() if key.endswith("_theta")]
+    assert trained
+    assert all(tensor.any() for tensor in trained if tensor.numel() > 8)
+    assert not same(load_file(case.source / "model.safetensors"), case.tensors("plain"))
+
+
+def test_many_shards_hold_the_same_as_one(case):
+    assert case.ranks[0]["one"]["files"] == ["model.safetensors"]
+    assert not (case.directory / "one" / INDEX).exists()
+    assert same(case.tensors("one"), case.tensors("many"))
+    files = case.ranks[0]["many"]["files"]
+    assert len(files) > 2
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    index = json.loads((case.directory / "many" / INDEX).read_text())
+    for file in files:
+        assert {key for key, where in index["weight_map"].items() if where == file} == load_file(
+            case.directory / "many" / file
+        ).keys()
+
+
+def test_sizes_are_those_of_the_arithmetic(case):
+    """In all, from numbers of weights alone; and no shard beyond its limit unless it is one module that is larger."""
+    layers = {name: case.used[name]["codes"].shape for name in case.used}
+    weights = sum(shape.numel() for shape in layers.values())
+    plain = sum(t.numel() for key, t in case.whole.items() if "_s0" not in key and "_theta" not in key) - weights
+    if case.scheme.weights.dtype == "int":
+        packed = sum(4 * shape[0] * math.ceil(3 * shape[1] / 32) + 2 * shape[0] + 16 for shape in layers.values())
+        expected = packed + 2 * plain
+    else:
+        expected = weights + 8 * len(layers) + 2 * plain
+    assert case.ranks[0]["one"]["bytes"] == expected == sum(t.nbytes for t in case.tensors("one").values())
+    for file in case.ranks[0]["many"]["files"]:
+        tensors = load_file(case.directory / "many" / file)
+        modules = {key.rpartition(".")[0] for key in tensors}
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= SHARD or len(modules) == 1
+
+
+def test_rank_0_holds_one_module_packed_and_two_gathered(case):
+    """At most, counted: the largest module gathered, as much coming, and the largest on disk; rank 1 holds nothing."""
+    modules: dict[str, int] = {}
+    for key, tensor in case.whole.items():
+        modules[key.rpartition(".")[0]] = modules.get(key.rpartition(".")[0], 0) + tensor.nbytes
+    largest_module = max(modules.values()) + 16  # scales that the module shares are listed under another one's name
+    gathered = 2 * largest_module if case.stage == 3 else 0
+    for export in ("one", "many"):
+        packed: dict[str, int] = {}
+        for key, tensor in case.tensors(export).items():
+            packed[key.rpartition(".")[0]] = packed.get(key.rpartition(".")[0], 0) + tensor.nbytes
+        assert min(gathered, 1) <= case.ranks[0][export]["peak"] <= gathered + max(packed.values())
+        assert case.ranks[1][export]["peak"] == 0
+    for rank in case.ranks:
+        assert rank["wrong inside"] == rank["changed after"] == []
+
+
+def test_forwards_alone_leave_the_order_of_a_step_known(case):
+    """Where stage 3 takes one for a step it gathers module by module from then on, and twice."""
+    assert case.ranks[0]["trace"] == [True, True]
+
+
+def test_the_rest_of_the_directory(case):
+    for export in ("one", "many", "plain"):
+        directory = case.directory / export
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            assert (directory / file).read_bytes() == (case.source / file).read_bytes()
+        config, source = (json.loads((path / "config.json").read_text()) for path in (directory, case.source))
+        quantised = config.pop("quantization_config", None)
+        assert config == source
+        assert (quantised is None) == (export == "plain")
+        # Readable for whoever serves it: the library that writes the files makes them private.
+        assert len({path.stat().st_mode & 0o777 for path in directory.iterdir()}) == 1
+    router = [r"re:.*mlp\.gate$"] if case.kind == "qwen3_moe" else []
+    assert json.loads((case.directory / "one" / "config.json").read_text())["quantization_config"]["ignore"] == [
+        *router,
+        "lm_head",
+    ]
+
+
+def test_transformers_loads_it_and_computes_the_same(case):
+    batches = [torch.randint(0, 301, (2, 33))]
+    for export in ("one", "many"):
+        report = compare_with_transformers(case.directory / export, batches)
+        assert report.ok, report.table()
+
+
+def test_a_plain_export_is_the_trained_model(case):
+    """Loaded by transformers in bf16: every parameter, under its own name or stacked, as whole as rank 0 saw it."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        case.directory / "plain", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    for key, parameter in model.named_parameters():
+        if key in case.whole:
+            assert torch.equal(parameter, case.whole[key]), key
+        else:
+            prefix, kind = key.rsplit(".", 1)
+            for expert in range(5):
+                parts = [
+                    f"{prefix}.{expert}.{part}.weight"
+                    for part in kind.removesuffix("_proj").split("_")
+                    for part in [f"{part}_proj"]
+                ]
+                assert torch.equal(parameter[expert], torch.cat([case.whole[part] for part in parts])), key
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        ("refused", "is not empty"),
+        ("no source", "has no config.json"),
+        ("disk full", "export failed in model-0000"),
+        ("disk full, replacing", "export failed in model-0000"),
+        ("no memory", "out of memory"),
+        ("lost scale", "weight_scale has a value that is not finite"),
+    ],
+)
+def test_a_failure_on_rank_0_is_raised_on_both(case, attempt, message):
+    errors = [results[attempt]["raised"] for results in case.ranks]
+    assert errors[0] == errors[1]
+    assert message in errors[0]
+    if attempt == "lost scale":
+        layer, _, leaf = case.ranks[0][attempt]["owner"].rpartition(".")
+        # Of stacked experts the first one that has no scale.
+        assert (f"{layer}.0." if layer.endswith(".experts") else f"{layer}.{leaf}") in errors[0]
+
+
+def test_failures_leave_nothing_behind(case):
+    """No directory of a failed export, and nothing beside; what one failed to replace is as it was (compared above)."""
+    left = {path.name for path in case.directory.iterdir() if path.is_dir()}
+    killed = {name for name in left if name.startswith("killed.tmp-")}
+    assert left - killed == {"one", "many", "plain", "plain_then_one"}
+    assert same(case.tensors("plain_then_one"), case.tensors("one"))
+
+
+def test_a_killed_export_never_looks_complete(run):
+    """Killed in the middle of a file: nothing under its name, and what lies beside nobody takes for a checkpoint."""
+    directory = run / "out" / list(RUNS)[-1]
+    assert not (directory / "killed").exists()
+    (left,) = directory.glob("killed.tmp-*")
+    assert any(left.iterdir())
+    assert not (left / "config.json").exists()

@@ -1,0 +1,221 @@
+"""The teacher's cache on disk: what is written is read back, and what is damaged or of something else is refused."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from data import teacher_cache
+from data.samples import IGNORE, Sample
+from data.teacher_cache import CacheError, Manifest, TeacherCache, Writer
+from engine.losses.chunked import DIAGNOSTICS
+from engine.losses.teacher import common_vocabulary, first_difference
+from tests.tiny import tiny_checkpoint, tiny_tokenizer
+
+K = 3
+
+
+def random_samples(count):
+    samples = []
+    for _ in range(count):
+        length = random.randint(2, 9)
+        ids = np.random.randint(0, 300, length, dtype=np.int32)
+        labels = np.where(np.random.rand(length) < 0.5, ids, IGNORE).astype(np.int32)
+        samples.append(Sample(ids, labels))
+    return samples
+
+
+def write(directory, samples, teacher, ranks=2):
+    """A cache of random numbers, written by several writers as ranks do; returns the numbers."""
+    offsets = teacher_cache.offsets_of(samples)
+    manifest = Manifest(
+        top_k=K,
+        vocabulary=300,
+        samples=len(samples),
+        positions=int(offsets[-1]),
+        samples_digest=teacher_cache.digest_of_samples(samples),
+        tokenizer_digest=teacher_cache.digest_of_tokenizer(tiny_tokenizer()),
+        teacher_digest=teacher_cache.digest_of_checkpoint(teacher),
+        teacher=str(teacher),
+        checksums={},
+    )
+    partial = directory.with_name(directory.name + ".partial")
+    teacher_cache.create(partial, manifest)
+    arrays = {name: np.random.rand(*shape) * 100 for name, shape in manifest.shapes().items()}
+    arrays = {name: array.astype(teacher_cache.DTYPES[name]) for name, array in arrays.items()} | {"offsets": offsets}
+    writers = [Writer(partial) for _ in range(ranks)]
+    for index in random.sample(range(len(samples)), len(samples)):
+        start, stop = offsets[index], offsets[index + 1]
+        rows = {name: array[start:stop] for name, array in arrays.items() if name != "offsets"}
+        writers[index % ranks].write(int(start), rows)
+    writers[0].write(0, {"offsets": offsets})
+    for writer in writers:
+        writer.close()
+    shares = [teacher_cache.checksums(partial, manifest, rank, ranks) for rank in range(ranks)]
+    sums = {
+        name: [value for _, value in sorted((index, v) for share in shares for index, v in share[name].items())]
+        for name in teacher_cache.DTYPES
+    }
+    teacher_cache.finish(partial, directory, Manifest(**{**vars(manifest), "checksums": sums}))
+    return arrays
+
+
+@pytest.fixture
+def made(seed, tmp_path, monkeypatch):
+    """samples, teacher, arrays, directory of a cache; checksums are of a few bytes, so that there are many."""
+    np.random.seed(seed % 2**32)
+    monkeypatch.setattr(teacher_cache, "CHECKED_BYTES", 40)
+    teacher = tiny_checkpoint(tmp_path / "teacher", "llama")
+    samples = random_samples(20)
+    arrays = write(tmp_path / "cache", samples, teacher)
+    return samples, teacher, arrays, tmp_path / "cache"
+
+
+def test_what_was_written_is_read_back(made):
+    samples, teacher, arrays, directory = made
+    cache = TeacherCache(directory)
+    for rank in range(3):
+        cache.verify(rank, 3)
+    cache.check_made_of(samples, tiny_tokenizer(), str(teacher))
+    for name, array in arrays.items():
+        assert np.array_equal(cache.array(name), array), name
+    wanted = [7, 2, 7]
+    rows = cache.rows(wanted)
+    offsets = arrays["offsets"]
+    assert rows.tolist() == [p for i in wanted for p in range(offsets[i], offsets[i + 1])]
+    log_probs, indices, log_tail = cache.top_k(rows)
+    assert (log_probs.dtype, indices.dtype, log_tail.dtype) == (torch.float32, torch.int64, torch.float32)
+    assert np.array_equal(log_probs.numpy(), arrays["log_probs"][rows])
+    assert np.array_equal(indices.numpy(), arrays["indices"][rows])
+    assert np.array_equal(log_tail.numpy(), arrays["log_tail"][rows])
+    assert len(cache.rows([])) == 0
+
+
+def test_a_changed_byte_is_found_by_one_of_the_ranks(made):
+    _, _, arrays, directory = made
+    name = random.choice([name for name, array in arrays.items() if array.nbytes])
+    contents = bytearray((directory / name).read_bytes())
+    contents[random.randrange(len(contents))] ^= 1 << random.randrange(8)
+    (directory / name).write_bytes(contents)
+    cache = TeacherCache(directory)
+    found = []
+    for rank in range(3):
+        try:
+            cache.verify(rank, 3)
+        except CacheError as error:
+            found.append(str(error))
+    assert len(found) == 1 and f"{directory / name}: bytes" in found[0] and "write it again" in found[0]
+
+
+def cut(directory):
+    (directory / "log_probs").write_bytes(b"1234")
+
+
+def remove(directory):
+    (directory / "indices").unlink()
+
+
+def forget_manifest(directory):
+    (directory / "manifest.json").unlink()
+
+
+def half_manifest(directory):
+    path = directory / "manifest.json"
+    path.write_text(path.read_text()[:50])
+
+
+def edit_manifest(**values):
+    def edit(directory):
+        path = directory / "manifest.json"
+        contents = {**json.loads(path.read_text()), **values}
+        path.write_text(json.dumps({key: value for key, value in contents.items() if value is not None}))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (cut, "log_probs has 4 bytes, expected"),
+        (remove, "indices is not there, expected"),
+        (forget_manifest, "has no manifest.json"),
+        (half_manifest, "manifest.json is damaged"),
+        (edit_manifest(format=2), "is of format 2, expected 1"),
+        (edit_manifest(format=None), "manifest.json is damaged"),
+        (edit_manifest(top_k=None), "manifest.json is damaged"),
+        (edit_manifest(extra=3), "manifest.json is damaged"),
+        (edit_manifest(samples=3), "offsets has"),
+        (shutil.rmtree, "has no manifest.json"),
+    ],
+)
+def test_a_damaged_cache_is_refused_when_it_is_opened(made, damage, said):
+    damage(made[3])
+    with pytest.raises(CacheError, match=said):
+        TeacherCache(made[3])
+
+
+def test_a_cache_of_something_else_is_refused(made, tmp_path):
+    samples, _, _, directory = made
+    cache = TeacherCache(directory)
+    with pytest.raises(CacheError, match="is of 20 samples, the recipe's data of 19"):
+        cache.check_made_of(samples[1:], tiny_tokenizer(), None)
+    with pytest.raises(CacheError, match="is of other samples"):
+        cache.check_made_of([*samples[1:], samples[0]], tiny_tokenizer(), None)
+    masked = Sample(samples[0].input_ids, np.full_like(samples[0].labels, IGNORE))
+    with pytest.raises(CacheError, match=r"is of other samples .*data\.loss_on"):
+        cache.check_made_of([masked, *samples[1:]], tiny_tokenizer(), None)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens("new")
+    with pytest.raises(CacheError, match="another tokenizer"):
+        cache.check_made_of(samples, tokenizer, None)
+    other = tiny_checkpoint(tmp_path / "other", "llama", seed=5)
+    with pytest.raises(CacheError, match="another teacher"):
+        cache.check_made_of(samples, tiny_tokenizer(), str(other))
+    cache.check_made_of(samples, tiny_tokenizer(), "not/there/any/more")
+
+
+def test_a_full_disk_shows_when_the_files_are_made(made, tmp_path):
+    manifest = Manifest(**{**vars(TeacherCache(made[3]).manifest), "positions": 10**15})
+    with pytest.raises(OSError):
+        teacher_cache.create(tmp_path / "huge", manifest)
+
+
+def test_samples_without_targets_make_an_empty_cache(seed, tmp_path):
+    teacher = tiny_checkpoint(tmp_path / "teacher", "llama")
+    samples = [Sample(np.array([1, 2], np.int32), np.full(2, IGNORE, np.int32))]
+    write(tmp_path / "cache", samples, teacher)
+    cache = TeacherCache(tmp_path / "cache")
+    cache.verify(0, 1)
+    assert len(cache.rows([0])) == 0 and cache.top_k(cache.rows([0]))[0].shape == (0, K)
+
+
+# ---- tokenizers
+
+
+def test_the_first_token_that_differs_is_named():
+    ours, theirs = tiny_tokenizer(), tiny_tokenizer()
+    assert first_difference(ours, theirs) is None
+    theirs.add_tokens(["one", "two"])
+    assert first_difference(ours, theirs) == "token 300 is None to the student and 'one' to the teacher"
+
+
+def test_common_tokens():
+    tokenizer = tiny_tokenizer()  # 300 tokens
+    assert common_vocabulary(tokenizer, 301, 301) is None
+    assert common_vocabulary(tokenizer, 301, 320) == common_vocabulary(tokenizer, 320, 300) == 300
+    with pytest.raises(ValueError, match="300 tokens, the student 310 logits and the teacher 299"):
+        common_vocabulary(tokenizer, 310, 299)
+
+
+def test_names_of_losses_are_taken():
+    from engine.loop import Loop
+    from engine.recipe.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
+
+    loop = Loop(Recipe(ModelRecipe("m"), DataRecipe(["d"]), TrainRecipe(steps=1), "out"))
+    loop.token_loss("mine", weight=0.5)(lambda chunk: chunk.student.sum(-1))
+    for name in ("mine", "lm", "kd", "total", "router_aux", *DIAGNOSTICS):
+        with pytest.raises(ValueError, match=f"loss '{name}': expected another name"):
+            loop.token_loss(name, weight=1.0)

@@ -1,0 +1,266 @@
+"""Checkpoints as files: the manifest, what is damaged and what is offered instead, what is kept."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text
+from engine.checkpoint.save import (
+    Best,
+    CheckpointError,
+    _make_current,
+    best_checkpoint,
+    check_resumable,
+    find_checkpoint,
+    mark_if_best,
+    read_checkpoint,
+    verify_checkpoint,
+)
+from engine.recipe.checks import RecipeError
+from engine.recipe.quant import RuleRecipe, SchemeRecipe, TensorRecipe
+from engine.recipe.reading import save_recipe
+from engine.recipe.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
+from engine.report import best_line
+from model.ranks import RankError
+
+
+def recipe(directory: Path, *, resume: bool | str = True, **data) -> Recipe:
+    return Recipe(
+        model=ModelRecipe(path="model"),
+        data=DataRecipe(train=["train.jsonl"], **data),
+        train=TrainRecipe(steps=10, gradient_accumulation_steps=6, resume=resume),
+        output_dir=str(directory),
+    )
+
+
+def write_step(directory: Path, step: int, *, keep: int = 10, world: int = 1, **data) -> Path:
+    """A checkpoint of two small files and a recipe, made current as a run does."""
+    name = f"step_{step:08d}"
+    partial = directory / f"{name}.partial"
+    partial.mkdir(parents=True)
+    files = CheckedFiles()
+    for file in ("a.pt", "b.pt"):
+        files.save({"tensor": torch.rand(1000), "file": file}, partial / file)
+    assert files.failure is None
+    save_recipe(recipe(directory, **data), partial / "recipe.yaml")
+    state = {"step": step, "world_size": world, "stage": 3, "files": files.written}
+    (partial / "state.json").write_text(json.dumps(state))
+    _make_current(directory, partial, directory / name, keep)
+    return directory / name
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("step_*"))
+
+
+def test_what_is_counted_is_what_lies_on_the_disk(tmp_path, seed):
+    files = CheckedFiles()
+    tensors = {"a": torch.rand(random.randrange(1, 10**6)), "b": torch.randint(99, (3, 5)), "text": "x" * 1000}
+    files.save(tensors, tmp_path / "file.pt")
+    size, crc32 = files.written["file.pt"]
+    assert files.bytes == size == (tmp_path / "file.pt").stat().st_size and crc32 == file_crc32(tmp_path / "file.pt")
+    back = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert back["text"] == tensors["text"] and torch.equal(back["a"], tensors["a"])
+
+
+def test_a_file_that_cannot_be_written_is_counted_removed_and_not_raised(tmp_path):
+    files = CheckedFiles()
+    files.save(torch.rand(10_000), tmp_path / "missing" / "file.pt")
+    assert files.failure == "file.pt: No such file or directory"
+    full = tmp_path / "full.pt"
+    full.symlink_to("/dev/full")  # every write to it fails, as on a full disk
+    files.save(torch.rand(10_000), full)
+    assert not full.is_symlink()
+    assert files.failure == "file.pt: No such file or directory"  # the first
+    assert files.written == {} and files.bytes > 80_000
+
+
+def test_latest_and_best_and_names_are_found(tmp_path):
+    for step in (1, 2, 3):
+        write_step(tmp_path, step)
+    mark_if_best(tmp_path, 2, "eval/perplexity", 5.5, keep=3)
+    assert best_checkpoint(tmp_path) == Best("step_00000002", 2, "eval/perplexity", 5.5)
+    assert best_line(tmp_path) == f"best checkpoint: {tmp_path}/step_00000002, eval/perplexity 5.5000"
+    found = {which: find_checkpoint(tmp_path, which) for which in (True, "best", "step_00000001")}
+    assert [checkpoint.step for checkpoint in found.values()] == [3, 2, 1]
+    for checkpoint in found.values():
+        verify_checkpoint(checkpoint)
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    kept = {}
+    for step in range(1, 7):
+        write_step(tmp_path, step, keep=2)
+        if step == 2:
+            mark_if_best(tmp_path, 2, "loss", 1.0, keep=2)
+        if step == 4:
+            mark_if_best(tmp_path, 4, "loss", 1.5, keep=2)  # is not
+        if step == 5:
+            mark_if_best(tmp_path, 5, "loss", 0.5, keep=2)
+        kept[step] = [int(name[-8:]) for name in names(tmp_path)]
+    assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [4, 5], 6: [5, 6]}
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path):
+    def marked(step, value, metric="eval/lm"):
+        write_step(tmp_path, step, keep=1)
+        mark_if_best(tmp_path, step, metric, value, keep=9)
+        best = best_checkpoint(tmp_path)
+        return best.step, best.value
+
+    assert [marked(1, 3.0), marked(2, 2.0), marked(3, 2.5)] == [(1, 3.0), (2, 2.0), (2, 2.0)]
+    # Resumed from before it, the run comes to step 2 again: what was the best is not there any more.
+    assert marked(2, 2.2) == (2, 2.2)
+    assert marked(3, 5.0, "eval/total") == (3, 5.0)
+    (tmp_path / "best.json").write_text("{")
+    with pytest.raises(CheckpointError, match="expected name, step, metric and value"):
+        mark_if_best(tmp_path, 3, "eval/lm", 1.0, keep=9)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"name": "a"}', '{"name": "a", "step": 1, "metric": "b", "value": "c"}'])
+def test_a_damaged_mark_of_the_best_is_refused_before_a_run_goes_on(tmp_path, text):
+    write_step(tmp_path, 1)
+    check_resumable(recipe(tmp_path), tmp_path)
+    (tmp_path / "best.json").write_text(text)
+    with pytest.raises(RecipeError, match=r"train\.resume: .*best\.json is damaged: expected name, step, metric"):
+        check_resumable(recipe(tmp_path), tmp_path)
+    # Damaged while it runs, it does not end a run whose work is done.
+    assert (best_line(tmp_path) or "").startswith(f"warning: {tmp_path}/best.json is damaged")
+
+
+def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tmp_path):
+    for step in (1, 2, 3, 4):
+        write_step(tmp_path, step, keep=4)
+    write_step(tmp_path, 2, keep=1)  # resumed from step 1
+    assert names(tmp_path) == ["step_00000002", "step_00000003", "step_00000004"]
+    assert find_checkpoint(tmp_path).step == 2
+
+
+def test_a_checkpoint_that_is_not_there_is_no_best_one(tmp_path):
+    with pytest.raises(RankError, match="no checkpoint step_00000004 to mark as the best: save it first"):
+        mark_if_best(tmp_path, 4, "loss", 1.0, keep=2)
+    assert best_checkpoint(tmp_path) is None and best_line(tmp_path) is None
+    with pytest.raises(ValueError, match=r"has no best\.json"):
+        find_checkpoint(tmp_path, "best")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda path: (path / "b.pt").unlink(), "is damaged: b.pt is missing"),
+        (lambda path: (path / "b.pt").write_bytes(b""), "is damaged: b.pt has 0 bytes, expected "),
+        (lambda path: (path / "state.json").unlink(), "is not a whole checkpoint: it has no state.json"),
+        (lambda path: (path / "state.json").write_text('{"step": 3, "fil'), "is damaged: state.json is not what"),
+        (lambda path: (path / "state.json").write_text("{}"), "is damaged: state.json is not what"),
+        (lambda path: path.rename(path.with_name("elsewhere")), "is not there"),
+    ],
+)
+def test_what_is_damaged_is_named_and_the_one_before_it_offered(tmp_path, spoil, expected):
+    for step in (1, 2, 3):
+        write_step(tmp_path, step)
+    spoil(tmp_path / "step_00000003")
+    with pytest.raises(ValueError) as raised:
+        find_checkpoint(tmp_path)
+    assert f"{tmp_path}/step_00000003 {expected}" in str(raised.value)
+    assert "the one before it is step_00000002: set train.resume to step_00000002" in str(raised.value)
+    (tmp_path / "step_00000002" / "a.pt").unlink()  # that one is no better: the next
+    with pytest.raises(ValueError, match=r"the one before it is step_00000001: set train.resume to step_00000001"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "step_00000001" / "a.pt").unlink()
+    with pytest.raises(ValueError, match="there is no whole checkpoint before it"):
+        find_checkpoint(tmp_path)
+
+
+def test_one_bit_is_found_before_anything_is_loaded(tmp_path, seed):
+    path = write_step(tmp_path, 1)
+    file = path / random.choice(["a.pt", "b.pt"])
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+    checkpoint = read_checkpoint(path)
+    with pytest.raises(RankError, match=f"is damaged: the content of {file.name} is not what was written"):
+        verify_checkpoint(checkpoint)
+
+
+def test_a_pointer_is_replaced_in_one_rename(tmp_path):
+    path = tmp_path / "latest"
+    replace_text(path, "one")
+    other_name = tmp_path / "other"
+    other_name.hardlink_to(path)
+    replace_text(path, "two")
+    assert path.read_text() == "two" and other_name.read_text() == "one"
+
+
+@pytest.mark.parametrize(
+    ("micro", "world", "expected"),
+    [
+        (2, 1, None),  # 12 rows were 2 x 6 x 1
+        (1, 2, None),
+        (2, 2, "were 12, are 24 .*with 2 rank.s. set for example data.micro_batch_size 2 and .*steps 3"),
+        (5, 3, "were 12, are 90 .*with 3 rank.s. set for example data.micro_batch_size 1 and .*steps 4"),
+        (2, 5, "were 12, are 60 .*: 12 rows do not share out over 5 ranks, expected one of 1, 2, 3, 4, 6, 12"),
+    ],
+)
+def test_a_step_takes_the_rows_that_it_took(tmp_path, monkeypatch, micro, world, expected):
+    write_step(tmp_path, 1, micro_batch_size=2)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    wanted = recipe(tmp_path, micro_batch_size=micro)
+    if expected is None:
+        assert check_resumable(wanted, tmp_path).step == 1
+    else:
+        with pytest.raises(RecipeError, match=expected):
+            check_resumable(wanted, tmp_path)
+
+
+def test_other_samples_or_another_dtype_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    write_step(tmp_path, 1, micro_batch_size=2)
+    changed = recipe(tmp_path, micro_batch_size=2, seed=3, max_length=77)
+    changed.model.dtype = "float32"
+    with pytest.raises(RecipeError) as raised:
+        check_resumable(changed, tmp_path)
+    for text in ("data.seed (was 0, is 3)", "data.max_length (was 2048, is 77)", "model.dtype (was 'bfloat16', is"):
+        assert text in str(raised.value)
+    moved = recipe(tmp_path, micro_batch_size=2)
+    moved.data.train = ["elsewhere/train.jsonl"]
+    assert check_resumable(moved, tmp_path).step == 1
+    moved.data.train.append("more.jsonl")
+    with pytest.raises(RecipeError, match=r"data.train \(was \['train.jsonl'\], is \['train.jsonl', 'more.jsonl'\]\)"):
+        check_resumable(moved, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda wanted: setattr(wanted.quant, "scheme", "w2a16_g32"),
+            "quant.scheme (was 'fp8_static', is 'w2a16_g32')",
+        ),
+        (lambda wanted: wanted.quant.exempt.append("a"), "quant.exempt (was ["),
+        (lambda wanted: wanted.quant.rules.append(RuleRecipe("none", first=1)), "quant.rules (was [], is [RuleRecipe("),
+        (
+            lambda wanted: wanted.quant.schemes.update(mine=SchemeRecipe(TensorRecipe("int", 3, "channel"))),
+            "quant.schemes (was {}, is {'mine': ",
+        ),
+        (lambda wanted: setattr(wanted.quant, "lm_head", "w8a16_channel"), "quant.lm_head (was None, is"),
+        (lambda wanted: setattr(wanted.quant, "embedding", "w8a16_channel"), "quant.embedding (was None, is"),
+        (lambda wanted: setattr(wanted.quant, "input_range", "mse"), "quant.input_range (was 'absmax', is 'mse')"),
+        (
+            lambda wanted: setattr(wanted.quant, "scales_follow_weights", True),
+            "quant.scales_follow_weights (was False, is",
+        ),
+        (lambda wanted: setattr(wanted.learnable, "norm", True), "learnable.norm (was False, is True)"),
+        (lambda wanted: setattr(wanted.model, "dtype", "float32"), "model.dtype (was 'bfloat16', is 'float32')"),
+    ],
+)
+def test_what_the_saved_scales_and_the_optimizer_are_of_must_stay(tmp_path, change, expected):
+    write_step(tmp_path, 1, micro_batch_size=1)
+    wanted = recipe(tmp_path, micro_batch_size=1)
+    change(wanted)
+    with pytest.raises(RecipeError, match=re.escape(expected)):
+        check_resumable(wanted, tmp_path)

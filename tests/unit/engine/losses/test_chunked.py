@@ -1,0 +1,520 @@
+"""Losses through lm_head against their plain definitions in fp64 with autograd, however the tokens are cut."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.samples import IGNORE
+from engine.losses import chunked as losses
+from engine.losses.chunked import DIAGNOSTICS, NamedTokenLoss, Objective, TeacherHidden, TeacherTopK, chunked_losses
+from engine.losses.kd import KD_KINDS, TOP_K_KINDS, Distillation, TopK, distil, take_top_k, top_indices
+from tests.definitions import kd_loss, lm_loss
+
+
+def spec_of(kind, vocabulary):
+    if kind == "kd":
+        return Distillation(kind, temperature=random.uniform(0.5, 4))
+    if kind in TOP_K_KINDS:
+        # Below the vocabulary: what is left of a full vocabulary is rounding alone, in the definition above.
+        return Distillation(kind, top_k=random.randint(1, vocabulary - 1), tail=random.random() < 0.5)
+    return Distillation(kind)
+
+
+class Case:
+    """Random hidden states, heads and labels of two models; fp64, a third of the positions without a target."""
+
+    def __init__(self, *, vocabulary=None, teacher_vocabulary=None, bias=None, dtype=torch.float64):
+        batch, length, width = random.randint(1, 3), random.randint(1, 9), random.randint(2, 12)
+        self.vocabulary = vocabulary or random.randint(3, 40)
+        self.teacher_vocabulary = teacher_vocabulary or self.vocabulary
+        self.bias_on = random.random() < 0.5 if bias is None else bias
+        self.labels = torch.randint(0, min(self.vocabulary, self.teacher_vocabulary), (batch, length))
+        self.labels[torch.rand(batch, length) < 0.3] = IGNORE
+        self.hidden = torch.randn(batch, length, width).to(dtype)
+        self.weight = torch.randn(self.vocabulary, width).to(dtype)
+        self.bias = torch.randn(self.vocabulary).to(dtype) if self.bias_on else None
+        other = random.randint(2, 12)  # a teacher may be wider than its student
+        self.teacher = TeacherHidden(
+            torch.randn(batch, length, other).to(dtype),
+            torch.randn(self.teacher_vocabulary, other).to(dtype),
+            torch.randn(self.teacher_vocabulary).to(dtype) if self.bias_on else None,
+        )
+
+    @property
+    def valid(self):
+        return self.labels != IGNORE
+
+    def leaves(self):
+        tensors = [self.hidden, self.weight, *([self.bias] if self.bias_on else [])]
+        return [tensor.clone().requires_grad_() for tensor in tensors]
+
+    def exact(self, objective, common=None, scale=1.0):
+        """Sums and gradients by the definitions in fp64."""
+        leaves = [leaf.detach().double().requires_grad_() for leaf in self.leaves()]
+        student = F.linear(leaves[0][self.valid], *leaves[1:])
+        bias = self.teacher.bias
+        teacher = F.linear(
+            self.teacher.hidden[self.valid].double(),
+            self.teacher.weight.double(),
+            None if bias is None else bias.double(),
+        )
+        targets = self.labels[self.valid]
+        sums = {"lm": lm_loss(student, targets).sum()}
+        spec = objective.kd
+        values = kd_loss(
+            spec.kind,
+            student[:, :common],
+            teacher[:, :common],
+            targets,
+            temperature=spec.temperature,
+            top_k=spec.top_k,
+            tail=spec.tail,
+        )
+        sums["kd"] = values.sum()
+        total = scale * (objective.lm_weight * sums["lm"] + objective.kd_weight * sums["kd"])
+        return sums, torch.autograd.grad(total, leaves, allow_unused=True)
+
+    def found(self, objective, *, teacher=None, scale=1.0):
+        leaves = self.leaves()
+        bias = leaves[2] if self.bias_on else None
+        result = chunked_losses(
+            leaves[0], leaves[1], bias, self.labels, teacher or self.teacher, objective, scale=scale
+        )
+        return result, torch.autograd.grad(result.total, leaves)
+
+
+def assert_equal(found, expected, *, rtol, atol):
+    result, gradients = found
+    sums, exact = expected
+    for name in ("lm", "kd"):
+        torch.testing.assert_close(result.sums[name].double(), sums[name].detach(), rtol=rtol, atol=atol)
+    for gradient, reference in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(gradient.double(), reference, rtol=rtol, atol=atol)
+
+
+# ---- value and gradient
+
+
+@pytest.mark.parametrize("kind", KD_KINDS)
+@pytest.mark.parametrize("repeat", range(4))
+def test_equals_the_definition_in_value_and_gradient_of_all_inputs(seed, kind, repeat):
+    """In fp64, where the closed forms differ from autograd of the definitions by rounding alone."""
+    case = Case()
+    spec = spec_of(kind, case.vocabulary)
+    for chunk in (1, 3, 1000):
+        objective = Objective(0.7, 1.3, spec, chunk_tokens=chunk)
+        assert_equal(case.found(objective, scale=0.01), case.exact(objective, scale=0.01), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KD_KINDS)
+def test_fp32_is_as_exact_as_fp32_allows(seed, kind):
+    """Values of some 10 and a few dozen roundings in a row; 300 seeds stayed below a tenth of the bound."""
+    case = Case(dtype=torch.float32)
+    objective = Objective(0.7, 1.3, spec_of(kind, case.vocabulary), chunk_tokens=4)
+    if kind in TOP_K_KINDS:
+        objective = Objective(0.7, 1.3, Distillation(kind, top_k=objective.kd.top_k), chunk_tokens=4)
+    assert_equal(case.found(objective), case.exact(objective), rtol=5e-5, atol=5e-5)
+
+
+def test_blocks_cut_a_chunk_anywhere(seed, monkeypatch):
+    case = Case(vocabulary=11)
+    objective = Objective(1.0, 1.0, Distillation("cakld"), chunk_tokens=5)
+    expected = case.exact(objective)
+    for elements in (1, 11, 25, 10**6):
+        monkeypatch.setitem(losses.BLOCK_ELEMENTS, "cpu", elements)
+        monkeypatch.setattr(losses, "SLICE_ELEMENTS", elements)
+        assert_equal(case.found(objective), expected, rtol=1e-8, atol=1e-9)
+
+
+def test_sum_over_any_split_of_the_tokens(seed):
+    """Micro-batches and ranks: sums and gradients of the parts add up to those of the whole."""
+    case = Case(bias=True)
+    objective = Objective(0.5, 0.5, Distillation("cakld"), chunk_tokens=2)
+    whole, (_, *whole_gradients) = case.found(objective, scale=0.1)
+    length = case.labels.shape[1]
+    cut = random.randint(0, length)
+    total, gradients = 0.0, [0.0, 0.0]
+    for part in (slice(0, cut), slice(cut, length)):
+        teacher = TeacherHidden(case.teacher.hidden[:, part], case.teacher.weight, case.teacher.bias)
+        leaves = case.leaves()
+        result = chunked_losses(
+            leaves[0][:, part], leaves[1], leaves[2], case.labels[:, part], teacher, objective, scale=0.1
+        )
+        total = total + result.total.detach()
+        found = torch.autograd.grad(result.total, leaves[1:])
+        gradients = [a + b for a, b in zip(gradients, found, strict=True)]
+    torch.testing.assert_close(total, whole.total.detach())
+    for a, b in zip(gradients, whole_gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", KD_KINDS)
+def test_a_teacher_with_another_padding_is_compared_on_the_common_tokens(seed, kind):
+    case = Case(vocabulary=random.randint(9, 20), teacher_vocabulary=random.randint(9, 20))
+    common = random.randint(8, min(case.vocabulary, case.teacher_vocabulary))
+    case.labels = case.labels.clamp(max=common - 1)
+    objective = Objective(0.7, 1.3, spec_of(kind, common), chunk_tokens=3)
+    teacher = TeacherHidden(case.teacher.hidden, case.teacher.weight, case.teacher.bias, common)
+    assert_equal(case.found(objective, teacher=teacher), case.exact(objective, common), rtol=1e-8, atol=1e-9)
+
+
+def test_bf16_gradients_are_rounded_once_or_twice(seed):
+    """Against fp64 of the same bf16 inputs: logits and their gradient are rounded to bf16, and each result."""
+    torch.manual_seed(seed)
+    n, width, vocabulary = 64, 32, 500
+    hidden, weight = torch.randn(n, width), torch.randn(vocabulary, width) / width**0.5
+    labels = torch.randint(0, vocabulary, (n,))
+    teacher = TeacherHidden(torch.randn(n, width).bfloat16(), weight.bfloat16())
+    for chunk in (16, 1000):
+        objective = Objective(1.0, 1.0, Distillation("cakld"), chunk_tokens=chunk)
+        leaves = [tensor.bfloat16().requires_grad_() for tensor in (hidden, weight)]
+        found = torch.autograd.grad(
+            chunked_losses(*leaves, None, labels, teacher, objective, scale=1 / 3).total, leaves
+        )
+        exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        logits = F.linear(*exact_leaves)
+        other = F.linear(teacher.hidden.double(), teacher.weight.double())
+        lm = lm_loss(logits, labels).sum()
+        total = (lm + kd_loss("cakld", logits, other, labels).sum()) / 3
+        for gradient, exact in zip(found, torch.autograd.grad(total, exact_leaves), strict=True):
+            assert gradient.dtype == torch.bfloat16
+            error = (gradient.double() - exact).norm() / exact.norm()
+            assert error < 2**-6, error  # bf16's unit is 2^-8; 300 seeds: 2^-8.2 at most
+
+
+def test_the_incoming_gradient_is_not_rounded_to_the_models_dtype(seed):
+    """1/3 in bf16 is off by 2e-3; multiplying in fp32 leaves one more rounding of each element, without a bias."""
+    hidden = torch.randn(400, 64).bfloat16().requires_grad_()
+    weight = torch.randn(40, 64).bfloat16().requires_grad_()
+    labels = torch.randint(0, 40, (400,))
+    (whole,) = torch.autograd.grad(chunked_losses(hidden, weight, None, labels).total, hidden)
+    (third,) = torch.autograd.grad(chunked_losses(hidden, weight, None, labels).total / 3, hidden)
+    ratio = float((third.double() * whole.double()).sum() / whole.double().square().sum())
+    # The mean of 25,600 roundings: 7e-5 at most over 300 seeds. A rounded factor is off by 2e-3.
+    assert abs(ratio * 3 - 1) < 5e-4
+
+
+# ---- what is not asked for
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+def test_a_power_of_two_as_gradient_scale_changes_no_bit(seed, dtype):
+    case = Case(dtype=dtype)
+    objective = Objective(kd_weight=0.5, kd=spec_of("kl", case.vocabulary), chunk_tokens=random.randint(1, 9))
+    gradients = []
+    for power in (0, 20):
+        leaves = case.leaves()
+        total = chunked_losses(
+            leaves[0],
+            leaves[1],
+            leaves[2] if case.bias_on else None,
+            case.labels,
+            case.teacher,
+            objective,
+            scale=0.125,
+            gradient_scale=2.0**power,
+        ).total
+        (total * 2.0**power).backward()
+        gradients.append([total.detach(), *[leaf.grad / 2.0**power for leaf in leaves]])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_fp16_gradients_that_only_the_loss_scale_holds(seed):
+    """A factor of 2^-24, as of 10^7 tokens in a step, is as small as the smallest number of fp16."""
+    hidden = torch.randn(16, 32, dtype=torch.float16)
+    weight = (0.1 * torch.randn(50, 32)).to(torch.float16)
+    labels = torch.randint(0, 50, (16,))
+    exact = [leaf.double().requires_grad_() for leaf in (hidden, weight)]
+    F.cross_entropy(F.linear(*exact), labels, reduction="sum").backward()
+    for gradient_scale, good in ((2.0**24, True), (1.0, False)):
+        leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
+        result = chunked_losses(*leaves, None, labels, scale=2.0**-24, gradient_scale=gradient_scale)
+        (result.total * 2.0**24).backward()
+        errors = [
+            float((leaf.grad.double() - of.grad).norm() / of.grad.norm())
+            for leaf, of in zip(leaves, exact, strict=True)
+        ]
+        # Rounding to 11 bits, of the logits and of their gradient, is at most 2^-11 of the largest each time.
+        assert all((error < 2e-3) == good for error in errors), (gradient_scale, errors)
+
+
+def test_no_gradient_is_computed_without_grad_mode_or_for_frozen_parameters(seed, monkeypatch):
+    case = Case(bias=True)
+    asked = []
+    original = losses._Gradients.like.__func__
+
+    def spy(cls, *arguments):
+        made = original(cls, *arguments)
+        asked.append([made.hidden is not None, made.weight is not None, made.bias is not None])
+        return made
+
+    monkeypatch.setattr(losses._Gradients, "like", classmethod(spy))
+    leaves = case.leaves()
+    with torch.no_grad():
+        silent = chunked_losses(*leaves, case.labels, case.teacher)
+    assert not silent.total.requires_grad
+    trained = chunked_losses(leaves[0], leaves[1].detach(), leaves[2].detach(), case.labels, case.teacher)
+    assert trained.total.requires_grad
+    assert asked == [[False] * 3, [True, False, False]]
+    for name, value in silent.sums.items():
+        assert torch.equal(value, trained.sums[name]) and not trained.sums[name].requires_grad
+
+
+def test_nothing_of_the_size_of_all_logits_is_allocated(seed):
+    """The largest tensor that any operator makes has C rows of logits, or the size of lm_head."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    self.elements = max(self.elements, tensor.numel())
+            return out
+
+    tokens, width, vocabulary, chunk = 600, 8, 300, 64
+    hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (tokens,))
+    teacher = TeacherHidden(hidden.detach(), weight.detach())
+    for kind in KD_KINDS:
+        with Largest() as largest:
+            chunked_losses(
+                hidden,
+                weight,
+                None,
+                labels,
+                teacher,
+                Objective(1.0, 1.0, Distillation(kind, top_k=5), chunk_tokens=chunk),
+            ).total.backward()
+        assert largest.elements == chunk * vocabulary, kind
+
+
+def test_backward_twice_is_an_error(seed):
+    hidden = torch.randn(3, 4, requires_grad=True)
+    total = chunked_losses(hidden, torch.randn(5, 4), None, torch.tensor([1, 2, 3])).total
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once per forward"):
+        total.backward()
+
+
+# ---- positions without a target, infinities, NaN
+
+
+def test_positions_without_target_do_not_count_whatever_they_hold(seed):
+    case = Case()
+    case.labels[0, 0] = IGNORE
+    if not case.valid.any():
+        return
+    objective = Objective(1.0, 1.0)
+    clean, gradients = case.found(objective)
+    case.hidden[0, 0], case.teacher.hidden[0, 0] = torch.inf, torch.nan
+    dirty, others = case.found(objective)
+    assert torch.equal(clean.total, dirty.total)
+    for a, b in zip(gradients, others, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_valid_token_gives_a_connected_zero(seed):
+    case = Case(bias=True)
+    case.labels.fill_(IGNORE)
+    for kind in KD_KINDS:
+        result, gradients = case.found(Objective(1.0, 1.0, Distillation(kind)))
+        assert result.total == 0 and not any(result.sums.values())
+        assert not any(gradient.any() for gradient in gradients)
+
+
+def test_equal_models_have_no_distance(seed):
+    case = Case()
+    for kind in KD_KINDS:
+        teacher = TeacherHidden(case.hidden, case.weight, case.bias)
+        spec = spec_of(kind, case.vocabulary)
+        # Exactly 0: the same numbers on both sides.
+        assert case.found(Objective(1.0, 1.0, spec), teacher=teacher)[0].sums["kd"] == 0, kind
+
+
+def logits_of_one_token(student, teacher, spec, label=0):
+    """Value and gradient of one token, from logits given as lists."""
+    student, teacher = torch.tensor([student]), torch.tensor([teacher])
+    gradient = torch.zeros_like(student)
+    value = distil(spec, student, student.log_softmax(-1), teacher, torch.tensor([label]), gradient=gradient)
+    return value[0], gradient[0]
+
+
+SPECS = [
+    Distillation(kind, top_k=k, tail=tail)
+    for kind in KD_KINDS
+    for k, tail in ((2, False), (2, True), (3, True), (4, True))
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.top_k}-{spec.tail}")
+def test_masked_vocabulary(spec):
+    """Tokens that both models mask are as if they were not there (for mse: count as equal)."""
+    inf = torch.inf
+    value, gradient = logits_of_one_token([1.0, 2.0, -inf, -1.0], [0.5, -1.0, -inf, 2.0], spec)
+    plain, expected = logits_of_one_token([1.0, 2.0, -1.0], [0.5, -1.0, 2.0], spec)
+    share = 3 / 4 if spec.kind == "mse" else 1
+    torch.testing.assert_close(value, plain * share)
+    torch.testing.assert_close(gradient[[0, 1, 3]], expected * share)
+    assert gradient[2] == 0
+
+
+def test_a_token_that_only_one_model_masks():
+    inf = torch.inf
+    student_masks = ([1.0, -inf, 0.5], [0.0, 3.0, 1.0])
+    teacher_masks = ([1.0, 2.0, 0.5], [0.0, -inf, 1.0])
+    for kind in ("kl", "cakld", "kd", "mse", "kl_top_k"):
+        assert logits_of_one_token(*student_masks, Distillation(kind, top_k=2))[0] == inf, kind
+    for kind in ("rkl", "cakld", "mse", "r_kl_top_k"):
+        assert logits_of_one_token(*teacher_masks, Distillation(kind, top_k=2))[0] == inf, kind
+    for kind, case in (("kl", teacher_masks), ("kl_top_k", teacher_masks), ("rkl", student_masks)):
+        value, gradient = logits_of_one_token(*case, Distillation(kind, top_k=2))
+        assert value.isfinite() and gradient.isfinite().all(), kind
+
+
+@pytest.mark.parametrize("kind", KD_KINDS)
+@pytest.mark.parametrize("poisoned", ["student", "teacher"])
+def test_nan_and_inf_in_hidden_states_show(seed, kind, poisoned):
+    for value in (torch.nan, torch.inf):
+        case = Case()
+        case.labels[0, 0] = 1
+        (case.hidden if poisoned == "student" else case.teacher.hidden)[0, 0] = value
+        for tail in (False, True):
+            result, gradients = case.found(Objective(1.0, 1.0, Distillation(kind, top_k=2, tail=tail)))
+            assert not result.total.isfinite()
+            assert not gradients[0][0, 0].isfinite().all() or poisoned == "teacher"
+            assert not result.sums["kd"].isfinite()
+
+
+# ---- the K most likely tokens
+
+
+def test_ties_go_to_the_lower_token_id(seed):
+    for _ in range(20):
+        rows, vocabulary = random.randint(1, 5), random.randint(1, 30)
+        values = torch.tensor([-torch.inf, -2.0, -0.0, 0.0, 1e-40, 3.0])
+        logits = values[torch.randint(0, len(values), (rows, vocabulary))]
+        k = random.randint(1, vocabulary + 2)
+        expected = [
+            sorted(range(vocabulary), key=lambda token, row=row: (-row[token], token))[:k] for row in logits.tolist()
+        ]
+        assert top_indices(logits, k).tolist() == expected
+
+
+def test_top_k_of_random_logits_is_that_of_torch(seed):
+    logits = 5 * torch.randn(7, 100)
+    assert torch.equal(top_indices(logits, 9), logits.topk(9).indices)
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_a_cached_teacher_is_the_one_that_it_was_made_of(seed, tail):
+    case = Case(vocabulary=30)
+    bias = case.teacher.bias
+    logits = F.linear(case.teacher.hidden[case.valid], case.teacher.weight, bias)
+    cached = take_top_k(logits, logits.log_softmax(-1), 12)
+    for k in (12, 5, 1):
+        objective = Objective(0.5, 1.0, Distillation("kl_top_k", top_k=k, tail=tail), chunk_tokens=4)
+        live, gradients = case.found(objective)
+        found, others = case.found(objective, teacher=TeacherTopK(cached))
+        torch.testing.assert_close(found.sums["kd"], live.sums["kd"])
+        for a, b in zip(gradients, others, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+# ---- diagnostics and a user's own loss
+
+
+def test_diagnostics(seed):
+    case = Case()
+    result = chunked_losses(
+        case.hidden,
+        case.weight,
+        case.bias,
+        case.labels,
+        case.teacher,
+        Objective(kd=Distillation("mse")),
+        diagnostics=True,
+    )
+    student = F.linear(case.hidden[case.valid], case.weight, case.bias)
+    teacher = F.linear(case.teacher.hidden[case.valid], case.teacher.weight, case.teacher.bias)
+    targets = case.labels[case.valid]
+    torch.testing.assert_close(result.sums["forward_kl"], kd_loss("kl", student, teacher, targets).sum())
+    torch.testing.assert_close(result.sums["backward_kl"], kd_loss("rkl", student, teacher, targets).sum())
+    assert result.sums["top1_agreement"] == (student.argmax(-1) == teacher.argmax(-1)).sum()
+    assert list(result.sums) == ["lm", "kd", *DIAGNOSTICS]
+
+
+def test_a_users_loss_gets_value_and_gradient_by_autograd(seed):
+    case = Case(bias=True)
+
+    def focal(chunk):
+        log_q = chunk.student.log_softmax(-1).gather(-1, chunk.labels[:, None])[:, 0]
+        agreement = (chunk.teacher.softmax(-1) * chunk.student.softmax(-1)).sum(-1)
+        return -((1 - log_q.exp()) ** 2) * log_q + agreement
+
+    objective = Objective(0.0, 0.0, token_losses=(NamedTokenLoss("focal", 0.3, focal),), chunk_tokens=2)
+    result, gradients = case.found(objective, scale=2.0)
+    leaves = case.leaves()
+    student = F.linear(leaves[0][case.valid], *leaves[1:])
+    teacher = F.linear(case.teacher.hidden[case.valid], case.teacher.weight, case.teacher.bias)
+    log_q = student.log_softmax(-1).gather(-1, case.labels[case.valid][:, None])[:, 0]
+    agreement = (teacher.softmax(-1) * student.softmax(-1)).sum(-1)
+    expected = (-((1 - log_q.exp()) ** 2) * log_q + agreement).sum()
+    torch.testing.assert_close(result.sums["focal"], expected.detach())
+    torch.testing.assert_close(result.total, 0.6 * expected.detach())
+    for a, b in zip(gradients, torch.autograd.grad(0.6 * expected, leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (lambda chunk: chunk.student.sum(), r"'mine' returned \[\], expected a tensor \[3\]"),
+        (lambda chunk: chunk.student, r"'mine' returned \[3, 5\]"),
+        (lambda chunk: 0.5, r"'mine' returned float"),
+        (lambda chunk: chunk.labels.float(), "does not depend on the student's logits"),
+    ],
+)
+def test_a_users_loss_of_the_wrong_kind_is_named(function, message):
+    objective = Objective(token_losses=(NamedTokenLoss("mine", 1.0, function),))
+    with pytest.raises(ValueError, match=message):
+        chunked_losses(
+            torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), None, torch.tensor([1, 2, 3]), None, objective
+        )
+
+
+# ---- bad arguments
+
+
+def test_bad_arguments_say_what_was_expected():
+    hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(7, 4), torch.randint(0, 7, (2, 3))
+    with pytest.raises(ValueError, match="leading dimensions"):
+        chunked_losses(hidden, weight, None, labels[:, :2])
+    with pytest.raises(ValueError, match="teacher's hidden states are"):
+        chunked_losses(hidden, weight, None, labels, TeacherHidden(hidden[:1], weight))
+    with pytest.raises(ValueError, match="vocabularies of 7 and 6"):
+        chunked_losses(hidden, weight, None, labels, TeacherHidden(hidden, weight[:6]))
+    with pytest.raises(ValueError, match="7 common tokens"):
+        chunked_losses(hidden, weight, None, labels, TeacherHidden(hidden, weight[:6], None, 7))
+    with pytest.raises(ValueError, match="has 4 rows"):
+        chunked_losses(
+            hidden, weight, None, labels, TeacherTopK(TopK(torch.zeros(4, 2), torch.zeros(4, 2).long(), torch.zeros(4)))
+        )
+    with pytest.raises(ValueError, match="one of kl, rkl"):
+        Distillation("kll")
+    with pytest.raises(ValueError, match="at least 1"):
+        Distillation("kl_top_k", top_k=0)
+
+
+def test_every_kind_takes_every_shape(seed):
+    """One token, a vocabulary of two, more K than tokens."""
+    for kind, tail in itertools.product(KD_KINDS, (False, True)):
+        case = Case(vocabulary=2)
+        spec = Distillation(kind, top_k=5, tail=tail)
+        result, gradients = case.found(Objective(1.0, 1.0, spec))
+        assert result.total.isfinite() and all(gradient.isfinite().all() for gradient in gradients), kind

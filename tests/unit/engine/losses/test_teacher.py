@@ -1,0 +1,57 @@
+"""The student as its own teacher leaves no trace: what it says is the original's, and everything is as before."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.losses.teacher import SelfTeacher
+from model.head import install_head
+from quant import get_scheme, prepare
+from tests.tiny import tiny_model
+
+
+@pytest.fixture
+def student(seed):
+    """A quantised student in training mode with switches set differently by layer, its inputs watched."""
+    model = tiny_model("llama", seed=seed % 1000, even=True)
+    original = tiny_model("llama", seed=seed % 1000, even=True).eval()
+    quantization = prepare(model, get_scheme("fp8_static"), learn_weight_scale=True, learn_input_scale=True)
+    for group in (*quantization.weight_groups, *quantization.input_groups):
+        with torch.no_grad():
+            group.s0.fill_(0.05)
+    for layer in quantization.layers.values():
+        layer.keeps_weight_codes = True
+    quantization.set_fake_quant(True, False, r".*layers\.0.*")
+    quantization.observe(True)
+    return model.train(), quantization, original
+
+
+def test_the_forward_is_the_originals_and_nothing_changes(student):
+    model, quantization, original = student
+    head = install_head(model)
+    ids = torch.randint(0, 300, (2, 9))
+    model(input_ids=ids)  # codes are kept, observers have seen something
+    states = [group.observer.state() for group in quantization.input_groups]
+    before = quantization.fake_quant_state()
+    codes = {name: layer._weight_codes for name, layer in quantization.layers.items()}
+    assert any(code is not None for code in codes.values()) and len(set(before.values())) == 2
+    at_head = SelfTeacher(model, head, quantization).look({"input_ids": ids}, {})
+    with at_head(head.weight, head.bias) as teacher:
+        assert not teacher.hidden.requires_grad and not teacher.weight.requires_grad
+        found, expected = F.linear(teacher.hidden, teacher.weight).float(), original(input_ids=ids).logits.float()
+        # The same arithmetic, 0 where BLAS gives the same bits again; with layer 0 left quantised 0.06 to 0.12.
+        assert (found - expected).norm() < 0.01 * expected.norm()
+    assert quantization.fake_quant_state() == before and model.training and quantization.observing
+    for group, state in zip(quantization.input_groups, states, strict=True):
+        for name, value in group.observer.state().items():
+            assert torch.equal(value, state[name]), f"{group.owner}: the observer saw the teacher's pass ({name})"
+    for name, layer in quantization.layers.items():
+        assert layer._weight_codes is codes[name], name
+
+
+def test_everything_is_restored_after_an_error_too(student):
+    model, quantization, _ = student
+    before = quantization.fake_quant_state()
+    with pytest.raises((TypeError, ValueError)):
+        SelfTeacher(model, install_head(model), quantization).look({"no_such_input": 1}, {})
+    assert quantization.fake_quant_state() == before and model.training and quantization.observing

@@ -1,0 +1,237 @@
+"""Memory predicted before a run: the arithmetic, the step on the meta device, the command."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import Qwen3Config
+
+from engine.memory.meta_model import meta_student, student_events
+from engine.memory.plan import RESERVE, Planner, meta_step
+from engine.memory.zero_gather import ShardedParameter
+from engine.memory.zero_states import Inventory, Settings, held_by
+from engine.memory.zero_step import Additions, own_bytes
+from engine.recipe.ds_config import DsConfigError
+from engine.recipe.reading import load_recipe
+from engine.recipe.recipe import Recipe
+from launch.memory import main
+from model.zero import WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL, to_be_whole
+from quant import SCALE_PARAMETERS
+from tests.root import ROOT
+from tests.tiny import tiny_config
+
+REAL = ROOT / "tests" / "unit" / "configs" / "qwen3_30b_a3b.json"
+
+
+def recipe(directory: Path, kind: str | Path = "qwen3", **sections) -> Recipe:
+    """Of a model whose directory holds config.json and nothing else."""
+    model = directory / "model"
+    model.mkdir(exist_ok=True)
+    if isinstance(kind, Path):
+        (model / "config.json").write_text(kind.read_text())
+    else:
+        tiny_config(kind, layers=6).save_pretrained(model)
+    contents = {
+        "model": {"path": str(model)},
+        "data": {"train": ["none"], "kind": "text", "max_length": 64},
+        "train": {"steps": 5},
+        "output_dir": str(directory / "out"),
+    }
+    for section, values in sections.items():
+        contents[section] = {**contents.get(section, {}), **values} if isinstance(values, dict) else values
+    path = directory / "recipe.yaml"
+    path.write_text(yaml.safe_dump(contents))
+    return load_recipe(path)
+
+
+# ---- bytes held
+
+
+def settings(stage: int, ranks: int, **zero) -> Settings:
+    """bf16 with fp32 accumulation where a stage has it."""
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **zero},
+        "gradient_accumulation_steps": 1,
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if stage else {}),
+    }
+    return Settings.of(config, ranks)
+
+
+def inventory() -> Inventory:
+    """A matrix of 4,000 and one of 1,002 elements that train, a frozen scale of 10."""
+    weights = [ShardedParameter("a", 0, 4000, 2, True, "bf16"), ShardedParameter("b", 1, 1002, 2, True, "bf16")]
+    return Inventory(
+        [*weights, ShardedParameter("s", 2, 10, 4, False, "fp32", scale=True, whole=True)],
+        {"weights": weights},
+        40,
+        5000,
+    )
+
+
+def bytes_per_stage(stage: int, ranks: int, **zero) -> tuple[list[int], list[int]]:
+    held = held_by(settings(stage, ranks, **zero), inventory())
+    items = ("parameters", "gradients", "master weights", "moments", "buckets")
+    return [held.device[item] for item in items], [held.host[item] for item in items]
+
+
+def test_bytes_of_each_stage_are_those_of_the_papers_formulas_and_what_deepspeed_adds():
+    none = [0] * 5
+    full = 2 * 5002 + 40
+    assert bytes_per_stage(0, 4) == ([full, 2 * 5002, 4 * 5002, 8 * 5002, 0], none)
+    flat = 5008  # 5,002 aligned to two for each of 4 ranks
+    share = flat // 4
+    assert bytes_per_stage(1, 4) == ([2 * flat + 40, 4 * flat + 2 * 5002, 4 * share, 8 * share, 0], none)
+    assert bytes_per_stage(2, 4) == ([2 * flat + 40, 4 * share, 4 * share, 8 * share, 2000], none)
+    part = 1000 + 251  # of each matrix a quarter, padded
+    threshold = {"stage3_param_persistence_threshold": 0}
+    held = [2 * part + 40, 4 * part, 4 * part, 8 * part, 2000]
+    assert bytes_per_stage(3, 4, **threshold) == (held, none)
+    persistent = [held[0] + 2 * 1002, *held[1:]]
+    assert bytes_per_stage(3, 4, stage3_param_persistence_threshold=1002) == (persistent, none)
+    offload = {"offload_optimizer": {"device": "cpu"}, **threshold}
+    assert bytes_per_stage(3, 4, **offload) == ([held[0], 0, 0, 0, 2000], [0, 8 * part, 4 * part, 8 * part, 0])
+    offload["offload_param"] = {"device": "cpu"}
+    assert bytes_per_stage(3, 4, **offload)[1][0] == held[0]
+
+
+def test_codes_that_stay_between_micro_batches_count_where_weights_stay():
+    for stage in range(4):
+        held = held_by(settings(stage, 4), inventory(), keeps_codes=True)
+        assert held.device["weight codes"] == (5000 if stage < 3 else 0)
+
+
+# ---- the step on the meta device
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_equal_layers_are_run_twice_and_counted_as_often_as_they_are(tmp_path, monkeypatch, kind, checkpointing):
+    train = {"activation_checkpointing": checkpointing}
+    student = meta_student(recipe(tmp_path, kind, train=train))
+    short = student_events(student, None, 2).events
+    assert student.model.config.num_hidden_layers == 6 == len(student.model.model.layers)
+    monkeypatch.setattr(meta_step, "REPRESENTATIVES", 6)
+    whole = student_events(student, None, 2).events
+    assert [(event.kind, event.name, event.recomputed) for event in short] == [
+        (event.kind, event.name, event.recomputed) for event in whole
+    ]
+    torch.testing.assert_close(own_bytes(short), own_bytes(whole), rtol=0, atol=0)
+
+
+def test_checkpointing_keeps_less_and_masks_take_their_bytes(tmp_path):
+    def peak(**sections) -> int:
+        return int(own_bytes(student_events(meta_student(recipe(tmp_path, **sections)), None, 2).events).max())
+
+    plain = peak(data={"max_length": 256})
+    assert peak(data={"max_length": 256}, train={"activation_checkpointing": True}) < plain
+    # A mask that is added, in bf16, is kept by each of 6 layers.
+    padded = peak(data={"max_length": 256, "kind": "chat"})
+    assert padded - plain >= 2 * 256 * 256 * 6 * 2
+
+
+# ---- scales
+
+
+def test_scales_over_the_limit_are_shared_out_as_in_a_run(tmp_path):
+    """36 layers with a scale for 32 weights, on every rank as many as model.zero makes whole."""
+    sides = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = Qwen3Config(num_hidden_layers=36, intermediate_size=3072, vocab_size=300, **sides)
+    config.save_pretrained(tmp_path / "large")
+    quant = {"scheme": "w4a16_g32"}
+    planner = Planner(recipe(tmp_path, tmp_path / "large" / "config.json", quant=quant))
+    model = planner.student.model
+    scales = [
+        parameter
+        for module in planner.student.quantization.modules.values()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in SCALE_PARAMETERS
+    ]
+    ids = {id(parameter) for parameter in to_be_whole(p for p in model.parameters() if id(p) in set(map(id, scales)))}
+    whole = [p for p in planner.inventory.parameters if p.whole]
+    assert {p.name for p in whole} == {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+    assert 0 <= WHOLE_ELEMENTS_IN_ALL - sum(p.numel for p in whole) < WHOLE_ELEMENTS
+    shared = [p for p in planner.inventory.parameters if p.scale and not p.trains and not p.whole]
+    assert shared and max(p.numel for p in shared) <= WHOLE_ELEMENTS
+    assert {p.share(8) * 8 for p in shared} == {4 * p.numel for p in shared}
+
+
+def test_codes_travel_as_bytes(tmp_path):
+    """Weights of quantised layers take half, each in forward and in backward, and nothing else does."""
+    zero3 = tmp_path / "zero3.json"
+    keys = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")
+    options = {f"stage3_{key}": 0 for key in keys}
+    zero3.write_text(json.dumps({"zero_optimization": {"stage": 3, **options}}))
+
+    def planner(codes: bool, **quant) -> Planner:
+        return Planner(recipe(tmp_path, quant={"gather_codes": codes, **quant}))
+
+    as_they_are, as_codes = (planner(codes).predict(str(zero3), 2).cost.traffic for codes in (False, True))
+    weights = sum(layer.weight.numel() for layer in planner(True).student.quantization.layers.values())
+    assert as_codes.calls == as_they_are.calls
+    assert as_codes.bytes == {**as_they_are.bytes, "all_gather": as_they_are.bytes["all_gather"] - 2 * weights}
+    with pytest.raises(DsConfigError, match=r"zero3: quant\.gather_codes: true, expected false: no layer"):
+        planner(True).predict("zero3", 2)  # all persist
+    off = planner(True, fake_quant_start=-1).predict(str(zero3), 2)
+    assert off.cost.traffic.bytes["all_gather"] == as_they_are.bytes["all_gather"]
+
+
+# ---- the whole
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits(tmp_path):
+    planner = Planner(recipe(tmp_path, data={"max_length": 64}))
+    limit = RESERVE + 2 * planner.predict("zero2", 2).peak
+    rows = planner.predict("zero2", 2, gpu_bytes=limit).largest_micro_batch
+    assert rows is not None and rows > 8  # so that every chunk of the losses is full
+
+    def peak(rows: int) -> int:
+        data = dataclasses.replace(planner.recipe.data, micro_batch_size=rows)
+        return Planner(dataclasses.replace(planner.recipe, data=data)).predict("zero2", 2).peak
+
+    assert peak(rows) + RESERVE <= limit < peak(rows + 1) + RESERVE
+    assert planner.predict("zero2", 2, gpu_bytes=RESERVE).largest_micro_batch == 0
+
+
+def test_a_teacher_is_held_and_gathered(tmp_path):
+    with_teacher = {"kd_weight": 1.0, "teacher": str(tmp_path / "model")}
+    planner = Planner(recipe(tmp_path, loss=with_teacher))
+    assert planner.teacher is not None
+    size = sum(p.numel() * p.element_size() for p in planner.teacher.model.parameters())
+    size += planner.teacher.head.weight.numel() * 2
+    assert planner.predict("zero0", 2).held.device["teacher"] == size
+    path = tmp_path / "zero3.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    share = planner.predict(str(path), 2).held.device["teacher"]
+    assert size / 2 <= share <= size / 2 + 2 * len(list(planner.teacher.model.parameters()))
+
+
+def test_a_real_model_is_counted_exactly_without_its_weights(tmp_path):
+    planner = Planner(recipe(tmp_path, REAL, train={"activation_checkpointing": True}))
+    scales = planner.inventory.scales
+    weights = [p for p in planner.inventory.parameters if "theta" not in p.name and "_s0" not in p.name]
+    assert sum(p.numel for p in weights) == 30_532_122_624  # as its model card says, 30.5B
+    assert 0 < scales < 10**6
+    predicted = planner.predict("zero3", 8)
+    # 14 bytes of optimizer and weights and 4 of gradients, shared out; beyond that a bucket, what persists.
+    states = sum(predicted.held.device.values()) - predicted.held.device["buckets"]
+    assert states == pytest.approx(18 / 8 * 30.532e9, rel=0.01)
+    assert isinstance(predicted.cost.additions, Additions)
+
+
+def test_the_command(tmp_path, capsys):
+    recipe(tmp_path)
+    run = ["--config", str(tmp_path / "recipe.yaml"), "--ranks", "2"]
+    main([*run, "--gpu_gb", "80", "--strategies", "zero2,zero3", "--json", str(tmp_path / "out.json")])
+    text = capsys.readouterr().out
+    assert "| GB per rank" in text and "| largest micro-batch |" in text and "reserve: 4 GB" in text
+    assert list(json.loads((tmp_path / "out.json").read_text())) == ["zero2", "zero3"]
+    with pytest.raises(SystemExit, match="2"):  # as launch/train.py ends
+        main([*run, "--model.path", str(tmp_path / "nowhere")])
+    assert "error: model.path" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*run, "--measured", str(tmp_path / "out.json")])
+    assert "error: --measured" in capsys.readouterr().err

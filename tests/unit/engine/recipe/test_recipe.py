@@ -1,0 +1,595 @@
+"""The recipe: what is read, what is refused, and what the refusal says. Every error names the key's path."""
+
+import dataclasses
+import itertools
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.export import check_export
+from engine.recipe.checks import RecipeError
+from engine.recipe.reading import load_recipe, parse_recipe, save_recipe
+from engine.recipe.recipe import DataRecipe, EventRecipe, ModelRecipe, Recipe, TrainRecipe, parse_size
+from quant import DEFAULT_EXEMPT, PRESETS, Preset, Rule, Scheme, TensorSpec, get_scheme
+from tests.root import ROOT
+
+SHIPPED = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
+OF_SCHEMES = sorted((ROOT / "launch" / "recipes" / "schemes").glob("*.yaml"))
+
+CACHED = "--loss.kd_weight 1 --loss.kd kl_top_k --loss.top_k 5 --loss.teacher_cache c"
+FROZEN = "--learnable.weight false"
+FOLLOW = "--quant.scales_follow_weights true --quant.weight_range absmax"
+
+MINIMAL = """\
+model: {path: model}
+data: {train: [train.jsonl]}
+train: {steps: 10}
+output_dir: out
+"""
+
+
+def minimal(**sections: Any) -> Recipe:
+    """The smallest valid recipe, with whole sections replaced."""
+    values: dict[str, Any] = {
+        "model": ModelRecipe(path="model"),
+        "data": DataRecipe(train=["train.jsonl"]),
+        "train": TrainRecipe(steps=10),
+        "output_dir": "out",
+    }
+    return Recipe(**(values | sections))
+
+
+def write(directory: Path, extra: str = "") -> Path:
+    path = directory / "recipe.yaml"
+    path.write_text(MINIMAL + extra, encoding="utf-8")
+    return path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    """The lines that a bad command line prints; it must exit with code 2."""
+    with pytest.raises(SystemExit) as exit_info:
+        parse_recipe(argv, check_files=False)
+    assert exit_info.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith("error: ") for line in lines), lines
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def test_file_then_overrides_then_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "optim: {lr: 3e-4, warmup_steps: 2}\n")
+    recipe = parse_recipe(
+        ["--config", str(path), "--optim.lr", "2e-5", "--optim.betas=[0.8, 0.9]", "--local_rank=3"], check_files=False
+    )
+    assert recipe.optim.lr == 2e-5
+    assert recipe.optim.warmup_steps == 2
+    assert recipe.optim.betas == (0.8, 0.9)
+    assert recipe.optim.scale_lr == 1e-3
+    assert recipe.quant.exempt == list(DEFAULT_EXEMPT)
+
+
+def test_python_and_yaml_give_the_same(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path)) == minimal()
+
+
+def test_field_map_and_lists_from_the_command_line(tmp_path: Path) -> None:
+    argv = ["--config", str(write(tmp_path)), "--data.fields", "{input: question, output: answer}"]
+    recipe = parse_recipe([*argv, "--data.train", "[a.jsonl, b.jsonl]"], check_files=False)
+    assert recipe.data.fields == {"input": "question", "output": "answer"}
+    assert recipe.data.train == ["a.jsonl", "b.jsonl"]
+
+
+def test_held_out_is_a_number_or_a_share(tmp_path: Path) -> None:
+    for text, value in (("5", 5), ("0.25", 0.25)):
+        recipe = parse_recipe(["--config", str(write(tmp_path)), "--data.held_out", text], check_files=False)
+        assert recipe.data.held_out == value and type(recipe.data.held_out) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"kind": "text", "loss_on": "all"}, "data.loss_on: 'all', expected last with data.kind text"),
+        ({"weights": [1.0, 2.0]}, "data.weights: [1.0, 2.0], expected 1 of them, one per file of data.train"),
+        ({"weights": [0.0]}, "data.weights: [0.0], expected numbers above 0"),
+        ({"weights": [math.nan]}, "data.weights: [nan], expected numbers above 0"),
+        ({"train": ["a", "./a"], "weights": [1.0, 1.0]}, "data.train: ['a', './a'], expected each file once"),
+        ({"held_out": -1}, "data.held_out: -1, expected a number of samples, or a share between 0 and 1"),
+        ({"held_out": 1.0}, "data.held_out: 1.0, expected a number of samples, or a share between 0 and 1"),
+        ({"held_out": math.nan}, "data.held_out: nan, expected a number of samples"),
+        ({"eval": [""]}, "data.eval: [''], expected files"),
+    ],
+)
+def test_bad_values_of_the_data_section(values: dict[str, Any], problem: str) -> None:
+    found = list(DataRecipe(**({"train": ["a"]} | values)).problems())
+    assert len(found) == 1 and found[0].startswith(problem)
+
+
+def random_value(rng: random.Random, value: Any) -> Any:
+    """Another value of the same type, within the bounds of every number."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + rng.randint(1, 5)
+    if isinstance(value, float):
+        return value * rng.uniform(0.5, 0.99)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("false", False), ("best", "best"), ("step_00000012", "step_00000012")]
+)
+def test_what_to_resume_from(tmp_path: Path, text: str, value: bool | str) -> None:
+    argv = ["--config", str(write(tmp_path)), "--train.resume", text]
+    path = write(tmp_path)
+    path.write_text(MINIMAL.replace("steps: 10", f"steps: 10, resume: {text}"), encoding="utf-8")
+    for recipe in (load_recipe(path), parse_recipe(argv, check_files=False)):
+        assert recipe.train.resume == value and type(recipe.train.resume) is type(value)
+
+
+def test_save_then_load_gives_the_same(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    rng = random.Random(seed)
+    recipe = minimal(train=TrainRecipe(steps=1000), deepspeed="zero1")
+    for name in ("optim", "train", "data", "learnable"):
+        section = getattr(recipe, name)
+        for item in dataclasses.fields(section):
+            setattr(section, item.name, random_value(rng, getattr(section, item.name)))
+    recipe.optim.schedule = "wsd"
+    recipe.schedule = [
+        EventRecipe(at=rng.randrange(1000), fake_quant=rng.choice([True, False, "weights"]), layers=r".*\.0\..*"),
+        EventRecipe(when="loss/lm < 2.5", lr={"weights": rng.random()}, loss={"lm": rng.random()}, freeze_scales=True),
+    ]
+    recipe.optim.betas = (rng.random(), rng.random())
+    recipe.learnable.weight = True
+    recipe.data.fields = {"input": "größe: {odd}", "output": "a'b"}
+    recipe.validate()
+    path = tmp_path / "saved.yaml"
+    save_recipe(recipe, path)
+    assert load_recipe(path) == recipe, f"seed {seed}"
+    assert set(yaml.safe_load(path.read_text())) == {item.name for item in dataclasses.fields(Recipe)}
+
+
+def run_script(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script that only parses, in a process of its own, as train.py does."""
+    program = "from engine.recipe.reading import parse_recipe; parse_recipe()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *argv],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_documents_every_field(tmp_path: Path) -> None:
+    shown = run_script("--help", cwd=tmp_path, COLUMNS="400")
+    assert shown.returncode == 0, shown.stderr
+    options = "\n" + shown.stdout.split("\noptions:\n")[1]
+    for section in dataclasses.fields(Recipe):
+        nested = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else ()
+        for key in [f"--{section.name}.{item.name}" for item in nested] or [f"--{section.name}"]:
+            entry = re.search(rf"\n  {re.escape(key)}[ ,](.*?)(?=\n  --|\n\n|$)", options, re.DOTALL)
+            assert entry, key
+            # A sentence before type and default; a field without a docstring has the value's placeholder there.
+            described = re.split(r"\((?:required|type)", " ".join(entry[1].split()))[0]
+            assert re.search(r"\w[).\"]*\. *$", described), f"{key}: {entry[0]}"
+
+
+def test_print_config_is_a_recipe(tmp_path: Path) -> None:
+    path = write(tmp_path, "optim: {lr: 3e-4}\n")
+    shown = run_script("--config", str(path), "--quant.scheme", "w4a16_g32", "--print_config", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    (tmp_path / "printed.yaml").write_text(shown.stdout)
+    recipe = load_recipe(tmp_path / "printed.yaml")
+    assert (recipe.optim.lr, recipe.quant.scheme) == (3e-4, "w4a16_g32")
+
+
+# --------------------------------------------------------------------------------------------------------- refusing
+
+
+def test_a_bad_recipe_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
+    path = write(tmp_path, "optim: {lrr: 1}\n")
+    run = run_script("--config", str(path), "--local_rank=0", cwd=tmp_path, LOCAL_RANK="0")
+    assert run.returncode == 2
+    assert run.stderr == f"error: {path}, line 5: optim.lrr: unknown key; did you mean optim.lr?\n"
+    silent = run_script("--config", str(path), "--local_rank=1", cwd=tmp_path, LOCAL_RANK="1")
+    assert (silent.returncode, silent.stderr) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("extra", "line", "said"),
+    [
+        ("optimm: {lr: 1}", 5, "optimm: unknown key; did you mean optim?"),
+        ("output: {}", 5, "output: unknown key; did you mean output_dir?"),
+        ("xyz: 1", 5, "xyz: unknown key; expected one of model, data,"),
+        ("optim:\n  eps: 1e-8\n  warmup: 3", 7, "optim.warmup: unknown key; did you mean optim.warmup_steps?"),
+        ("output_dir: other", 5, "output_dir: this key is there twice"),
+        ("optim: {lr: 1, eps: 1, lr: 2}", 5, "optim.lr: this key is there twice"),
+        ("optim:", 5, "optim: expected keys and values below it"),
+        ("optim: 3", 5, "optim: expected keys and values below it"),
+        ("data.kind: text", 5, "data.kind: unknown key"),
+        ("optim: {lr: ", 6, "not YAML"),
+    ],
+)
+def test_bad_keys_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: str, line: int, said: str
+) -> None:
+    path = write(tmp_path, extra + "\n")
+    assert refusal(capsys, "--config", str(path))[0].startswith(f"error: {path}, line {line}: {said}")
+
+
+@pytest.mark.parametrize("content", [b"", b"- 1\n", b"text\n", b"\xff\xfe\x00"])
+def test_a_file_that_is_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    assert str(path) in refusal(capsys, "--config", str(path))[0]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "none.yaml"
+    assert refusal(capsys, "--config", str(path)) == [f"error: --config: '{path}': No such file or directory"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--optim.lrr 3", "unrecognized arguments: --optim.lrr 3; did you mean --optim.lr?"),
+        ("--optim.l 3", "unrecognized arguments: --optim.l 3"),
+        ("--optim.lr x", "optim.lr: Expected a float. Got value: x"),
+        ("--train.steps 1.5", "train.steps: Expected a int. Got value: 1.5"),
+        ("--train.steps true", "train.steps: Expected a int. Got value: True"),
+        ("--learnable.norm 1", "learnable.norm: Expected a bool. Got value: 1"),
+        (
+            "--loss.kd foo",
+            "loss.kd: Expected one of ['kl', 'rkl', 'mse', 'cakld', 'kd', 'kl_top_k', 'r_kl_top_k']. Got",
+        ),
+        ("--optim.betas [0.9]", "optim.betas: Expected a tuple with 2 elements. Got value: [0.9]"),
+        ("--data.train a.jsonl", "data.train: Expected a list. Got value: a.jsonl"),
+        ("left over", "unrecognized arguments: left over"),
+    ],
+)
+def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, said: str) -> None:
+    assert refusal(capsys, "--config", str(write(tmp_path)), *options.split())[0].startswith(f"error: {said}")
+
+
+def test_required_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refusal(capsys, "--model.path", "m")
+    for key in ("data.train", "train.steps", "output_dir"):
+        assert key in line
+    assert "model.path" not in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--model.path=", "model.path: ''"),
+        ("--quant.scheme fp9", "quant.scheme: 'fp9', expected one of fp8_static,"),
+        ("--quant.exempt [a,(]", "quant.exempt[1]: '(', expected a regular expression"),
+        ("--quant.calibration_batches -1", "quant.calibration_batches: -1, expected at least 0"),
+        ("--quant.initial_input_scale 0 --quant.calibration_batches 0", "quant.initial_input_scale: 0.0, expected a"),
+        (
+            "--quant.initial_input_scale .5",
+            "quant.initial_input_scale: 0.5, expected null or quant.calibration_batches 0",
+        ),
+        ("--quant.calibration_batches 0", "quant.calibration_batches: 0, expected 1 or more"),
+        ("--quant.fake_quant_start -2", "quant.fake_quant_start: -2, expected at least -1"),
+        ("--quant.fake_quant_start 10", "quant.fake_quant_start: 10, expected below train.steps (10)"),
+        ("--learnable.weight false --learnable.weight_scale false", "learnable: nothing is learnable"),
+        ("--learnable.weight false --quant.fake_quant_start -1", "quant.fake_quant_start: -1 (never)"),
+        ("--learnable.act_scale true --quant.scheme w4a16_g32", "learnable.act_scale: True, expected false"),
+        ("--quant.initial_input_scale 1 --quant.scheme w4a16_g32", "quant.initial_input_scale: 1.0, expected null"),
+        (f"{FOLLOW} --quant.weight_range auto", "quant.weight_range: 'auto', expected absmax, since quant.scales_foll"),
+        (f"{FOLLOW} --quant.scales ptq", "quant.scales: 'ptq', expected null: quant.scales_follow_weights replaces"),
+        (f"{FOLLOW} --quant.scheme fp8_kv", "quant.scales_follow_weights: True, expected false: quant.scheme fp8_kv"),
+        (
+            "--quant.signed_scales true --quant.scheme w4a16_asym",
+            "quant.signed_scales: True, expected false: no scheme",
+        ),
+        (
+            "--quant.scheme fp8_kv --learnable.weight false",
+            "learnable: only weight_scale is true, expected act_scale, weight or norm too: quant.scheme fp8_kv has no",
+        ),
+        ("--data.train []", "data.train: [], expected at least one file"),
+        ("--data.kind text --data.fields {input:a}", "data.fields"),
+        ("--data.max_length 1", "data.max_length: 1, expected at least 2"),
+        ("--data.micro_batch_size 0", "data.micro_batch_size: 0, expected at least 1"),
+        ("--data.seed -1", "data.seed: -1, expected at least 0"),
+        ("--optim.lr=-1e-5", "optim.lr: -1e-05, expected at least 0"),
+        ("--optim.scale_lr -1", "optim.scale_lr: -1.0, expected at least 0"),
+        ("--optim.min_lr_ratio 1.1", "optim.min_lr_ratio: 1.1, expected between 0 and 1"),
+        ("--optim.warmup_steps 11", "optim.warmup_steps: 11, expected at most 10 (train.steps)"),
+        ("--optim.weight_decay -1", "optim.weight_decay: -1.0, expected at least 0"),
+        ("--optim.betas [0.9,1]", "optim.betas: (0.9, 1.0), expected two numbers in [0, 1)"),
+        ("--optim.eps 0", "optim.eps: 0.0, expected a number above 0"),
+        ("--optim.grad_clip -1", "optim.grad_clip: -1.0, expected at least 0"),
+        ("--optim.grad_clip .inf", "optim.grad_clip"),
+        ("--loss.lm_weight 0", "loss.lm_weight, loss.kd_weight: both 0"),
+        ("--loss.lm_weight -1", "loss.lm_weight: -1.0, expected at least 0"),
+        ("--loss.kd_weight 1", "loss.teacher: None, expected a directory since loss.kd_weight is 1.0"),
+        ("--loss.kd kd --loss.temperature 0", "loss.temperature: 0.0, expected a number above 0"),
+        ("--loss.kd kl --loss.temperature 2", "loss.temperature: 2.0, expected 1.0: loss.kd kl has no temperature"),
+        ("--loss.kd kl_top_k", "loss.top_k: None, expected a number of tokens, like 100: loss.kd is kl_top_k"),
+        ("--loss.kd r_kl_top_k --loss.top_k 0", "loss.top_k: 0, expected at least 1"),
+        ("--loss.kd kl --loss.tail true", "loss.tail: True, expected false: loss.kd kl is of the whole vocabulary"),
+        ("--loss.diagnostics_every -1", "loss.diagnostics_every: -1, expected at least 0"),
+        ("--loss.kd_weight 1 --loss.teacher self", "loss.teacher: 'self', expected learnable.weight"),
+        (f"{CACHED} --loss.kd cakld", "loss.kd: 'cakld', expected kl_top_k: with loss.teacher_cache"),
+        (f"{CACHED} --loss.kd r_kl_top_k", "loss.kd: 'r_kl_top_k', expected kl_top_k"),
+        (f"{CACHED} --loss.diagnostics_every 5", "loss.diagnostics_every: 5, expected 0"),
+        (
+            f"{CACHED} --eval.best total",
+            "eval.best: 'total', expected lm: loss.teacher_cache holds no held-out samples",
+        ),
+        (f"{CACHED} --loss.teacher_cache=", "loss.teacher_cache: ''"),
+        (f"{CACHED} {FROZEN} --loss.teacher self", "loss.teacher: 'self', expected a directory or null"),
+        ("--loss.chunk_tokens 0", "loss.chunk_tokens: 0, expected at least 1"),
+        ("--train.steps 0", "train.steps: 0, expected at least 1"),
+        ("--train.gradient_accumulation_steps 0", "train.gradient_accumulation_steps: 0, expected at least 1"),
+        ("--train.log_every 0", "train.log_every: 0, expected at least 1"),
+        ("--train.quant_stats_every -1", "train.quant_stats_every: -1, expected at least 0"),
+        ("--train.checkpoint_every -1", "train.checkpoint_every: -1, expected at least 0"),
+        ("--train.keep_checkpoints 0", "train.keep_checkpoints: 0, expected at least 1"),
+        ("--train.max_skipped_steps 0", "train.max_skipped_steps: 0, expected at least 1"),
+        ("--train.resume step_12", "train.resume: 'step_12', expected true, false, best, or a name like step_00001000"),
+        ("--train.resume ../step_00000012", "train.resume: '../step_00000012', expected true, false, best"),
+        ("--export.max_shard_size 5XB", "export.max_shard_size: '5XB' is not a size"),
+        ("--deepspeed=", "deepspeed: ''"),
+        ("--output_dir=", "output_dir: ''"),
+    ],
+)
+def test_bad_values(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, said: str) -> None:
+    """One problem, one line: a check that fires beside the right one would send the reader the wrong way."""
+    lines = refusal(capsys, "--config", str(write(tmp_path)), *options.split())
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--quant.fake_quant_start 9",
+        "--quant.fake_quant_start -1",
+        "--quant.calibration_batches 0 --quant.fake_quant_start 3",
+        "--quant.calibration_batches 0 --quant.initial_input_scale 0.1",
+        "--quant.calibration_batches 0 --quant.scales ptq",
+        "--quant.calibration_batches 0 --quant.scheme w2a16_g32",
+        "--learnable.weight false --learnable.weight_scale false --learnable.norm true",
+        "--learnable.weight false --learnable.act_scale true",
+        "--loss.lm_weight 0 --loss.kd_weight 1 --loss.teacher t",
+        "--loss.kd_weight 1 --loss.teacher t --loss.kd kd --loss.temperature 2",
+        "--loss.kd_weight 1 --loss.teacher t --loss.kd r_kl_top_k --loss.top_k 5 --loss.tail true",
+        f"--loss.kd_weight 1 --loss.teacher self {FROZEN}",
+        CACHED,
+        f"{CACHED} --loss.teacher t --loss.tail true",
+        "--optim.grad_clip 0",
+        "--optim.warmup_steps 10",
+    ],
+)
+def test_values_at_the_edge_pass(tmp_path: Path, options: str) -> None:
+    parse_recipe(["--config", str(write(tmp_path)), *options.split()], check_files=False)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(RecipeError) as error:
+        minimal(train=TrainRecipe(steps=10, log_every=0, keep_checkpoints=0), data=DataRecipe(train=[]))
+    assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
+        "data.train",
+        "train.log_every",
+        "train.keep_checkpoints",
+    ]
+
+
+def test_an_assignment_is_checked_by_validate() -> None:
+    recipe = minimal()
+    recipe.optim.eps = -1.0
+    with pytest.raises(RecipeError, match=r"^optim\.eps: -1\.0, expected a number above 0$"):
+        recipe.validate()
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def test_files_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("model", "teacher"):
+        (tmp_path / name).mkdir()
+    recipe = minimal()
+    recipe.loss.kd_weight, recipe.loss.teacher, recipe.quant.scales = 1.0, "teacher", "ptq"
+    recipe.data.eval = ["eval.jsonl"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as error:
+        recipe.validate_files()
+    here = f"(in {os.getcwd()})"
+    assert str(error.value).splitlines() == [
+        f"model.path: 'model' {here}, expected config.json in that directory (a Hugging Face checkpoint)",
+        f"loss.teacher: 'teacher' {here}, expected config.json in that directory (a Hugging Face checkpoint)",
+        f"quant.scales: 'ptq' {here}, expected the directory of a PTQ checkpoint",
+        f"data.train[0]: 'train.jsonl' {here}, expected a file",
+        f"data.eval[0]: 'eval.jsonl' {here}, expected a file",
+    ]
+    for name in ("model", "teacher"):
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "ptq").mkdir()
+    (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "eval.jsonl").write_text("")
+    recipe.validate_files()
+    recipe.model.path = str(tmp_path / "no")
+    with pytest.raises(RecipeError, match=r"no', expected a directory with config\.json"):
+        recipe.validate_files()
+
+
+def test_a_teacher_that_is_not_used_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("")
+    recipe = minimal()
+    recipe.loss.teacher = "nowhere"
+    recipe.validate_files()
+
+
+def test_a_cached_teacher_is_looked_for_and_not_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("")
+    recipe = minimal()
+    recipe.loss.kd_weight, recipe.loss.teacher, recipe.loss.teacher_cache = 1.0, "nowhere", "cache"
+    with pytest.raises(RecipeError, match=r"loss.teacher_cache: 'cache' .*cache_teacher\.py wrote"):
+        recipe.validate_files()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "manifest.json").write_text("{}")
+    recipe.validate_files()
+
+
+def test_the_student_is_no_teacher_while_it_changes() -> None:
+    recipe = minimal()
+    recipe.loss.kd_weight, recipe.loss.teacher = 1.0, "self"
+    recipe.learnable.norm = True
+    with pytest.raises(RecipeError, match=r"expected learnable\.weight and learnable\.norm to be false"):
+        recipe.validate()
+    recipe.learnable.weight = recipe.learnable.norm = False
+    recipe.validate()
+
+
+def test_parse_recipe_checks_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        parse_recipe(["--config", str(write(tmp_path))])
+    assert exit_info.value.code == 2
+    assert "error: data.train[0]: 'train.jsonl'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- sizes, shipped
+
+
+def test_parse_size() -> None:
+    assert parse_size("5GB") == 5_000_000_000
+    assert parse_size("500MB") == 500_000_000
+    assert parse_size("1.5 kb") == 1500
+    assert parse_size("2GiB") == 2 * 2**30
+    assert parse_size("3MiB") == 3 * 2**20
+    assert parse_size("17") == 17
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 GBB", "-1GB", "0GB", "0.5", "1e9", "5G", "1.2.3MB"])
+def test_parse_size_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size: expected a positive number and a unit"):
+        parse_size(text)
+
+
+def test_export_dir() -> None:
+    recipe = minimal()
+    assert recipe.export_dir() == Path("out/export")
+    recipe.export.dir = "served"
+    assert recipe.export_dir() == Path("served")
+
+
+def test_a_layout_that_cannot_hold_a_scheme_is_refused_before_any_work(tmp_path: Path) -> None:
+    recipe = minimal(output_dir=str(tmp_path / "out"))
+    recipe.export.format = "vllm_fp8"
+    check_export(recipe)
+    recipe.quant.lm_head = "w8a16_channel"
+    with pytest.raises(RecipeError, match=r"^export.format: .* got fp8_static, w8a16_channel"):
+        check_export(recipe)
+    recipe.export.format = "compressed"
+    check_export(recipe)
+
+
+def test_a_recipe_is_shipped_per_preset_and_model() -> None:
+    assert {path.stem for path in OF_SCHEMES} == set(PRESETS)
+    sizes = {"qwen3_0_6b", "qwen3_4b", "qwen3_30b_a3b", "llama3_2_1b", "llama3_8b", "llama3_70b"}
+    assert {path.stem for path in SHIPPED} == {*sizes, "qwen3_4b_fp8_scales_only"}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipe(path: Path) -> None:
+    recipe = load_recipe(path)
+    relative = path.relative_to(ROOT)
+    assert f"launch/train.py --config {relative}" in path.read_text().split("\n\n")[0], "it opens with its command"
+    assert recipe.output_dir == f"runs/{path.stem}"
+    assert (ROOT / "ds_configs" / f"{recipe.deepspeed}.json").is_file()
+    if "scales_only" in path.stem:
+        learn = recipe.learnable
+        assert dataclasses.astuple(learn) == (False, True, True, True, False, False)
+
+
+@pytest.mark.parametrize("path", OF_SCHEMES, ids=lambda path: path.stem)
+def test_recipe_of_a_scheme(path: Path) -> None:
+    """It opens with its command, which works on the files that are there."""
+    text = path.read_text()
+    command = " ".join(line.strip("# \\") for line in text.split("\n\n")[0].splitlines()[2:])
+    words = command.split()
+    named = [ROOT / word for before, word in itertools.pairwise(words) if before == "--config"]
+    assert named[1] == path and all(file.is_file() for file in named), command
+    assert words[-1] == f"runs/qwen3_4b_{path.stem}"
+    # On one of the models: what a scheme sets, no model does.
+    model = [one for one in SHIPPED if "only" not in one.stem][OF_SCHEMES.index(path) % (len(SHIPPED) - 1)]
+    recipe = parse_recipe(["--config", str(model), "--config", str(path)], check_files=False)
+    assert recipe.quant.preset() == PRESETS[path.stem] and recipe.output_dir == f"runs/{model.stem}"
+
+
+# --------------------------------------------------------------------------------------------------- several schemes
+
+SCHEMES_OF_ONES_OWN = """\
+quant:
+  scheme: mine
+  schemes:
+    mine: {weights: {dtype: int, bits: 4, granularity: group, group_size: 64}, activations: {dtype: fp8_e4m3,
+      granularity: token, dynamic: true}}
+  rules:
+    - {first: 1, last: 2, scheme: none}
+    - {layers: '.*mlp.*', scheme: w3a16_channel}
+  lm_head: w8a16_channel
+"""
+
+
+def test_schemes_are_composed_and_given_by_rules(tmp_path: Path) -> None:
+    """And the file that a run keeps reads back equal."""
+    recipe = load_recipe(write(tmp_path, SCHEMES_OF_ONES_OWN))
+    mine = Scheme("mine", TensorSpec("int", 4, "group", 64), TensorSpec("fp8_e4m3", 8, "token", dynamic=True))
+    assert recipe.quant.preset() == Preset(mine)
+    assert recipe.quant.chosen_rules() == [
+        Rule(None, first=1, last=2),
+        Rule(get_scheme("w3a16_channel"), layers=".*mlp.*"),
+    ]
+    assert recipe.quant.head_scheme() == get_scheme("w8a16_channel")
+    assert recipe.quant.quantises_activations() and not recipe.quant.stores_input_scales()
+    save_recipe(recipe, tmp_path / "again.yaml")
+    assert load_recipe(tmp_path / "again.yaml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("bits: 4", "bits: 9", "quant.schemes.mine: int codes have 2 to 8 bits, got bits=9"),
+        ("bits: 4", "bitts: 4", "line 8: quant.schemes.mine.weights.bitts: unknown key; did you mean quant."),
+        ("granularity: group,", "granularity: tensor,", "quant.schemes.mine: group_size goes with granularity"),
+        ("first: 1", "frist: 1", "line 11: quant.rules[0].frist: unknown key; did you mean quant.rules[0].first?"),
+        ("first: 1, last: 2, ", "", "quant.rules[0]: every layer, expected layers, first or last"),
+        ("last: 2", "last: 0", "quant.rules[0].last: 0, expected at least 1"),
+        ("scheme: none", "scheme: nope", "quant.rules[0].scheme: 'nope', expected one of none, fp8_static, "),
+        ("'.*mlp.*'", "'('", "quant.rules[1].layers: '(', expected a regular expression"),
+        ("lm_head: w8a16_channel", "lm_head: mine", "quant.lm_head: 'mine', expected one of w8a16_g128, "),
+        ("    mine: {w", "    fp8_kv: {w", "quant.schemes.fp8_kv: a name that is taken, expected another one"),
+        ("lm_head: w8a16_channel", "compute: fp8_gemm", "quant.compute: 'fp8_gemm', expected auto or simulate"),
+    ],
+)
+def test_a_scheme_that_cannot_be_is_named(tmp_path: Path, old: str, new: str, line: str) -> None:
+    text = SCHEMES_OF_ONES_OWN.replace(old, new)
+    assert text != SCHEMES_OF_ONES_OWN
+    with pytest.raises(RecipeError, match=re.escape(line)):
+        load_recipe(write(tmp_path, text))

@@ -1,0 +1,100 @@
+"""From the recipe's data section to batches; on one rank, without a process group."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from data.held_out import HeldOut
+from data.loader import Loader
+from engine.recipe.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
+from engine.session.setup import build_loader
+from model.ranks import RankError
+from tests.tiny import TEXT, tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    tiny_checkpoint(directory / "model", "qwen3")
+    for name, count in (("a", 30), ("b", 10), ("c", 6)):
+        rows = [{"input": f"{name} {i}?" + " hm" * (i % 5), "output": str(i)} for i in range(count)]
+        (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (directory / "a.txt").write_text(TEXT * 9)
+    (directory / "b.txt").write_text(TEXT * 3)
+    return directory
+
+
+def build(
+    folder: Path, files: tuple[str, ...] = ("a.jsonl", "b.jsonl"), model: dict[str, Any] | None = None, **data: Any
+) -> tuple[Loader, HeldOut | None]:
+    recipe = Recipe(
+        model=ModelRecipe(str(folder / "model"), **(model or {})),
+        data=DataRecipe([str(folder / file) for file in files], **({"max_length": 128} | data)),
+        train=TrainRecipe(steps=10),
+        output_dir="out",
+    )
+    return build_loader(recipe, AutoTokenizer.from_pretrained(folder / "model"))
+
+
+def test_held_out_samples_are_not_trained_on(folder):
+    loader, held_out = build(folder, held_out=8, eval=[str(folder / "c.jsonl")], micro_batch_size=2)
+    assert held_out is not None and len(held_out.samples) == 14
+    # The six of the evaluation file come behind those that were held out.
+    assert [Path(sample.file).name for sample in held_out.samples[8:]] == ["c.jsonl"] * 6
+    trained = {(s.file, s.line) for s in loader.samples}
+    assert len(trained) == 32 and not trained & {(s.file, s.line) for s in held_out.samples}
+    assert build(folder)[1] is None
+
+
+def test_packing_weights_and_loss_on(folder):
+    loader, _ = build(folder, packing=True, weights=[1.0, 3.0], loss_on="all")
+    (batch,) = loader.step(0)
+    assert "position_ids" in batch and batch["input_ids"].shape == (1, 128)
+    ids = [i for row in range(loader._order.rows_in_epoch(0)) for i in loader._order.row(row)]
+    assert sum(loader.samples[i].file.endswith("b.jsonl") for i in ids) == 30 and len(ids) == 40
+
+
+def test_weights_of_text_files(folder):
+    loader, _ = build(folder, ("a.txt", "b.txt"), kind="text", max_length=16, weights=[1.0, 1.0])
+    names = [Path(sample.file).name for sample in loader.samples]
+    assert set(names) == {"a.txt", "b.txt"} and names == sorted(names)
+    taken = [names[loader.step(k)[0]["sample_ids"][0]] for k in range(len(names))]
+    assert abs(taken.count("a.txt") - taken.count("b.txt")) <= 1
+
+
+@pytest.mark.parametrize(
+    ("attention", "rows", "packs"),
+    [
+        ("eager", 2, True),
+        ("sdpa", 2, True),
+        ("flash_attention_2", 1, True),
+        ("flash_attention_2", 2, False),
+        ("another", 1, False),
+    ],
+)
+def test_packing_is_refused_where_samples_would_see_each_other(attention, rows, packs, folder):
+    data = {"packing": True, "micro_batch_size": rows}
+    if packs:
+        build(folder, model={"attn_implementation": attention}, **data)
+        return
+    with pytest.raises(
+        RankError, match=rf"data\.packing: true, expected false: with .* {attention} and .* {rows} packed"
+    ):
+        build(folder, model={"attn_implementation": attention}, **data)
+
+
+def test_packing_is_refused_for_layers_that_carry_a_state(folder, tmp_path):
+    config = json.loads((folder / "model" / "config.json").read_text())
+    changed = tmp_path / "model"
+    changed.mkdir()
+    for file in (folder / "model").iterdir():
+        (changed / file.name).write_bytes(file.read_bytes())
+    (changed / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention", "full_attention"]}))
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    with pytest.raises(RankError, match=r"has layers of the kinds \['linear_attention'\]"):
+        build(tmp_path, packing=True)
+    build(tmp_path)

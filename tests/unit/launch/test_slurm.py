@@ -1,0 +1,61 @@
+"""launch/slurm/job.sbatch, run by bash with stand-ins for srun and scontrol: no Slurm is needed."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from tests.root import ROOT
+
+JOB = ROOT / "launch" / "slurm" / "job.sbatch"
+
+# Two nodes of two tasks, as srun numbers them; its own options end where the command begins.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do echo "srun $1"; shift; done
+for task in 0 1 2 3; do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NTASKS=4 SLURM_NNODES=2 "$@" || exit $?
+done
+"""
+# The names come one after the other: who reads the first alone has closed the pipe when the second is written.
+SCONTROL = """#!/bin/bash
+[ "$*" = "show hostnames node[7-8]" ] || exit 1
+echo node7
+sleep 0.2
+echo node8
+"""
+RANK = """
+import os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+print(*(os.environ[name] for name in names), sys.argv[1:])
+"""
+
+
+def submit(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    environment = {"PATH": f"{directory}:{os.environ['PATH']}", "HOME": str(directory)}
+    environment |= {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "1234567", "SLURM_CPUS_PER_TASK": "3"}
+    command = ["bash", str(JOB), *arguments]
+    return subprocess.run(command, cwd=directory, env=environment, text=True, capture_output=True, check=False)
+
+
+def test_every_task_becomes_a_rank(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    result = submit(tmp_path, "rank.py", "--config", "with a blank.yaml")
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("srun ")]
+    rest = "node7 24567 3 ['--config', 'with a blank.yaml']"
+    assert lines == [f"0 4 0 2 {rest}", f"1 4 1 2 {rest}", f"2 4 0 2 {rest}", f"3 4 1 2 {rest}"]
+    assert "srun --kill-on-bad-exit=1" in result.stdout
+    assert "srun --cpus-per-task=3" in result.stdout
+
+
+def test_the_exit_code_of_a_rank_is_that_of_the_job(tmp_path):
+    (tmp_path / "rank.py").write_text("raise SystemExit(3)")
+    assert submit(tmp_path, "rank.py").returncode == 3
+
+
+def test_no_script_is_an_error(tmp_path):
+    result = submit(tmp_path)
+    assert result.returncode == 2
+    assert "usage: sbatch" in result.stderr

@@ -1,0 +1,127 @@
+"""What build_model refuses, and what must not depend on how it builds. Stages and values: tests/distributed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from model.build import build_model
+from model.ranks import RankError
+from tests.root import ROOT
+from tests.tiny import tiny_config
+
+CPU = torch.device("cpu")
+BF16 = {"bf16": {"enabled": True}}
+
+
+def build(path: Path, **options):
+    return build_model(path, BF16, dtype=torch.bfloat16, device=CPU, **options)
+
+
+def write_config(path: Path, **changes) -> Path:
+    """config.json of a tiny Llama with changes; its path."""
+    values = {**tiny_config("llama").to_dict(), **changes}
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_config_that_is_no_json_object(text: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(RankError, match=r"config\.json"):
+        build(tmp_path)
+
+
+def test_no_config(tmp_path: Path):
+    with pytest.raises(RankError, match=r"nowhere/config\.json does not exist"):
+        build(tmp_path / "nowhere")
+
+
+def test_quantised_config(tmp_path: Path):
+    write_config(tmp_path, quantization_config={"quant_method": "compressed-tensors"})
+    with pytest.raises(RankError, match=r"config\.json has a quantization_config: .* unquantised"):
+        build(tmp_path)
+
+
+def test_an_architecture_that_transformers_does_not_have(tmp_path: Path):
+    with pytest.raises(RankError, match="marvellous"):
+        build(write_config(tmp_path, model_type="marvellous"))
+
+
+def test_a_failed_build_leaves_no_hook_behind(tmp_path: Path):
+    config = AutoConfig.for_model("gpt_oss", num_local_experts=2, num_hidden_layers=1, hidden_size=32)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RankError, match="GptOssExperts"):
+        build(tmp_path, attn_implementation="eager")
+    linear = nn.Linear(2, 2)
+    assert not linear.weight.is_meta and linear.weight.dtype == torch.float32 and linear.weight.any()
+
+
+def test_parameters_are_uninitialised_but_complete(tmp_path: Path):
+    """Shapes, dtypes, names and buffers are those of a plain build of the same configuration."""
+    model = build(write_config(tmp_path))
+    reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
+    ours, theirs = model.state_dict(), reference.state_dict()
+    assert {name: (value.shape, value.dtype) for name, value in ours.items()} == {
+        name: (value.shape, value.dtype) for name, value in theirs.items()
+    }
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert model.config._attn_implementation == "sdpa" and model.dtype == torch.bfloat16
+
+
+def test_buffers_that_the_model_lists_for_fp32_are_fp32_before_loading(tmp_path: Path):
+    """A routing bias in bf16 would be rounded when it is loaded, and send tokens to other experts."""
+    config = AutoConfig.for_model(
+        "glm4_moe", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=48, moe_intermediate_size=12, n_routed_experts=4, first_k_dense_replace=1,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    model = build(tmp_path)
+    assert model.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
+    assert model.model.layers[1].mlp.gate.weight.dtype == torch.bfloat16
+
+
+REMOTE_CODE = """
+import pathlib
+pathlib.Path({marker!r}).write_text("ran")
+from transformers import LlamaConfig, LlamaForCausalLM
+class MarvellousConfig(LlamaConfig):
+    model_type = "marvellous"
+class MarvellousForCausalLM(LlamaForCausalLM):
+    config_class = MarvellousConfig
+"""
+
+
+def test_remote_code_runs_only_when_asked(tmp_path: Path):
+    """In a process of its own, because transformers keeps code that it has imported."""
+    marker = tmp_path / "marker"
+    classes = {"AutoConfig": "code.MarvellousConfig", "AutoModelForCausalLM": "code.MarvellousForCausalLM"}
+    path = write_config(tmp_path / "model", model_type="marvellous", auto_map=classes)
+    (path / "code.py").write_text(REMOTE_CODE.format(marker=str(marker)))
+    with pytest.raises(RankError, match=r"needs Python code .*set model\.trust_remote_code to true"):
+        build(path)
+    assert not marker.exists()
+    script = (
+        "import torch; from pathlib import Path; from model.build import build_model\n"
+        f"model = build_model(Path({str(path)!r}), {{}}, dtype=torch.float32, device=torch.device('cpu'), "
+        "trust_remote_code=True)\nassert type(model).__name__ == 'MarvellousForCausalLM'"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_MODULES_CACHE": str(tmp_path / "cache")}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert marker.read_text() == "ran"
+
+
+def test_native_architectures_ignore_the_code_that_a_checkpoint_brings(tmp_path: Path):
+    path = write_config(tmp_path, auto_map={"AutoModelForCausalLM": "code.Other"})
+    (path / "code.py").write_text("raise SystemExit('remote code ran')")
+    assert type(build(path)).__name__ == "LlamaForCausalLM"

@@ -1,0 +1,136 @@
+"""lm_head as a module that computes what it is asked to, inside the model's own forward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig
+
+from engine.losses.chunked import Objective, TeacherHidden, chunked_losses
+from model.head import PlainHead, changes_logits, install_head, output_head, remove_head
+from tests.tiny import tiny_model
+
+KINDS = ("qwen3", "llama", "qwen3_moe")
+
+
+def tiny(kind, **options):
+    """A tiny model whose experts take any size."""
+    model = tiny_model(kind, **options)
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def batch_of(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, model.config.vocab_size, (2, 7), generator=generator)
+    labels = ids.roll(-1, 1)
+    labels[:, -1], labels[0, :3] = -100, -100
+    return ids, labels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_and_logits_stay_what_they_were(seed, kind, tied):
+    model = tiny(kind, tied=tied, seed=seed)
+    ids, _ = batch_of(model, seed)
+    before, weight, names = model(ids).logits, model.lm_head.weight, [name for name, _ in model.named_parameters()]
+    head = install_head(model)
+    assert model.get_output_embeddings() is head and type(head) is PlainHead
+    assert head.weight is weight and (head.weight is model.model.embed_tokens.weight) == tied
+    assert [name for name, _ in model.named_parameters()] == names
+    assert torch.equal(model(ids).logits, before)
+    assert install_head(model) is head, "a second call changes nothing"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_losses_through_the_head_equal_those_of_the_logits(seed, kind, tied):
+    """Against torch's cross entropy of the model's logits, with the gradient of every parameter; fp64."""
+    model = tiny(kind, tied=tied, seed=seed, dtype=torch.float64)
+    ids, labels = batch_of(model, seed)
+    loss = F.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    head = install_head(model)
+
+    def task(hidden, weight, bias):
+        return chunked_losses(hidden, weight, bias, labels, objective=Objective(chunk_tokens=3)).total
+
+    with head.computing(task):
+        total = model(ids).logits
+    total.backward()
+    torch.testing.assert_close(total, loss.detach())
+    for name, parameter in model.named_parameters():
+        # An expert that no token chose has None in one and zeros in the other.
+        reference = torch.zeros_like(parameter) if expected[name] is None else expected[name]
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found, reference, rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_the_moe_forward_keeps_its_auxiliary_loss(seed):
+    model = tiny("qwen3_moe", seed=seed, dtype=torch.float32)
+    model.config.output_router_logits = True
+    ids, labels = batch_of(model, seed)
+    expected = model(ids).aux_loss
+    with install_head(model).computing(lambda *given: chunked_losses(*given, labels).total):
+        assert torch.equal(model(ids).aux_loss, expected)
+
+
+def test_a_task_lasts_as_long_as_its_block(seed):
+    model = tiny("qwen3", seed=seed)
+    head = install_head(model)
+    ids, _ = batch_of(model, seed)
+    logits = model(ids).logits
+    with pytest.raises(ZeroDivisionError), head.computing(lambda *given: given[0]):
+        with pytest.raises(RuntimeError, match="must not nest"), head.computing(lambda *given: given[0]):
+            pass
+        assert model(ids).logits.shape[-1] == model.config.hidden_size
+        raise ZeroDivisionError
+    assert torch.equal(model(ids).logits, logits)
+
+
+def test_a_model_without_its_head_returns_hidden_states(seed):
+    model = tiny("llama", tied=True, seed=seed)
+    ids, labels = batch_of(model, seed)
+    logits = model(ids).logits
+    head = remove_head(model)
+    hidden = model(ids).logits
+    assert torch.equal(F.linear(hidden, head.weight), logits) and head.weight is model.model.embed_tokens.weight
+    teacher = TeacherHidden(hidden, head.weight)
+    assert chunked_losses(hidden, head.weight, None, labels, teacher).sums["kd"] == 0
+
+
+@pytest.mark.parametrize(
+    "config, named",
+    [
+        (Gemma2Config(), "final_logit_softcapping: 30.0"),
+        (GraniteConfig(logits_scaling=8.0), "logits_scaling: 8.0"),
+        (CohereConfig(), "logit_scale: 0.0625"),
+    ],
+    ids=["gemma2", "granite", "cohere"],
+)
+def test_a_model_that_changes_its_logits_is_named(config, named):
+    problem = changes_logits(config)
+    assert problem and named in problem and config.model_type in problem
+
+
+def test_neutral_values_change_no_logits():
+    for config in (LlamaConfig(), Gemma2Config(final_logit_softcapping=None), GraniteConfig(logits_scaling=1.0)):
+        assert changes_logits(config) is None
+
+
+def test_install_refuses_what_it_cannot_compute():
+    config = CohereConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    with pytest.raises(ValueError, match="logit_scale"):
+        install_head(CohereForCausalLM(config))
+
+    class Other(nn.Linear):
+        pass
+
+    model = tiny("llama")
+    model.lm_head = Other(48, 301)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is a Other, expected an nn\.Linear"):
+        output_head(model)

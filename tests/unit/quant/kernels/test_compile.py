@@ -1,0 +1,236 @@
+"""A decoder layer of QuantLinears under torch.compile: one graph, eager mode's numbers, nothing quantised twice."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import quant
+from engine.session.setup import COMPILE_OPTIONS
+from quant.kernels import prepare_kernels
+from quant.kernels.build import build
+from quant.kernels.ops import _AS_EAGER
+from quant.reference import absmax_scale
+from quant.spec import get_scheme
+
+TRACED = "aot_eager_decomp_partition"
+WAYS = {
+    # scheme, whether input scales learn, fp8_gemm
+    "learned": ("fp8_static", True, False),
+    "fixed": ("fp8_static", False, False),
+    "fp8_gemm": ("fp8_static", False, True),
+    "fp8_gemm learned": ("fp8_static", True, True),
+    "w4a16": ("w4a16_g32", False, False),
+    "dynamic": ("8da4w", False, False),
+    "nvfp4": ("nvfp4", False, False),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh(tmp_path_factory):
+    """Graphs are compiled from nothing: one in the user's cache was made by older code."""
+    built = build()
+    if built.library is None:
+        pytest.skip(f"torch.compile needs a C++ compiler too: {built.why}")
+    prepare_kernels()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+    torch._dynamo.reset()
+
+
+class Layer:
+    """A Qwen3 decoder layer after prepare, or its MLP alone, with the rest of what it takes."""
+
+    def __init__(self, way: str, dtype: torch.dtype, *, mlp: bool, device: str = "cpu") -> None:
+        scheme, learn_input, fp8_gemm = WAYS[way]
+        config = Qwen3Config(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            attn_implementation="sdpa",
+        )
+        model = Qwen3ForCausalLM(config).to(device, dtype)
+        q = quant.prepare(
+            model,
+            get_scheme(scheme),
+            learn_weight_scale=True,
+            learn_input_scale=learn_input,
+            fp8_gemm=fp8_gemm,
+        )
+        with torch.no_grad():  # all of them clip some, so that masks and thetas have something to do
+            for group in q.weight_groups:
+                weights = torch.cat([q.layers[name].weight.flatten() for name in group.members]).float()
+                largest = weights.reshape(group.s0.numel(), -1).abs().amax(1).reshape(group.s0.shape)
+                group.s0.copy_(0.7 * absmax_scale(largest, group.spec))
+            for group in q.global_groups:
+                group.s0.fill_(448 / max(q.layers[name].weight_s0.max().item() for name in group.members))
+            for group in q.input_groups:
+                group.s0.fill_({"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}[leaf(group)] / 448)
+        self.layer: nn.Module = model.model.layers[0].mlp if mlp else model.model.layers[0]
+        self.x, self.grad = torch.randn(2, 8, 64).to(device, dtype), torch.randn(2, 8, 64).to(device, dtype)
+        positions = torch.arange(8, device=device)[None]
+        self.arguments = {} if mlp else {"position_embeddings": model.model.rotary_emb(self.x, positions)}
+        # q/k/v, o, gate/up, down
+        self.inputs = (2 if mlp else 4) if get_scheme(scheme).activations is not None else 0
+        self.weights = 3 if mlp else 7
+        assert len(q.layers) == 7
+
+    def run(self, layer) -> dict[str, Tensor]:
+        """Output and all gradients."""
+        self.layer.zero_grad()
+        x = self.x.clone().requires_grad_()
+        output = layer(x, **self.arguments)
+        output = output[0] if isinstance(output, tuple) else output
+        output.backward(self.grad)
+        gradients = {name: p.grad for name, p in self.layer.named_parameters() if p.grad is not None}
+        return {"output": output.detach(), "x": x.grad, **gradients}
+
+    def forward_calls(self, layer) -> Counter[str]:
+        """How often a forward that trains calls each operator."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            layer(self.x.clone().requires_grad_(), **self.arguments)
+        names = (event.name for event in profile.events())
+        return Counter(name.removeprefix("deepqat::") for name in names if name.startswith("deepqat::"))
+
+    def kept(self, layer) -> list[tuple[tuple[int, ...], int]]:
+        """Shape and bytes of what a forward keeps for backward, Parameters aside."""
+        parameters = {p.data_ptr() for p in self.layer.parameters()}
+        found = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.data_ptr() not in parameters:
+                found[tensor.data_ptr()] = (tuple(tensor.shape), tensor.untyped_storage().nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = layer(self.x.clone().requires_grad_(), **self.arguments)
+        del output
+        return list(found.values())
+
+
+def leaf(group: quant.ScaleGroup) -> str:
+    return group.owner.rpartition(".")[2]
+
+
+def compiled(layer: Layer, backend: str):
+    """Compiled as a whole, rounding where eager mode rounds: fused chains of bf16 operations would stay in fp32.
+
+    Inductor takes ten seconds and more for the C++ of one layer; ``aot_eager_decomp_partition`` traces and partitions
+    the same graphs, and runs them operator by operator.
+    """
+    torch._dynamo.reset()
+    options = COMPILE_OPTIONS if backend == "inductor" else None
+    return torch.compile(layer.layer, fullgraph=True, backend=backend, options=options)
+
+
+def assert_like_eager(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Relative to the norm of each tensor.
+
+    The quantisers and GEMMs are the same calls. What the compiler fuses (norms, rotation, SiLU, sums) may differ in the
+    order of fp32 sums and the last bit of exp and rsqrt, 1e-7 relative: 1e-5 of each norm after a layer, in bf16 one
+    rounding of single elements, 2^-8, where it tips over. If such a difference carries an input across a boundary of
+    the grid (one run in a hundred), one of its 1,000 to 2,000 elements moves by up to a tenth of itself: 0.1 /
+    sqrt(1000) of the norm is 0.3%, several times that where the element is large. A wrong mask, scale or factor moves
+    most gradients by 10% and more: clipped are some 5% of each operand.
+    """
+    assert ours.keys() == theirs.keys()
+    off = {
+        name: ((value.double() - theirs[name].double()).norm() / theirs[name].double().norm()).item()
+        for name, value in ours.items()
+    }
+    assert all(value.dtype == theirs[name].dtype == dtype for name, value in ours.items())
+    # A theta that all elements of a tensor share is a sum of few terms that are not 0, with both signs.
+    bounds = {name: 0.1 if "theta" in name else 0.02 for name in off}
+    assert all(off[name] <= bounds[name] for name in off), off
+    typical = sorted(off.values())[len(off) // 2]
+    assert typical <= (1e-4 if dtype == torch.float32 else 4e-3), off
+
+
+def check(way: str, dtype: torch.dtype, backend: str, *, mlp: bool = False, device: str = "cpu") -> None:
+    """Forward and backward of one way of computing."""
+    layer = Layer(way, dtype, mlp=mlp, device=device)
+    eager = layer.run(layer.layer)
+    assert all(value.any() for value in eager.values()), [name for name, value in eager.items() if not value.any()]
+    graph = compiled(layer, backend)
+    assert_like_eager(layer.run(graph), eager, dtype)
+    assert_like_eager(layer.run(graph), eager, dtype)  # nothing is left over from the first time
+    check_calls(way, layer, graph)
+    check_kept(layer, graph)
+
+
+def check_kept(layer: Layer, graph) -> None:
+    """No fake-quantised copy of a weight, and not more than eager mode keeps: fewer, as norms are computed again."""
+    weights = {tuple(shape) for p in layer.layer.parameters() if p.dim() == 2 for shape in (p.shape, p.shape[::-1])}
+    kept, eager = layer.kept(graph), layer.kept(layer.layer)
+    assert eager and not weights & {shape for shape, _ in kept}, kept
+    assert sum(size for _, size in kept) <= sum(size for _, size in eager), (kept, eager)
+
+
+def check_calls(way: str, layer: Layer, graph) -> None:
+    """q, k and v, and gate and up, make one quantised input, although no layer hands it to the other there."""
+    wanted = layer.inputs + layer.weights
+    for run in (graph, layer.layer):
+        calls = layer.forward_calls(run)
+        weights = calls["quantize"] + calls["quantize_with_values"] + calls["fake_quantized"]
+        assert weights + calls["fake_quantized_tokens"] == wanted, calls
+        if WAYS[way][2]:
+            assert calls["quantize"] == wanted, f"inputs and weights as codes: {calls}"
+
+
+@pytest.mark.full
+def test_compiled_by_inductor(seed):
+    """The default backend, on the part of a layer that takes it less than the minute of all: gate, up and down."""
+    check("fixed", torch.bfloat16, "inductor", mlp=True)
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        ("learned", torch.float32),
+        ("fp8_gemm", torch.bfloat16),
+        pytest.param("fp8_gemm learned", torch.float32, marks=pytest.mark.full),
+        ("w4a16", torch.bfloat16),
+        ("dynamic", torch.bfloat16),
+        ("nvfp4", torch.bfloat16),
+    ],
+)
+def test_traced_as_one_graph(way, dtype, seed):
+    """The other ways of computing; inductor's turn is among the large counts."""
+    check(way, dtype, TRACED)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_by_inductor(way, dtype, seed):
+    check(way, dtype, "inductor")
+
+
+def test_what_stands_in_for_the_cuda_kernels_is_compiled_to_round_as_they_do():
+    """torch takes the options only while it knows them."""
+    options = torch._inductor.config.get_config_copy()
+    assert not any(options[name] for name in _AS_EAGER) and all(_AS_EAGER.values())
+
+
+def test_a_switch_compiles_another_graph(seed):
+    """Fake quantisation that a schedule turns on in the middle: the compiled layer must not stay as it was."""
+    model = nn.Sequential(nn.Linear(32, 32)).bfloat16()
+    q = quant.prepare(model, get_scheme("w4a16_g32"), learn_weight_scale=True, learn_input_scale=False)
+    with torch.no_grad():
+        q.weight_groups[0].s0.fill_(0.03)
+    x = torch.randn(5, 32).bfloat16()
+    torch._dynamo.reset()
+    graph = torch.compile(model, fullgraph=True, backend=TRACED)
+    outputs = []
+    for on in (False, True, False):
+        q.set_fake_quant(on, on)
+        outputs.append(graph(x))
+        assert torch.equal(outputs[-1], model(x))
+    assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])
