@@ -9,8 +9,9 @@ import torch
 import yaml
 from transformers import Qwen3Config
 
+from engine.memory import meta_step
 from engine.memory.meta_model import meta_student, student_events
-from engine.memory.plan import RESERVE, Planner, meta_step
+from engine.memory.plan import RESERVE, Planner
 from engine.memory.zero_gather import ShardedParameter
 from engine.memory.zero_states import Inventory, Settings, held_by
 from engine.memory.zero_step import Additions, own_bytes
@@ -20,10 +21,9 @@ from engine.recipe.recipe import Recipe
 from launch.memory import main
 from model.zero import WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL, to_be_whole
 from quant import SCALE_PARAMETERS
-from tests.root import ROOT
 from tests.tiny import tiny_config
 
-REAL = ROOT / "tests" / "unit" / "configs" / "qwen3_30b_a3b.json"
+REAL = Path(__file__).parent / "configs" / "qwen3_30b_a3b.json"
 
 
 def recipe(directory: Path, kind: str | Path = "qwen3", **sections) -> Recipe:
