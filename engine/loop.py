@@ -40,7 +40,6 @@ from engine.faults import nan_unless_finite
 from engine.forward import forward_losses
 from engine.losses.chunked import DIAGNOSTICS, NamedTokenLoss, Objective, TokenLoss
 from engine.losses.kd import Distillation
-from engine.losses.teacher import CachedTeacher
 from engine.memory.measured import MemoryWatch, resident_bytes, write_measured
 from engine.metrics import Progress, Summary
 from engine.quantisation import statistics as quant_stats
@@ -263,7 +262,7 @@ class Loop:
         )
         trains = torch.is_grad_enabled()
         # A cache holds training samples, none of those that are held out.
-        known = trains or not isinstance(session.teacher, CachedTeacher)
+        known = trains or self.recipe.teacher_kind() != "cache"
         distil = session.teacher is not None and levers.kd_weight > 0 and known
         every = loss.diagnostics_every
         diagnostics = trains and distil and every > 0 and (state.step + 1) % every == 0

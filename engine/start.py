@@ -92,10 +92,10 @@ def _measured(recipe: Recipe, token_losses: Sequence[str]) -> list[str]:
     """What a condition of the recipe may look at."""
     parts = ["total", "lm", *token_losses]
     parts += ["router_aux"] if recipe.learnable.router else []
-    kd = [f"kd/{recipe.loss.kd}"] if recipe.has_teacher() else []
+    kd = [f"kd/{recipe.loss.kd}"] if recipe.teacher_kind() != "none" else []
     names = [f"loss/{part}" for part in (*parts, *kd)]
     names += [f"kd/{name}" for name in DIAGNOSTICS] if kd and recipe.loss.diagnostics_every else []
     if recipe.eval.every:
-        seen = [] if recipe.loss.teacher_cache else kd
+        seen = [] if recipe.teacher_kind() == "cache" else kd
         names += [f"eval/{part}" for part in (*parts, *seen, "perplexity")]
     return names

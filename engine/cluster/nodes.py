@@ -178,9 +178,8 @@ def _facts(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[tuple[str, str
     yield f"model.path {recipe.model.path} (files)", digest_of_checkpoint(recipe.model.path)
     if recipe.quant.scales is not None:
         yield f"quant.scales {recipe.quant.scales} (files)", _digest_of_files(recipe.quant.scales)
-    teacher = recipe.loss.teacher
-    if recipe.has_teacher() and teacher not in (None, "self") and recipe.loss.teacher_cache is None:
-        yield f"loss.teacher {teacher} (files)", digest_of_checkpoint(str(teacher))
+    if recipe.teacher_kind() == "model":
+        yield f"loss.teacher {recipe.loss.teacher} (files)", digest_of_checkpoint(str(recipe.loss.teacher))
 
 
 def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:

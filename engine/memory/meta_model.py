@@ -74,11 +74,10 @@ def meta_student(recipe: Recipe) -> MetaStudent:
 
 def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
     """The teacher, if the recipe has one that is a model of its own and in memory."""
-    path = recipe.loss.teacher
-    if not recipe.has_teacher() or recipe.loss.teacher_cache or path is None or path == "self":
+    if recipe.teacher_kind() != "model":
         return None
     model = build_model(
-        path,
+        str(recipe.loss.teacher),
         _stage_0(recipe),
         dtype=DTYPES[recipe.model.dtype],
         device=META,
@@ -120,7 +119,7 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
     labels = torch.zeros(rows, recipe.data.max_length, dtype=torch.int64)
     objective = Objective(
         lm_weight=recipe.loss.lm_weight,
-        kd_weight=recipe.loss.kd_weight or float(recipe.has_teacher()),
+        kd_weight=recipe.loss.kd_weight or float(recipe.distils()),
         kd=Distillation(recipe.loss.kd, recipe.loss.temperature, recipe.loss.top_k or 1, recipe.loss.tail),
         chunk_tokens=recipe.loss.chunk_tokens,
     )
@@ -129,7 +128,7 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
 
     def forward() -> Tensor:
         its_hidden = None
-        if recipe.has_teacher() and not recipe.loss.teacher_cache:
+        if recipe.teacher_kind() in ("self", "model"):
             size = (teacher.head if teacher is not None else student.head).in_features
             its_hidden = torch.empty(*labels.shape, size, dtype=DTYPES[recipe.model.dtype], device=META)
 
@@ -175,16 +174,18 @@ def _teacher_at_head(
     recipe: Recipe, student: MetaStudent, teacher: MetaTeacher | None, hidden: Tensor | None
 ) -> Teacher | None:
     """What the losses compare with."""
-    if not recipe.has_teacher():
+    kind = recipe.teacher_kind()
+    if kind == "none":
         return None
-    if recipe.loss.teacher_cache:
+    if kind == "cache":
         assert recipe.loss.kd in CACHED_KINDS
         shape = (recipe.data.micro_batch_size * recipe.data.max_length, recipe.loss.top_k or 1)
         log_probs = torch.empty(shape, device=META)
         return TeacherTopK(TopK(log_probs, torch.empty(shape, dtype=torch.int64, device=META), log_probs[:, 0]))
     assert hidden is not None
-    if teacher is None:  # the student itself
+    if kind == "self":
         return TeacherHidden(hidden, student.head.weight.detach())
+    assert teacher is not None
     common = min(teacher.head.out_features, student.head.out_features)
     same = teacher.head.out_features == student.head.out_features
     return TeacherHidden(hidden, teacher.head.weight, teacher.head.bias, None if same else common)
@@ -193,7 +194,7 @@ def _teacher_at_head(
 def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> list[Event]:
     """The forward of the teacher before the student's; none where there is no teacher in memory."""
     recipe = student.recipe
-    if not recipe.has_teacher() or recipe.loss.teacher_cache:
+    if recipe.teacher_kind() in ("none", "cache"):
         return []
 
     def forward(model: PreTrainedModel) -> Tensor:

@@ -204,6 +204,11 @@ class OptimRecipe:
         yield from at_least("optim.grad_clip", self.grad_clip, 0)
 
 
+TeacherKind = Literal["none", "self", "cache", "model"]
+"""Whose distributions the student is distilled from: nobody's, its own without fake quant, those that a cache on disk
+holds, or those of a model of its own in memory."""
+
+
 @dataclass
 class LossRecipe:
     """total = lm_weight * lm + kd_weight * kd, means over the valid tokens of the optimizer step."""
@@ -240,7 +245,7 @@ class LossRecipe:
         yield from at_least("loss.kd_weight", self.kd_weight, 0)
         if self.lm_weight == 0 and self.kd_weight == 0:
             yield "loss.lm_weight, loss.kd_weight: both 0, expected at least one above 0: there is no loss"
-        if self.kd_weight > 0 and not self.teacher and self.teacher_cache is None:
+        if self.kd_weight > 0 and self.named_teacher() == "none":
             yield f"loss.teacher: {self.teacher!r}, expected a directory since loss.kd_weight is {self.kd_weight}"
         yield from positive("loss.temperature", self.temperature)
         if self.kd != "kd":
@@ -257,6 +262,14 @@ class LossRecipe:
         if self.teacher_cache is not None:
             yield from self._cache_problems()
         yield from at_least("loss.chunk_tokens", self.chunk_tokens, 1)
+
+    def named_teacher(self) -> TeacherKind:
+        """Which teacher this section names, whether or not the run distils (that is :meth:`Recipe.teacher_kind`)."""
+        if self.teacher_cache is not None:
+            return "cache"  # the teacher that wrote it may be named too
+        if self.teacher == "self":
+            return "self"
+        return "model" if self.teacher else "none"
 
     def _cache_problems(self) -> Iterator[str]:
         """A cache holds the teacher's own K tokens alone."""
@@ -462,10 +475,14 @@ class Recipe:
         """Where the compressed checkpoint goes."""
         return Path(self.export.dir) if self.export.dir else Path(self.output_dir) / "export"
 
-    def has_teacher(self) -> bool:
-        """Whether the run distils at any step, as the recipe has it."""
+    def distils(self) -> bool:
+        """Whether the distillation loss has a weight above 0 at any step, from the start or by an event."""
         later = any((event.loss or {}).get("kd", 0) > 0 for event in self.schedule)
         return self.loss.kd_weight > 0 or later
+
+    def teacher_kind(self) -> TeacherKind:
+        """Which teacher the run has: none where it does not distil, whatever ``loss`` names."""
+        return self.loss.named_teacher() if self.distils() else "none"
 
     def never_quantises(self) -> bool:
         """Whether fake quant is off from the first step to the last, as the recipe has it."""
@@ -498,11 +515,10 @@ class Recipe:
     def _contradictions(self) -> Iterator[str]:
         """Problems that only several sections together show."""
         quant, learn, steps = self.quant, self.learnable, self.train.steps
-        named = self.loss.teacher or self.loss.teacher_cache
-        if self.has_teacher() and self.loss.kd_weight == 0 and not named:
+        if self.distils() and self.loss.kd_weight == 0 and self.loss.named_teacher() == "none":
             yield f"loss.teacher: {self.loss.teacher!r}, expected a directory since an event under schedule sets kd"
         moving = [f"learnable.{name}" for name in ("weight", "norm", "router") if getattr(learn, name)]
-        if self.has_teacher() and self.loss.teacher == "self" and moving:
+        if self.teacher_kind() == "self" and moving:
             yield (
                 f"loss.teacher: 'self', expected {' and '.join(moving)} to be false, or a directory: a student that "
                 "changes would be taught by what it has become"
@@ -526,9 +542,9 @@ class Recipe:
             expected = f"a multiple of eval.every ({self.eval.every}), so that each checkpoint has been evaluated"
             yield f"train.checkpoint_every: {self.train.checkpoint_every}, expected {expected}"
         if self.eval.best != "lm":
-            yield from need(self.has_teacher(), "eval.best", self.eval.best, "lm: there is no teacher")
+            yield from need(self.distils(), "eval.best", self.eval.best, "lm: there is no teacher")
             expected = "lm: loss.teacher_cache holds no held-out samples"
-            yield from need(self.loss.teacher_cache is None, "eval.best", self.eval.best, expected)
+            yield from need(self.loss.named_teacher() != "cache", "eval.best", self.eval.best, expected)
         if quant.fake_quant_start > 0 and any(event.fake_quant is not None for event in self.schedule):
             yield (
                 f"quant.fake_quant_start: {quant.fake_quant_start}, expected 0 or -1, "
@@ -587,7 +603,7 @@ class Recipe:
             RecipeError: names every one that is missing, one line each.
         """
         problems = list(_checkpoint_problems("model.path", self.model.path))
-        if self.has_teacher() and self.loss.teacher_cache is None and self.loss.teacher not in (None, "self"):
+        if self.teacher_kind() == "model":
             problems += _checkpoint_problems("loss.teacher", str(self.loss.teacher))
         if problems:
             raise RecipeError("\n".join(problems))
@@ -599,14 +615,15 @@ class Recipe:
             RecipeError: names every one that is missing, one line each.
         """
         problems = list(_checkpoint_problems("model.path", self.model.path))
-        if self.has_teacher() and self.loss.teacher_cache is not None:
+        if self.teacher_kind() == "cache":
             # The teacher itself need not be there any more.
+            assert self.loss.teacher_cache is not None
             if not os.path.isfile(os.path.join(self.loss.teacher_cache, "manifest.json")):
                 problems.append(
                     f"loss.teacher_cache: {not_there(self.loss.teacher_cache)}, expected a directory that "
                     "launch/cache_teacher.py wrote, with manifest.json"
                 )
-        elif self.has_teacher() and self.loss.teacher not in (None, "self"):
+        elif self.teacher_kind() == "model":
             problems += _checkpoint_problems("loss.teacher", str(self.loss.teacher))
         if self.quant.scales is not None and not os.path.isdir(self.quant.scales):
             problems.append(f"quant.scales: {not_there(self.quant.scales)}, expected the directory of a PTQ checkpoint")

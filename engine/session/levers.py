@@ -65,7 +65,7 @@ class Levers:
         for name, weight in weights.items():
             if name not in ("lm", "kd") or not weight >= 0:
                 raise ValueError(f"loss weight {name}: {weight}, expected 0 or more, of lm or kd")
-        if weights.get("kd") and not self.recipe.has_teacher():
+        if weights.get("kd") and self.recipe.teacher_kind() == "none":
             raise ValueError(
                 "loss weight kd: no teacher is loaded; name one in loss.teacher, and set loss.kd_weight or an event "
                 "under schedule"

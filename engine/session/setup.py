@@ -392,10 +392,10 @@ def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.M
 
 def build_teacher(recipe: Recipe, context: RunContext, logits: int) -> Teacher | None:
     """The teacher that is a model of its own; None where there is none, or it is the student itself or a cache."""
-    path = recipe.loss.teacher
-    if not recipe.has_teacher() or recipe.loss.teacher_cache or path is None or path == "self":
+    if recipe.teacher_kind() != "model":
         return None
-    return load_teacher(recipe, context, path, logits)
+    assert recipe.loss.teacher is not None
+    return load_teacher(recipe, context, recipe.loss.teacher, logits)
 
 
 def load_teacher(recipe: Recipe, context: RunContext, path: str, logits: int) -> ModelTeacher:
@@ -523,7 +523,7 @@ def set_up(
     engine = initialize_student(recipe, ds_config, model) if training else initialize_frozen(model, ds_config)
     if training:
         release_scales(engine, quantization)
-    if head is not None and recipe.has_teacher() and recipe.loss.teacher == "self":
+    if head is not None and recipe.teacher_kind() == "self":
         its_teacher = SelfTeacher(engine, head, quantization)
     session = Session(
         recipe, ds_config, engine, model, quantization, its_teacher, context.tokenizer, device, Levers(recipe), head

@@ -37,7 +37,7 @@ def check_recipe(recipe: Recipe, out: Path | None) -> Path:
         out = Path(settings.teacher_cache)
     settings.teacher_cache = None  # not a source of this run
     problems = []
-    if settings.teacher in (None, "self"):
+    if settings.named_teacher() != "model":
         problems.append(f"loss.teacher: {settings.teacher!r}, expected the directory of the teacher to run")
     if settings.top_k is None:
         problems.append("loss.top_k: None, expected how many tokens to keep of each position, like 100")
@@ -124,9 +124,10 @@ def open_cached_teacher(
     Raises:
         RankError: on every rank: it is damaged, or of something else.
     """
-    directory, top_k = recipe.loss.teacher_cache, recipe.loss.top_k
-    if directory is None or not recipe.has_teacher():
+    if recipe.teacher_kind() != "cache":
         return None
+    directory, top_k = recipe.loss.teacher_cache, recipe.loss.top_k
+    assert directory is not None
     with errors_on_all_ranks(OSError, ValueError):
         cache = TeacherCache(directory)
         if top_k is not None and top_k > cache.manifest.top_k:

@@ -17,7 +17,16 @@ import yaml
 from engine.export import check_export
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe, parse_recipe, save_recipe
-from engine.recipe.recipe import DataRecipe, EventRecipe, ModelRecipe, Recipe, TrainRecipe, parse_size
+from engine.recipe.recipe import (
+    DataRecipe,
+    EventRecipe,
+    LearnableRecipe,
+    LossRecipe,
+    ModelRecipe,
+    Recipe,
+    TrainRecipe,
+    parse_size,
+)
 from quant import DEFAULT_EXEMPT, PRESETS, Preset, Rule, Scheme, TensorSpec, get_scheme
 from tests.root import ROOT
 
@@ -451,6 +460,24 @@ def test_a_cached_teacher_is_looked_for_and_not_the_model(tmp_path: Path, monkey
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "manifest.json").write_text("{}")
     recipe.validate_files()
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        ({}, "none"),
+        ({"teacher": "somewhere", "teacher_cache": "cache"}, "none"),
+        ({"kd_weight": 1.0, "teacher": "somewhere"}, "model"),
+        ({"kd_weight": 1.0, "teacher": "self"}, "self"),
+        ({"kd_weight": 1.0, "teacher": "somewhere", "teacher_cache": "cache", "kd": "kl_top_k", "top_k": 5}, "cache"),
+    ],
+)
+def test_which_teacher_a_recipe_has(loss: dict[str, Any], kind: str) -> None:
+    frozen = LearnableRecipe(weight=False)
+    assert minimal(loss=LossRecipe(**loss), learnable=frozen).teacher_kind() == kind
+    if kind == "model":
+        later = minimal(loss=LossRecipe(**{**loss, "kd_weight": 0.0}), schedule=[EventRecipe(at=1, loss={"kd": 1.0})])
+        assert later.teacher_kind() == kind
 
 
 def test_the_student_is_no_teacher_while_it_changes() -> None:
