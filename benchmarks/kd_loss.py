@@ -28,8 +28,9 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.step import peak_bytes
-from engine.losses.chunked import Objective, TeacherHidden, chunked_losses
+from engine.losses.chunked import TeacherHidden, chunked_losses
 from engine.losses.kd import KD_KINDS, Distillation
+from engine.losses.objective import Objective
 
 MIB, GIB = 2**20, 2**30
 BAR = 1.2  # of the direct form with one plain KL, at T = 1024

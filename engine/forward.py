@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from data.loader import MicroBatch, model_inputs
-from engine.losses.chunked import LossResult, Objective, Teacher, chunked_losses
+from engine.losses.chunked import LossResult, Teacher, chunked_losses
+from engine.losses.objective import Objective
 from engine.offload import OnHost
 from engine.session.setup import Session
 from model.ranks import raise_everywhere

@@ -38,8 +38,7 @@ from engine.events import add_event
 from engine.export import export_trained
 from engine.faults import nan_unless_finite
 from engine.forward import forward_losses
-from engine.losses.chunked import DIAGNOSTICS, NamedTokenLoss, Objective, TokenLoss
-from engine.losses.kd import Distillation
+from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss, TokenLoss
 from engine.memory.measured import MemoryWatch, resident_bytes, write_measured
 from engine.metrics import Progress, Summary
 from engine.quantisation import statistics as quant_stats
@@ -110,7 +109,7 @@ class Loop:
 
     def token_loss(self, name: str, *, weight: float) -> Callable[[TokenLoss], TokenLoss]:
         """Decorator: add a loss per token with a weight, logged as ``loss/<name>``; see
-        engine.losses.chunked.TokenLoss.
+        engine.losses.objective.TokenLoss.
 
         Raises:
             ValueError: the name is taken.
@@ -253,13 +252,7 @@ class Loop:
         loss, session = self.recipe.loss, state.session
         levers = session.levers
         scale = world_size() * self.recipe.train.gradient_accumulation_steps / valid
-        objective = Objective(
-            lm_weight=levers.lm_weight,
-            kd_weight=levers.kd_weight,
-            kd=Distillation(loss.kd, loss.temperature, loss.top_k or 1, loss.tail),
-            token_losses=tuple(self.token_losses),
-            chunk_tokens=loss.chunk_tokens,
-        )
+        objective = loss.objective(lm=levers.lm_weight, kd=levers.kd_weight, token_losses=tuple(self.token_losses))
         trains = torch.is_grad_enabled()
         # A cache holds training samples, none of those that are held out.
         known = trains or self.recipe.teacher_kind() != "cache"

@@ -7,7 +7,7 @@ from engine.checkpoint.save import LATEST, Checkpoint, check_resumable, load_che
 from engine.cluster.nodes import check_shared
 from engine.events import check_events
 from engine.export import check_export
-from engine.losses.chunked import DIAGNOSTICS
+from engine.losses.objective import DIAGNOSTICS
 from engine.metrics import Metrics
 from engine.quantisation.calibrate import calibrate_inputs
 from engine.quantisation.switches import FakeQuant

@@ -19,61 +19,21 @@ under one with fewer (fp16) ``gradient_scale`` is in it too: the loss scale, wit
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from data.samples import IGNORE
-from engine.losses.kd import Distillation, TopK, distil, forward_kl, reverse_kl
+from engine.losses.kd import TopK
+from engine.losses.objective import Objective, block_losses
 
 # Elements of one fp32 block, by device: small enough for a core's cache, large enough that launching costs little.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 # Elements of lm_head's gradient that are added up at a time.
 SLICE_ELEMENTS = 2**22
-
-DIAGNOSTICS = ("forward_kl", "backward_kl", "top1_agreement")
-
-
-class LossChunk(NamedTuple):
-    """Some valid tokens, for a user's own loss.
-
-    Attributes:
-        student: logits fp32 [C, V], a leaf that requires grad; not to be changed in place.
-        teacher: logits fp32 [C, V'] of the tokens that both vocabularies have; None without a teacher in memory.
-        labels: int64 [C], the tokens to predict.
-    """
-
-    student: Tensor
-    teacher: Tensor | None
-    labels: Tensor
-
-
-TokenLoss = Callable[[LossChunk], Tensor]
-"""A user's loss per token, [C]. Each token's loss may depend on its own row only: chunks are cut anywhere."""
-
-
-@dataclass(frozen=True)
-class NamedTokenLoss:
-    """A user's loss, added with a weight and logged as ``loss/<name>``."""
-
-    name: str
-    weight: float
-    function: TokenLoss
-
-
-@dataclass(frozen=True)
-class Objective:
-    """total = lm_weight * lm + kd_weight * kd + the user's own losses with their weights."""
-
-    lm_weight: float = 1.0
-    kd_weight: float = 0.0
-    kd: Distillation = field(default_factory=Distillation)
-    token_losses: tuple[NamedTokenLoss, ...] = ()
-    chunk_tokens: int = 512
 
 
 @dataclass(frozen=True)
@@ -105,16 +65,6 @@ class LossResult(NamedTuple):
 
     total: Tensor
     sums: dict[str, Tensor]
-
-
-def part_names(objective: Objective, *, distils: bool, diagnostics: bool) -> list[str]:
-    """The keys of :attr:`LossResult.sums`, in order."""
-    return [
-        "lm",
-        *(["kd"] if distils else []),
-        *(loss.name for loss in objective.token_losses),
-        *(DIAGNOSTICS if diagnostics else ()),
-    ]
 
 
 def chunked_losses(
@@ -159,7 +109,7 @@ def chunked_losses(
     wanted = [
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     ]
-    names = part_names(objective, distils=teacher is not None, diagnostics=diagnostics)
+    names = objective.parts(distils=teacher is not None, diagnostics=diagnostics)
     job = _Job(objective, teacher, scale, gradient_scale, diagnostics, names, wanted)
     total, sums = _ChunkedLosses.apply(hidden, weight, bias, labels.flatten()[positions], positions, job)
     return LossResult(total, dict(zip(names, sums.unbind(), strict=True)))
@@ -187,7 +137,12 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, teacher: Teacher | No
 
 
 class _Job(NamedTuple):
-    """What the Function needs beside tensors that have gradients. ``wanted``: of hidden, weight, bias."""
+    """What the autograd Function needs beside the tensors that have gradients.
+
+    Attributes:
+        names: of the parts that are computed, in their order.
+        wanted: whether hidden states, weight and bias need a gradient, in this order.
+    """
 
     objective: Objective
     teacher: Teacher | None
@@ -199,12 +154,12 @@ class _Job(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """Of the gradients, as they are formed."""
+        """What gradients are multiplied with when they are formed."""
         return self.scale * self.gradient_scale
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """The pass over the chunks; gradients are ready when forward ends."""
+    """The pass over the chunks. The gradients are ready when its forward ends; its backward only multiplies them."""
 
     @staticmethod
     def forward(
@@ -226,7 +181,7 @@ class _ChunkedLosses(torch.autograd.Function):
             gradients.add(rows, logits, weight, positions[chunk])
         sums = values.sum(-1)
         total = sums.new_zeros(())
-        for name, factor in _weights(job.objective).items():
+        for name, factor in job.objective.weights().items():
             if factor and name in job.names:  # 0 times an infinite loss would be NaN
                 total += sums[job.names.index(name)] * (factor * job.scale)
         ctx.gradients, ctx.gradient_scale = gradients, job.gradient_scale
@@ -243,12 +198,6 @@ class _ChunkedLosses(torch.autograd.Function):
         return hidden, weight, bias, None, None, None
 
 
-def _weights(objective: Objective) -> dict[str, float]:
-    """Weight of each part of the total."""
-    own = {loss.name: loss.weight for loss in objective.token_losses}
-    return {"lm": objective.lm_weight, "kd": objective.kd_weight, **own}
-
-
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32; fp64 for a model in fp64."""
     return torch.promote_types(dtype, torch.float32)
@@ -262,7 +211,10 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
 
 
 class _Projection:
-    """lm_head of a chunk, always into the same memory: new pages for each chunk would cost more than the softmax."""
+    """Multiplies chunks of hidden states with lm_head, always into the same memory.
+
+    New pages for each chunk would cost more than the softmax.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -301,66 +253,33 @@ def _teacher_rows(teacher: Teacher | None, positions: Tensor) -> Callable[[slice
 
 def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tensor, job: _Job, values: Tensor) -> None:
     """Losses of R tokens into ``values`` [parts, R]; ``logits`` [R, V] become their gradient if one is wanted."""
-    objective = job.objective
     student = logits.to(_work_dtype(logits.dtype))
     gradient = torch.zeros_like(student) if any(job.wanted) else None
-    teacher_logits = teacher if isinstance(teacher, Tensor) else None
-    row = iter(values)
-    targets = labels.unsqueeze(-1)
-    log_q = F.log_softmax(student, dim=-1)
-    next(row).copy_(log_q.gather(-1, targets).squeeze(-1).neg_())
-    if gradient is not None and objective.lm_weight:
-        factor = objective.lm_weight * job.factor
-        gradient.add_(log_q.exp(), alpha=factor)
-        gradient.scatter_add_(-1, targets, targets.new_full(targets.shape, -factor, dtype=gradient.dtype))
-    if teacher is not None:
-        assert job.teacher is not None
-        common = job.teacher.vocabulary or student.shape[-1]
-        ours = student[:, :common]
-        log_q = log_q if common == student.shape[-1] else F.log_softmax(ours, dim=-1)
-        weight = objective.kd_weight * job.factor
-        within = gradient[:, :common] if gradient is not None and weight else None
-        next(row).copy_(distil(objective.kd, ours, log_q, teacher, labels, gradient=within, weight=weight))
-    for loss in objective.token_losses:
-        next(row).copy_(_token_loss(loss, LossChunk(student, teacher_logits, labels), gradient, job.factor))
-    if job.diagnostics:
-        assert teacher_logits is not None, "diagnostics compare with a teacher in memory"
-        log_p = F.log_softmax(teacher_logits, dim=-1)
-        next(row).copy_(forward_kl(log_p, log_q))
-        next(row).copy_(reverse_kl(log_p, log_q))
-        next(row).copy_(log_p.argmax(-1) == log_q.argmax(-1))
+    block_losses(
+        job.objective,
+        student,
+        teacher,
+        labels,
+        values,
+        common=job.teacher.vocabulary if job.teacher is not None else None,
+        gradient=gradient,
+        factor=job.factor,
+        diagnostics=job.diagnostics,
+    )
     if gradient is not None:
         logits.copy_(gradient)
 
 
-def _token_loss(loss: NamedTokenLoss, chunk: LossChunk, gradient: Tensor | None, scale: float) -> Tensor:
-    """A user's loss of R tokens; its gradient, by autograd, is added to ``gradient``.
-
-    Raises:
-        ValueError: it is no [R] of numbers, or does not depend on the student's logits.
-    """
-    leaf = chunk.student.detach().requires_grad_()
-    with torch.enable_grad():
-        value = loss.function(chunk._replace(student=leaf))
-    if not isinstance(value, Tensor) or value.shape != chunk.labels.shape:
-        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"loss {loss.name!r} returned {found}, expected a tensor {list(chunk.labels.shape)}: one per token"
-        )
-    if gradient is not None:
-        if not value.requires_grad:
-            raise ValueError(f"loss {loss.name!r} does not depend on the student's logits, so that nothing can learn")
-        (of_logits,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
-        gradient.add_(of_logits, alpha=loss.weight * scale)
-    return value.detach()
-
-
 @dataclass
 class _Gradients:
-    """Gradients of hidden states (model's dtype, the caller's shape), weight and bias; None where not wanted.
+    """Gradients of hidden states, weight and bias; None where none is wanted.
 
-    ``several``: more than one chunk adds to weight and bias, which are fp32 until :meth:`times`; the only chunk gives
-    them in the model's dtype, rounded once either way.
+    The gradient of the hidden states has the model's dtype. Where several chunks add to those of weight and bias, they
+    are fp32 until :meth:`times`; a single chunk gives them in the model's dtype. They are rounded once either way.
+
+    Attributes:
+        shape: of the caller's hidden states.
+        dtype: the model's.
     """
 
     hidden: Tensor | None
@@ -368,20 +287,26 @@ class _Gradients:
     bias: Tensor | None
     shape: torch.Size
     dtype: torch.dtype
-    several: bool
 
     @classmethod
     def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, positions: int, job: _Job) -> "_Gradients":
-        """Zeros."""
+        """Gradients that are 0 so far."""
         several = positions > job.objective.chunk_tokens
         dtype = _work_dtype(weight.dtype) if several else weight.dtype
         flat = hidden.new_zeros(hidden.shape).view(-1, hidden.shape[-1]) if job.wanted[0] else None
         of_weight = torch.zeros_like(weight, dtype=dtype) if job.wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and job.wanted[2] else None
-        return cls(flat, of_weight, of_bias, hidden.shape, weight.dtype, several)
+        return cls(flat, of_weight, of_bias, hidden.shape, weight.dtype)
 
     def add(self, rows: Tensor, logits: Tensor, weight: Tensor, positions: Tensor) -> None:
-        """What one chunk gives: ``rows`` [C, H] went into lm_head, ``logits`` [C, V] are its output's gradient."""
+        """Add the gradients of one chunk.
+
+        Args:
+            rows: [C, H], the hidden states that went into lm_head.
+            logits: [C, V], the gradient of what came out of it.
+            weight: [V, H] of lm_head.
+            positions: [C], where the rows lie among all hidden states.
+        """
         if self.hidden is not None:
             self.hidden.index_copy_(0, positions, torch.mm(logits, weight))
         if self.weight is not None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
-from engine.losses.chunked import Objective, Teacher, TeacherHidden, TeacherTopK, chunked_losses
-from engine.losses.kd import CACHED_KINDS, Distillation, TopK
+from engine.losses.chunked import Teacher, TeacherHidden, TeacherTopK, chunked_losses
+from engine.losses.kd import CACHED_KINDS, TopK
 from engine.memory.meta_attention import attention_on_meta
 from engine.memory.meta_step import Event, record_step, representatives
 from engine.recipe.recipe import Recipe
@@ -117,12 +117,7 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
     """
     recipe = student.recipe
     labels = torch.zeros(rows, recipe.data.max_length, dtype=torch.int64)
-    objective = Objective(
-        lm_weight=recipe.loss.lm_weight,
-        kd_weight=recipe.loss.kd_weight or float(recipe.distils()),
-        kd=Distillation(recipe.loss.kd, recipe.loss.temperature, recipe.loss.top_k or 1, recipe.loss.tail),
-        chunk_tokens=recipe.loss.chunk_tokens,
-    )
+    objective = recipe.loss.objective(lm=recipe.loss.lm_weight, kd=recipe.loss.kd_weight or float(recipe.distils()))
 
     moved: list[int] = []
 

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine.losses.kd import CACHED_KINDS, TOP_K_KINDS
+from engine.losses.kd import CACHED_KINDS, TOP_K_KINDS, Distillation
+from engine.losses.objective import NamedTokenLoss, Objective
 from engine.recipe.checks import RecipeError, at_least, need, pattern, positive
 from engine.recipe.quant import QuantRecipe
 from quant.layouts import Layout
@@ -270,6 +271,12 @@ class LossRecipe:
         if self.teacher == "self":
             return "self"
         return "model" if self.teacher else "none"
+
+    def objective(self, *, lm: float, kd: float, token_losses: tuple[NamedTokenLoss, ...] = ()) -> Objective:
+        """What is minimised, with the weights ``lm`` and ``kd``, which events may have changed since, and a user's own
+        losses."""
+        distillation = Distillation(self.kd, self.temperature, self.top_k or 1, self.tail)
+        return Objective(lm, kd, distillation, token_losses, self.chunk_tokens)
 
     def _cache_problems(self) -> Iterator[str]:
         """A cache holds the teacher's own K tokens alone."""

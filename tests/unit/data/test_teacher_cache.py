@@ -11,7 +11,7 @@ import torch
 from data import teacher_cache
 from data.samples import IGNORE, Sample
 from data.teacher_cache import CacheError, Manifest, TeacherCache, Writer
-from engine.losses.chunked import DIAGNOSTICS
+from engine.losses.objective import DIAGNOSTICS
 from engine.losses.teacher import common_vocabulary, first_difference
 from tests.tiny import tiny_checkpoint, tiny_tokenizer
 

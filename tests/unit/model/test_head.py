@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig
 
-from engine.losses.chunked import Objective, TeacherHidden, chunked_losses
+from engine.losses.chunked import TeacherHidden, chunked_losses
+from engine.losses.objective import Objective
 from model.head import PlainHead, changes_logits, install_head, output_head, remove_head
 from tests.tiny import tiny_model
 

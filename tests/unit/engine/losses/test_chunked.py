@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from data.samples import IGNORE
 from engine.losses import chunked as losses
-from engine.losses.chunked import DIAGNOSTICS, NamedTokenLoss, Objective, TeacherHidden, TeacherTopK, chunked_losses
+from engine.losses.chunked import TeacherHidden, TeacherTopK, chunked_losses
 from engine.losses.kd import KD_KINDS, TOP_K_KINDS, Distillation, TopK, distil, take_top_k, top_indices
+from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss, Objective
 from tests.definitions import kd_loss, lm_loss
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.loop import Loop, LoopState
-from engine.losses.chunked import LossChunk
+from engine.losses.objective import LossChunk
 from engine.quantisation import statistics as quant_stats
 from engine.recipe.reading import load_recipe
 from engine.session.teacher_cache import check_recipe, write_cache

@@ -1,0 +1,163 @@
+"""What training minimises: the losses with their weights, and their values and gradients for a few tokens' logits.
+
+This file knows logits and labels. Where the logits come from, a chunk of tokens at a time, is in
+:mod:`engine.losses.chunked`; the distillation losses themselves are in :mod:`engine.losses.kd`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.losses.kd import Distillation, TopK, distil, forward_kl, reverse_kl
+
+# Distances between student and teacher that are measured now and then; they have no weight in the total.
+DIAGNOSTICS = ("forward_kl", "backward_kl", "top1_agreement")
+# The auxiliary loss of a MoE's router. The model computes it, with the weight that its configuration gives.
+ROUTER_AUX = "router_aux"
+
+
+class LossChunk(NamedTuple):
+    """Some valid tokens, for a user's own loss.
+
+    Attributes:
+        student: logits fp32 [C, V], a leaf that requires grad; not to be changed in place.
+        teacher: logits fp32 [C, V'] of the tokens that both vocabularies have; None without a teacher in memory.
+        labels: int64 [C], the tokens to predict.
+    """
+
+    student: Tensor
+    teacher: Tensor | None
+    labels: Tensor
+
+
+TokenLoss = Callable[[LossChunk], Tensor]
+"""A user's loss per token, [C]. Each token's loss may depend on its own row only: chunks are cut anywhere."""
+
+
+@dataclass(frozen=True)
+class NamedTokenLoss:
+    """A user's loss, added with a weight and logged as ``loss/<name>``."""
+
+    name: str
+    weight: float
+    function: TokenLoss
+
+
+@dataclass(frozen=True)
+class Objective:
+    """total = lm_weight * lm + kd_weight * kd + the user's own losses with their weights + the router's auxiliary loss.
+
+    Attributes:
+        lm_weight: of the language modelling loss.
+        kd_weight: of the distillation loss.
+        kd: which distillation loss.
+        token_losses: the user's own.
+        chunk_tokens: tokens whose logits exist at a time.
+    """
+
+    lm_weight: float = 1.0
+    kd_weight: float = 0.0
+    kd: Distillation = field(default_factory=Distillation)
+    token_losses: tuple[NamedTokenLoss, ...] = ()
+    chunk_tokens: int = 512
+
+    def weights(self) -> dict[str, float]:
+        """The weight of each part of the total that is computed from logits."""
+        return {"lm": self.lm_weight, "kd": self.kd_weight, **{loss.name: loss.weight for loss in self.token_losses}}
+
+    def parts(self, *, distils: bool, diagnostics: bool) -> list[str]:
+        """The names of everything that :func:`block_losses` computes, in its order."""
+        own = [loss.name for loss in self.token_losses]
+        return ["lm", *(["kd"] if distils else []), *own, *(DIAGNOSTICS if diagnostics else ())]
+
+    def tag(self, part: str) -> str:
+        """The name under which a part is logged, like ``loss/lm``, ``loss/kd/cakld`` or ``kd/forward_kl``."""
+        if part in DIAGNOSTICS:
+            return f"kd/{part}"
+        return f"loss/kd/{self.kd.kind}" if part == "kd" else f"loss/{part}"
+
+    def report(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Means by part as they are logged: the total first, then every part under its tag."""
+        weights = {**self.weights(), ROUTER_AUX: 1.0}
+        total = sum(weight * means[part] for part, weight in weights.items() if weight and part in means)
+        return {"loss/total": total, **{self.tag(part): value for part, value in means.items()}}
+
+
+def block_losses(
+    objective: Objective,
+    student: Tensor,
+    teacher: Tensor | TopK | None,
+    labels: Tensor,
+    values: Tensor,
+    *,
+    common: int | None,
+    gradient: Tensor | None,
+    factor: float,
+    diagnostics: bool,
+) -> None:
+    """All losses of R tokens, and the gradient of their weighted sum with respect to the student's logits.
+
+    Args:
+        objective: which losses.
+        student: logits [R, V], fp32 (fp64 for a model in fp64).
+        teacher: logits [R, V'] in the same dtype, what a cache holds of them, or None where nothing is distilled.
+        labels: int64 [R].
+        values: [parts, R]; the losses are written here, in the order of :meth:`Objective.parts`.
+        common: student and teacher are compared on token ids below this; None: on all.
+        gradient: [R, V]; ``factor`` times the gradient is added here. None: no gradient is wanted.
+        factor: see ``gradient``.
+        diagnostics: also write the :data:`DIAGNOSTICS`, which need the teacher's logits.
+
+    Raises:
+        ValueError: a user's loss returns something else than one number per token that depends on the student.
+    """
+    teacher_logits = teacher if isinstance(teacher, Tensor) else None
+    row = iter(values)
+    targets = labels.unsqueeze(-1)
+    log_q = F.log_softmax(student, dim=-1)
+    next(row).copy_(log_q.gather(-1, targets).squeeze(-1).neg_())
+    if gradient is not None and objective.lm_weight:
+        weight = objective.lm_weight * factor
+        gradient.add_(log_q.exp(), alpha=weight)
+        gradient.scatter_add_(-1, targets, targets.new_full(targets.shape, -weight, dtype=gradient.dtype))
+    if teacher is not None:
+        common = common or student.shape[-1]
+        ours = student[:, :common]
+        log_q = log_q if common == student.shape[-1] else F.log_softmax(ours, dim=-1)
+        weight = objective.kd_weight * factor
+        within = gradient[:, :common] if gradient is not None and weight else None
+        next(row).copy_(distil(objective.kd, ours, log_q, teacher, labels, gradient=within, weight=weight))
+    for loss in objective.token_losses:
+        next(row).copy_(_token_loss(loss, LossChunk(student, teacher_logits, labels), gradient, factor))
+    if diagnostics:
+        assert teacher_logits is not None, "diagnostics compare with a teacher in memory"
+        log_p = F.log_softmax(teacher_logits, dim=-1)
+        next(row).copy_(forward_kl(log_p, log_q))
+        next(row).copy_(reverse_kl(log_p, log_q))
+        next(row).copy_(log_p.argmax(-1) == log_q.argmax(-1))
+
+
+def _token_loss(loss: NamedTokenLoss, chunk: LossChunk, gradient: Tensor | None, factor: float) -> Tensor:
+    """A user's loss of R tokens; autograd finds its gradient, which is added to ``gradient``.
+
+    Raises:
+        ValueError: the loss is no [R] of numbers, or does not depend on the student's logits.
+    """
+    leaf = chunk.student.detach().requires_grad_()
+    with torch.enable_grad():
+        value = loss.function(chunk._replace(student=leaf))
+    if not isinstance(value, Tensor) or value.shape != chunk.labels.shape:
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"loss {loss.name!r} returned {found}, expected a tensor {list(chunk.labels.shape)}: one per token"
+        )
+    if gradient is not None:
+        if not value.requires_grad:
+            raise ValueError(f"loss {loss.name!r} does not depend on the student's logits, so that nothing can learn")
+        (of_logits,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
+        gradient.add_(of_logits, alpha=loss.weight * factor)
+    return value.detach()
