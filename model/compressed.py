@@ -26,8 +26,10 @@ from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_h
 from quant.config import kv_cache_from_config, rules_from_config
 from quant.export import dequantized_weight, packed_shapes, unpack_scale, unpack_weight, unpack_zero
 from quant.layer import QuantLayer
-from quant.prepare import Quantization, ScaleGroup, prepare
+from quant.prepare import prepare
+from quant.quantization import Quantization
 from quant.rules import Rule
+from quant.scale_groups import ScaleGroup
 from quant.spec import Scheme
 
 

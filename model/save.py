@@ -44,7 +44,7 @@ from quant.export import Shapes, cache_scale
 from quant.kv_cache import QuantCache
 from quant.layer import SCALE_PARAMETERS, QuantLayer
 from quant.layouts import Layout, check_layout, layout_config, linear_shapes, linear_tensors
-from quant.prepare import Quantization
+from quant.quantization import Quantization
 from quant.spec import FP8_TENSOR
 
 # Everything beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,

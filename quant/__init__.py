@@ -18,8 +18,10 @@ from quant.kv_cache import QuantCache
 from quant.layer import SCALE_PARAMETERS, QuantLayer, weights_changed
 from quant.linear import QuantLinear
 from quant.observe import Observer, recomputing
-from quant.prepare import Quantization, ScaleGroup, prepare
+from quant.prepare import prepare
+from quant.quantization import Quantization
 from quant.rules import DEFAULT_EXEMPT, Rule
+from quant.scale_groups import ScaleGroup
 from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_scheme
 
 __all__ = [

@@ -5,7 +5,7 @@ from torch import nn
 
 from engine.verify.reader import not_loaded
 from quant.export import packed_shapes
-from quant.prepare import Quantization
+from quant.quantization import Quantization
 from quant.spec import PRESETS
 from tests.root import ROOT
 

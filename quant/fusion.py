@@ -1,0 +1,94 @@
+"""Which layers serving fuses into one, and so must be quantised alike.
+
+Serving fuses q/k/v and gate/up into one GEMM, and runs all experts of a MoE layer in one kernel. What is fused has one
+scheme, and the scales that :mod:`quant.scale_groups` gives it are shared.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from quant.experts import StackedLinear, linears_of
+from quant.rules import examples
+from quant.spec import Scheme
+
+# Layers that serving fuses, by the last component of their names; the members of a group have one parent.
+FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+_EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.(?P<projection>gate_proj|up_proj|down_proj)")
+
+
+def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, across_experts: bool) -> list[list[str]]:
+    """The layers in sets that serving fuses, each name in one set, sets and names in module order.
+
+    Raises:
+        ValueError: the layers of a set have several schemes, or only some have one.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in schemes:
+        groups.setdefault(_fused_key(name, modules, across_experts), []).append(name)
+    for parent, *leaves in groups:
+        if across_experts and parent.rpartition(".")[2] == "experts":
+            leaves = [*FUSED[1], "down_proj"]  # each shares its inputs, but one kernel runs all of them
+        _check_one_scheme(_members(parent, leaves, modules, across_experts), schemes)
+    return list(groups.values())
+
+
+def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
+    """Schemes by name of the layer, in module order, from those by name of the Linear in a checkpoint.
+
+    Raises:
+        ValueError: the Linears of one layer's stacked experts have several schemes, or only some have one.
+    """
+    experts: dict[str, list[str]] = {}  # Linears by the module that holds the stacks
+    for name, module in modules.items():
+        if isinstance(module, StackedLinear):
+            members = experts.setdefault(name.rpartition(".")[0], [])
+            members += [part.name for part in linears_of(name, module)]
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, StackedLinear):
+            members = experts[name.rpartition(".")[0]]
+            if any(member in schemes for member in members):
+                _check_one_scheme(members, schemes)
+                found[name] = schemes[members[0]]
+        elif name in schemes:
+            found[name] = schemes[name]
+    return found
+
+
+def _fused_key(name: str, modules: dict[str, nn.Module], across_experts: bool) -> tuple[str, ...]:
+    """What the layers of one set have in common: their parent, or MoE layer, and the names that are fused there."""
+    expert = _EXPERT.fullmatch(name)
+    if across_experts and expert is not None:
+        return (expert["experts"], *next((names for names in FUSED if expert["projection"] in names), ("down_proj",)))
+    parent, _, leaf = name.rpartition(".")
+    fused = next((names for names in FUSED if leaf in names), (leaf,))
+    if not any(f"{parent}.{other}".lstrip(".") in modules for other in fused if other != leaf):
+        fused = (leaf,)  # attention without k and v projections, an MLP without a gate: nothing to fuse with
+    return (parent, *fused)
+
+
+def _members(parent: str, leaves: Sequence[str], modules: dict[str, nn.Module], across_experts: bool) -> list[str]:
+    """The layers of a set as serving has them, quantised or not."""
+    parents = [parent]
+    if across_experts and parent.rpartition(".")[2] == "experts":
+        parents = [f"{parent}.{index}" for index, _ in modules[parent].named_children() if index.isdigit()]
+    return [f"{one}.{leaf}".lstrip(".") for one in parents for leaf in leaves]
+
+
+def _check_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> None:
+    missing = [name for name in members if name not in schemes]
+    if missing:
+        raise ValueError(
+            f"{examples(members, 6)} are served as one layer, so all or none of them can be quantised, but "
+            f"{examples(missing, 6)} {'is' if len(missing) == 1 else 'are'} exempt or no nn.Linear; exempt the others "
+            "too"
+        )
+    found = {schemes[name]: name for name in reversed(members)}
+    if len(found) > 1:
+        raise ValueError(
+            f"{examples(members, 6)} are served as one layer, so they need one scheme, but "
+            + ", ".join(f"{name} has {scheme.name}" for scheme, name in reversed(found.items()))
+        )
