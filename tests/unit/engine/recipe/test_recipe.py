@@ -466,7 +466,8 @@ def test_a_cached_teacher_is_looked_for_and_not_the_model(tmp_path: Path, monkey
     ("loss", "kind"),
     [
         ({}, "none"),
-        ({"teacher": "somewhere", "teacher_cache": "cache"}, "none"),
+        ({"teacher": "somewhere"}, "none"),
+        ({"teacher_cache": "cache", "kd": "kl_top_k", "top_k": 5}, "none"),
         ({"kd_weight": 1.0, "teacher": "somewhere"}, "model"),
         ({"kd_weight": 1.0, "teacher": "self"}, "self"),
         ({"kd_weight": 1.0, "teacher": "somewhere", "teacher_cache": "cache", "kd": "kl_top_k", "top_k": 5}, "cache"),
