@@ -1,0 +1,33 @@
+"""Scales into their Parameters: read from a PTQ checkpoint, or measured from the weights where they lie.
+
+A scale ``s = s0 * exp(theta)`` is loaded or measured into ``s0``, a frozen fp32 Parameter, while theta stays 0: step 0
+computes the PTQ model. Under ZeRO-3 ``s0`` is partitioned like any Parameter and written through
+``GatheredParameters``; being frozen it has no fp32 master copy, so that this also holds after ``deepspeed.initialize``.
+
+The values of a weight that is not symmetric are ``[2, *scale shape]`` everywhere in this folder: scales, then zero
+points, so that neither changes without the other.
+
+A checkpoint goes through ``read.py`` (files to tensors by key), ``arrange.py`` (tensors of Linears to scale groups),
+``check.py`` (everything that may be wrong with them) and ``write.py`` (into the partitions), each called once by
+``load.py``. ``measure.py`` makes scales from the weights; ``statistics.py`` tells how scales and weights fit.
+"""
+
+from model.scales.load import ScaleReport, load_scales
+from model.scales.measure import follow_weights, measure_weight_scales, renew_weight_scales
+from model.scales.read import cache_keys
+from model.scales.statistics import WeightStatistics, input_scales, weight_statistics
+from model.scales.write import release_scales, write_scales
+
+__all__ = [
+    "ScaleReport",
+    "WeightStatistics",
+    "cache_keys",
+    "follow_weights",
+    "input_scales",
+    "load_scales",
+    "measure_weight_scales",
+    "release_scales",
+    "renew_weight_scales",
+    "weight_statistics",
+    "write_scales",
+]

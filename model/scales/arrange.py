@@ -1,0 +1,226 @@
+"""Scales of a checkpoint's Linears, arranged by the model's scale groups.
+
+A checkpoint has a scale for every Linear. Here several Linears may share one, and the Linears of all experts of a MoE
+layer may be one layer, with a stack of scales. :func:`arrange` says which tensors each group's scale is made of and
+reads nothing but their names; once :mod:`model.scales.check` has found nothing wrong with them,
+:meth:`GroupScale.value` makes the scale.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model.names import module_name_on_disk
+from model.scales.read import GLOBAL_SCALE, INPUT_SCALE, WEIGHT_SCALE, ZERO_POINT, StoredScales, cache_keys
+from model.zero import full_shape
+from quant import Quantization, QuantLayer, ScaleGroup
+from quant.experts import LinearPart, linears_of
+from quant.packing import packed_columns, unpack_zero_points
+from quant.spec import TensorSpec
+
+Linears = dict[str, LinearPart]  # by name on disk
+
+
+@dataclass(frozen=True)
+class ZeroPoints:
+    """Zero points beside a scale of the files.
+
+    Attributes:
+        key: where the files should have them.
+        values: one for each scale, or what the files have instead, if its shape is another; None if they have none.
+        shape, packed_shape: the shapes that the files may have them in: one by one, and packed into int32.
+    """
+
+    key: str
+    values: Tensor | None
+    shape: tuple[int, ...]
+    packed_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredScale:
+    """One scale of the files.
+
+    Attributes:
+        key: where the files have it.
+        value: fp32; what codes are multiplied with, but a global scale as it is stored.
+        shape: the shape that it must have, give or take dimensions of size 1.
+        zero_points: those beside it, where the scheme has such.
+    """
+
+    key: str
+    value: Tensor
+    shape: tuple[int, ...]
+    zero_points: ZeroPoints | None = None
+
+
+@dataclass(frozen=True)
+class GroupScale:
+    """A scale group and the scales in the files that its own is made of.
+
+    Attributes:
+        group: the group.
+        layers: scales by the group's members that have any, in module order.
+        projections: how many Linears of one expert lie behind one another in the group's layer, a stack of experts;
+            0 where the group's layers are no stacks, or have one scale for all experts.
+        smallest: whether the smallest of several scales is taken; else the largest, as engines do that fuse layers.
+    """
+
+    group: ScaleGroup
+    layers: list[list[StoredScale]]
+    projections: int = 0
+    smallest: bool = False
+
+    def value(self) -> Tensor:
+        """What :func:`model.scales.write.fill_scales` takes, of scales that were checked."""
+        shape = full_shape(self.group.s0)
+        scales = self._one(torch.stack([self._of_layer(stored, shape) for stored in self.layers]), 0)
+        if self.group.zero is None:
+            return scales
+        beside = [one.zero_points for stored in self.layers for one in stored]
+        zeros = [one.values.float().flatten() for one in beside if one is not None and one.values is not None]
+        return torch.stack([scales, torch.cat(zeros).view(shape)])
+
+    def _of_layer(self, stored: Sequence[StoredScale], shape: Sequence[int]) -> Tensor:
+        scales = torch.stack([one.value.flatten() for one in stored])  # [Linears, scales of a Linear]
+        if not self.projections:
+            scales = self._one(scales, 0)
+        elif len(shape) == 1:  # one per tensor, which gate and up of an expert share
+            scales = self._one(scales.view(-1, self.projections), 1)
+        return scales.reshape(tuple(shape))
+
+    def _one(self, scales: Tensor, dim: int) -> Tensor:
+        return scales.amin(dim) if self.smallest else scales.amax(dim)
+
+
+@dataclass(frozen=True)
+class ArrangedScales:
+    """The scales of a checkpoint by the groups of a model.
+
+    Attributes:
+        weights, globals, inputs: the groups of each kind that the files have a scale of.
+        missing_weights, missing_globals, missing_inputs: owners of the other groups.
+        without_global: names on disk of Linears that have a scale, but not the global one that belongs to it.
+        not_symmetric: keys of zero points that are not 0, of layers whose scheme here has none.
+        unused: keys of scales of layers that are not quantised here.
+        none_used: whether there is no other scale in the files.
+        expected: one of the keys that the scales of the model's layers would have, for a message.
+    """
+
+    weights: list[GroupScale]
+    globals: list[GroupScale]
+    inputs: list[GroupScale]
+    missing_weights: list[str]
+    missing_globals: list[str]
+    missing_inputs: list[str]
+    without_global: list[str]
+    not_symmetric: list[str]
+    unused: list[str]
+    none_used: bool
+    expected: str
+
+
+def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredScales) -> ArrangedScales:
+    """Which of the stored scales belong to which group of ``quantization``; nothing is checked.
+
+    A group of weights needs the scale of every Linear. q, k and v see one tensor, and an expert that calibration never
+    reached has no scale of its own, so for a group of inputs any Linear's scale will do. Of several global scales the
+    smallest is taken, with which no scale of their layers is beyond e4m3.
+    """
+    linears: dict[str, Linears] = {
+        name: {module_name_on_disk(model, part.name): part for part in linears_of(name, layer)}
+        for name, layer in quantization.layers.items()
+    }
+    inputs = {name: [disk + INPUT_SCALE for disk in parts] for name, parts in linears.items()}
+    inputs |= {name: cache_keys(model, name) for name in quantization.caches}
+    every_linear = [disk for parts in linears.values() for disk in parts]
+    expected = [disk + kind for disk in every_linear for kind in (WEIGHT_SCALE, GLOBAL_SCALE)]
+    expected += [key for keys in inputs.values() for key in keys]
+    with_global = [disk for group in quantization.global_groups for name in group.members for disk in linears[name]]
+    alone = [d for d in with_global if d + WEIGHT_SCALE in stored.scales and d + GLOBAL_SCALE not in stored.scales]
+    weights = [_weight_scale(group, quantization, linears, stored) for group in quantization.weight_groups]
+    global_scales = [_global_scale(group, quantization, linears, stored) for group in quantization.global_groups]
+    input_scales = [_input_scale(group, inputs, stored) for group in quantization.input_groups]
+    of_layers = {key.rpartition(".")[0] for key in expected}
+    unused = [key for key in stored.scales if key.rpartition(".")[0] not in of_layers]
+    return ArrangedScales(
+        weights=[scale for scale in weights if scale.layers],
+        globals=[scale for scale in global_scales if scale.layers],
+        inputs=[scale for scale in input_scales if scale.layers],
+        missing_weights=[scale.group.owner for scale in weights if not scale.layers],
+        missing_globals=[scale.group.owner for scale in global_scales if not scale.layers],
+        missing_inputs=[scale.group.owner for scale in input_scales if not scale.layers],
+        without_global=alone,
+        not_symmetric=_not_symmetric(quantization, linears, of_layers, stored),
+        unused=unused,
+        none_used=len(unused) == len(stored.scales),
+        expected=min(expected),
+    )
+
+
+def _weight_scale(
+    group: ScaleGroup, quantization: Quantization, linears: Mapping[str, Linears], stored: StoredScales
+) -> GroupScale:
+    """The scales of a group of weights; a scale that a global one belongs to is divided by it, as NVFP4 stores it."""
+    if any(disk + WEIGHT_SCALE not in stored.scales for name in group.members for disk in linears[name]):
+        return GroupScale(group, [])
+    layers = []
+    for name in group.members:
+        shape, scales = _shape_of_linear(group, quantization.layers[name]), []
+        for disk, part in linears[name].items():
+            value, divisor = stored.scales[disk + WEIGHT_SCALE], stored.scales.get(disk + GLOBAL_SCALE)
+            value = value if divisor is None else value / divisor
+            zero = None if group.zero is None else _zero_points(disk + ZERO_POINT, part, group.spec, stored)
+            scales.append(StoredScale(disk + WEIGHT_SCALE, value, shape, zero))
+        layers.append(scales)
+    return GroupScale(group, layers, projections=len(quantization.layers[group.owner].projections))
+
+
+def _global_scale(
+    group: ScaleGroup, quantization: Quantization, linears: Mapping[str, Linears], stored: StoredScales
+) -> GroupScale:
+    keys = [[disk + GLOBAL_SCALE for disk in linears[name]] for name in group.members]
+    if any(key not in stored.scales for of_layer in keys for key in of_layer):
+        return GroupScale(group, [])
+    layers = [[StoredScale(key, stored.scales[key], (1,)) for key in of_layer] for of_layer in keys]
+    projections = len(quantization.layers[group.owner].projections)
+    return GroupScale(group, layers, projections=projections, smallest=True)
+
+
+def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: StoredScales) -> GroupScale:
+    found = [[key for key in keys[name] if key in stored.scales] for name in group.members]
+    shape = tuple(full_shape(group.s0))
+    return GroupScale(group, [[StoredScale(key, stored.scales[key], shape) for key in some] for some in found if some])
+
+
+def _shape_of_linear(group: ScaleGroup, layer: QuantLayer) -> tuple[int, ...]:
+    """Shape of the weight scale of one Linear of ``layer``, a member of the group."""
+    shape = tuple(full_shape(group.s0))
+    if not layer.projections:
+        return shape
+    return (1,) if len(shape) == 1 else (shape[1] // len(layer.projections), *shape[2:])
+
+
+def _zero_points(key: str, part: LinearPart, spec: TensorSpec, stored: StoredScales) -> ZeroPoints:
+    """Those of one Linear, unpacked if the files have them packed."""
+    shape = spec.scale_shape((part.out_features, part.in_features))
+    packed = (packed_columns(shape[0], spec.bits), shape[1])
+    values = stored.zero_points.get(key)
+    if values is not None and values.dtype == torch.int32 and values.shape == packed:
+        values = unpack_zero_points(values, spec.bits, shape[0])
+    return ZeroPoints(key, values, shape, packed)
+
+
+def _not_symmetric(
+    quantization: Quantization, linears: Mapping[str, Linears], of_layers: Collection[str], stored: StoredScales
+) -> list[str]:
+    groups = [group for group in quantization.weight_groups if group.zero is not None]
+    expected = {disk + ZERO_POINT for group in groups for disk in linears[group.owner]}
+    return [
+        key
+        for key, zero in stored.zero_points.items()
+        if key.rpartition(".")[0] in of_layers and key not in expected and bool(zero.any())
+    ]

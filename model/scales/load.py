@@ -1,0 +1,114 @@
+"""The scales of a PTQ checkpoint into a model, from files to partitions."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from model.ranks import errors_on_all_ranks, listed
+from model.scales.arrange import arrange
+from model.scales.check import check_stored, check_values
+from model.scales.measure import measure_global_scales, measure_weight_scales
+from model.scales.read import read_scales
+from model.scales.write import fill_scales
+from quant import Quantization
+
+
+@dataclass(frozen=True)
+class ScaleReport:
+    """Where the scales came from, by owner of the scale group. A layer may own a group of weights and one of inputs.
+
+    Attributes:
+        weights_loaded, inputs_loaded: owners of groups whose scale a file had.
+        weights_measured: owners whose scale no file had, and was measured from the weights.
+        inputs_initial: owners whose scale no file had, and got the recipe's initial value.
+        inputs_missing: owners whose scale is still to be calibrated.
+        unused: keys of scales in the files that belong to layers which are not quantised here.
+    """
+
+    weights_loaded: list[str]
+    weights_measured: list[str]
+    inputs_loaded: list[str]
+    inputs_initial: list[str]
+    inputs_missing: list[str]
+    unused: list[str]
+
+    def summary(self) -> str:
+        """One line for people."""
+        parts = [f"{len(self.weights_loaded)} of weights and {len(self.inputs_loaded)} of inputs loaded"]
+        if self.weights_measured:
+            parts.append(f"{len(self.weights_measured)} measured from the weights ({listed(self.weights_measured)})")
+        if self.inputs_initial:
+            parts.append(f"{len(self.inputs_initial)} of inputs set to the initial value")
+        if self.inputs_missing:
+            parts.append(f"{len(self.inputs_missing)} of inputs to calibrate ({listed(self.inputs_missing)})")
+        if self.unused:
+            parts.append(
+                f"{len(self.unused)} in the files of layers that are not quantised here ({listed(self.unused)})"
+            )
+        return "scales: " + ", ".join(parts)
+
+
+def load_scales(
+    model: PreTrainedModel,
+    quantization: Quantization,
+    directory: str | Path,
+    *,
+    initial_input_scale: float | None = None,
+    inputs_calibrated_later: bool = False,
+) -> ScaleReport:
+    """Read the scales of a PTQ checkpoint into the model; a collective.
+
+    Keys are ``<layer>.weight_scale`` (NVFP4: and ``weight_global_scale``; not symmetric: and ``weight_zero_point``) and
+    ``<layer>.input_scale`` with the layers' names on disk, and ``<attention>.k_scale`` (or ``k_cache.scale``) and
+    ``v_scale``, in any file of the directory, of shape ``()``, ``[1]`` or the scale's own. Layers that share one take
+    the largest of theirs (the smallest of global scales, which divide), as engines do when they fuse them. Where
+    the weight scale of any member is missing, the whole group is measured from the weights, and listed in the report.
+
+    Args:
+        model: the quantised model; the weights are loaded.
+        quantization: what ``quant.prepare`` returned for it.
+        directory: a directory with ``*.safetensors``.
+        initial_input_scale: for activation scales that no file holds.
+        inputs_calibrated_later: leave activation scales that no file holds to a calibration in place.
+
+    Raises:
+        RankError: on every rank: no such directory, a damaged file, a scale of another shape, zero, negative or not
+            finite, NVFP4's without a global one, a zero point that is missing or, of what is symmetric here, not 0, or
+            an activation scale that is missing without a way to get it.
+    """
+    with errors_on_all_ranks(OSError, ValueError, SafetensorError):
+        found = arrange(model, quantization, read_scales(Path(directory)))
+        check_stored(found, Path(directory))
+        if found.missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
+            raise ValueError(
+                f"{directory} has no input scale for {listed(found.missing_inputs)}. Set quant.calibration_batches to "
+                "measure them in place, or quant.initial_input_scale, or name a PTQ checkpoint that has them"
+            )
+    weights, global_scales = {}, {}
+    if found.missing_weights:
+        weights = measure_weight_scales(quantization, set(found.missing_weights))
+    if found.missing_globals:
+        global_scales = measure_global_scales(quantization, set(found.missing_globals))
+    inputs = {}
+    if initial_input_scale is not None:
+        inputs = {owner: torch.tensor([initial_input_scale]) for owner in found.missing_inputs}
+    kinds = (
+        (quantization.weight_groups, found.weights, weights),
+        (quantization.global_groups, found.globals, global_scales),
+        (quantization.input_groups, found.inputs, inputs),
+    )
+    for groups, _, other in kinds:
+        check_values(groups, other)
+    for groups, loaded, other in kinds:
+        fill_scales(groups, {scale.group.owner: scale.value() for scale in loaded} | other)
+    return ScaleReport(
+        weights_loaded=[scale.group.owner for scale in found.weights],
+        weights_measured=found.missing_weights,
+        inputs_loaded=[scale.group.owner for scale in found.inputs],
+        inputs_initial=list(inputs),
+        inputs_missing=found.missing_inputs if initial_input_scale is None else [],
+        unused=found.unused,
+    )
