@@ -117,7 +117,7 @@ def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
     """On each rank; rank 0 writes the times of all rounds, by what was done."""
     from safetensors import safe_open
 
-    from engine.session.setup import init_ranks
+    from engine.session.context import init_ranks
     from model.build import build_model
     from model.load import load_weights
     from model.ranks import barrier, is_main, shut_down

@@ -125,7 +125,7 @@ def measure(directory: Path, results: Path, threshold: int | None, rounds: int, 
     import deepspeed
 
     from benchmarks.timing import interleave
-    from engine.session.setup import init_ranks
+    from engine.session.context import init_ranks
     from model.ranks import is_main, rank
 
     init_ranks()

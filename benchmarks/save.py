@@ -63,7 +63,7 @@ def status(field: str) -> int:
 
 def measure(checkpoint: str, out: Path, results: Path, repeats: int) -> None:
     """On each rank: build, load, and export several times; rank 0 writes the results of all."""
-    from engine.session.setup import init_ranks
+    from engine.session.context import init_ranks
     from model.build import build_model
     from model.load import load_weights
     from model.ranks import gather_objects, is_main

@@ -8,7 +8,7 @@ from data.loader import MicroBatch
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError
 from engine.recipe.recipe import Recipe, parse_size
-from engine.session.setup import Session
+from engine.session.session import Session
 from model.ranks import say
 from model.save import export_model
 from quant.layouts import check_layout

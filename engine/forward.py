@@ -11,7 +11,7 @@ from data.loader import MicroBatch, model_inputs
 from engine.losses.chunked import LossResult, Teacher, chunked_losses
 from engine.losses.objective import Objective
 from engine.offload import OnHost
-from engine.session.setup import Session
+from engine.session.session import Session
 from model.ranks import raise_everywhere
 
 

@@ -15,8 +15,9 @@ from engine.recipe.checks import RecipeError
 from engine.recipe.reading import save_recipe
 from engine.recipe.recipe import Recipe
 from engine.schedule import Schedule
-from engine.session.setup import build_loader, set_up, start_ranks
-from engine.session.teacher_cache import open_cached_teacher
+from engine.session.context import start_ranks
+from engine.session.data import build_loader
+from engine.session.session import build_session
 from engine.state import LoopState
 from model.ranks import errors_on_all_ranks, is_main, say
 
@@ -41,9 +42,7 @@ def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Seque
         verify_checkpoint(checkpoint)
     # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
     loader, held_out = build_loader(recipe, context.tokenizer)
-    cached = open_cached_teacher(recipe, loader.samples, context.tokenizer)
-    session, uncalibrated = set_up(recipe, context)
-    session.teacher = cached or session.teacher
+    session = build_session(recipe, context, loader.samples)
     with errors_on_all_ranks(ValueError):
         groups = [group["name"] for group in session.engine.optimizer.param_groups]
         check_events(recipe.schedule, session.quantization, groups, _measured(recipe, token_losses))
@@ -52,11 +51,11 @@ def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Seque
             save_recipe(recipe, output / "recipe.yaml")
     quant = FakeQuant(session)
     if recipe.quant.fake_quant_start != 0:
-        session.levers.stale["input"] = uncalibrated
-    elif uncalibrated and checkpoint is None:
+        session.levers.stale["input"] = set(session.uncalibrated)
+    elif session.uncalibrated and checkpoint is None:
         say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
         batches = loader.first(recipe.quant.calibration_batches)
-        calibrate_inputs(session.engine, session.quantization, uncalibrated, batches, session.device)
+        calibrate_inputs(session.engine, session.quantization, session.uncalibrated, batches, session.device)
     session.engine.train()
     step = load_checkpoint(session, checkpoint) if checkpoint is not None else 0
     schedule.met = session.levers.met

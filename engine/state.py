@@ -12,7 +12,7 @@ from engine.faults import SkippedSteps
 from engine.metrics import Metrics
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.recipe import Recipe
-from engine.session.setup import Session
+from engine.session.session import Session
 
 
 @dataclass

@@ -10,7 +10,9 @@ from engine.export import check_export, export
 from engine.quantisation.calibrate import calibrate_inputs
 from engine.recipe.reading import parse_recipe
 from engine.recipe.recipe import Recipe
-from engine.session.setup import build_loader, set_up, start_ranks
+from engine.session.context import start_ranks
+from engine.session.data import build_loader
+from engine.session.session import build_session
 from launch.exits import clean_exit
 from model.ranks import say
 
@@ -27,11 +29,11 @@ def calibrate(recipe: Recipe) -> None:
     check_export(recipe)
     context = start_ranks(recipe)
     loader, _ = build_loader(recipe, context.tokenizer)
-    session, uncalibrated = set_up(recipe, context, training=False)
-    if uncalibrated:
+    session = build_session(recipe, context, optimizer=False)
+    if session.uncalibrated:
         say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
         batches = loader.first(recipe.quant.calibration_batches)
-        calibrate_inputs(session.engine, session.quantization, uncalibrated, batches, session.device)
+        calibrate_inputs(session.engine, session.quantization, session.uncalibrated, batches, session.device)
     export(session, recipe.export_dir())
 
 

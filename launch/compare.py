@@ -18,7 +18,7 @@ from pathlib import Path
 from engine.evaluation.compare import Comparison, table, write_comparison
 from engine.evaluation.perplexity import evaluate_checkpoint
 from engine.evaluation.results import Evaluation, read_evaluations
-from engine.session.setup import init_ranks
+from engine.session.context import init_ranks
 from launch.evaluate import add_questions, check_questions, read_questions, write_results
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, listed, say

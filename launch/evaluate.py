@@ -20,7 +20,7 @@ from pathlib import Path
 
 from engine.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint
 from engine.evaluation.results import Evaluation, write_evaluations
-from engine.session.setup import DTYPES, init_ranks
+from engine.session.context import DTYPES, init_ranks
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, say
 

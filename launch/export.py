@@ -16,7 +16,8 @@ from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
-from engine.session.setup import set_up, start_ranks
+from engine.session.context import start_ranks
+from engine.session.session import build_session
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks
 from quant.layouts import Layout
@@ -46,7 +47,7 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
     with errors_on_all_ranks(OSError, ValueError):
         found = read_checkpoint(checkpoint)
     verify_checkpoint(found)
-    session, _ = set_up(recipe, context, teacher=False)
+    session = build_session(recipe, context)
     load_checkpoint(session, found)
     export_trained(session, FakeQuant(session))
 

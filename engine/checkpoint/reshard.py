@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.session.setup import Session
+from engine.session.session import Session
 from model.ranks import rank
 from model.zero import (
     OptimizerPiece,

@@ -30,7 +30,7 @@ from engine.checkpoint.reshard import load_resharded, merge_observers, reseed
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe, save_recipe
 from engine.recipe.recipe import Recipe
-from engine.session.setup import Session
+from engine.session.session import Session
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.zero import OptimizerPiece, forget_secondary_copies, optimizer_pieces, stage, use_masters
 from quant import weights_changed

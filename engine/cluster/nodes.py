@@ -55,7 +55,7 @@ def tell_other_nodes(error: str) -> None:
     """Bring an error from before the process group to the ranks of other machines, which may not have it.
 
     They would wait for this machine until the time-out. Every process group begins with a look at such errors
-    (``engine.session.setup.init_ranks``), so that this rank joins it to say what is wrong.
+    (``engine.session.context.init_ranks``), so that this rank joins it to say what is wrong.
     """
     if not spans_nodes() or dist.is_initialized():
         return

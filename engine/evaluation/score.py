@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from data.samples import IGNORE
 from engine.losses.chunked import row_blocks
-from engine.session.setup import initialize_frozen
+from engine.session.engines import initialize_frozen
 from model.head import PassThrough, changes_logits, detach_head
 from model.ranks import RankError, errors_on_all_ranks, is_main, raise_everywhere, rank, reduce_over_ranks, world_size
 from model.zero import gathered

@@ -20,7 +20,8 @@ from engine.losses.kd import CACHED_KINDS, TopK
 from engine.memory.meta_attention import attention_on_meta
 from engine.memory.meta_step import Event, record_step, representatives
 from engine.recipe.recipe import Recipe
-from engine.session.setup import DTYPES, empty_student, quantise_student
+from engine.session.context import DTYPES
+from engine.session.student import empty_student, quantise_student
 from model.build import build_model
 from model.experts import ExpertMLPs
 from model.head import LMHead, QuantHead, install_head, output_head, remove_head
@@ -32,7 +33,7 @@ MASKED = ("sdpa", "eager")  # the others read borders of samples from position_i
 
 @dataclass
 class MetaStudent:
-    """As :class:`engine.session.setup.Session` has it in a run."""
+    """As :class:`engine.session.session.Session` has it in a run."""
 
     recipe: Recipe
     model: PreTrainedModel

@@ -1,7 +1,7 @@
 """Activation scales measured in place: forward passes of the unquantised model, under whatever ZeRO stage it lives."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from quant import Quantization, Ranges, ScaleGroup, scale_from_histogram
 from quant.reference import absmax_scale
 
 
-def observed_input_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
+def observed_input_scales(quantization: Quantization, owners: Set[str] | None = None) -> dict[str, Tensor]:
     """Static activation scales from what the observers of all ranks saw; by owner of the scale group.
 
     A collective. fp32 tensors of shape (1,), equal on every rank. Of the groups of ``owners`` only, if given.
@@ -56,7 +56,7 @@ def _from_histogram(group: ScaleGroup, ranges: Ranges) -> Tensor:
 def calibrate_inputs(
     forward: nn.Module,
     quantization: Quantization,
-    owners: set[str],
+    owners: Set[str],
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> None:

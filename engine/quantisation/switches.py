@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from data.loader import MicroBatch
 from engine.quantisation.calibrate import calibrate_inputs, observed_input_scales
-from engine.session.setup import Session
+from engine.session.session import Session
 from model.scales import follow_weights, renew_weight_scales, write_scales
 from model.zero import reset_moments, reset_optimizer_state, zero_parameters
 from quant import ScaleGroup, weights_changed

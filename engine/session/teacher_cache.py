@@ -16,13 +16,15 @@ from data import teacher_cache
 from data.held_out import HeldOut
 from data.loader import MicroBatch, model_inputs
 from data.samples import IGNORE, Sample
-from data.teacher_cache import Manifest, TeacherCache, Writer
+from data.teacher_cache import Manifest, Writer
 from engine.losses.chunked import TeacherHidden, row_blocks
 from engine.losses.kd import take_top_k
-from engine.losses.teacher import CachedTeacher, ModelTeacher
+from engine.losses.teacher import ModelTeacher
 from engine.recipe.checks import RecipeError
 from engine.recipe.recipe import Recipe
-from engine.session.setup import build_loader, load_teacher, start_ranks
+from engine.session.context import start_ranks
+from engine.session.data import build_loader
+from engine.session.teacher import load_teacher
 from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 
 
@@ -69,7 +71,7 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
         config = AutoConfig.from_pretrained(
             recipe.model.path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
         )
-    teacher = load_teacher(recipe, context, path, config.get_text_config().vocab_size)
+    teacher = load_teacher(recipe, context, config.get_text_config().vocab_size)
     vocabulary = teacher.vocabulary or teacher.head.out_features
     manifest = _manifest(loader.samples, context.tokenizer, path, min(top_k, vocabulary), vocabulary)
     partial = out.with_name(out.name + ".partial")
@@ -114,31 +116,6 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
         f"each, in {out}"
     )
     return manifest
-
-
-def open_cached_teacher(
-    recipe: Recipe, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase
-) -> CachedTeacher | None:
-    """The recipe's cache, checked against the samples of this run, or None if it has none; a collective.
-
-    Raises:
-        RankError: on every rank: it is damaged, or of something else.
-    """
-    if recipe.teacher_kind() != "cache":
-        return None
-    directory, top_k = recipe.loss.teacher_cache, recipe.loss.top_k
-    assert directory is not None
-    with errors_on_all_ranks(OSError, ValueError):
-        cache = TeacherCache(directory)
-        if top_k is not None and top_k > cache.manifest.top_k:
-            raise ValueError(
-                f"loss.top_k: {top_k}, expected at most {cache.manifest.top_k}, as many as loss.teacher_cache "
-                f"{directory} keeps"
-            )
-        cache.check_made_of(samples, tokenizer, recipe.loss.teacher)
-        cache.verify(rank(), world_size())
-    say(f"teacher: {cache.manifest.positions:,} positions from {directory}, no model in memory")
-    return CachedTeacher(cache)
 
 
 def _manifest(

@@ -98,7 +98,7 @@ def test_a_violation_is_found(module: str, source: str) -> None:
     [
         ("quant.linear", "from quant.spec import SCHEMES\nfrom .spec import SCHEMES\nimport torch"),
         ("model.build", "import deepspeed\nfrom quant import QuantLinear"),
-        ("engine.session.setup", "from data import Loader\nfrom model.zero import stage"),
+        ("engine.session.data", "from data import Loader\nfrom model.zero import stage"),
         ("data.chat", "import modelling\nfrom datasets import quant"),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.moe import engine_of, logged
-from engine.session.setup import init_ranks
+from engine.session.context import init_ranks
 from model.ranks import rank
 from model.zero import forward_only, gathered, is_whole
 from quant import QuantLayer

@@ -12,7 +12,7 @@ import deepspeed
 import torch
 import torch.nn.functional as F
 
-from engine.session.setup import init_ranks
+from engine.session.context import init_ranks
 from model.build import build_model
 from model.load import load_weights
 from model.ranks import is_main, raise_everywhere, rank

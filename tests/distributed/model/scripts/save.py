@@ -15,7 +15,7 @@ from unittest import mock
 import deepspeed
 import torch
 
-from engine.session.setup import init_ranks
+from engine.session.context import init_ranks
 from model.build import build_model
 from model.coded import CodedWeights
 from model.load import load_weights

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from engine.recipe.reading import load_recipe
-from engine.session.setup import init_ranks, set_up, start_ranks
+from engine.session.context import init_ranks, start_ranks
+from engine.session.session import build_session
 from launch.calibrate import calibrate
 from model.build import build_model
 from model.load import load_weights
@@ -96,8 +97,8 @@ def main() -> None:
         kind = path.stem.partition("_")[2]
         # What the calibration wrote, read back through the recipe: nothing may be left to measure or to calibrate.
         recipe = replace(recipe, quant=replace(recipe.quant, scales=str(recipe.export_dir())))
-        session, uncalibrated = set_up(recipe, start_ranks(recipe), training=False)
-        assert not uncalibrated
+        session = build_session(recipe, start_ranks(recipe), optimizer=False)
+        assert not session.uncalibrated
         torch.save(whole_scales(session.quantization), directory / f"read_back_{kind}_{rank()}.pt")
         read_cases(directory / "cases" / kind, session.model, session.quantization)
         for name, scheme in MEASURED.items():

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from data.held_out import HeldOut
 from data.loader import Loader
 from engine.recipe.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
-from engine.session.setup import build_loader
+from engine.session.data import build_loader
 from model.ranks import RankError
 from tests.tiny import TEXT, tiny_checkpoint
 

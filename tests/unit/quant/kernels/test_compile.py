@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import quant
-from engine.session.setup import COMPILE_OPTIONS
+from engine.session.student import COMPILE_OPTIONS
 from quant.kernels import prepare_kernels
 from quant.kernels.build import build
 from quant.kernels.ops import _AS_EAGER

@@ -1,0 +1,100 @@
+"""From the recipe's data section to batches: tokenizer, samples, what every rank takes of them, what is held out."""
+
+from collections.abc import Sequence
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from data.chat import read_chat
+from data.held_out import HeldOut, split
+from data.loader import Loader
+from data.samples import Sample
+from data.text import read_text
+from engine.cluster.nodes import check_same_samples
+from engine.recipe.checks import RecipeError
+from engine.recipe.recipe import Recipe
+from model.ranks import errors_on_all_ranks, is_main, rank, say, world_size
+
+
+def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Loader, HeldOut | None]:
+    """Samples, sharded by rank and grouped into optimizer steps; and those held out, None if the recipe has none."""
+    settings = recipe.data
+    if settings.packing:
+        _check_packing(recipe)
+    training = read_samples(recipe, tokenizer, settings.train)
+    held_out: list[Sample] = []
+    with errors_on_all_ranks(ValueError):
+        if settings.held_out:
+            training, held_out = split(training, settings.held_out, settings.seed)
+    if settings.eval:
+        held_out += read_samples(recipe, tokenizer, settings.eval)
+    sharded = {
+        "micro_batch_size": settings.micro_batch_size,
+        "rank": rank(),
+        "world": world_size(),
+        "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+    }
+    check_same_samples(training, held_out)
+    with errors_on_all_ranks(ValueError):
+        loader = Loader(
+            training,
+            gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
+            seed=settings.seed,
+            packed_length=settings.max_length if settings.packing else None,
+            weights=settings.weights_by_file(),
+            **sharded,
+        )
+    return loader, HeldOut(held_out, **sharded) if held_out else None
+
+
+def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer of the student's checkpoint; an error on every rank if there is none."""
+    with errors_on_all_ranks(OSError, ValueError):
+        return AutoTokenizer.from_pretrained(
+            recipe.model.path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
+        )
+
+
+def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> list[Sample]:
+    """Tokenised samples of some files, every rank its own copy; an error on every rank if a line is bad."""
+    settings = recipe.data
+    with errors_on_all_ranks(OSError, ValueError):
+        if settings.kind == "text":
+            samples = read_text(files, tokenizer, settings.max_length, progress=is_main())
+            say(f"data: {len(samples):,} blocks of {settings.max_length:,} tokens")
+            return samples
+        samples, counts = read_chat(
+            files,
+            tokenizer,
+            fields=settings.fields,
+            max_length=settings.max_length,
+            loss_on=settings.loss_on,
+            too_long=settings.too_long,
+            progress=is_main(),
+        )
+        say(f"data: {counts.summary()}")
+        return samples
+
+
+def _check_packing(recipe: Recipe) -> None:
+    """Refuse to pack for a model that would see across the borders of samples; an error on every rank."""
+    attention = recipe.model.attn_implementation
+    with errors_on_all_ranks(OSError, ValueError):
+        config = AutoConfig.from_pretrained(
+            recipe.model.path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
+        )
+        # Layers that carry a state from token to token read no borders.
+        other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if other:
+            raise RecipeError(
+                f"data.packing: true, expected false: {recipe.model.path} has layers of the kinds {sorted(other)}, "
+                "which do not keep packed samples apart"
+            )
+        # transformers: masks for these; flash attention reads borders from position_ids in batches of one row.
+        if attention in ("sdpa", "eager", "flex_attention"):
+            return
+        if not attention.startswith("flash_attention") or recipe.data.micro_batch_size > 1:
+            raise RecipeError(
+                f"data.packing: true, expected false: with model.attn_implementation {attention} and "
+                f"data.micro_batch_size {recipe.data.micro_batch_size} packed samples would see each other; packing "
+                "works with sdpa, eager and flex_attention, and with flash_attention_2 at data.micro_batch_size 1"
+            )

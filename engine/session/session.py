@@ -1,0 +1,116 @@
+"""The session: a run that is ready to train, and how it is built from a recipe, in the order that ZeRO asks for.
+
+The order is not free: parameters must exist in partitions before weights stream into them, layers must be quantised
+before their scales can be loaded, all of it before ``deepspeed.initialize`` copies the parameters into fp32 masters;
+and activations can only be calibrated after it, because the forward needs the engine's hooks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.samples import Sample
+from engine.losses.teacher import SelfTeacher, Teacher
+from engine.recipe.recipe import Recipe
+from engine.session.context import RunContext
+from engine.session.engines import initialize_frozen, initialize_student
+from engine.session.levers import Levers
+from engine.session.loss_scale import LossScale
+from engine.session.student import build_student, initial_scales
+from engine.session.teacher import load_teacher, open_cached_teacher
+from model.coded import CodedWeights
+from model.head import LMHead, QuantHead, install_head, output_head
+from model.ranks import errors_on_all_ranks, say
+from model.scales import release_scales
+from quant import Quantization
+
+
+@dataclass
+class Session:
+    """A run that is ready to train: the student in its engine, its quantisation, the teacher, the levers."""
+
+    recipe: Recipe
+    ds_config: dict[str, Any]
+    engine: deepspeed.DeepSpeedEngine
+    model: PreTrainedModel
+    quantization: Quantization
+    uncalibrated: frozenset[str]
+    """Owners of the input groups that had no scale when the session was built; see engine.quantisation.calibrate."""
+    teacher: Teacher | None
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    levers: Levers
+    head: LMHead | None
+    """The student's lm_head, where the losses of training are computed; None in a session that computes none."""
+    coded: CodedWeights | None
+    """The weights that stage 3 gathers as codes; None where it gathers all of them as they are."""
+    loss_scale: LossScale | None
+    """The loss scale of a run in fp16; None in other dtypes."""
+    head_checked: bool = False
+    """Whether a forward has shown that the model returns what lm_head gives."""
+
+
+def build_session(
+    recipe: Recipe, context: RunContext, samples: Sequence[Sample] | None = None, *, optimizer: bool = True
+) -> Session:
+    """Everything from the recipe to engines, with weights and scales in place; a collective.
+
+    Args:
+        recipe: the run.
+        context: what :func:`engine.session.context.start_ranks` gave.
+        samples: the samples of training. With them the session computes losses, with the teacher that the recipe names.
+            Without them (for an export or a calibration) it has neither lm_head nor teacher.
+        optimizer: whether the engine can train, or load a training checkpoint; without an optimizer it only runs
+            forward.
+    """
+    device, ds_config = context.device, context.ds_config
+    head: LMHead | None = None
+    teacher: Teacher | None = None
+    teacher_kind = recipe.teacher_kind() if samples is not None else "none"
+    if samples is not None and teacher_kind == "cache":
+        # Before the weights: a cache of other samples should not cost the minutes that a large model takes to load.
+        teacher = open_cached_teacher(recipe, samples, context.tokenizer)
+    model, quantization = build_student(recipe, ds_config, device, losses=samples is not None)
+    uncalibrated = initial_scales(recipe, model, quantization)
+    if samples is not None:
+        with errors_on_all_ranks(ValueError):
+            head = install_head(model)
+        if isinstance(head, QuantHead):
+            quantization.layers[output_head(model)[0]] = head
+        if teacher_kind == "model":
+            teacher = load_teacher(recipe, context, head.out_features)
+    engine = initialize_student(recipe, ds_config, model) if optimizer else initialize_frozen(model, ds_config)
+    if optimizer:
+        release_scales(engine, quantization)
+    if head is not None and teacher_kind == "self":
+        teacher = SelfTeacher(engine, head, quantization)
+    fp16 = optimizer and recipe.model.dtype == "float16"
+    return Session(
+        recipe,
+        ds_config,
+        engine,
+        model,
+        quantization,
+        frozenset(uncalibrated),
+        teacher,
+        context.tokenizer,
+        device,
+        Levers(recipe),
+        head,
+        _coded_weights(recipe, model, quantization) if optimizer else None,
+        LossScale.from_config(ds_config["fp16"]) if fp16 else None,
+    )
+
+
+def _coded_weights(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> CodedWeights | None:
+    """The weights that travel as codes, told to do so; None if the recipe wants none of it."""
+    if not recipe.quant.gather_codes:
+        return None
+    with errors_on_all_ranks(ValueError):
+        coded = CodedWeights(model, quantization.layers.values())
+    say(f"gathered as codes: the weights of {len(coded)} layers")
+    return coded

@@ -1,0 +1,198 @@
+"""The model that trains: built empty, its weights loaded, quantised, and its scales filled for the first time."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from engine.recipe.recipe import Recipe
+from engine.session.context import DTYPES
+from engine.session.optimizer import set_learnable
+from model.build import build_model
+from model.experts import ExpertMLPs
+from model.head import changes_logits, output_head
+from model.load import load_weights
+from model.ranks import errors_on_all_ranks, listed, say
+from model.scales import load_scales, renew_weight_scales, write_scales
+from model.zero import partition_new_parameters, stage
+from quant import Quantization, Scheme, prepare
+
+# To round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
+COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+
+
+def build_student(
+    recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
+) -> tuple[PreTrainedModel, Quantization]:
+    """The student with weights loaded, Linears quantised and what trains switched on; scales hold no values yet.
+
+    ``losses``: whether the session will compute losses, which not every model's lm_head allows.
+    """
+    model, named = empty_student(recipe, ds_config, device, losses=losses)
+    report = load_weights(model, recipe.model.path, method=recipe.model.load)
+    say(f"weights: {report.summary()}")
+    quantization = quantise_student(recipe, ds_config, device, model, named)
+    say(f"quantised: {_summary(recipe, quantization)}")
+    if quantization.simulated:
+        say(
+            "simulated, for the fp8 GEMM takes sides that are multiples of 16 alone, and of stacked experts bf16 on "
+            f"compute capability 9.0: {listed(quantization.simulated)}"
+        )
+    return model, quantization
+
+
+def empty_student(
+    recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
+) -> tuple[PreTrainedModel, dict[str, Scheme]]:
+    """The student before its weights are read, and the schemes of lm_head and embeddings by their names in it."""
+    model = build_model(
+        recipe.model.path,
+        ds_config,
+        dtype=DTYPES[recipe.model.dtype],
+        device=device,
+        trust_remote_code=recipe.model.trust_remote_code,
+        attn_implementation=recipe.model.attn_implementation,
+        experts=recipe.model.experts,
+    )
+    with errors_on_all_ranks(ValueError):  # before the weights are read
+        named = _named_schemes(recipe, model)
+        if losses:
+            _check_head(model, recipe)
+    return model, named
+
+
+def quantise_student(
+    recipe: Recipe, ds_config: dict[str, Any], device: torch.device, model: PreTrainedModel, named: dict[str, Scheme]
+) -> Quantization:
+    """Quantise Linears and switch on what trains, in place; scales hold no values yet."""
+    with errors_on_all_ranks(ValueError):
+        quantization = prepare(
+            model,
+            recipe.quant.preset().linear,
+            rules=recipe.quant.chosen_rules(),
+            named=named,
+            exempt=recipe.quant.exempt,
+            learn_weight_scale=recipe.learnable.weight_scale,
+            learn_input_scale=recipe.learnable.act_scale,
+            ranges=recipe.quant.ranges(),
+            fp8_gemm=uses_fp8_gemm(recipe, device),
+            kv_cache=recipe.quant.preset().kv_cache,
+        )
+    partition_new_parameters(model, ds_config)
+    set_learnable(model, recipe.learnable)
+    # transformers computes the router's auxiliary loss in its forward; without a trainable router nobody would use it.
+    model.config.output_router_logits = recipe.learnable.router
+    model.config.use_cache = False
+    if recipe.train.activation_checkpointing:
+        # Their inputs go to host memory in engine.forward: transformers' own `offload` does not run on a CPU.
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    if recipe.train.compile:
+        _compile_layers(model)
+    _keep_weight_codes(recipe, ds_config, quantization)
+    return quantization
+
+
+def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
+    """Fill every weight scale, and the activation scales that the recipe names a source for; a collective.
+
+    Returns:
+        Owners of the input groups whose scales remain to be calibrated in place.
+    """
+    if recipe.quant.scales is not None:
+        report = load_scales(
+            model,
+            quantization,
+            recipe.quant.scales,
+            initial_input_scale=recipe.quant.initial_input_scale,
+            inputs_calibrated_later=recipe.quant.calibration_batches > 0,
+        )
+        say(report.summary())
+        return set(report.inputs_missing)
+    renew_weight_scales(quantization)
+    owners = {group.owner for group in quantization.input_groups}
+    if recipe.quant.initial_input_scale is None:
+        return owners
+    write_scales(quantization.input_groups, dict.fromkeys(owners, torch.tensor([recipe.quant.initial_input_scale])))
+    return set()
+
+
+def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
+    """The schemes of lm_head and of the embeddings, by their names in the model."""
+    modules = {id(module): name for name, module in model.named_modules()}
+    chosen = {
+        "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),
+        "embedding": (recipe.quant.embedding_scheme(), model.get_input_embeddings()),
+    }
+    if model.config.get_text_config().tie_word_embeddings:
+        for key, (scheme, _) in chosen.items():
+            if scheme is not None:
+                raise ValueError(
+                    f"quant.{key}: {scheme.name!r}, expected null: the checkpoint ties embeddings and lm_head, which "
+                    "have one weight on disk, read by readers that quantise neither"
+                )
+    return {modules[id(module)]: scheme for scheme, module in chosen.values() if scheme is not None}
+
+
+def _check_head(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Refuse, before weights are read, a model whose losses cannot be computed from its hidden states."""
+    if problem := changes_logits(model.config):
+        raise ValueError(problem)
+    name, _ = output_head(model)
+    exempt = recipe.quant.exempt
+    if recipe.quant.lm_head is None and not any(re.fullmatch(pattern, name) for pattern in exempt):
+        raise ValueError(
+            f"quant.exempt: {exempt}, expected a pattern that matches {name}: losses are computed through it in "
+            "the model's dtype"
+        )
+
+
+def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
+    """Whether this run multiplies codes. ``auto`` does where a GPU has fp8 tensor cores.
+
+    Raises:
+        ValueError: the recipe asks for it on a GPU without them.
+    """
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if recipe.quant.compute == "fp8_gemm" and device.type == "cuda" and not able:
+        raise ValueError(
+            f"quant.compute: 'fp8_gemm', expected auto or simulate: {torch.cuda.get_device_name(device)} has no fp8 "
+            "tensor cores (compute capability 8.9)"
+        )
+    if recipe.quant.compute != "auto":
+        return recipe.quant.compute == "fp8_gemm"
+    return able and recipe.model.dtype == "bfloat16" and recipe.quant.has_fp8_gemm()
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """torch.compile each decoder layer by itself, in place: they share one graph, so compiling does not take longer
+    with their number. Layers with experts stay as they are: which tokens an expert gets is known only at run time."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    dense = [layer for layer in layers if not any(isinstance(part, ExpertMLPs) for part in layer.modules())]
+    for layer in dense:
+        layer.compile(options=COMPILE_OPTIONS)
+    say(f"compiled: {len(dense)} of {len(layers)} decoder layers; the first steps take longer")
+
+
+def _keep_weight_codes(recipe: Recipe, ds_config: dict[str, Any], quantization: Quantization) -> None:
+    """Quantise weights once per optimizer step where they stay resident and several micro-batches use them.
+
+    Costs a byte per weight. Under stage 3 a weight is there only while its layer runs.
+    """
+    keep = stage(ds_config) < 3 and recipe.train.gradient_accumulation_steps > 1
+    for layer in quantization.layers.values():
+        layer.keeps_weight_codes = keep
+
+
+def _summary(recipe: Recipe, quantization: Quantization) -> str:
+    multiplied = [layer for layer in quantization.layers.values() if layer.fp8_gemm]
+    how = f"{len(multiplied)} by fp8 GEMM" if multiplied else "simulated"
+    counts = Counter(layer.scheme.name for layer in quantization.layers.values())
+    schemes = ", ".join(f"{count} {name}" for name, count in counts.items()) if len(counts) > 1 else "".join(counts)
+    parts = [f"{len(quantization.layers)} linear layers, {schemes}, {how}"] if quantization.layers else []
+    if quantization.caches:
+        parts.append(f"keys and values of {len(quantization.caches) // 2} layers")
+    return "; ".join(parts)

@@ -1,0 +1,99 @@
+"""The teacher that a recipe names: a frozen model beside the student, or a cache on disk."""
+
+import os
+from collections.abc import Sequence
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from data.samples import Sample
+from data.teacher_cache import TeacherCache
+from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary, first_difference
+from engine.recipe.ds_config import teacher_config
+from engine.recipe.recipe import Recipe
+from engine.session.context import DTYPES, RunContext
+from engine.session.engines import initialize_frozen
+from model.build import build_model
+from model.head import changes_logits, output_head, remove_head
+from model.load import load_weights
+from model.ranks import errors_on_all_ranks, rank, say, world_size
+
+
+def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeacher:
+    """A frozen model to distil from; under stage 3 an engine without an optimizer.
+
+    Args:
+        recipe: the run; ``loss.teacher`` is the directory of the teacher's checkpoint.
+        context: what :func:`engine.session.context.start_ranks` gave.
+        logits: how many the student has per token.
+
+    Raises:
+        RankError: on every rank: its tokenizer is another one, or lacks, it has no logit for a token, or its logits are
+            not what lm_head gives.
+    """
+    path = recipe.loss.teacher
+    assert path is not None, "the recipe's teacher is no model"
+    with errors_on_all_ranks(OSError, ValueError):
+        if os.path.realpath(path) != os.path.realpath(recipe.model.path):
+            _check_same_tokens(recipe, context.tokenizer, path)
+    model = build_model(
+        path,
+        teacher_config(context.ds_config),
+        dtype=DTYPES[recipe.model.dtype],
+        device=context.device,
+        trust_remote_code=recipe.model.trust_remote_code,
+        attn_implementation=recipe.model.attn_implementation,
+        experts=recipe.model.experts,
+    )
+    with errors_on_all_ranks(ValueError):
+        if problem := changes_logits(model.config):
+            raise ValueError(f"loss.teacher: {path}: {problem}")
+        _, linear = output_head(model)
+        try:
+            vocabulary = common_vocabulary(context.tokenizer, logits, linear.out_features)
+        except ValueError as error:
+            raise ValueError(f"loss.teacher: {path}: {error}") from error
+    if vocabulary is not None:
+        say(
+            f"distillation compares the {vocabulary:,} tokens of the tokenizer: the student has {logits:,} logits, "
+            f"the teacher {linear.out_features:,}"
+        )
+    report = load_weights(model, path, method=recipe.model.load)
+    say(f"teacher: {report.summary()}")
+    its_head = remove_head(model).requires_grad_(False)
+    return ModelTeacher(initialize_frozen(model, context.ds_config), its_head, vocabulary)
+
+
+def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> CachedTeacher:
+    """The cache that the recipe names, checked against the samples of this run; a collective.
+
+    Raises:
+        RankError: on every rank: it is damaged, or of something else.
+    """
+    directory, top_k = recipe.loss.teacher_cache, recipe.loss.top_k
+    assert directory is not None, "the recipe's teacher is no cache"
+    with errors_on_all_ranks(OSError, ValueError):
+        cache = TeacherCache(directory)
+        if top_k is not None and top_k > cache.manifest.top_k:
+            raise ValueError(
+                f"loss.top_k: {top_k}, expected at most {cache.manifest.top_k}, as many as loss.teacher_cache "
+                f"{directory} keeps"
+            )
+        cache.check_made_of(samples, tokenizer, recipe.loss.teacher)
+        cache.verify(rank(), world_size())
+    say(f"teacher: {cache.manifest.positions:,} positions from {directory}, no model in memory")
+    return CachedTeacher(cache)
+
+
+def _check_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a teacher to whom a token id means something else."""
+    try:
+        theirs = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"loss.teacher: {path} has no tokenizer to compare with the student's: distillation compares token by "
+            f"token ({error})"
+        ) from error
+    if difference := first_difference(tokenizer, theirs):
+        raise ValueError(f"loss.teacher: {path} has another tokenizer: {difference}")
