@@ -1,4 +1,4 @@
-"""What a run holds on this rank, measured: parameters, gradients, optimizer, and the most of all."""
+"""What a run really holds on this rank: bytes of parameters, gradients and optimizer states, and its peak."""
 
 import json
 import resource
@@ -19,12 +19,12 @@ MEASURED = "memory.json"
 
 @dataclass
 class MemoryWatch:
-    """Watches one step of an optimizer.
+    """Measures what is held in the first step that an optimizer takes.
 
     Attributes:
-        model: in its engine.
+        model: the student, wrapped in its engine.
         optimizer: ``engine.optimizer``.
-        items: bytes of gradients, master weights and moments in the step; none until it has been made.
+        items: bytes of gradients, master weights and moments in that step; None until it has been taken.
     """
 
     model: nn.Module
@@ -33,7 +33,7 @@ class MemoryWatch:
 
     def __post_init__(self) -> None:
         self._inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        # There the gradients of the step are complete, and not yet gone.
+        # When this hook is called the gradients of the step are complete, and not yet freed.
         self._inner.register_step_post_hook(self._measure)
 
     def _measure(self, *_: Any) -> None:
@@ -50,12 +50,12 @@ class MemoryWatch:
         }
 
     def parameters(self) -> int:
-        """Bytes of parameters now, between two steps."""
+        """Bytes of the parameters' partitions now; to be asked between two steps."""
         return _bytes(partitions(self.model), set())
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Each storage once."""
+    """Bytes of the tensors' storages, each counted once: those in ``seen`` are left out, the others are added to it."""
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -66,20 +66,20 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def resident_bytes() -> int:
-    """The most memory that this process had resident so far (ru_maxrss is in KiB on Linux)."""
+    """The most bytes that this process has had resident so far (ru_maxrss is in KiB on Linux)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def write_measured(directory: Path, watch: MemoryWatch, device: torch.device, resident: int) -> None:
-    """Write ``memory.json``, which ``launch/memory.py --measured`` reads; nothing if no step was watched.
+    """Write ``memory.json``, which ``launch/memory.py --measured`` reads, unless no step was taken.
 
-    A disk that is full costs this file, with a warning, and not the run.
+    If the disk is full there is a warning and no file; the run goes on.
 
     Args:
-        directory: the run's.
-        watch: of one of its steps.
-        device: of this rank. The peak is the allocator's on CUDA, on the CPU what the process grew by.
-        resident: bytes of the process before there was a model.
+        directory: the run's output directory.
+        watch: has measured one of its steps.
+        device: this rank's. The peak is the allocator's on CUDA; on the CPU it is what the process grew by.
+        resident: bytes that the process had resident before there was a model.
     """
     if watch.items is None:
         return
@@ -98,7 +98,14 @@ def write_measured(directory: Path, watch: MemoryWatch, device: torch.device, re
 
 @dataclass(frozen=True)
 class Measured:
-    """Of rank 0: where, among how many ranks, the most bytes of the run until its export, and bytes by item."""
+    """What was measured on rank 0.
+
+    Attributes:
+        device: the type of its device.
+        ranks: how many ranks the run had.
+        peak: the most bytes that the run held before its export.
+        items: bytes by item.
+    """
 
     device: str
     ranks: int
@@ -107,10 +114,10 @@ class Measured:
 
 
 def read_measured(file: Path) -> Measured:
-    """What a run wrote.
+    """Read the ``memory.json`` of a run.
 
     Raises:
-        ValueError: there is no such file, or it is another one.
+        ValueError: there is no such file, or something else is in it.
     """
     try:
         return Measured(**json.loads(file.read_text(encoding="utf-8")))

@@ -1,7 +1,7 @@
-"""Attention on the meta device, as fused kernels keep it.
+"""Attention on the meta device that allocates what a fused kernel allocates.
 
-torch chooses a kernel by the device, and has none for meta tensors: its unfused form would stand for all, with [T, T]
-weights that no GPU keeps. So here is one whose forward and backward make what fused kernels make.
+torch chooses an attention kernel by the device and has no fused one for meta tensors: it would take the unfused form,
+with [T, T] weights that no GPU keeps. The one here makes the tensors that fused kernels make, in forward and backward.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ NAME = "deepqat_on_meta"
 
 
 class _Attention(torch.autograd.Function):
-    """Kept are operands, output and a logsumexp per query (Dao et al. 2022, arXiv:2205.14135)."""
+    """Saves operands, output and one logsumexp per query for backward (Dao et al. 2022, arXiv:2205.14135)."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         batch, heads, tokens, _ = query.shape
-        # Laid out as the layer's next operator reads it.
+        # The memory layout is the one that the layer's next operator reads without a copy.
         output = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return output
@@ -35,8 +35,11 @@ class _Attention(torch.autograd.Function):
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls, like its own for sdpa: with a mask keys and values are copied for each of their queries,
-    and torch makes of a boolean mask one that is added, in every layer."""
+    """The function that transformers calls. It makes the copies that transformers' own function for sdpa makes.
+
+    With a mask, keys and values are copied for each of their query heads, and a boolean mask is turned into one that is
+    added, once per layer.
+    """
     if attention_mask is not None:
         groups = getattr(module, "num_key_value_groups", 1)
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -46,8 +49,8 @@ def _attention(
 
 
 def attention_on_meta(implementation: str) -> str:
-    """The name of what stands for an attention implementation of transformers on the meta device."""
-    if implementation == "eager":  # operators of torch like all others
+    """Register an implementation that stands in for one of transformers' on the meta device; return its name."""
+    if implementation == "eager":  # it consists of operators that the meta device has
         return implementation
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])

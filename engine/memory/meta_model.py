@@ -1,7 +1,7 @@
-"""Student and teacher of a recipe on the meta device: all of their shapes, none of their bytes.
+"""Student and teacher of a recipe on the meta device: they have all of their shapes and none of their bytes.
 
-They are built by the code that builds them for a run, so what is counted in them (parameters, scales that layers share,
-what trains) is what a run has. The same goes for their micro-batch: see :mod:`engine.memory.meta_step`.
+The code that builds them for a run builds them here, too, so parameters, scales that layers share, and what trains are
+counted as a run has them. The same goes for their micro-batch: see :mod:`engine.memory.meta_step`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from model.head import LMHead, QuantHead, install_head, output_head, remove_head
 from quant import Quantization
 
 META = torch.device("meta")
-MASKED = ("sdpa", "eager")  # the others read borders of samples from position_ids
+MASKED = ("sdpa", "eager")  # they take a mask; the others read from position_ids where a sample ends
 
 
 @dataclass
@@ -43,7 +43,7 @@ class MetaStudent:
 
 @dataclass
 class MetaTeacher:
-    """A teacher that is a model of its own; its lm_head is outside of it."""
+    """A teacher that is a model of its own, and its lm_head, which has been taken out of it."""
 
     model: PreTrainedModel
     head: LMHead
@@ -55,8 +55,8 @@ def meta_student(recipe: Recipe) -> MetaStudent:
     Raises:
         RankError: what the run would find wrong with the model before it reads weights.
     """
-    # Stage 0: nothing is partitioned. One micro-batch per step: codes of weights that stages 0 to 2 keep from one to
-    # the next are counted by who counts what is held. Nothing runs, so nothing is compiled.
+    # On stage 0 nothing is partitioned. With one micro-batch per step no codes of weights are kept for the next one:
+    # engine.memory.zero_states counts those. Nothing is computed, so nothing is compiled.
     train = dataclasses.replace(recipe.train, gradient_accumulation_steps=1, compile=False)
     model_section = dataclasses.replace(recipe.model, attn_implementation=_attention(recipe))
     plain = dataclasses.replace(recipe, model=model_section, train=train)
@@ -74,7 +74,7 @@ def meta_student(recipe: Recipe) -> MetaStudent:
 
 
 def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
-    """The teacher, if the recipe has one that is a model of its own and in memory."""
+    """Build the teacher; None if the recipe has none, or one that is the student itself or was written to a cache."""
     if recipe.teacher_kind() != "model":
         return None
     model = build_model(
@@ -105,16 +105,21 @@ def _stage_0(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Step:
-    """Events of a micro-batch, and the bytes of activations that it keeps in host memory."""
+    """A micro-batch of the student.
+
+    Attributes:
+        events: its moments, in order.
+        on_host: bytes of activations that it keeps in host memory.
+    """
 
     events: list[Event]
     on_host: int
 
 
 def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> Step:
-    """The student's micro-batch of ``rows`` rows, whose tokens all have a target, with its losses.
+    """Record the student's micro-batch of ``rows`` rows, with its losses. Every token has a target.
 
-    The teacher's forward comes before: :func:`teacher_events`. What it leaves, its hidden states, is in here.
+    The teacher's forward comes before it: :func:`teacher_events`. The hidden states that it leaves are counted here.
     """
     recipe = student.recipe
     labels = torch.zeros(rows, recipe.data.max_length, dtype=torch.int64)
@@ -143,11 +148,11 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
     with representatives(student.model) as runs:
         not_run = sum(len(run.names) - 1 for run in runs)
     hidden = labels.numel() * student.head.in_features * student.head.weight.element_size()
-    return Step(events, sum(moved) + not_run * hidden if moved else 0)  # of each layer its input
+    return Step(events, sum(moved) + not_run * hidden if moved else 0)  # each layer keeps its input there
 
 
 def _on_host(recipe: Recipe, moved: list[int]) -> AbstractContextManager[Any]:
-    """As engine.forward keeps saved tensors in host memory (train.activation_offload); bytes of each to ``moved``."""
+    """Drop saved tensors that train.activation_offload moves to host memory; append the bytes of each to ``moved``."""
     if not recipe.train.activation_offload:
         return nullcontext()
 
@@ -169,7 +174,7 @@ def _on_host(recipe: Recipe, moved: list[int]) -> AbstractContextManager[Any]:
 def _teacher_at_head(
     recipe: Recipe, student: MetaStudent, teacher: MetaTeacher | None, hidden: Tensor | None
 ) -> Teacher | None:
-    """What the losses compare with."""
+    """The teacher as the losses get it; None if there is none."""
     kind = recipe.teacher_kind()
     if kind == "none":
         return None
@@ -188,7 +193,7 @@ def _teacher_at_head(
 
 
 def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> list[Event]:
-    """The forward of the teacher before the student's; none where there is no teacher in memory."""
+    """Record the teacher's forward, which comes before the student's; empty where no teacher is in memory."""
     recipe = student.recipe
     if recipe.teacher_kind() in ("none", "cache"):
         return []
@@ -210,10 +215,11 @@ def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
 
 
 def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
-    """What the model's forward gets: rows of the longest length, with the mask that transformers would make of them.
+    """What the model's forward gets: rows of full length, with the mask that transformers would make for them.
 
-    Rows without padding have none: fused attention is causal by itself. A mask is handed over ready, because it would
-    be made from values; so are positions where there is none. The router's auxiliary loss cannot read a ready one.
+    Rows without padding need no mask: fused attention is causal by itself. transformers makes masks from values, which
+    meta tensors do not have, so the finished mask is passed, or positions where there is no mask. With the router's
+    auxiliary loss no finished mask is passed, because that loss cannot read one.
     """
     length = recipe.data.max_length
     attention = recipe.model.attn_implementation
@@ -231,7 +237,7 @@ def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
 
 
 def _balance_routing(model: nn.Module) -> None:
-    """Give experts real indices that spread tokens evenly: how many tokens an expert has decides its shapes."""
+    """Route tokens evenly, by real indices: how many tokens an expert gets decides the shapes of its tensors."""
 
     def route(module: ExpertMLPs, arguments: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         hidden, chosen, weights = arguments

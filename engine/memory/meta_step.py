@@ -3,11 +3,11 @@
 Nothing is computed and no weight exists, but every operator of the real step runs with its real shapes, and every
 storage that it makes is counted from the operator that made it until the last reference to it is gone. So what autograd
 keeps, what activation checkpointing does not keep, and what lives for a moment only come from the code itself, not from
-a formula for an architecture. What is known only from data is laid down: each token has a target, tokens share out
+a formula for an architecture. What only the data would say is assumed: each token has a target, and tokens are spread
 evenly over the experts.
 
-Of equal decoder layers in a row two are run, and the second stands for all behind it: its forward adds the same bytes
-each time, its backward takes them away again.
+Of equal decoder layers in a row only two are run, and the second stands for all that follow: the forward of each of
+them adds the same bytes, and its backward takes them away again.
 """
 
 import weakref
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Equal layers in a row that are run: the first, and one for those behind it.
+# How many of equal layers in a row are run: the first, and one that stands for all that follow.
 REPRESENTATIVES = 2
 
 
@@ -34,13 +34,13 @@ class Event:
     """A moment of the step.
 
     Attributes:
-        kind: ``forward`` and ``forward_end`` of a module's call; ``backward`` before its gradients are computed (once
-            for each of its outputs), ``backward_end`` after it (for each of its inputs); ``gradient``: that of a
-            Parameter is complete.
-        name: of the module or of the Parameter, as in the model.
+        kind: ``forward`` and ``forward_end``: a module's call begins, ends; ``backward``: its gradients are about to be
+            computed (once for each of its outputs); ``backward_end``: they have been computed; ``gradient``: the
+            gradient of a Parameter is complete; ``end``: the micro-batch is over.
+        name: the name of the module or of the Parameter in the model.
         live: bytes alive at this moment.
-        peak: the most since the event before.
-        recomputed: a forward that activation checkpointing repeats in backward.
+        peak: the most bytes alive since the event before.
+        recomputed: whether it belongs to a forward that activation checkpointing repeats in backward.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Event:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in tuples, lists and dictionaries: what operators take and give."""
+    """All tensors in a value that an operator takes or returns: in tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -95,7 +95,7 @@ class _Bytes(TorchDispatchMode):
         self.live -= size
 
     def known(self, tensors: Sequence[Tensor]) -> None:
-        """These are there anyway and count as nothing."""
+        """Do not count these tensors: they exist anyway."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._seen[storage._cdata] = weakref.ref(storage)
@@ -103,7 +103,7 @@ class _Bytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Run:
-    """Equal layers in a row: ``kept`` stands for ``names``, all but the first."""
+    """Equal layers in a row: the layer ``kept`` was run for all of ``names``, which are all but the first of them."""
 
     kept: str
     names: list[str]
@@ -112,12 +112,12 @@ class _Run:
 def record_step(model: PreTrainedModel, forward: Callable[[], Tensor], *, backward: bool = True) -> list[Event]:
     """The events of one micro-batch, in order.
 
-    Gradients of Parameters are dropped as soon as they are complete: who keeps them counts them.
+    Gradients of Parameters are dropped as soon as they are complete: how long they are kept depends on the ZeRO stage.
 
     Args:
-        model: on the meta device, with what is quantised and what trains as in the run.
-        forward: makes its inputs, runs it, and returns what is differentiated.
-        backward: whether there is one.
+        model: a model on the meta device, in which the same is quantised and trains as in the run.
+        forward: makes the model's inputs, runs it, and returns what is differentiated.
+        backward: whether a backward follows.
     """
     events: list[Event] = []
     counter = _Bytes()
@@ -138,7 +138,7 @@ def record_step(model: PreTrainedModel, forward: Callable[[], Tensor], *, backwa
 
 
 def layer_lists(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
-    """Lists of decoder layers by name: of transformers' layer class, as many as the configuration says."""
+    """The lists of decoder layers by name. They have as many layers as the configuration says, all checkpointable."""
     layers = model.config.get_text_config().num_hidden_layers
     return {
         name: module
@@ -151,7 +151,7 @@ def layer_lists(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
 
 @contextmanager
 def representatives(model: PreTrainedModel) -> Iterator[list[_Run]]:
-    """Inside the block lists of decoder layers hold at most ``REPRESENTATIVES`` of equal ones in a row."""
+    """Inside the block the model has at most ``REPRESENTATIVES`` of equal decoder layers in a row."""
     runs: list[_Run] = []
     config = model.config.get_text_config()
     layers, lists = config.num_hidden_layers, layer_lists(model)
@@ -175,7 +175,7 @@ def representatives(model: PreTrainedModel) -> Iterator[list[_Run]]:
 
 
 def _signature(layer: nn.Module) -> tuple:
-    """Equal for layers whose steps hold the same bytes."""
+    """A value that is equal for layers whose steps hold the same bytes."""
     tensors = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in layer.named_parameters()]
     switches = [
         (name, type(module), getattr(module, "weight_fake_quant", None), getattr(module, "input_fake_quant", None))
@@ -195,7 +195,7 @@ def _equal_in_a_row(values: Sequence[Any]) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _hooks(model: nn.Module, names: dict[int, str], counter: _Bytes, events: list[Event]) -> Iterator[None]:
-    """Inside the block modules and Parameters note their events, where ZeRO-3 would have its hooks."""
+    """Inside the block modules and Parameters record their events, at the places where ZeRO-3 has its hooks."""
 
     def note(kind: str, name: str) -> None:
         recomputed = kind == "forward" and torch._C._current_graph_task_id() != -1
@@ -220,8 +220,10 @@ def _hooks(model: nn.Module, names: dict[int, str], counter: _Bytes, events: lis
 
 
 def _module_hooks(module: nn.Module, note: Callable[[str], None]) -> list[Any]:
-    """Of one module. Its inputs that have gradients are counted anew by each forward, a repeated one too: ZeRO-3's hook
-    does so, and acts when the last of them passes."""
+    """Hook one module. Each forward, a repeated one too, counts anew how many inputs have gradients.
+
+    ZeRO-3's hook counts so, too, and takes a backward for over when the last of these gradients has been computed.
+    """
     remaining = 0
 
     def input_passes() -> None:
@@ -249,7 +251,7 @@ def _drop(note: Callable[[str, str], None], name: str, parameter: nn.Parameter) 
 
 
 class _Mark(torch.autograd.Function):
-    """The identity, which says when its gradient passes."""
+    """The identity. It calls a function when its gradient passes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, passes: Callable[[], None]) -> Tensor:
@@ -263,7 +265,7 @@ class _Mark(torch.autograd.Function):
 
 
 def _on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``function`` of every tensor in tuples, lists and dictionaries, which are changed in place."""
+    """``value`` with ``function`` of every tensor in tuples, lists and dictionaries; dictionaries change in place."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -276,7 +278,7 @@ def _on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _repeated(events: list[Event], runs: Sequence[_Run]) -> list[Event]:
-    """The events of all layers: those of a run's representative once for each layer that it stands for."""
+    """The events of all layers: those of a representative are repeated for each layer that it stands for."""
     for run in runs:
         events = list(_repeat(events, run))
     return events
@@ -289,10 +291,10 @@ def _repeat(events: list[Event], run: _Run) -> Iterator[Event]:
     for start, stop in segments:
         for event in events[position:start]:
             yield replace(event, live=event.live + extra, peak=event.peak + extra)
-        grows = events[stop].live - events[start].live  # up to what follows: the last tensors are freed on the way
+        grows = events[stop].live - events[start].live  # up to the event that follows: the last tensors are freed there
         forward = not any(event.kind == "backward" for event in events[start:stop])
         names = run.names if forward else run.names[::-1]
-        before = events[start].peak  # of the moments from the layer before to this one
+        before = events[start].peak  # the peak between the layer before and this one
         for name in names:
             for event in events[start:stop]:
                 own = f"{event.name}.".startswith(f"{run.kept}.")
@@ -308,7 +310,7 @@ def _repeat(events: list[Event], run: _Run) -> Iterator[Event]:
 
 
 def _segments(events: list[Event], layer: str) -> list[tuple[int, int]]:
-    """Where the layer's forward and its backward stand: from their first to one past their last event."""
+    """The ranges of events of the layer's forward and of its backward: the first index, and one past the last."""
 
     def first(kind: str, start: int) -> int | None:
         found = (i for i in range(start, len(events)) if (events[i].name, events[i].kind) == (layer, kind))

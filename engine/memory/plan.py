@@ -19,18 +19,13 @@ from engine.memory.meta_model import (
     teacher_events,
 )
 from engine.memory.meta_step import Event
+from engine.memory.zero_cost import Moment, Traffic, own_bytes
 from engine.memory.zero_gather import Gatherer
-from engine.memory.zero_states import Held, Inventory, Settings, held_by, take_inventory
-from engine.memory.zero_step import (
-    STEP_COPIES,
-    TEACHER,
-    Moment,
-    StepCost,
-    Traffic,
-    cost_of_step,
-    module_parameters,
-    own_bytes,
-)
+from engine.memory.zero_parameters import Inventory, module_parameters, take_inventory
+from engine.memory.zero_stage_3 import TEACHER
+from engine.memory.zero_stages import STEP_COPIES
+from engine.memory.zero_states import Held, Settings, held_by
+from engine.memory.zero_step import StepCost, cost_of_step
 from engine.recipe.ds_config import DsConfigError, resolve, teacher_config
 from engine.recipe.recipe import Recipe
 from model.coded import NONE_CODED, can_be_coded
@@ -40,15 +35,15 @@ RESERVE = 4 * 10**9
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one strategy. Bytes are of one rank.
+    """What is predicted for one strategy. Bytes are those of one rank.
 
     Attributes:
         strategy: the recipe's ``deepspeed``.
-        settings: what of its configuration decides.
-        held: by item, on the device and in host memory.
+        settings: the part of its configuration that decides on memory.
+        held: bytes between steps by item, on the device and in host memory.
         moments: the worst moments of forward, backward and the optimizer's step.
-        cost: of a step, with its collectives.
-        largest_micro_batch: rows per rank that still fit; None where nothing was asked, 0 where not even one does.
+        cost: what one step costs, its collectives included.
+        largest_micro_batch: how many rows per rank still fit; None where nothing was asked, 0 where not even one does.
     """
 
     strategy: str
@@ -70,7 +65,7 @@ class Prediction:
 
     @property
     def together(self) -> int:
-        """Bytes at the worst moment where device and host share one memory, on the CPU."""
+        """Bytes at the worst moment where device and host share one memory, as on the CPU."""
         copies = self.held.host.get(STEP_COPIES, 0)
         step = self.moments["step"].total + copies
         return self.host - copies + max(self.moments["forward"].total, self.moments["backward"].total, step)
@@ -80,9 +75,9 @@ class Planner:
     """Predicts a recipe's memory: builds its model once, then answers for strategies and micro-batches.
 
     Args:
-        recipe: the run.
-        fused_optimizer: as on CUDA; on the CPU torch's AdamW makes copies.
-        ranks_per_node: the ranks among which hpZ keeps its second copies where the file leaves that open.
+        recipe: the recipe of the run.
+        fused_optimizer: whether AdamW is fused, as on CUDA; on the CPU torch's AdamW makes copies.
+        ranks_per_node: how many ranks share hpZ's second copies where the configuration does not say it.
 
     Raises:
         RankError: the model cannot be built (as the run would say).
@@ -103,19 +98,19 @@ class Planner:
         self._events: dict[int, tuple[list[Event], Step]] = {}
 
     def events(self, rows: int) -> tuple[list[Event], Step]:
-        """Of the teacher's forward and of the student's micro-batch of so many rows."""
+        """The events of the teacher's forward, and the step of the student, for a micro-batch of ``rows`` rows."""
         if rows not in self._events:
             before = teacher_events(self.student, self.teacher, rows)
             self._events[rows] = before, student_events(self.student, self.teacher, rows)
         return self._events[rows]
 
     def predict(self, strategy: str, ranks: int, *, gpu_bytes: int | None = None) -> Prediction:
-        """One strategy on so many ranks.
+        """Predict one strategy.
 
         Args:
             strategy: a name in ds_configs/ or the path of a JSON file.
-            ranks: all ranks of the run.
-            gpu_bytes: find the largest micro-batch that fits so many, ``RESERVE`` included.
+            ranks: how many ranks the run has.
+            gpu_bytes: memory of a GPU, of which ``RESERVE`` is set aside; asks for the largest micro-batch that fits.
 
         Raises:
             DsConfigError: the configuration is wrong, or contradicts the recipe.
@@ -147,7 +142,7 @@ class Planner:
         return dataclasses.replace(found, largest_micro_batch=self._largest(found, before, gpu_bytes - RESERVE))
 
     def _teacher(self, config: dict[str, Any], settings: Settings, held: Held) -> "_OfTeacher":
-        """What the teacher holds, added to ``held``, and what its forward gathers at each of its events."""
+        """Add what the teacher holds to ``held``; return what its forward gathers and sends."""
         if self.teacher is None:
             return _OfTeacher()
         model = self.teacher.model
@@ -166,7 +161,7 @@ class Planner:
         events, _ = self.events(self.recipe.data.micro_batch_size)
         traffic = Traffic()
         gatherer = Gatherer(modules, of_teacher.zero, settings.ranks, traffic.count)
-        for _ in range(2):  # the first decides what may be let go where
+        for _ in range(2):  # the first decides what each call may let go; the second is the one that counts
             gatherer.forget_most()
             traffic.clear()
             gatherer.begin(events)
@@ -177,7 +172,10 @@ class Planner:
         return _OfTeacher(gatherer.most, head, traffic)
 
     def _all(self, rows: int, teacher: "_OfTeacher") -> list[Event]:
-        """The student's events, the teacher's forward as one before them, and its lm_head whole during the losses."""
+        """The student's events, after one event that stands for the teacher's forward.
+
+        The teacher's lm_head is whole during the losses.
+        """
         before, step = self.events(rows)
         head = next(name for name, module in self.student.model.named_modules() if module is self.student.head)
         most = max((event.peak for event in before), default=0) + teacher.gathered
@@ -190,7 +188,7 @@ class Planner:
         return [Event(TEACHER, "", 0, most), *events]
 
     def _largest(self, found: Prediction, teacher: "_OfTeacher", limit: int) -> int:
-        """Rows that fit: each event's bytes grow evenly with the rows, once they fill the losses' chunks."""
+        """How many rows fit. Each event's bytes grow linearly with the rows once these fill a chunk of the losses."""
         chunks = -(-self.recipe.loss.chunk_tokens // self.recipe.data.max_length)
         few, many = chunks, 2 * chunks
         first, second = (own_bytes(self._all(rows, teacher)).astype(float) for rows in (few, many))
@@ -212,7 +210,13 @@ class Planner:
 
 @dataclass(frozen=True)
 class _OfTeacher:
-    """Under stage 3: the most bytes that its forward gathers, its whole lm_head, and what that makes travel."""
+    """What a teacher with a model of its own adds under stage 3; nothing on other stages.
+
+    Attributes:
+        gathered: the most bytes that its forward gathers at one time.
+        head: bytes of its lm_head, which is gathered for the losses.
+        traffic: the collectives of one micro-batch.
+    """
 
     gathered: int = 0
     head: int = 0
@@ -220,7 +224,7 @@ class _OfTeacher:
 
 
 def held_by_frozen(settings: Settings, inventory: Inventory) -> int:
-    """Bytes of the shares of a frozen model under stage 3, with what persists."""
+    """Bytes that a rank holds of a frozen model under stage 3: its shares, and the parameters that persist."""
     shares = sum(p.share(settings.ranks) + p.second_share(settings.zero, settings.ranks) for p in inventory.parameters)
     if settings.ranks == 1:
         return shares

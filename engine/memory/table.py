@@ -1,4 +1,4 @@
-"""A prediction as a person reads it: strategies side by side, and measured beside predicted."""
+"""Predictions as tables for people: strategies side by side, and what was measured beside what was predicted."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ UNSET = "-"
 
 
 def headline(recipe: Recipe, ranks: int, parameters: int, trained: int) -> str:
-    """What the table is of."""
+    """One line above the table: the model, the ranks, the micro-batches."""
     checkpointing = "with" if recipe.train.activation_checkpointing else "without"
     return (
         f"{recipe.model.path}: {parameters / 1e9:.3f}e9 parameters, {trained / 1e9:.3f}e9 of them trained, "
@@ -24,7 +24,7 @@ def headline(recipe: Recipe, ranks: int, parameters: int, trained: int) -> str:
 
 
 def memory_table(predictions: Sequence[Prediction], gpu_bytes: int | None) -> str:
-    """GB (10^9 bytes) per rank, one column per strategy."""
+    """A table of GB (10^9 bytes) per rank, with a column per strategy. Items that are 0 everywhere are left out."""
     rows: list[tuple[str, Callable[[Prediction], str]]] = []
 
     def row(name: str, value: Callable[[Prediction], float]) -> None:
@@ -54,7 +54,7 @@ def _part(prediction: Prediction, phase: str, name: str) -> int:
 
 
 def traffic_table(predictions: Sequence[Prediction]) -> str:
-    """Collectives of one optimizer step on each rank: calls, and GB of the whole tensors."""
+    """A table of the collectives of one optimizer step on each rank: calls, and GB of the whole tensors."""
     kinds = list(dict.fromkeys(kind for one in predictions for kind in one.cost.traffic.calls))
 
     def cell(one: Prediction, kind: str) -> str:
@@ -67,7 +67,7 @@ def traffic_table(predictions: Sequence[Prediction]) -> str:
 
 
 def comparison_table(prediction: Prediction, measured: Measured) -> str:
-    """Predicted and measured by item, and what of the peak is none of these: activations, buckets, what is gathered."""
+    """A table of predicted and measured bytes by item. All else at the peak: activations, buckets, what is gathered."""
     on_host = measured.device == "cpu"  # there one memory holds all
     predicted = {
         item: prediction.held.device[item] + (prediction.held.host[item] if on_host else 0) for item in measured.items
@@ -83,7 +83,7 @@ def comparison_table(prediction: Prediction, measured: Measured) -> str:
 
 
 def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Everything by strategy, in bytes."""
+    """All that was predicted, by strategy, in bytes."""
     return {
         one.strategy: {
             "device": one.held.device,
@@ -104,7 +104,7 @@ def _gigabytes(size: float) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown that is aligned too."""
+    """The rows as a Markdown table whose columns are aligned in the text too."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| "

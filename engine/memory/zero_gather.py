@@ -1,4 +1,6 @@
-"""What ZeRO-3 gathers when, and how many bytes are whole at a time: a replay of DeepSpeed's parameter coordinator.
+"""Which parameters ZeRO-3 gathers at which moment, and how many bytes of them are whole then.
+
+This replays the decisions of DeepSpeed's parameter coordinator.
 
 DeepSpeed 0.19 decides per module call (runtime/zero/partitioned_param_coordinator.py): before it, what the module reads
 is gathered, in one collective per dtype, and further parameters in the order of the trace until
@@ -10,11 +12,10 @@ let go only in the optimizer's step, after which they are gathered again.
 A list of parameters is gathered into one flat buffer, from which each is copied when it is first read; the buffer
 lives until the last of them is read. One parameter alone is gathered where it stays.
 
-Where weights travel as codes (:func:`model.zero.gather_as_bytes`) a list with one of them, alone or not, is gathered
-into one buffer of bytes, whatever the dtypes; it lives until the first is read.
+Where weights travel as codes (:func:`model.zero.gather_as_bytes`), a list that has at least one such weight is gathered
+into one buffer of bytes, whatever the dtypes; the buffer lives until the first parameter of the list is read.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,69 +23,19 @@ from dataclasses import dataclass, field
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from engine.memory.meta_step import Event
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedParameter:
-    """A Parameter as stage 3 sees it.
-
-    Attributes:
-        name: as in the model.
-        order: DeepSpeed numbers parameters as they are made.
-        numel: elements.
-        size: bytes of one.
-        trains: whether it has a gradient.
-        dtype: parameters of one dtype travel together.
-        scale: whether it is a scale, which is never kept whole between steps (model.zero.release) ...
-        whole: ... but where it is frozen and small, as then every rank has all of it.
-        coded: whether it can travel as codes, a byte each (model.coded); what persists does not.
-    """
-
-    name: str
-    order: int
-    numel: int
-    size: int
-    trains: bool
-    dtype: str
-    scale: bool = False
-    whole: bool = False
-    coded: bool = False
-
-    def padded(self, ranks: int) -> int:
-        """Bytes of all partitions, which are equally long."""
-        return math.ceil(self.numel / ranks) * ranks * self.size
-
-    def share(self, ranks: int) -> int:
-        """Bytes of a rank's partition."""
-        return self.numel * self.size if self.whole else self.padded(ranks) // ranks
-
-    def second_share(self, zero: DeepSpeedZeroConfig, ranks: int) -> int:
-        """Bytes of a rank's partition among the ranks of its node, which hpZ makes of frozen parameters too."""
-        size = zero.zero_hpz_partition_size
-        return self.padded(ranks) // size if size > 1 and not self.whole else 0
-
-    def persists(self, zero: DeepSpeedZeroConfig) -> bool:
-        """Whether it stays whole between steps."""
-        return self.numel <= zero.param_persistence_threshold and not self.scale
-
-    def as_codes(self, zero: DeepSpeedZeroConfig) -> bool:
-        """Whether it travels as codes."""
-        return self.coded and not self.persists(zero)
-
-
-@dataclass
-class ModuleParameters:
-    """Of one module: the parameters that a call gathers, and all below it."""
-
-    gathered: list[ShardedParameter]
-    direct: list[ShardedParameter]
-    below: list[ShardedParameter]
-    leaf: bool
+from engine.memory.zero_parameters import ModuleParameters, ShardedParameter
 
 
 @dataclass
 class _Buffer:
-    """A flat buffer that parameters are copied from; ``copies``: bytes of the largest codes, cut out to be decoded."""
+    """A flat buffer that several parameters were gathered into, and from which each is copied when it is read.
+
+    Attributes:
+        size: its bytes.
+        waiting: how many of its parameters have not been read yet.
+        of_codes: whether it holds codes.
+        copies: bytes of the largest parameter's codes, which are cut out of it to be decoded.
+    """
 
     size: int
     waiting: int
@@ -94,17 +45,19 @@ class _Buffer:
 
 @dataclass
 class Gatherer:
-    """The state of the coordinator; feed it the events of a micro-batch, twice before its counts are those of a step.
+    """The state of the coordinator. It is fed the events of a micro-batch.
+
+    DeepSpeed decides in the first micro-batch what each later one may let go, so the counts are those of a step only
+    from the second micro-batch on.
 
     Attributes:
-        modules: parameters by module name, of all modules that have hooks.
+        modules: the parameters of every module that has hooks, by module name.
         zero: DeepSpeed's settings.
-        ranks: in the group that parameters are sharded over.
-        node_ranks: of hpZ, 1 without.
-        count: called with the kind and the bytes of each collective.
-        whole: bytes gathered now, buffers included.
-        most: the most since :meth:`forget_most`.
-        quantises: whether fake quant is on, without which weights travel as they are.
+        ranks: how many ranks a parameter is partitioned over.
+        count: a function that is called with the kind and the bytes of each collective.
+        whole: bytes that are gathered now, buffers included.
+        most: the largest value of ``whole`` since :meth:`forget_most`.
+        quantises: whether fake quant is on. While it is off, weights do not travel as codes.
     """
 
     modules: Mapping[str, ModuleParameters]
@@ -129,7 +82,7 @@ class Gatherer:
     _decoded: set[ShardedParameter] = field(default_factory=set)
 
     def switch(self, quantises: bool) -> None:
-        """Turn fake quant on or off: what was decoded from codes is let go."""
+        """Turn fake quant on or off. Parameters that were decoded from codes are let go."""
         self.quantises = quantises
         for parameter in list(self._decoded):
             self._wait(parameter)
@@ -137,7 +90,7 @@ class Gatherer:
         self._decoded.clear()
 
     def begin(self, events: Iterable[Event]) -> None:
-        """A forward begins, whose module calls (and those of its backward) will be those of ``events``."""
+        """A micro-batch begins. Its ``events``, forward and backward, say in which order modules are called."""
         if not self._order:
             calls = (event.name for event in events if event.kind in ("forward", "backward"))
             self._order = tuple(name for name in calls if name in self.modules)
@@ -150,7 +103,7 @@ class Gatherer:
         self._fetched, self._step, self._available = {}, 0, 0
 
     def event(self, event: Event) -> None:
-        """A module is called or done."""
+        """A module is called, or its call is over."""
         if event.name not in self.modules:
             return
         if event.kind in ("forward", "backward"):
@@ -159,7 +112,7 @@ class Gatherer:
             self._let_go(event.name, event.kind == "forward_end")
 
     def end(self) -> None:
-        """Backward is over: modules whose inputs have no gradient are done now."""
+        """Backward is over. It ends the calls of modules too whose inputs have no gradient."""
         for name in reversed(list(self._backward)):
             self._backward.pop(name)
             recomputed = self._recomputed.pop(name, set())
@@ -169,7 +122,7 @@ class Gatherer:
                     self._release(parameter)
 
     def step(self) -> None:
-        """The optimizer's step: everything is let go, and what persists gathered anew."""
+        """The optimizer steps: every parameter is let go, and those that persist are gathered anew."""
         for parameter in list(self._buffers):
             self._wait(parameter)
         self._active.clear()
@@ -179,10 +132,10 @@ class Gatherer:
         everything = dict.fromkeys(parameter for module in self.modules.values() for parameter in module.below)
         for parameter in everything:
             if parameter.persists(self.zero):
-                self._gather([parameter])  # each by itself
+                self._gather([parameter])  # one collective for each
 
     def forget_most(self) -> int:
-        """The most bytes since the last call."""
+        """Return the most bytes that were whole since the last call, and begin to count anew."""
         most, self.most = self.most, self.whole
         return most
 
@@ -235,7 +188,7 @@ class Gatherer:
                 self._release(parameter)
 
     def _to_release(self, name: str) -> frozenset[ShardedParameter]:
-        """What a call may let go; decided when the call comes for the first time, as DeepSpeed caches it."""
+        """The parameters that a call may let go: DeepSpeed decides when the call first comes, and stays with it."""
         key = (name, self._step)
         if key not in self._released:
             own = self.modules[name]
@@ -261,7 +214,7 @@ class Gatherer:
         there = [parameter for parameter in missing if parameter.whole or self.ranks == 1]
         self._held.update(dict.fromkeys(there, 0))  # the partition is the parameter
         missing = [parameter for parameter in missing if parameter not in self._held]
-        if self.quantises and any(parameter.as_codes(self.zero) for parameter in missing):  # hpZ does not go with them
+        if self.quantises and any(parameter.as_codes(self.zero) for parameter in missing):  # never together with hpZ
             self._gather_codes(missing)
             return
         for secondary in (True, False):
@@ -282,7 +235,7 @@ class Gatherer:
         codes = [p.padded(self.ranks) // p.size for p in parameters if p.as_codes(self.zero)]
         self._decoded.update(p for p in parameters if p.as_codes(self.zero))
         size = sum(codes) + sum(p.padded(self.ranks) for p in parameters if not p.as_codes(self.zero))
-        copies = max(codes) if len(parameters) > 1 else 0  # of one alone the buffer is its codes
+        copies = max(codes) if len(parameters) > 1 else 0  # one parameter alone is decoded from the buffer itself
         self._in_flight(parameters, _Buffer(size, len(parameters), True, copies))
         self.count("all_gather", size)
 
@@ -293,7 +246,7 @@ class Gatherer:
             self._buffers[parameter] = buffer
 
     def _wait(self, parameter: ShardedParameter) -> None:
-        """The parameter is read: all of its buffer are copied out when the first of them is."""
+        """The parameter is read. When the first parameter of a buffer is read, all of them are copied out of it."""
         buffer = self._buffers.get(parameter)
         if buffer is None:
             return

@@ -1,4 +1,4 @@
-"""Bytes that one rank holds of parameters, gradients and optimizer between two steps, under each ZeRO stage.
+"""How many bytes of parameters, gradients and optimizer state one rank holds between two steps, by ZeRO stage.
 
 The shares are those of Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3): with 16-bit parameters 2 bytes of
 weight, as many of gradient and 12 of optimizer (an fp32 copy and Adam's two moments), each divided by the ranks from
@@ -16,22 +16,16 @@ its stage on. What DeepSpeed 0.19 really allocates differs by stage, and that is
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from torch import nn
 
-from engine.memory.zero_gather import ShardedParameter
-from engine.recipe.recipe import OptimRecipe
-from engine.session.optimizer import classify, parameter_groups
-from model.zero import to_be_whole
-from quant import QuantLinear
+from engine.memory.zero_parameters import Inventory, ShardedParameter, elements, flat_elements
 
 FP32 = 4
-SCALES = ("weight_scale", "act_scale", "frozen")
 ITEMS = (
     "parameters",
     "gradients",
@@ -45,75 +39,18 @@ ITEMS = (
 
 
 @dataclass(frozen=True)
-class Inventory:
-    """Every Parameter of a model once, and which of them the optimizer has, in the order of its groups.
-
-    Attributes:
-        parameters: in the order in which they are made: weights, then scales.
-        groups: by name, those that train.
-        scales: bytes of all scales, in ``parameters`` too.
-        quantised: weights that have codes.
-        scales_of_codes: elements of the scales of weights that travel as codes.
-    """
-
-    parameters: list[ShardedParameter]
-    groups: dict[str, list[ShardedParameter]]
-    scales: int = 0
-    quantised: int = 0
-    scales_of_codes: int = 0
-
-    @property
-    def trained(self) -> list[ShardedParameter]:
-        """All that train."""
-        return [parameter for group in self.groups.values() for parameter in group]
-
-
-def take_inventory(model: nn.Module, optim: OptimRecipe | None, coded: Sequence[QuantLinear] = ()) -> Inventory:
-    """Of a model on the meta device; of one that is frozen without ``optim``.
-
-    The weights of ``coded`` travel as codes.
-    """
-    made = sorted(classify(model), key=lambda owned: owned.kind in SCALES)
-    whole = {id(parameter) for parameter in to_be_whole(one.parameter for one in made if one.kind in SCALES)}
-    as_codes = {id(layer.weight) for layer in coded}
-    theirs = {id(p): p.numel() for layer in coded for p in (layer.weight_s0, layer.weight_theta) if p is not None}
-    known = {
-        id(owned.parameter): ShardedParameter(
-            owned.name,
-            order,
-            owned.parameter.numel(),
-            owned.parameter.element_size(),
-            owned.parameter.requires_grad,
-            str(owned.parameter.dtype),
-            scale=owned.kind in SCALES,
-            whole=id(owned.parameter) in whole,
-            coded=id(owned.parameter) in as_codes,
-        )
-        for order, owned in enumerate(made)
-    }
-    groups = parameter_groups(model, optim) if optim is not None else []
-    scales = [known[id(owned.parameter)] for owned in made if owned.kind in SCALES]
-    return Inventory(
-        list(known.values()),
-        {group["name"]: [known[id(parameter)] for parameter in group["params"]] for group in groups},
-        sum(parameter.numel * parameter.size for parameter in scales),
-        scales_of_codes=sum(theirs.values()),
-    )
-
-
-@dataclass(frozen=True)
 class Settings:
-    """What of a resolved DeepSpeed configuration decides on memory.
+    """The part of a resolved DeepSpeed configuration that decides on memory.
 
     Attributes:
-        zero: with DeepSpeed's own defaults where the file is silent.
-        ranks: all of them.
-        size: bytes of a parameter of the model.
-        accumulated: bytes of a gradient as it is accumulated.
-        communicated: bytes of a gradient as it is reduced.
+        zero: its ``zero_optimization``, with DeepSpeed's own defaults where the file is silent.
+        ranks: how many ranks the run has.
+        size: bytes per element of the model's parameters.
+        accumulated: bytes per element of a gradient in the buffer where micro-batches are added up.
+        communicated: bytes per element of a gradient while it is reduced over the ranks.
         accumulation: micro-batches per step.
         bf16: whether parameters are bf16 (and not fp16 or fp32).
-        immediate: bf16's gradients are added to the fp32 ones, and dropped, as they are made (stage 1).
+        immediate: whether stage 1 adds each bf16 gradient to the fp32 ones, and drops it, as soon as it is made.
     """
 
     zero: DeepSpeedZeroConfig
@@ -127,7 +64,7 @@ class Settings:
 
     @classmethod
     def of(cls, ds_config: dict[str, Any], ranks: int) -> "Settings":
-        """From what :func:`engine.recipe.ds_config.resolve` gave."""
+        """Read the settings from a configuration that :func:`engine.recipe.ds_config.resolve` returned."""
         half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
         size = 2 if half else FP32
         sizes = {"fp32": FP32, "fp16": 2, "bf16": 2}
@@ -144,23 +81,23 @@ class Settings:
 
     @property
     def stage(self) -> int:
-        """0 to 3."""
+        """The ZeRO stage, 0 to 3."""
         return int(self.zero.stage)
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Whether stage 1 is DeepSpeed's BF16_Optimizer, which has fp32 gradients of everything on every rank."""
+        """Whether stage 1 is DeepSpeed's BF16_Optimizer, which keeps fp32 gradients of everything on every rank."""
         separate = self.bf16 and self.accumulated == FP32
         return self.stage == 1 and separate and self.offloads_optimizer is None
 
     @property
     def offloads_optimizer(self) -> str | None:
-        """cpu or None."""
+        """Where the optimizer's states are offloaded to: ``cpu``, or None if they stay on the device."""
         return _device(self.zero.offload_optimizer)
 
     @property
     def offloads_parameters(self) -> str | None:
-        """cpu or None."""
+        """Where the parameters' partitions are offloaded to: ``cpu``, or None if they stay on the device."""
         return _device(self.zero.offload_param)
 
 
@@ -172,23 +109,23 @@ def _device(offload: Any) -> str | None:
 
 @dataclass
 class Held:
-    """Bytes by item: on the rank's device, and of its host memory."""
+    """What one rank holds, in bytes by item of ``ITEMS``: on its device, and in host memory."""
 
     device: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
     host: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
 
     def add(self, item: str, size: int, offloaded: str | None = None) -> None:
-        """So many bytes more of an item, where it is offloaded to."""
+        """Count ``size`` bytes more of an item, in the place that it is offloaded to (None: the device)."""
         place = {None: self.device, "cpu": self.host}[offloaded]
         place[item] += size
 
 
 def held_by(settings: Settings, inventory: Inventory, *, keeps_codes: bool = False) -> Held:
-    """What a rank of the student holds at most at one time outside of forward and backward.
+    """What a rank holds of the student outside of forward and backward, at the moment when it holds most.
 
     Args:
-        settings: of the run.
-        inventory: of the student.
+        settings: those of the run.
+        inventory: the student's parameters.
         keeps_codes: whether quantised weights keep their codes from one micro-batch to the next.
     """
     held = Held()
@@ -207,17 +144,12 @@ def held_by(settings: Settings, inventory: Inventory, *, keeps_codes: bool = Fal
 
 
 def _stage_0(held: Held, settings: Settings, inventory: Inventory) -> None:
-    elements = _elements(inventory.trained)
-    held.add("parameters", elements * settings.size)
-    held.add("gradients", elements * settings.size)
-    held.add("moments", elements * 2 * FP32)
+    trained = elements(inventory.trained)
+    held.add("parameters", trained * settings.size)
+    held.add("gradients", trained * settings.size)
+    held.add("moments", trained * 2 * FP32)
     if settings.size != FP32:
-        held.add("master weights", elements * FP32)
-
-
-def flat_elements(group: Sequence[ShardedParameter], ranks: int) -> int:
-    """Elements of a group's flat buffer on stages 1 and 2: aligned to two for each rank."""
-    return math.ceil(_elements(group) / (2 * ranks)) * 2 * ranks
+        held.add("master weights", trained * FP32)
 
 
 def _stages_1_and_2(held: Held, settings: Settings, inventory: Inventory) -> None:
@@ -230,10 +162,10 @@ def _stages_1_and_2(held: Held, settings: Settings, inventory: Inventory) -> Non
     if settings.bf16_optimizer:
         held.add("gradients", flat * FP32)
         if not settings.immediate:
-            held.add("gradients", _elements(inventory.trained) * settings.size)
+            held.add("gradients", elements(inventory.trained) * settings.size)
         return
     if settings.stage == 1:
-        held.add("gradients", _elements(inventory.trained) * settings.accumulated)
+        held.add("gradients", elements(inventory.trained) * settings.accumulated)
     else:
         held.add("gradients", share * settings.accumulated)
     if offloaded:
@@ -252,22 +184,18 @@ def _stage_3(held: Held, settings: Settings, inventory: Inventory) -> None:
     if ranks > 1:  # whole between steps, beside their shares
         held.add("parameters", _bytes(parameter for parameter in inventory.parameters if parameter.persists(zero)))
     held.add("scales of codes", inventory.scales_of_codes * FP32)
-    # hpZ's, from the first forward on; those of trained parameters until the step.
+    # The second partitions of hpZ are there from the first forward on; those of trained parameters until the step.
     held.add("parameters", sum(parameter.second_share(zero, ranks) for parameter in inventory.parameters))
     share = sum(math.ceil(parameter.numel / ranks) for parameter in inventory.trained)
     offloaded = settings.offloads_optimizer
     held.add("gradients", share * settings.accumulated, "cpu" if offloaded else None)
     if offloaded:
         held.add("gradients", share * FP32, offloaded)
-    if settings.size != FP32 or offloaded:  # else the parameters themselves
+    if settings.size != FP32 or offloaded:  # else the parameters are their own masters
         held.add("master weights", share * FP32, offloaded)
     held.add("moments", share * 2 * FP32, offloaded)
     if zero.contiguous_gradients:
         held.add("buckets", zero.reduce_bucket_size * settings.communicated)
-
-
-def _elements(parameters: Iterable[ShardedParameter]) -> int:
-    return sum(parameter.numel for parameter in parameters)
 
 
 def _bytes(parameters: Iterable[ShardedParameter]) -> int:

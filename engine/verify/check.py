@@ -1,6 +1,6 @@
-"""Does an exported checkpoint load elsewhere, and compute there what training saw? Compared with transformers, in fp32.
+"""Compares an exported checkpoint with transformers in fp32: does it load there, and compute what training saw?
 
-Two readers of one directory are run on the same tokens: transformers, which lets compressed-tensors decompress, and our
+Two readers of one directory get the same tokens: transformers, which lets compressed-tensors decompress, and our
 own forward (``model.compressed``), whose fake quantisation gives the codes on disk bit for bit. Where their arithmetic
 differs by definition, the difference is not waved through by a loose tolerance but taken out and put back:
 
@@ -50,7 +50,7 @@ OUR_FORWARD_KL_ROUTED = 1e-2
 
 @dataclass
 class Comparison:
-    """Two models' logits on the same tokens, accumulated over windows. The other model is the reference of the KL."""
+    """The differences between two models' logits, accumulated over windows. The KL's reference is the other model."""
 
     name: str
     max_abs: float = 0.0
@@ -64,7 +64,7 @@ class Comparison:
     predicted: int = 0
 
     def add(self, ours: Tensor, theirs: Tensor, ids: Tensor) -> None:
-        """Logits [B, T, V] of both for ``ids`` [B, T]."""
+        """Add a window: the logits [B, T, V] of both models for ``ids`` [B, T]."""
         difference = (ours - theirs).abs()
         self.max_abs = max(self.max_abs, difference.max().item()) if difference.isfinite().all() else math.inf
         self.abs_sum += difference.sum(dtype=torch.float64).item()
@@ -101,11 +101,11 @@ class Comparison:
         return self.agree / self.tokens
 
     def perplexity(self, side: str) -> float:
-        """Per token, of ``"ours"`` or ``"theirs"``."""
+        """Perplexity per token; ``side``: ``"ours"`` or ``"theirs"``."""
         return math.exp(self.nll[side] / self.predicted)
 
     def row(self) -> str:
-        """One line of :meth:`Report.table`."""
+        """The line of :meth:`Report.table` for this comparison."""
         return (
             f"{self.name:<17} {self.max_abs:>10.3g} {self.mean_abs:>10.3g} {self.kl:>10.3g} {100 * self.top1:>8.3f}% "
             f"{self.perplexity('ours'):>10.4f} {self.perplexity('theirs'):>12.4f}"
@@ -119,13 +119,14 @@ class Report:
     Attributes:
         scheme: names of the schemes in the checkpoint's config.
         layers: number of quantised Linears.
-        same_arithmetic: with the known differences taken out.
-        our_forward: with them.
-        inputs_as_given: where inputs, keys or values are quantised: our forward without that. What quantising costs.
-        full_forward: of a MoE with quantised inputs: its experts' inputs quantised too, as they are when served. No
-            bound.
-        problems: everything that is wrong, empty if the checkpoint is good.
-        note: why the model that is compared with is not as transformers loads it, or None.
+        same_arithmetic: our model with the known differences taken out.
+        our_forward: our model with the known differences.
+        inputs_as_given: our forward without quantised inputs, keys and values, which shows what quantising them costs;
+            None where they are not quantised.
+        full_forward: for a MoE with quantised inputs, our forward with its experts' inputs quantised too, as they are
+            when it is served. It has no bound.
+        problems: everything that is wrong; empty if the checkpoint is good.
+        note: the reason why the other model is not the one that transformers loads; None where it is.
     """
 
     scheme: str
@@ -143,7 +144,7 @@ class Report:
         return not self.problems
 
     def table(self) -> str:
-        """The comparison for people, problems below it."""
+        """The comparison as a table for people, with the problems below it."""
         others = [row for row in (self.inputs_as_given, self.full_forward) if row is not None]
         rows = [self.same_arithmetic, self.our_forward, *others]
         head = f"{'against':<17} {'max |diff|':>10} {'mean':>10} {'KL':>10} {'top-1':>9} {'ppl, ours':>10} "
@@ -155,7 +156,7 @@ class Report:
 
 
 def windows(token_ids: list[int], length: int) -> list[Tensor]:
-    """Consecutive pieces [1, T] of at most ``length`` tokens; a last one of one token predicts nothing and is left."""
+    """Cut ids into pieces [1, T], T at most ``length``; a last piece of one token predicts nothing and is left out."""
     return [piece.unsqueeze(0) for piece in torch.tensor(token_ids).split(length) if len(piece) > 1]
 
 

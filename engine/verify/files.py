@@ -1,4 +1,4 @@
-"""What readers other than transformers would stumble over in an exported checkpoint.
+"""Finds what would make readers other than transformers fail on an exported checkpoint.
 
 The rules are those of vLLM's and SGLang's loading code: they create parameters of fixed dtypes and shapes and copy the
 file's tensors into them, fuse q/k/v and gate/up into one layer with one scale per tensor (of several the largest is
@@ -22,14 +22,14 @@ from quant.export import packed_shapes, unpack_weight, weight_codes
 
 
 def check_files(directory: Path, model: PreTrainedModel, quantization: Quantization) -> list[str]:
-    """One sentence for everything that is wrong.
+    """Check the files of a checkpoint; return one sentence for everything that is wrong.
 
     Checks dtypes and shapes of all codes and scales, that layers which serving fuses have equal scales, that the codes
     in the files are those of our forward, and that MoE routers are ignored.
 
     Args:
         directory: the checkpoint.
-        model, quantization: as ``load_compressed(directory)`` gave them; in fp32.
+        model, quantization: what ``load_compressed(directory)`` returned, in fp32.
     """
     checkpoint = read_headers(directory)
     model_dtype = dtype_on_disk(directory, model)
@@ -60,7 +60,7 @@ def check_files(directory: Path, model: PreTrainedModel, quantization: Quantizat
 def _wrong_tensors(
     checkpoint: Checkpoint, layer: QuantLayer, keys: dict[str, str], model_dtype: torch.dtype
 ) -> list[str]:
-    """Codes and scales that have another dtype or shape than the format says."""
+    """One sentence for each code or scale that has another dtype or shape than the format says."""
     expected = packed_shapes(layer.in_features, layer.out_features, layer.scheme, model_dtype)
     return [
         f"{key} is {found.dtype} {list(found.shape)}, expected {dtype} {list(shape)}"
@@ -70,7 +70,7 @@ def _wrong_tensors(
 
 
 def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: Quantization) -> list[str]:
-    """Scales of keys and values that servers would not find, or take for 1."""
+    """One sentence for each scale of keys or values that a server would not find, or would replace by 1."""
     problems = []
     for name, cache in quantization.caches.items():
         key = cache_keys(model, name)[0]
@@ -84,7 +84,7 @@ def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: 
 
 
 def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
-    """The dtype of what is not quantised: that of the norms."""
+    """The dtype in which the checkpoint stores what is not quantised; it is read from a norm."""
     checkpoint = read_headers(directory)
     norm = next(name for name, parameter in model.named_parameters() if name.endswith("norm.weight"))
     dtype = checkpoint.tensors[f"{module_name_on_disk(model, norm.removesuffix('.weight'))}.weight"].dtype

@@ -1,4 +1,4 @@
-"""transformers' side of the comparison: its model of an exported checkpoint, and its arithmetic.
+"""The side of transformers in the comparison: the model that it loads from an exported checkpoint, and its arithmetic.
 
 It differs from ours by definition in these points (measured with transformers 5.23 and compressed-tensors 0.20):
 
@@ -54,12 +54,12 @@ from quant.kv_cache import QuantCache
 
 
 def is_expert(name: str) -> bool:
-    """Whether a module or key is of the routed experts of a MoE."""
+    """Whether a module's or key's name says that it belongs to the routed experts of a MoE."""
     return ".experts." in name
 
 
 def not_loaded(model: nn.Module, quantization: Quantization) -> str | None:
-    """Why transformers does not read this checkpoint of ``model`` as it is meant; None where it does."""
+    """The reason why transformers cannot read this checkpoint of ``model`` correctly; None where it can."""
     if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
         return "transformers does not load quantised embeddings"
     schemes = {layer.scheme for name, layer in quantization.layers.items() if is_expert(name)}
@@ -86,11 +86,11 @@ def _has_zero_points(quantization: Quantization) -> bool:
 def load_theirs(
     directory: Path, model: PreTrainedModel, quantization: Quantization, *, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    """transformers' model in fp32, and what it complained about while loading.
+    """Load the checkpoint with transformers; return its model in fp32, and a sentence for each of its complaints.
 
     Args:
         directory: the checkpoint.
-        model, quantization: as ``load_compressed(directory)`` gave them.
+        model, quantization: what ``load_compressed(directory)`` returned.
         trust_remote_code: whether Python code in the directory may be run.
     """
     # The eager experts multiply expert by expert, as we do; the default sums in another order.
@@ -115,14 +115,14 @@ def load_theirs(
         _quantize_inputs(theirs, quantization)
     problems = []
     for kind, keys in info.items():
-        # It has no use for the input scales of experts that it dequantises.
+        # transformers has no use for the input scales of experts, because it dequantises them.
         found = [
             key for key in keys if not (kind == "unexpected_keys" and is_expert(key) and key.endswith(".input_scale"))
         ]
         if found:
             problems.append(f"transformers reports {kind}: {listed(sorted(map(str, found)))}")
     for parameter in theirs.parameters():
-        # What was dequantised in the scale's dtype, against the dtype asked for.
+        # It leaves what it has dequantised in the dtype of the scale, although fp32 was asked for.
         if parameter.is_floating_point() and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
     return theirs.eval(), problems
@@ -145,20 +145,20 @@ def _decompressed(directory: Path, model: PreTrainedModel, quantization: Quantiz
 
 
 def decompress(tensors: dict[str, Tensor], scheme: Scheme) -> Tensor:
-    """compressed-tensors' own decompression of one layer's tensors by suffix; its weight in fp32."""
+    """Decompress one layer's tensors (by suffix) with compressed-tensors itself; returns the weight in fp32."""
     its = QuantizationScheme(
         targets=["Linear"],
         weights=_args(scheme.weights),
         format=export_format(scheme),
     )
     if tensors["weight_scale"].dtype == torch.bfloat16:
-        tensors = {**tensors, "weight_scale": tensors["weight_scale"].float()}  # what a reader in fp32 holds
+        tensors = {**tensors, "weight_scale": tensors["weight_scale"].float()}  # as a reader in fp32 holds it
     weight = BaseCompressor.get_value_from_registry(export_format(scheme)).decompress(tensors, its)["weight"]
     return weight.float()
 
 
 def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> None:
-    """Let the plain model quantise inputs, keys and values as it does where transformers loads the checkpoint."""
+    """Make the plain model quantise inputs, keys and values as a model does that transformers loads itself."""
     if quantization.caches:
         args = _args(next(iter(quantization.caches.values())).spec)
         status = QuantizationStatus.COMPRESSED
@@ -175,7 +175,7 @@ def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> Non
 
 @contextmanager
 def inputs_of_experts_left(quantization: Quantization) -> Iterator[None]:
-    """Experts' inputs are not quantised inside the block."""
+    """Inside the block the inputs of experts are not quantised."""
     experts = [layer for name, layer in quantization.layers.items() if is_expert(name) and layer.input_fake_quant]
     for layer in experts:
         layer.input_fake_quant = False
@@ -186,7 +186,7 @@ def inputs_of_experts_left(quantization: Quantization) -> Iterator[None]:
 
 @contextmanager
 def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Inside the block our model computes as transformers does."""
+    """Inside the block our model uses the arithmetic of transformers."""
     decoded = not_loaded(model, quantization) is None
     model_dtype = dtype_on_disk(directory, model)
     with ExitStack() as stack:
@@ -225,7 +225,7 @@ def _rounded_weight(layer: QuantLayer, dtype: torch.dtype) -> Iterator[None]:
 
 
 def fake_quantizer(spec: TensorSpec, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """A hook before a module's forward: compressed-tensors' fake quantisation of its input."""
+    """A forward pre-hook that fake-quantises a module's input with compressed-tensors; ``scale`` None: dynamic."""
     args = _args(spec)
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -12,9 +12,9 @@ from transformers import Qwen3Config
 from engine.memory import meta_step
 from engine.memory.meta_model import meta_student, student_events
 from engine.memory.plan import RESERVE, Planner
-from engine.memory.zero_gather import ShardedParameter
-from engine.memory.zero_states import Inventory, Settings, held_by
-from engine.memory.zero_step import Additions, own_bytes
+from engine.memory.zero_cost import Additions, own_bytes
+from engine.memory.zero_parameters import Inventory, ShardedParameter
+from engine.memory.zero_states import Settings, held_by
 from engine.recipe.ds_config import DsConfigError
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
