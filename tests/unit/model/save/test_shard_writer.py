@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model import shard_writer
-from model.shard_writer import KINDS, ShardWriter
+from model.save import shard_writer
+from model.save.shard_writer import KINDS, ShardWriter
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

@@ -1,0 +1,112 @@
+"""Write a checkpoint while its parameters stream past.
+
+Under ZeRO-3 nobody holds the model, and collecting a state dict on rank 0 would need the whole of it there. So every
+rank first makes the same plan from names and sizes alone (``plan.py``: which tensors each module becomes on disk, and
+in which shard each lies), then all ranks send their partitions of the modules to rank 0 in that order, and rank 0 packs
+each one and writes it to its place, while the next ones come (``write.py``). It holds the modules that are gathered at
+a time and those that come, each no more than the largest takes, and one Linear as packed; the other ranks hold nothing.
+
+Two things follow from the plan. Ranks know the shard boundaries, so they agree after each shard whether writing went
+well: a full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known at
+the start, so files get their final names at once.
+
+The directory is written aside, as ``<out_dir>.tmp-<random>``, and renamed when everything in it is on disk
+(``finish.py``): an export that was interrupted never looks complete.
+"""
+
+import secrets
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from model.load import garbage_kept
+from model.ranks import errors_on_all_ranks, is_main
+from model.save.finish import check_destination, copy_companions, publish, write_config, write_index
+from model.save.plan import plan_shards
+from model.save.write import write_shards
+from quant import Quantization
+from quant.layouts import Layout, check_layout
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written.
+
+    Attributes:
+        path: the finished directory.
+        files: names of the weight files, in order.
+        tensors: number of tensors in them.
+        bytes: their sizes together, headers excluded.
+        seconds: wall time.
+        peak_bytes: the most bytes of tensors that this rank held at a time, gathered and packed; counted, not measured.
+            0 on all but rank 0.
+    """
+
+    path: Path
+    files: list[str]
+    tensors: int
+    bytes: int
+    seconds: float
+    peak_bytes: int
+
+
+@garbage_kept()
+def export_model(
+    model: PreTrainedModel,
+    quantization: Quantization | None,
+    source_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    layout: Layout = "compressed",
+    max_shard_size: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write ``model`` as a checkpoint directory for transformers and, quantised, for vLLM and SGLang. A collective.
+
+    Args:
+        model: the model in training, partitioned or not; its parameters are read only.
+        quantization: what ``quant.prepare`` returned. None writes every weight as it is, without scales: a plain
+            checkpoint.
+        source_dir: the checkpoint directory that the model was built from: its config.json is carried over, its
+            tokenizer, chat template and generation config are copied.
+        out_dir: the directory to make.
+        layout: how its layers are written, see :mod:`quant.layouts`.
+        max_shard_size: bytes of tensors in one file. A module's tensors stay together; a module larger than this gets a
+            file of its own.
+        overwrite: replace an ``out_dir`` that is not empty, as a whole, when the new one is complete.
+
+    Raises:
+        RankError: on every rank: the layout cannot hold a scheme, ``out_dir`` is there and not empty, the disk is too
+            small or becomes full, a scale is unusable. Nothing is left at ``out_dir`` then (or what was there before).
+    """
+    begin = time.perf_counter()
+    source, out = Path(source_dir), Path(out_dir)
+    with errors_on_all_ranks(ValueError):
+        if quantization is not None:
+            check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
+        shards = plan_shards(model, quantization, layout, max_shard_size)
+    total = sum(item.bytes for shard in shards for item in shard)
+    aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
+    # Whatever goes wrong on rank 0 alone must reach the others, which are in the next collective already.
+    with errors_on_all_ranks(Exception):
+        if max_shard_size <= 0:
+            raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
+        if is_main():
+            check_destination(source, out, total, overwrite)
+            aside.mkdir()
+    try:
+        files, peak = write_shards(shards, aside)
+        with errors_on_all_ranks(Exception):
+            if is_main():
+                write_index(shards, files, aside)
+                write_config(model, quantization, layout, source, aside)
+                copy_companions(source, aside)
+                publish(aside, out)
+    finally:
+        if is_main():
+            shutil.rmtree(aside, ignore_errors=True)  # nothing there any more if it was published
+    tensors = sum(len(item.shapes) for shard in shards for item in shard)
+    return ExportReport(out, files, tensors, total, time.perf_counter() - begin, peak)

@@ -1,0 +1,159 @@
+"""What the directory of a checkpoint holds beside its weights, and how it gets its name when all is on disk."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from model.names import module_name_on_disk
+from model.save.plan import Item
+from model.shards import INDEX
+from model.zero import full_shape
+from quant import Quantization, QuantLayer
+from quant.embedding import QuantEmbedding
+from quant.experts import StackedLinear, linears_of
+from quant.layouts import Layout, layout_config
+
+# Everything beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,
+# remote code.
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates",
+    "*.py",
+    "LICENSE*",
+)
+
+
+def check_destination(source: Path, out: Path, size: int, overwrite: bool) -> None:
+    """Refuse now what would fail after everything has been gathered."""
+    if not (source / "config.json").is_file():
+        raise ValueError(
+            f"{source} has no config.json: expected the checkpoint directory that the model was built from"
+        )
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file, expected a directory to make")
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise ValueError(f"{out} is not empty: name another directory, or pass overwrite to replace it as a whole")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if free < size:
+        raise ValueError(f"{out.parent} has {free:,} bytes free, the weights alone need {size:,}")
+
+
+def write_index(shards: list[list[Item]], files: list[str], directory: Path) -> None:
+    if len(files) == 1:
+        return
+    weight_map = {key: file for file, shard in zip(files, shards, strict=True) for item in shard for key in item.shapes}
+    size = sum(item.bytes for shard in shards for item in shard)
+    _write_json({"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}, directory / INDEX)
+
+
+def write_config(
+    model: PreTrainedModel, quantization: Quantization | None, layout: Layout, source: Path, directory: Path
+) -> None:
+    """The source's config.json, with our dtype and quantization_config.
+
+    The file is carried over rather than written from ``model.config``: what training switches in memory (``use_cache``,
+    the attention implementation) does not leak into it.
+    """
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)  # of a source that was quantised itself
+    # Older checkpoints spell it torch_dtype, which older readers need.
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
+    config.setdefault("architectures", [type(model).__name__])
+    if quantization is not None and (quantised := _quantization_config(model, quantization, layout)) is not None:
+        config["quantization_config"] = quantised
+    _write_json(config, directory / "config.json")
+
+
+def _quantization_config(model: PreTrainedModel, quantization: Quantization, layout: Layout) -> dict[str, Any] | None:
+    """The ``quantization_config``, which names every module twice where that differs: as on disk, which vLLM sees, and
+    as transformers has it. None if the layout needs none."""
+    skipped = [
+        part.name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, StackedLinear))
+        for part in linears_of(name, module)
+    ]
+    routers = [name for name, module in model.named_modules() if is_router(module)]
+
+    def spellings(modules: Iterable[str]) -> dict[str, str]:
+        """Modules by each of their names."""
+        return {name: module for module in modules for name in (module_name_on_disk(model, module), module)}
+
+    schemes = {
+        part.name: layer.scheme for name, layer in quantization.layers.items() for part in linears_of(name, layer)
+    }
+    layers = {name: schemes[module] for name, module in spellings(schemes).items()}
+    head = model.get_output_embeddings()
+    no_linears = [
+        name for name, module in model.named_modules() if module is head or isinstance(module, QuantEmbedding)
+    ]
+    named = spellings(name for name in no_linears if name in quantization.layers)
+    kv_cache = next((cache.spec for cache in quantization.caches.values()), None)
+    return layout_config(layout, layers, spellings(skipped), spellings(routers), kv_cache, no_linears=list(named))
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module is a MoE router as transformers 5 has it: a 2-D ``weight`` in a module that is neither a Linear
+    nor an embedding. For vLLM it is a Linear."""
+    weight = module._parameters.get("weight")
+    known = isinstance(module, (nn.Linear, nn.Embedding, QuantLayer))
+    return weight is not None and not known and len(full_shape(weight)) == 2
+
+
+def copy_companions(source: Path, directory: Path) -> None:
+    """Copy the files beside the source's weights that a reader needs, see ``COPIED``."""
+    for pattern in COPIED:
+        for path in sorted(source.glob(pattern)):
+            if path.is_dir():
+                shutil.copytree(path, directory / path.name)
+            else:
+                shutil.copyfile(path, directory / path.name)
+                _sync(directory / path.name)
+
+
+def _write_json(value: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+    _sync(path)
+
+
+def publish(aside: Path, out: Path) -> None:
+    """Give the finished directory its name; what was there before is removed afterwards."""
+    _sync(aside)
+    old = None
+    if out.is_dir() and any(out.iterdir()):
+        old = out.with_name(f"{out.name}.old-{secrets.token_hex(4)}")
+        os.rename(out, old)
+    try:
+        os.rename(aside, out)  # an empty directory is replaced
+    except OSError:
+        if old is not None:
+            os.rename(old, out)
+        raise
+    _sync(out.parent)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _sync(path: Path) -> None:
+    """Force a file or a directory's entries to disk, so that the rename cannot overtake what it announces."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,159 @@
+"""Modules gathered on rank 0, packed, and written into the shards of the plan."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from model.batches import batches
+from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
+from model.save.plan import Item
+from model.save.shard_writer import ShardWriter
+from model.shards import SINGLE
+from model.zero import ReceiveBuffer, gathered_on_main
+from quant import QuantLayer
+from quant.export import cache_scale
+from quant.kv_cache import QuantCache
+from quant.layouts import linear_tensors
+from quant.spec import FP8_TENSOR
+
+# Of parameters that are gathered together. Less is slower: a large one cannot come while a few small ones are written.
+GATHER_BYTES = 32 * 2**20
+
+
+@dataclass
+class HeldBytes:
+    """Counts the bytes of tensors that this rank holds, and the most it ever held."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def write_shards(shards: list[list[Item]], directory: Path) -> tuple[list[str], int]:
+    """Gather everything in order; rank 0 packs and writes. A collective.
+
+    Returns:
+        The files' names, and the most bytes of tensors that this rank held at a time.
+
+    Raises:
+        RankError: on every rank, after the last collective of a file that rank 0 could not write.
+    """
+    limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard))
+    by_shard = [list(batches(shard, lambda item: item.gathered_bytes, limit)) for shard in shards]
+    parameters = [[[p for item in batch for p in item.parameters] for batch in of_shard] for of_shard in by_shard]
+    held, buffer = HeldBytes(), ReceiveBuffer()
+    with errors_on_all_ranks(RuntimeError):  # what torch raises without memory
+        if is_main():
+            for of_shard in parameters:
+                buffer.reserve(of_shard)
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = [SINGLE]
+    total = sum(item.bytes for shard in shards for item in shard)
+    with tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=1, disable=not is_main()) as progress:
+        for number, file in enumerate(files):
+            output = _Output(directory / file, shards[number], held) if is_main() else None
+            following = [*by_shard[number][1:], []]
+            gathered = gathered_on_main(parameters[number], buffer)
+            for batch, coming, _ in zip(by_shard[number], following, gathered, strict=True):
+                if output is not None:
+                    held.add(size := sum(item.gathered_bytes for item in (*batch, *coming)))
+                    output.write(batch)
+                    held.add(-size)
+                progress.update(sum(item.bytes for item in batch))
+            failure = output.finish() if output is not None else None
+            # Whatever went wrong in packing or writing, rank 0 went on gathering up to here, where all of them stop.
+            text = f"export failed in {file}: {type(failure).__name__}: {failure}"
+            try:
+                raise_everywhere(None if failure is None else text)
+            except RuntimeError as everywhere:
+                raise everywhere from failure
+    return files, held.peak
+
+
+class _Output:
+    """One file on rank 0. It raises nothing: :meth:`finish` returns the first error, and after it nothing is written.
+
+    An error of any kind must wait: the other ranks are in the next gather.
+    """
+
+    def __init__(self, path: Path, shard: list[Item], held: HeldBytes) -> None:
+        self._held = held
+        self._failure: Exception | None = None
+        self._writer: ShardWriter | None = None
+        try:
+            self._writer = ShardWriter(path, {key: shape for item in shard for key, shape in item.shapes.items()})
+        except Exception as error:
+            self._failure = error
+
+    def write(self, batch: list[Item]) -> None:
+        """Pack and write modules whose parameters are gathered."""
+        if self._writer is None or self._failure is not None:
+            return
+        try:
+            for item in batch:
+                for keys, stack in _stacks(item):
+                    self._writer.write_stack(keys, stack.cpu())
+                for tensors in _packed(item):
+                    self._held.add(size := 0 if item.layout is None else sum(t.nbytes for t in tensors.values()))
+                    for key, tensor in tensors.items():
+                        self._writer.write(key, tensor)
+                    self._held.add(-size)
+        except Exception as error:
+            self._failure = error
+
+    def finish(self) -> Exception | None:
+        """Close the file; what went wrong, if something did."""
+        if self._writer is not None:
+            try:
+                if self._failure is None:
+                    self._writer.finish()
+            except Exception as error:
+                self._failure = error
+            self._writer.close()
+        return self._failure
+
+
+def _stacks(item: Item) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
+    """The equal parts of the only parameter of a stacked item, some MiB at a time: keys, and ``[keys, out, in]``."""
+    if item.stacked:
+        stack = item.parameters[0].detach()
+        parts = stack.view(len(item.stacked), -1, stack.shape[-1])
+        some = max(1, GATHER_BYTES // parts[0].nbytes)
+        for begin in range(0, len(parts), some):
+            yield item.stacked[begin : begin + some], parts[begin : begin + some]
+
+
+def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of an item that is not stacked, in CPU memory, by key; those of one Linear, or one plain tensor, at a
+    time. A plain tensor on a CPU is the parameter's own memory."""
+    if isinstance(item.module, QuantCache):
+        yield {item.name: cache_scale(item.name, item.module.input_scale())}
+        return
+    if item.layout is None:
+        for key, tensor in item.plain.items():
+            yield {key: tensor.detach().cpu().contiguous()}
+        return
+    layer = item.module
+    assert isinstance(layer, QuantLayer)
+    spec, zero, above = layer.scheme.weights, layer.weight_zero, layer.weight_global
+    scale, input_scale = layer.weight_scale(), layer.input_scale()
+    for name, part in item.linears.items():
+        yield linear_tensors(
+            item.layout,
+            name,
+            part.weight(layer.weight.detach()),
+            part.scale(scale, spec),
+            input_scale,
+            layer.bias,
+            layer.scheme,
+            layer.weight.dtype,
+            weight_global=None if above is None else part.scale(above, FP8_TENSOR),
+            weight_zero=None if zero is None else part.scale(zero, spec),
+        )
