@@ -88,13 +88,13 @@ class Observer:
         """Share of elements outside the range, 0 where nothing was counted. Reads the device."""
         return self.clipped.item() / self.total if self.total else 0.0
 
-    def state(self) -> dict[str, Tensor]:
-        """What was seen so far, for a checkpoint; :meth:`load` takes it back."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """What was seen so far, for a checkpoint; :meth:`load_state_dict` takes it back."""
         state = {"absmax": self.absmax.cpu(), "clipped": self.clipped.cpu(), "total": torch.tensor(self.total)}
         return state if self.histogram is None else state | {"histogram": self.histogram.cpu()}
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from what :meth:`state` gave."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
         self.absmax, self.clipped, self.total = state["absmax"], state["clipped"], int(state["total"])
         if self.histogram is not None:
             self.histogram = state["histogram"]

@@ -1,8 +1,10 @@
 """What :func:`quant.prepare` did to a model: its quantised layers and scales, and the switches of a schedule."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from quant.calibrate import Ranges
 from quant.kv_cache import QuantCache
@@ -119,3 +121,57 @@ class Quantization:
                 group.observer.reset()
             for name in group.members:
                 modules[name].input_observer = group.observer if on else None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside the block nothing is fake-quantised and no input is watched, unless the block switches it on.
+
+        After it, also where it raises, the switches are as they were, the same observers watch the same inputs, and
+        they have seen what they had seen. Nothing is copied or read from the device.
+        """
+        modules = self.modules
+        switches, seen = self.fake_quant_state(), self.seen()
+        observers = {name: module.input_observer for name, module in modules.items()}
+        try:
+            self.set_fake_quant(weights=False, activations=False)
+            self.observe(False)
+            yield
+        finally:
+            for name, module in modules.items():
+                module.input_observer = observers[name]
+            self.restore_seen(seen)
+            self.restore_fake_quant(switches)
+
+    def seen(self) -> dict[str, dict[str, Any]]:
+        """What the observers have seen so far, by owner of the group; :meth:`restore_seen` takes it back.
+
+        Nothing is copied or read from the device: an observer replaces its tensors, it never writes into them.
+        """
+        return {group.owner: dict(vars(group.observer)) for group in self.input_groups if group.observer is not None}
+
+    def restore_seen(self, seen: Mapping[str, dict[str, Any]]) -> None:
+        """Forget what the observers have seen since :meth:`seen`."""
+        for group in self.input_groups:
+            if group.observer is not None:
+                vars(group.observer).update(seen[group.owner])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is fake-quantised, whether inputs are watched, and what the observers have seen, by owner of the group.
+
+        Plain values and tensors on the CPU, for a checkpoint.
+        """
+        return {
+            "fake_quant": self.fake_quant_state(),
+            "observing": self.observing,
+            "observers": {
+                group.owner: group.observer.state_dict() for group in self.input_groups if group.observer is not None
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.restore_fake_quant(state["fake_quant"])
+        self.observe(state["observing"])
+        for group in self.input_groups:
+            if group.observer is not None:
+                group.observer.load_state_dict(state["observers"][group.owner])

@@ -390,19 +390,16 @@ def load_checkpoint(session: Session, checkpoint: Checkpoint) -> int:
 
 def _rank_state(session: Session) -> dict[str, Any]:
     """What only this rank knows: random state, observers, switches, what events have set, where its pieces lie."""
-    quantization = session.quantization
     name, keys, *position = np.random.get_state()
     return {
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "python_rng": random.getstate(),
         "numpy_rng": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *position),
-        "fake_quant": quantization.fake_quant_state(),
-        "observing": quantization.observing,
+        **session.quantization.state_dict(),
         "levers": session.levers.state(),
         "loss_scale": session.loss_scale.state() if session.loss_scale is not None else None,
         "pieces": [astuple(piece) for piece in optimizer_pieces(session.model, session.engine.optimizer)],
-        "observers": {group.owner: group.observer.state() for group in quantization.input_groups if group.observer},
     }
 
 
@@ -426,4 +423,4 @@ def _restore_settings(session: Session, states: list[dict[str, Any]], *, merge: 
     for group in quantization.input_groups:
         if group.observer is not None:
             seen = [one["observers"][group.owner] for one in states]
-            group.observer.load(merge_observers(seen) if merge else seen[0])
+            group.observer.load_state_dict(merge_observers(seen) if merge else seen[0])

@@ -203,14 +203,11 @@ def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
 
     if teacher is not None:
         return record_step(teacher.model, partial(forward, teacher.model), backward=False)
-    state = student.quantization.fake_quant_state()
-    student.quantization.set_fake_quant(weights=False, activations=False)
     student.model.eval()
     try:
-        with student.head.computing(lambda hidden, weight, bias: hidden):
+        with student.quantization.paused(), student.head.computing(lambda hidden, weight, bias: hidden):
             return record_step(student.model, partial(forward, student.model), backward=False)
     finally:
-        student.quantization.restore_fake_quant(state)
         student.model.train()
 
 

@@ -64,33 +64,35 @@ def calibrate_inputs(
 
     Args:
         forward: the engine (or the plain model); called with input_ids alone.
-        quantization: its quantisation; fake quant is off during the passes and as it was before after them.
+        quantization: its quantisation, paused during the passes: its switches and what its observers have seen are
+            afterwards as they were.
         owners: of the input groups to write; other groups keep their scales.
         batches: as many on every rank.
         device: where the batches go.
     """
-    before = quantization.fake_quant_state()
     was_training = forward.training
-    forward.eval()
-    quantization.set_fake_quant(weights=False, activations=False)
-    quantization.observe(True)
-    observers = [group.observer for group in quantization.input_groups if group.observer is not None]
-    for batch in batches:
-        # One sample at a time, without its padding: what padding positions hold is never served.
-        samples = list(sample_inputs(batch))
-        # Rows hold unequal numbers of samples when they are packed or the last ones, and a forward is a collective
-        # under ZeRO-3: who has fewer goes along with some tokens that are not counted.
-        most = int(reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
-        for sample in samples:
-            with forward_only(forward):
-                forward(input_ids=sample.to(device), use_cache=False)
-        seen = [dict(vars(observer)) for observer in observers]
+    try:
+        forward.eval()
+        with quantization.paused():
+            quantization.observe(True)
+            for batch in batches:
+                _watch(forward, quantization, batch, device)
+            write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
+    finally:
+        forward.train(was_training)
+
+
+def _watch(forward: nn.Module, quantization: Quantization, batch: MicroBatch, device: torch.device) -> None:
+    """Run the samples of a batch through the model while its observers watch; a collective under ZeRO-3."""
+    # One sample at a time, without its padding: what padding positions hold is never served.
+    samples = list(sample_inputs(batch))
+    # Rows hold unequal numbers of samples when they are packed or the last ones, and a forward is a collective under
+    # ZeRO-3: a rank that has fewer goes along with some tokens that are not counted.
+    most = int(reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
+    for sample in samples:
+        with forward_only(forward):
+            forward(input_ids=sample.to(device), use_cache=False)
+    with quantization.paused():
         for _ in range(most - len(samples)):
             with forward_only(forward):
                 forward(input_ids=batch["input_ids"][:1, :2].to(device), use_cache=False)
-        for observer, attributes in zip(observers, seen, strict=True):
-            vars(observer).update(attributes)
-    quantization.observe(False)
-    write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
-    quantization.restore_fake_quant(before)
-    forward.train(was_training)

@@ -71,15 +71,13 @@ class FakeQuant:
         """Start or stop watching inputs; starting forgets what was seen before."""
         self.quantization.observe(on)
 
-    def seen(self) -> list[dict[str, Any]]:
-        """What the observers have seen so far, for :meth:`restore_seen`; nothing is copied or read from the device."""
-        return [dict(vars(group.observer)) for group in self.quantization.input_groups if group.observer is not None]
+    def seen(self) -> dict[str, dict[str, Any]]:
+        """What the observers have seen so far, for :meth:`restore_seen`."""
+        return self.quantization.seen()
 
-    def restore_seen(self, seen: list[dict[str, Any]]) -> None:
+    def restore_seen(self, seen: dict[str, dict[str, Any]]) -> None:
         """Forget what was seen since: inputs of a step that was left out may be NaN, which a maximum would keep."""
-        observers = [group.observer for group in self.quantization.input_groups if group.observer is not None]
-        for observer, attributes in zip(observers, seen, strict=True):
-            vars(observer).update(attributes)
+        self.quantization.restore_seen(seen)
 
     def freeze_scales(self, on: bool = True, *, weights: bool = True, activations: bool = True) -> None:
         """Learned scales rest from now on, or train again, with fresh moments."""
@@ -115,13 +113,7 @@ class FakeQuant:
         Args:
             batches: measure inputs that no observer watches.
         """
-        self._calibrate_unwatched(batches)
-        self._begin({kind: set(owners) for kind, owners in self.levers.stale.items()})
-
-    def _calibrate_unwatched(self, batches: Iterable[MicroBatch]) -> None:
-        stale = self.levers.stale["input"]
-        if stale and not self.quantization.observing:
-            calibrate_inputs(self.session.engine, self.quantization, stale, batches, self.session.device)
+        self._begin({kind: set(owners) for kind, owners in self.levers.stale.items()}, batches)
 
     @contextmanager
     def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
@@ -130,22 +122,13 @@ class FakeQuant:
         Args:
             batches: measure inputs that no observer watched.
         """
-        quantization = self.quantization
-        flags, observing = quantization.fake_quant_state(), quantization.observing
-        seen = [group.observer.state() for group in quantization.input_groups if group.observer is not None]
-        self._calibrate_unwatched(batches)
-        self._write(self.levers.stale)
-        quantization.observe(False)
-        quantization.set_fake_quant(weights=True, activations=True)
-        weights_changed(self.session.model)
+        self._write(self.levers.stale, batches)
         try:
-            yield
+            with self.quantization.paused():
+                self.quantization.set_fake_quant(weights=True, activations=True)
+                weights_changed(self.session.model)
+                yield
         finally:
-            quantization.restore_fake_quant(flags)
-            quantization.observe(observing)
-            observers = [group.observer for group in quantization.input_groups if group.observer is not None]
-            for observer, state in zip(observers, seen, strict=True):
-                observer.load(state)
             weights_changed(self.session.model)
 
     def _groups(self, kind: str) -> dict[str, ScaleGroup]:
@@ -164,12 +147,12 @@ class FakeQuant:
             for index, kind in enumerate(THETA_GROUPS)
         }
 
-    def _begin(self, owners: dict[str, set[str]]) -> None:
-        """Groups come into use: measure those that are stale, and start their thetas anew."""
+    def _begin(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
+        """Groups come into use: start the thetas of those that are stale anew, and measure their scales."""
         stale = {kind: owners[kind] & self.levers.stale[kind] for kind in owners}
         for kind, begun in stale.items():
             self._restart(kind, begun)
-        self._write(stale)
+        self._write(stale, batches)
         for kind, measured in stale.items():
             self.levers.stale[kind] -= measured
 
@@ -181,14 +164,19 @@ class FakeQuant:
                 if group.observer is not None:
                     group.observer.reset()
 
-    def _write(self, owners: dict[str, set[str]]) -> None:
-        """Scales of groups from the weights as they are and from the observers; a collective."""
+    def _write(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
+        """Measure the scales of groups, from the weights as they are and from what the observers saw; a collective.
+
+        Where nobody watches the inputs and there are ``batches``, these are run through the model for it.
+        """
         if not any(owners.values()):
             return
         if owners["weight"]:
             renew_weight_scales(self.quantization, owners["weight"])
-        inputs = observed_input_scales(self.quantization, owners["input"]) if owners["input"] else {}
-        write_scales(self.quantization.input_groups, inputs)
+        if owners["input"] and batches is not None and not self.quantization.observing:
+            calibrate_inputs(self.session.engine, self.quantization, owners["input"], batches, self.session.device)
+        elif owners["input"]:
+            write_scales(self.quantization.input_groups, observed_input_scales(self.quantization, owners["input"]))
         weights_changed(self.session.model)
 
     def _thetas(self, kind: str, owners: set[str]) -> list[Parameter]:

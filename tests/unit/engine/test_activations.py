@@ -146,7 +146,7 @@ def test_observers_count_a_recomputed_forward_once(seed, tmp_path, case):
         run = Run(case, tmp_path, recompute=recompute)
         run.quantization.observe(True)
         run.results()
-        seen.append([group.observer.state() for group in run.quantization.input_groups])
+        seen.append([group.observer.state_dict() for group in run.quantization.input_groups])
     assert seen[0] and all(int(state["total"]) > 0 for state in seen[0])
     for once, recomputed in zip(*seen, strict=True):
         assert all(torch.equal(once[key], recomputed[key]) for key in once)

@@ -217,7 +217,7 @@ def test_scales_from_histograms(spec, dtype, seed):
     for part in x.split(20):
         observer.update(part, None)
     resumed = Observer(spec, histogram=True)
-    resumed.load(observer.state())
+    resumed.load_state_dict(observer.state_dict())
     assert torch.equal(resumed.histogram, observer.histogram) and int(observer.histogram.sum()) == x.numel()
     x = x.float()
     for percentile in (50.0, 99.9, 100.0):
@@ -244,7 +244,7 @@ def test_the_observer_adds_up(seed):
     for batch in batches[:2]:
         observer.update(batch, scale)
     resumed = Observer(FP8)
-    resumed.load(observer.state())
+    resumed.load_state_dict(observer.state_dict())
     resumed.update(batches[2], scale)
     together = torch.cat([batch.reshape(-1) for batch in batches])
     assert resumed.absmax.dtype == torch.float32 and resumed.absmax.item() == together.abs().max().item()

@@ -1,6 +1,7 @@
 """Which Linears become QuantLinears, which of them share a scale, and the switches."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -358,6 +359,40 @@ def test_switches_and_observers(seed):
     weight_only = prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=False)
     weight_only.set_fake_quant(weights=True, activations=True)
     assert set(weight_only.fake_quant_state().values()) == {(True, False)}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("observing", [False, True])
+def test_after_a_pause_switches_and_observers_are_what_they_were(seed, observing, raises):
+    quantization = fp8(moe_model())
+    quantization.set_fake_quant(weights=True, activations=False, pattern=r".*o_proj")
+    quantization.observe(True)
+    layer, observer = next(iter(quantization.layers.values())), quantization.input_groups[0].observer
+    layer(torch.randn(5, HIDDEN))
+    if not observing:
+        quantization.observe(False)
+    before = quantization.state_dict()
+    with pytest.raises(KeyError) if raises else nullcontext(), quantization.paused():
+        assert set(quantization.fake_quant_state().values()) == {(False, False)} and not quantization.observing
+        quantization.observe(True)
+        quantization.set_fake_quant(weights=True, activations=True)
+        layer(torch.full((5, HIDDEN), 100.0))
+        with quantization.paused():
+            layer(torch.full((5, HIDDEN), 1000.0))
+        assert quantization.observing and set(quantization.fake_quant_state().values()) == {(True, True)}
+        assert observer.absmax == 100
+        if raises:
+            raise KeyError
+    after = quantization.state_dict()
+    assert after["fake_quant"] == before["fake_quant"] and after["observing"] == before["observing"] == observing
+    for owner, seen in before["observers"].items():
+        assert all(torch.equal(value, after["observers"][owner][name]) for name, value in seen.items())
+    assert 0 < observer.absmax < 100
+
+    resumed = fp8(moe_model())
+    resumed.load_state_dict(before)
+    assert resumed.fake_quant_state() == before["fake_quant"] and resumed.observing == observing
+    assert torch.equal(resumed.input_groups[0].observer.absmax, observer.absmax)
 
 
 @pytest.mark.parametrize("scheme", (FP8, INT4), ids=lambda scheme: scheme.name)

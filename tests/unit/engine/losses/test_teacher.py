@@ -31,7 +31,7 @@ def test_the_forward_is_the_originals_and_nothing_changes(student):
     head = install_head(model)
     ids = torch.randint(0, 300, (2, 9))
     model(input_ids=ids)  # codes are kept, observers have seen something
-    states = [group.observer.state() for group in quantization.input_groups]
+    states = [group.observer.state_dict() for group in quantization.input_groups]
     before = quantization.fake_quant_state()
     codes = {name: layer._weight_codes for name, layer in quantization.layers.items()}
     assert any(code is not None for code in codes.values()) and len(set(before.values())) == 2
@@ -43,7 +43,7 @@ def test_the_forward_is_the_originals_and_nothing_changes(student):
         assert (found - expected).norm() < 0.01 * expected.norm()
     assert quantization.fake_quant_state() == before and model.training and quantization.observing
     for group, state in zip(quantization.input_groups, states, strict=True):
-        for name, value in group.observer.state().items():
+        for name, value in group.observer.state_dict().items():
             assert torch.equal(value, state[name]), f"{group.owner}: the observer saw the teacher's pass ({name})"
     for name, layer in quantization.layers.items():
         assert layer._weight_codes is codes[name], name
