@@ -164,7 +164,9 @@ def arrows() -> Iterator[str]:
     yield arrow((frame, left(save)[1]), (save.x - 2, left(save)[1]))
     yield from (down(checkpoint, saved), down(save, export), down(export, served))
     side = AFTER[0] + AFTER[1] + 20
-    yield arrow(right(export), (side, right(export)[1]), (side, right(verify)[1]), (right(verify)[0] + 2, right(verify)[1]))
+    yield arrow(
+        right(export), (side, right(export)[1]), (side, right(verify)[1]), (right(verify)[0] + 2, right(verify)[1])
+    )
 
 
 def picture() -> str:
