@@ -11,9 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine.recipe.reading import exit_on_recipe_error, parse_recipe
 from engine.session.teacher_cache import check_recipe, write_cache
-from launch.exits import clean_exit
+from launch.exits import clean_exit, recipe_or_exit
 
 
 def main() -> None:
@@ -21,11 +20,9 @@ def main() -> None:
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--out", type=Path)
     given, rest = options.parse_known_args(sys.argv[1:])
-    recipe = parse_recipe(rest, check_files=False)
-    with exit_on_recipe_error():
-        out = check_recipe(recipe, given.out)
+    recipe = recipe_or_exit(rest, check_files=False)
     with clean_exit():
-        write_cache(recipe, out)
+        write_cache(recipe, check_recipe(recipe, given.out))
 
 
 if __name__ == "__main__":

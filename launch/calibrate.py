@@ -8,18 +8,17 @@ in place under the recipe's ZeRO stage. The result is served as it is, and is wh
 
 from engine.export import check_export, export
 from engine.quantisation.calibrate import calibrate_inputs
-from engine.recipe.reading import parse_recipe
 from engine.recipe.recipe import Recipe
 from engine.session.context import start_ranks
 from engine.session.data import build_loader
 from engine.session.session import build_session
-from launch.exits import clean_exit
+from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import say
 
 
 def main() -> None:
     """Check the recipe, then measure and write."""
-    recipe = parse_recipe()
+    recipe = recipe_or_exit()
     with clean_exit():
         calibrate(recipe)
 

@@ -1,16 +1,35 @@
-"""How a script ends when something is wrong: the message once, an exit code on every rank.
+"""How a script ends when something is wrong: the message is printed once, and every rank has an exit code.
 
-For errors that a user can do something about there is no traceback. Anything else is a defect and keeps its own.
+An error that a user can do something about has no traceback. Any other exception is a defect and keeps its own. The
+rest of the project only raises; this file alone ends a process.
 """
 
 import os
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.recipe.reading import exit_on_recipe_error
+from engine.cluster.exits import spans_nodes, tell_other_nodes
+from engine.recipe.checks import RecipeError
+from engine.recipe.reading import parse_recipe
+from engine.recipe.recipe import Recipe
 from model.ranks import RankError, barrier, is_main, rank, shut_down, world_size
+
+# The first process to end makes the launcher end the others, and there is no process group yet to wait in: the silent
+# ranks give the one that prints this long to get as far as they are.
+GRACE_SECONDS = 5
+
+
+def recipe_or_exit(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
+    """The recipe of a command line (:func:`engine.recipe.reading.parse_recipe`); a bad one ends the process.
+
+    Raises:
+        SystemExit: with code 2, the problems printed.
+    """
+    with _exit_on_recipe_error():
+        return parse_recipe(argv, check_files=check_files)
 
 
 @contextmanager
@@ -24,7 +43,7 @@ def clean_exit() -> Iterator[None]:
     Raises:
         SystemExit: as said.
     """
-    with exit_on_recipe_error():
+    with _exit_on_recipe_error():
         try:
             yield
         except RankError as error:
@@ -41,3 +60,21 @@ def clean_exit() -> Iterator[None]:
             print(f"\nerror on rank {rank()}:\n{traceback.format_exc()}", end="", file=sys.stderr, flush=True)
             os._exit(1)
     shut_down()
+
+
+@contextmanager
+def _exit_on_recipe_error() -> Iterator[None]:
+    """Turn a :class:`RecipeError` into printed lines and exit code 2, without a traceback.
+
+    Only local rank 0 prints, so that a machine with 8 ranks says it once. The ranks of other machines end with the same
+    error, if the launcher lets us know that there are any.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        elif not spans_nodes():
+            time.sleep(GRACE_SECONDS)
+        tell_other_nodes(str(error))
+        raise SystemExit(2) from None

@@ -17,8 +17,7 @@ from engine.memory.plan import RESERVE, Planner, Prediction
 from engine.memory.table import GB, as_json, comparison_table, headline, memory_table, traffic_table
 from engine.recipe.checks import RecipeError
 from engine.recipe.ds_config import SHIPPED, DsConfigError
-from engine.recipe.reading import exit_on_recipe_error, parse_recipe
-from launch.exits import clean_exit
+from launch.exits import clean_exit, recipe_or_exit
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,13 +32,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run of this recipe")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, in bytes")
     arguments, rest = parser.parse_known_args(argv)
-    recipe = parse_recipe(rest, check_files=False)
-    with exit_on_recipe_error():
-        recipe.validate_models()
-        measured = read(arguments.measured) if arguments.measured is not None else None
-    ranks = arguments.ranks or (measured.ranks if measured is not None else 8)
+    recipe = recipe_or_exit(rest, check_files=False)
     gpu_bytes = None if arguments.gpu_gb is None else int(arguments.gpu_gb * GB)
     with clean_exit():
+        recipe.validate_models()
+        measured = read(arguments.measured) if arguments.measured is not None else None
+        ranks = arguments.ranks or (measured.ranks if measured is not None else 8)
         on_cuda = measured is None or measured.device == "cuda"
         planner = Planner(recipe, fused_optimizer=on_cuda, ranks_per_node=arguments.ranks_per_node)
         if measured is not None:

@@ -6,13 +6,12 @@
 """
 
 from engine.loop import Loop
-from engine.recipe.reading import parse_recipe
-from launch.exits import clean_exit
+from launch.exits import clean_exit, recipe_or_exit
 
 
 def main() -> None:
     """Check the recipe, then train: a bad recipe ends every process before a process group starts."""
-    recipe = parse_recipe()
+    recipe = recipe_or_exit()
     with clean_exit():
         Loop(recipe).run()
 

@@ -15,59 +15,27 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from data.samples import Sample
 from data.teacher_cache import digest_of_checkpoint, digest_of_samples
 from engine.recipe.recipe import Recipe
 from model.ranks import (
     RankError,
-    barrier,
     errors_on_all_ranks,
     gather_objects,
     is_main,
     listed,
-    local_world_size,
-    raise_everywhere,
     rank,
-    shut_down,
 )
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
 SOURCES = ("data", "engine", "launch", "model", "quant")
 # A directory that another machine has just made is seen late: NFS may keep for a minute that it is not there.
 PATIENCE_SECONDS = 75.0
-
-
-def spans_nodes() -> bool:
-    """Whether the launcher says that there are ranks on other machines; to be asked before there is a process group."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    return (local_world_size() or world) < world
-
-
-def tell_other_nodes(error: str) -> None:
-    """Bring an error from before the process group to the ranks of other machines, which may not have it.
-
-    They would wait for this machine until the time-out. Every process group begins with a look at such errors
-    (``engine.session.context.init_ranks``), so that this rank joins it to say what is wrong.
-    """
-    if not spans_nodes() or dist.is_initialized():
-        return
-    # Not at the top: it imports deepspeed, for seconds, which those who only read recipes can do without.
-    from engine.cluster.join import join_ranks
-
-    join_ranks()
-    with suppress(RankError):  # the caller ends this process
-        raise_everywhere(f"on {_host()}: {error}")
-    # What the others do at the end of launch.exits.clean_exit: gone before that, this rank would be their error.
-    barrier()
-    shut_down()
 
 
 def check_nodes_agree(recipe: Recipe, ds_config: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 A run reads a YAML file (``--config R.yaml``) and then overrides from the command line (``--optim.lr 2e-5``); ``--help``
 shows every knob with its default and ``--print_config`` the result of both. An unknown key, a wrong type and whatever
-:mod:`engine.recipe.recipe` refuses end the process before there is a process group, with the key's path, the value and
-what was expected.
+:mod:`engine.recipe.recipe` refuses raise RecipeError, with the key's path, the value and what was expected;
+``launch/exits.py`` ends a script with that text.
 """
 
 import argparse
@@ -12,9 +12,7 @@ import functools
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -23,16 +21,11 @@ from typing import Any, cast, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from engine.cluster.nodes import spans_nodes, tell_other_nodes
 from engine.recipe.checks import RecipeError
 from engine.recipe.recipe import Recipe, not_there
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
-# The first process to end makes the launcher end the others, and there is no process group yet to wait in: the silent
-# ranks give the one that prints this long to get as far as they are.
-GRACE_SECONDS = 5
 
 
 @functools.cache  # it takes 0.3 s to make
@@ -147,35 +140,23 @@ def _parse(argv: Sequence[str]) -> Recipe:
     return Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})
 
 
-@contextmanager
-def exit_on_recipe_error() -> Iterator[None]:
-    """Turn a :class:`RecipeError` into printed lines and exit code 2, without a traceback.
-
-    Only local rank 0 prints, so that a machine with 8 ranks says it once. For use before there is a process group; the
-    ranks of other machines end with the same error, if the launcher lets us know that there are any.
-    """
-    try:
-        yield
-    except RecipeError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
-        elif not spans_nodes():
-            time.sleep(GRACE_SECONDS)
-        tell_other_nodes(str(error))
-        raise SystemExit(2) from None
-
-
 def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
     """The recipe of a command line such as ``--config R.yaml --optim.lr 2e-5``; argv defaults to sys.argv[1:].
 
-    ``--local_rank=N``, which the deepspeed launcher appends, is ignored: ranks come from the environment. A bad recipe,
-    or (with ``check_files``) one that names a missing file, ends the process: see :func:`exit_on_recipe_error`.
+    ``--local_rank=N``, which the deepspeed launcher appends, is ignored: ranks come from the environment. A script's
+    first line is :func:`launch.exits.recipe_or_exit`, which prints the error below instead of a traceback.
+
+    Args:
+        argv: the words of the command line, without the script's name.
+        check_files: whether the files that the recipe names must exist.
+
+    Raises:
+        RecipeError: names every problem, one line each.
     """
     given = sys.argv[1:] if argv is None else argv
-    with exit_on_recipe_error():
-        recipe = _parse([argument for argument in given if not argument.startswith("--local_rank=")])
-        if check_files:
-            recipe.validate_files()
+    recipe = _parse([argument for argument in given if not argument.startswith("--local_rank=")])
+    if check_files:
+        recipe.validate_files()
     return recipe
 
 

@@ -61,7 +61,7 @@ def init_ranks() -> torch.device:
     Raises:
         RecipeError: a job of several processes does not say which rank this one is.
         RankError: another machine has found something wrong before it came here
-        (engine.cluster.nodes.tell_other_nodes).
+        (engine.cluster.exits.tell_other_nodes).
     """
     device = join_ranks()
     raise_everywhere(None)

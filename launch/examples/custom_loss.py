@@ -7,10 +7,9 @@ where all losses are, on a few tokens' logits at a time; autograd gives its grad
 """
 
 from engine.loop import Loop
-from engine.recipe.reading import parse_recipe
-from launch.exits import clean_exit
+from launch.exits import clean_exit, recipe_or_exit
 
-loop = Loop(parse_recipe())
+loop = Loop(recipe_or_exit())
 
 
 @loop.token_loss("z", weight=1e-4)

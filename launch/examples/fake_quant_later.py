@@ -7,10 +7,9 @@ weights and activations as they are then.
 """
 
 from engine.loop import Loop
-from engine.recipe.reading import parse_recipe
-from launch.exits import clean_exit
+from launch.exits import clean_exit, recipe_or_exit
 
-recipe = parse_recipe()
+recipe = recipe_or_exit()
 loop = Loop(recipe)
 steps = recipe.train.steps
 

@@ -9,12 +9,11 @@ the run; the other half trains the whole. A layer's scales are measured when its
 import re
 
 from engine.loop import Loop
-from engine.recipe.reading import parse_recipe
-from launch.exits import clean_exit
+from launch.exits import clean_exit, recipe_or_exit
 
 LAYER = re.compile(r"(.*\.layers\.)(\d+)\..*")
 
-recipe = parse_recipe()
+recipe = recipe_or_exit()
 loop = Loop(recipe)
 
 

@@ -84,9 +84,8 @@ def test_an_example_that_does_not_fit_the_recipe_says_so(tmp_path: Path):
     )
     script = tmp_path / "late.py"
     script.write_text(
-        "from engine.loop import Loop\nfrom engine.recipe.reading import parse_recipe\n"
-        "from launch.exits import clean_exit\n"
-        "loop = Loop(parse_recipe())\nloop.at(step=1000)(print)\nwith clean_exit():\n    loop.run()\n"
+        "from engine.loop import Loop\nfrom launch.exits import clean_exit, recipe_or_exit\n"
+        "loop = Loop(recipe_or_exit())\nloop.at(step=1000)(print)\nwith clean_exit():\n    loop.run()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, str(script), "--config", str(recipe)]
