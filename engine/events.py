@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Iterable, Sequence
 
-from engine.recipe.recipe import EventRecipe, parse_condition
+from engine.recipe.events import EventRecipe, parse_condition
 from engine.schedule import Schedule
 from engine.state import LoopState
 from quant import Quantization

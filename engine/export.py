@@ -7,7 +7,8 @@ from pathlib import Path
 from data.loader import MicroBatch
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError
-from engine.recipe.recipe import Recipe, parse_size
+from engine.recipe.recipe import Recipe
+from engine.recipe.sections import parse_size
 from engine.session.session import Session
 from model.ranks import say
 from model.save import export_model

@@ -1,6 +1,7 @@
 """What the sections of a recipe check their values with."""
 
 import math
+import os
 import re
 from collections.abc import Iterator
 
@@ -31,3 +32,8 @@ def pattern(key: str, value: str) -> Iterator[str]:
         re.compile(value)
     except re.error as error:
         yield f"{key}: {value!r}, expected a regular expression ({error})"
+
+
+def not_there(path: str) -> str:
+    """A path as an error names it: relative ones with the directory that they are relative to."""
+    return repr(path) if os.path.isabs(path) else f"{path!r} (in {os.getcwd()})"

@@ -21,8 +21,8 @@ from typing import Any, cast, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from engine.recipe.checks import RecipeError
-from engine.recipe.recipe import Recipe, not_there
+from engine.recipe.checks import RecipeError, not_there
+from engine.recipe.recipe import Recipe
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)

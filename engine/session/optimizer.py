@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.recipe.recipe import LearnableRecipe, OptimRecipe
+from engine.recipe.sections import LearnableRecipe, OptimRecipe
 from model.experts import ExpertMLPs
 from model.zero import full_shape
 from quant import QuantCache, QuantEmbedding, QuantLayer

@@ -9,8 +9,8 @@ from torch import nn
 
 from engine.events import check_events
 from engine.recipe.checks import RecipeError
+from engine.recipe.events import EVENT_RATES, parse_condition
 from engine.recipe.reading import load_recipe
-from engine.recipe.recipe import EVENT_RATES, parse_condition
 from engine.schedule import Schedule, lr_factor
 from engine.session.levers import Levers
 from engine.session.optimizer import peak_learning_rates

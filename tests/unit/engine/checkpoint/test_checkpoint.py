@@ -23,7 +23,8 @@ from engine.checkpoint.save import (
 from engine.recipe.checks import RecipeError
 from engine.recipe.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.recipe.reading import save_recipe
-from engine.recipe.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
+from engine.recipe.recipe import Recipe
+from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 from engine.report import best_line
 from model.ranks import RankError
 

@@ -11,7 +11,8 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from engine.recipe.ds_config import ALLOWED, FROM_RECIPE, REFUSED, DsConfigError, config_path, resolve, teacher_config
-from engine.recipe.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
+from engine.recipe.recipe import Recipe
+from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 from tests.root import ROOT
 
 SHIPPED = (

@@ -16,17 +16,11 @@ import yaml
 
 from engine.export import check_export
 from engine.recipe.checks import RecipeError
+from engine.recipe.events import EventRecipe
+from engine.recipe.loss import LossRecipe
 from engine.recipe.reading import load_recipe, parse_recipe, save_recipe
-from engine.recipe.recipe import (
-    DataRecipe,
-    EventRecipe,
-    LearnableRecipe,
-    LossRecipe,
-    ModelRecipe,
-    Recipe,
-    TrainRecipe,
-    parse_size,
-)
+from engine.recipe.recipe import Recipe
+from engine.recipe.sections import DataRecipe, LearnableRecipe, ModelRecipe, TrainRecipe, parse_size
 from quant import DEFAULT_EXEMPT, PRESETS, Preset, Rule, Scheme, TensorSpec, get_scheme
 from tests.root import ROOT
 
