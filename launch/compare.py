@@ -68,7 +68,11 @@ def main() -> None:
 
 
 def named(text: str) -> tuple[str, str]:
-    """``NAME=DIR``."""
+    """The two parts of an option like ``NAME=DIR``.
+
+    Raises:
+        argparse.ArgumentTypeError: one of them is missing.
+    """
     name, equals, directory = text.partition("=")
     if not (name and equals and directory):
         raise argparse.ArgumentTypeError(f"{text!r}, expected NAME=DIR, NAME that of a scheme")
@@ -76,7 +80,7 @@ def named(text: str) -> tuple[str, str]:
 
 
 def unique(parser: argparse.ArgumentParser, option: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """By name, each given once."""
+    """The directories of an option by their names; ends the process if a name is given twice."""
     found: dict[str, str] = {}
     for name, directory in pairs:
         if name in found:
@@ -86,7 +90,7 @@ def unique(parser: argparse.ArgumentParser, option: str, pairs: Sequence[tuple[s
 
 
 def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:
-    """Evaluations of all files, by the directory.
+    """The evaluations in all files, by the directory of the checkpoint that was evaluated.
 
     Raises:
         ValueError: no such file or another kind of file, or two results of one directory that differ.

@@ -26,7 +26,7 @@ from model.ranks import errors_on_all_ranks, is_main, say
 
 
 def main() -> None:
-    """One table row per model and task."""
+    """Evaluate every model and print a table row for each of them and each task."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, action="append", required=True, help="checkpoint directory; repeatable")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
@@ -69,7 +69,7 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def check_questions(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End with what is wrong with the options of :func:`add_questions`."""
+    """End the process with a message if an option of :func:`add_questions` is out of bounds or without use."""
     for name, least in (("tokens", 1), ("limit", 1), ("num_fewshot", 0), ("length", 1), ("batch_size", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
@@ -80,7 +80,7 @@ def check_questions(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 
 def read_questions(arguments: argparse.Namespace) -> Questions:
-    """Tasks are looked up here, before any model is loaded.
+    """The questions that the options ask. Tasks are looked up here, before any model is loaded.
 
     Raises:
         RankError: on every rank: no lm-evaluation-harness, or a task that cannot be run.
@@ -108,14 +108,18 @@ def read_questions(arguments: argparse.Namespace) -> Questions:
 
 
 def write_results(path: Path, found: Sequence[Evaluation]) -> None:
-    """Rank 0 writes; every rank ends if it cannot."""
+    """Write the results on rank 0; a collective.
+
+    Raises:
+        RankError: on every rank: the file cannot be written.
+    """
     with errors_on_all_ranks(OSError, ValueError):
         if is_main():
             write_evaluations(path, found)
 
 
 def lines(evaluation: Evaluation, text: bool, *, first: bool) -> list[str]:
-    """A row of perplexities, and one for each metric of a task."""
+    """The table rows of one model: perplexities if a text was evaluated, and one row per metric of a task."""
     rows = []
     figures = dict(evaluation.measurements)
     if text:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def predict_all(
     planner: Planner, names: list[str], ranks: int, gpu_bytes: int | None
 ) -> tuple[list[Prediction], dict[str, str]]:
-    """Every strategy that this recipe can have, and why it cannot have the others.
+    """A prediction for every strategy that this recipe can have, and by name why it cannot have the others.
 
     Raises:
         DsConfigError: it can have none of them.
@@ -77,7 +77,11 @@ def predict_all(
 
 
 def read(file: Path) -> Measured:
-    """What a run measured. Raises RecipeError if it is another file."""
+    """What a run measured.
+
+    Raises:
+        RecipeError: the file is not a memory.json of a run.
+    """
     try:
         return read_measured(file)
     except ValueError as error:
@@ -85,7 +89,11 @@ def read(file: Path) -> Measured:
 
 
 def positive(text: str) -> int:
-    """A number of ranks."""
+    """The number in an option that counts ranks.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no number above 0.
+    """
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}, expected 1 or more")
     return int(text)

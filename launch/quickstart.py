@@ -49,7 +49,7 @@ STEPS = 4 + 3 * len(SCHEMES)
 
 
 def main() -> None:
-    """Run all of it; prints one table at the end."""
+    """Run all steps and print one table at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="made anew (default runs/quickstart)")
     out: Path = parser.parse_args().out
@@ -81,12 +81,12 @@ def main() -> None:
 
 
 def heading(step: int, text: str) -> None:
-    """Say which step begins."""
+    """Print which step begins."""
     print(f"\n[{step}/{STEPS}] {text}", flush=True)
 
 
 def make_corpus(out: Path) -> None:
-    """train.txt and heldout.txt, of different modules and topics."""
+    """Write train.txt and heldout.txt, which come from different modules and topics."""
     texts = [*docstrings(), *topics.values()]
     random.Random(0).shuffle(texts)
     heldout, train = texts[::20], [text for index, text in enumerate(texts) if index % 20]
@@ -97,7 +97,7 @@ def make_corpus(out: Path) -> None:
 
 
 def docstrings() -> Iterator[str]:
-    """The docstrings of each module of the standard library, joined; packages inside it and tests are left out."""
+    """For each module of the standard library one text, its docstrings; packages and their tests are left out."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         nodes = ast.walk(ast.parse(path.read_bytes()))
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -107,7 +107,7 @@ def docstrings() -> Iterator[str]:
 
 
 def make_model(out: Path) -> None:
-    """A tokenizer trained on the corpus, and a Qwen3 with random weights, as a Hugging Face checkpoint in ``init``."""
+    """Write ``init``, a Hugging Face checkpoint: a tokenizer trained on the corpus, a Qwen3 with random weights."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -141,7 +141,7 @@ def make_model(out: Path) -> None:
 
 
 def train(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: str | None = None) -> None:
-    """launch/train.py on all ranks. Without a scheme fake quant stays off, and the export is a plain checkpoint."""
+    """Run launch/train.py on all ranks. Without a scheme fake quant is off and the export is a plain checkpoint."""
     recipe = write_recipe(out, name, model=model, steps=steps, lr=lr, scheme=scheme)
     ranks = torch.cuda.device_count() or 2
     launcher = ["deepspeed", "--num_gpus", str(ranks), *port_options()]
@@ -149,20 +149,20 @@ def train(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: s
 
 
 def calibrate(out: Path, name: str, *, model: Path, scheme: str) -> None:
-    """launch/calibrate.py, in one process: so small a model needs no launcher."""
+    """Run launch/calibrate.py in one process: so small a model needs no launcher."""
     recipe = write_recipe(out, name, model=model, steps=1, lr=0.0, scheme=scheme)
     call(["python", "launch/calibrate.py", "--config", str(recipe)], recipe.with_name("log.txt"))
 
 
 def verify(out: Path, export: Path) -> None:
-    """launch/verify.py; its report goes to the terminal, the loading bars of other libraries to the log."""
+    """Run launch/verify.py; its report goes to the terminal, the loading bars of other libraries to the log."""
     text = ["--text", str(out / "heldout.txt"), "--tokens", "1024"]
     command = ["python", "launch/verify.py", "--export", str(export), *text]
     call(command, out / "runs" / export.name / "verify.txt", report=True)
 
 
 def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: str | None) -> Path:
-    """The recipe of a run, in ``runs/<name>``, where its log and TensorBoard files go too."""
+    """Write the recipe of a run to ``runs/<name>``, where its log and TensorBoard files go too, and return its path."""
     directory = out / "runs" / name
     directory.mkdir(parents=True)
     recipe = {
@@ -182,7 +182,7 @@ def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, sc
 
 
 def port_options() -> list[str]:
-    """The launcher's port, if another job on this machine has its default one."""
+    """The launcher's options that choose another port; none unless its default one is in use on this machine."""
     with socket.socket() as default, socket.socket() as free:
         default.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -194,7 +194,7 @@ def port_options() -> list[str]:
 
 
 def call(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
-    """Show a command and run it; exits with the end of its log if it fails.
+    """Show a command and run it; if it fails, end this process with the last lines of its log.
 
     Progress bars and errors, which are on standard error, go to the terminal and standard output to ``log``; with
     ``report`` the other way round.
@@ -216,7 +216,7 @@ def call(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
 
 
 def print_table(out: Path, began: float) -> None:
-    """Perplexity and size of every checkpoint, and the share of PTQ's loss that QAT recovered."""
+    """Print perplexity and size of every checkpoint, and the share of PTQ's loss that QAT recovered."""
     # Not at the top: this imports DeepSpeed, which looks for a GPU (see main).
     from engine.evaluation.compare import Comparison, table, write_comparison
     from engine.evaluation.perplexity import Questions, evaluate_checkpoint

@@ -1,4 +1,4 @@
-"""This process becomes a rank."""
+"""How a process becomes a rank of the process group."""
 
 import logging
 import os

@@ -50,7 +50,11 @@ def check_nodes_agree(recipe: Recipe, ds_config: dict[str, Any]) -> None:
 
 
 def check_same_samples(*samples: Sequence[Sample]) -> None:
-    """Refuse machines that have read other samples: rows are drawn by number. A collective; errors as above."""
+    """Refuse machines whose samples differ: the ranks draw rows by number. A collective.
+
+    Raises:
+        RankError: on every rank: how many samples two machines have, and their digests.
+    """
     _compare(lambda: {"data (tokens and labels)": "; ".join(map(_samples_text, filter(None, samples)))})
 
 
@@ -61,7 +65,7 @@ def check_shared(directory: Path, key: str) -> None:
 
     Args:
         directory: where every rank will write its part of something.
-        key: of the recipe, for the message.
+        key: the recipe's key that names the directory, for the message.
 
     Raises:
         RankError: on every rank: names the directory and the machines, or says why it cannot be written.
@@ -101,20 +105,22 @@ def _appears(path: Path) -> bool:
 
 
 def _host() -> str:
+    """The name of this machine."""
     return socket.gethostname()
 
 
 def _speaks_for_its_machine() -> bool:
+    """Whether this rank is the one that answers for its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _machines() -> list[int]:
-    """The ranks that speak for a machine; a collective."""
+    """The global ranks that speak for their machines, one of each; a collective."""
     return [index for index, speaks in enumerate(gather_objects(_speaks_for_its_machine())) if speaks]
 
 
 def _compare(facts: Callable[[], dict[str, str]]) -> None:
-    """Raise RankError on every rank if the facts of two machines differ. One rank of each finds them out."""
+    """Raise RankError on every rank if the facts of two machines differ; a collective. One rank of each finds them."""
     machines = _machines()
     if len(machines) == 1:
         return
@@ -136,7 +142,7 @@ def _compare(facts: Callable[[], dict[str, str]]) -> None:
 
 
 def _facts(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What must be the same, by name."""
+    """Name and value of everything that must be the same on all machines."""
     yield "Python", platform.python_version()
     for package in PACKAGES:
         yield package, version(package)
@@ -151,7 +157,7 @@ def _facts(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[tuple[str, str
 
 
 def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    """Nested keys with dots between them, and their values as text."""
+    """Name and value, as text, of everything in a nested dictionary; a name is its keys with dots between them."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
@@ -160,7 +166,7 @@ def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _digest_of_files(directory: str) -> str:
-    """Of the names and sizes of a directory's safetensors files: ranks read all of them, each by itself."""
+    """A digest of the names and sizes of the safetensors files in a directory, all of which every rank reads."""
     files = sorted(Path(directory).glob("*.safetensors"))
     return (
         f"{len(files)} files, "
@@ -171,6 +177,7 @@ def _digest_of_files(directory: str) -> str:
 
 
 def _digest_of_sources() -> str:
+    """A digest of the names and contents of this project's Python files."""
     root = Path(__file__).resolve().parents[2]
     files: Iterable[Path] = sorted(path for folder in SOURCES for path in (root / folder).rglob("*.py"))
     digest = hashlib.blake2b(digest_size=8)
@@ -180,4 +187,5 @@ def _digest_of_sources() -> str:
 
 
 def _samples_text(samples: Sequence[Sample]) -> str:
+    """The number of the samples and a digest of their contents, for comparison and for the message."""
     return f"{len(samples):,} samples, digest {digest_of_samples(samples)}"

@@ -74,7 +74,7 @@ class StopRequests:
         self.signal = self.signal or number
 
     def _look_around(self) -> None:
-        """Remember who launched this process, and the ranks beside it."""
+        """Remember the processes that launched this one, and the other ranks that its launcher started."""
         if world_size() == 1:
             return
         parent = psutil.Process().parent()
@@ -93,7 +93,7 @@ class StopRequests:
             return True
 
     def _end_with_dead_peers(self, read: int) -> None:
-        """A thread: on a signal, look whether the other ranks are alive."""
+        """The body of a thread: at each signal end this process if another rank of its machine is dead."""
         while os.read(read, 1):
             if not all(_alive(peer) for peer in self._peers):
                 os._exit(1)
@@ -101,6 +101,7 @@ class StopRequests:
 
 
 def _alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent (a zombie) does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

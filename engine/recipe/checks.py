@@ -1,4 +1,4 @@
-"""What the sections of a recipe check their values with."""
+"""The error of a bad recipe, and the checks that its sections have in common."""
 
 import math
 import os
@@ -7,27 +7,27 @@ from collections.abc import Iterator
 
 
 class RecipeError(ValueError):
-    """What is wrong with a recipe: one line per problem, each opening with the key's path."""
+    """A bad recipe. Its text has one line per problem, which opens with the path of the key, like ``optim.lr``."""
 
 
 def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
-    """The one problem line if a value is not good."""
+    """Yields the problem line of ``key`` unless the value is good."""
     if not good:
         yield f"{key}: {value!r}, expected {expected}"
 
 
 def at_least(key: str, value: float, lowest: float) -> Iterator[str]:
-    """The problem line of a number below ``lowest``."""
+    """Yields a problem line if a number is below ``lowest`` or not finite."""
     yield from need(math.isfinite(value) and value >= lowest, key, value, f"at least {lowest}")
 
 
 def positive(key: str, value: float) -> Iterator[str]:
-    """The problem line of a number that is not above 0."""
+    """Yields a problem line if a number is not above 0, or not finite."""
     yield from need(math.isfinite(value) and value > 0, key, value, "a number above 0")
 
 
 def pattern(key: str, value: str) -> Iterator[str]:
-    """The problem line of a text that is no regular expression."""
+    """Yields a problem line if a text is no regular expression."""
     try:
         re.compile(value)
     except re.error as error:
@@ -35,5 +35,5 @@ def pattern(key: str, value: str) -> Iterator[str]:
 
 
 def not_there(path: str) -> str:
-    """A path as an error names it: relative ones with the directory that they are relative to."""
+    """A path for an error message; beside a relative one stands the directory that it is relative to."""
     return repr(path) if os.path.isabs(path) else f"{path!r} (in {os.getcwd()})"

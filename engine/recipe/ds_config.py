@@ -58,7 +58,7 @@ ALLOWED = frozenset(
     }
 )
 
-# Those of them for which the recipe has the value.
+# The keys among them whose values the recipe has.
 FROM_RECIPE = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
 )
@@ -94,7 +94,7 @@ REFUSED = {
 
 
 _HALVED = "every overflow halves the scale (engine/session/loss_scale.py)"
-# Keys of the section fp16 that would say what DeepQAT does not do.
+# Keys of the section fp16 that ask for what DeepQAT does not do, and why.
 _REFUSED_FP16 = {
     "auto_cast": "inputs are token ids",
     "hysteresis": _HALVED,
@@ -102,7 +102,7 @@ _REFUSED_FP16 = {
     "fp16_master_weights_and_grads": "the optimizer's copies are fp32",
 }
 
-# Sections of offload to files, by what they would do.
+# Why each section of zero_optimization cannot offload to files.
 _REFUSED_NVME = {
     "offload_param": (
         "weights are read into their partitions and scales measured there, in memory; a file would have to be read and "
@@ -114,7 +114,7 @@ _REFUSED_NVME = {
     ),
 }
 
-# What of the student's configuration a teacher without an optimizer takes over.
+# The keys of the student's configuration that its teacher, which has no optimizer, takes over.
 TEACHER_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -128,7 +128,7 @@ TEACHER_KEYS = (
 
 
 class DsConfigError(RecipeError):
-    """What is wrong with a DeepSpeed configuration: one line per problem, each naming the file and the key."""
+    """A bad DeepSpeed configuration. Its text has one line per problem, which names the file and the key."""
 
 
 def config_path(name_or_path: str) -> Path:
@@ -176,6 +176,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _key_problems(key: str, value: Any) -> list[str]:
+    """What is wrong with one top-level key and its value."""
     if key in REFUSED:
         return [f"{key}: {REFUSED[key]}"]
     if key not in ALLOWED:
@@ -221,7 +222,7 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
 
 
 def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """What contradicts gathering weights as codes."""
+    """What rules out gathering weights as codes (quant.gather_codes): the model's dtype, the stage or hpZ."""
     zero = config.get("zero_optimization", {})
     if not recipe.quant.gather_codes or not isinstance(zero, dict):
         return []
@@ -291,7 +292,7 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _fill_hpz(config: dict[str, Any], world_size: int, local_size: int | None) -> list[str]:
-    """ "auto" for hpZ's ranks are those of a node, among which gathering is fast; returns the problems."""
+    """Replace hpZ's "auto" by the number of ranks of a node, among which gathering is fast; returns the problems."""
     zero = config.get("zero_optimization", {})
     size = zero.get("zero_hpz_partition_size")
     if size is None:
@@ -312,7 +313,10 @@ def _fill_hpz(config: dict[str, Any], world_size: int, local_size: int | None) -
 
 
 def _section_problems(config: dict[str, Any]) -> list[str]:
-    """What DeepSpeed itself says to the nested sections, now instead of after the process group has started."""
+    """What is wrong inside the nested sections, some of it found by DeepSpeed's own models of them.
+
+    DeepSpeed would say so only after the process group has started, or not at all.
+    """
     problems = []
     if config.get("zero_optimization", {}).get("stage", "auto") == "auto":
         # DeepSpeed takes a missing stage for 0: every rank would hold everything, and at scale run out of memory.

@@ -1,4 +1,4 @@
-"""The recipe's ``loss`` section: what the model is trained on beside the next token, and who teaches it."""
+"""The recipe's ``loss`` section: the weights of the losses, the kind of distillation, and the teacher."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ class LossRecipe:
         return Objective(lm, kd, distillation, token_losses, self.chunk_tokens)
 
     def _cache_problems(self) -> Iterator[str]:
-        """A cache holds the teacher's own K tokens alone."""
+        """One line per setting that needs more than a cache holds: the teacher's most likely tokens and no others."""
         yield from need(self.teacher_cache != "", "loss.teacher_cache", self.teacher_cache, "a directory")
         expected = "kl_top_k: with loss.teacher_cache only the teacher's most likely tokens are known"
         yield from need(self.kd in CACHED_KINDS, "loss.kd", self.kd, expected)

@@ -7,7 +7,7 @@ from typing import Literal
 from engine.recipe.checks import at_least, need, pattern, positive
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
 
-NONE = "none"  # what a rule calls the scheme of layers that stay as they are
+NONE = "none"  # the scheme of a rule whose layers stay as they are
 
 
 @dataclass
@@ -28,27 +28,35 @@ class TensorRecipe:
     """Of inputs: the scale is that of each token, none is stored."""
 
     def spec(self) -> TensorSpec:
-        """What the rest of the project calls it. Raises ValueError for parts that do not go together."""
+        """The same as a :class:`quant.TensorSpec`.
+
+        Raises:
+            ValueError: the parts do not go together.
+        """
         return TensorSpec(self.dtype, self.bits, self.granularity, self.group_size, self.symmetric, self.dynamic)
 
 
 @dataclass
 class SchemeRecipe:
-    """A scheme of one's own, composed of its parts."""
+    """A scheme that the recipe composes itself, from how weights and inputs are quantised."""
 
     weights: TensorRecipe
-    """Of the weights."""
+    """How the weights are quantised."""
     activations: TensorRecipe | None = None
-    """Of the inputs; null: they stay as they are."""
+    """How the inputs are quantised; null: they stay as they are."""
 
     def scheme(self, name: str) -> Scheme:
-        """The scheme, by the name that the recipe gives it. Raises ValueError for parts that do not go together."""
+        """The same as a :class:`quant.Scheme`, under the name that the recipe gives it.
+
+        Raises:
+            ValueError: the parts do not go together.
+        """
         return Scheme(name, self.weights.spec(), None if self.activations is None else self.activations.spec())
 
 
 @dataclass
 class RuleRecipe:
-    """A scheme for some layers: those that layers and (first or last) match."""
+    """A scheme for the layers that match ``layers``, and ``first`` or ``last`` where either is given."""
 
     scheme: str
     """A name like quant.scheme's; none: they stay as they are."""
@@ -142,6 +150,7 @@ class QuantRecipe:
         yield from at_least("quant.fake_quant_start", self.fake_quant_start, -1)
 
     def _scheme_problems(self) -> Iterator[str]:
+        """One line per name of a scheme that is taken or unknown, and per composed scheme that is impossible."""
         for name, own in self.schemes.items():
             if name in PRESETS or name == NONE:
                 yield f"quant.schemes.{name}: a name that is taken, expected another one"
@@ -169,7 +178,7 @@ class QuantRecipe:
             yield from need(name in good, f"quant.{place}", name, f"one of {', '.join(good)}")
 
     def _idle_problems(self) -> Iterator[str]:
-        """Settings that nothing here would use."""
+        """One line per setting that no scheme of this recipe uses."""
         integers = any(self.ranges().signs(scheme.weights) for scheme in self.linear_schemes())
         expected = "false: no scheme here has symmetric integer weights"
         yield from need(integers or not self.signed_scales, "quant.signed_scales", self.signed_scales, expected)
@@ -178,29 +187,30 @@ class QuantRecipe:
         yield from need(absmax or self.stores_input_scales(), "quant.input_range", self.input_range, expected)
 
     def _scheme(self, name: str) -> Scheme:
+        """The scheme of a name that is known: a shipped one, or one of ``schemes``."""
         return SCHEMES[name] if name in SCHEMES else self.schemes[name].scheme(name)
 
     def preset(self) -> Preset:
-        """What quant.scheme names."""
+        """The preset that quant.scheme names; a scheme of the recipe's own is a preset without a KV cache."""
         return PRESETS[self.scheme] if self.scheme in PRESETS else Preset(self._scheme(self.scheme))
 
     def chosen_rules(self) -> list[Rule]:
-        """quant.rules."""
+        """The rules of quant.rules, as :mod:`quant.rules` applies them to layers."""
         return [
             Rule(None if rule.scheme == NONE else self._scheme(rule.scheme), rule.layers, rule.first, rule.last)
             for rule in self.rules
         ]
 
     def ranges(self) -> Ranges:
-        """What scales are to fit when they are measured."""
+        """What a scale is chosen to fit when it is measured: the largest magnitude, or the squared error."""
         return Ranges(self.weight_range, self.signed_scales, self.input_range, self.percentile)
 
     def head_scheme(self) -> Scheme | None:
-        """Of lm_head."""
+        """The scheme of lm_head; None: lm_head stays as it is."""
         return None if self.lm_head is None else self._scheme(self.lm_head)
 
     def embedding_scheme(self) -> Scheme | None:
-        """Of the embeddings."""
+        """The scheme of the token embeddings; None: they stay as they are."""
         return None if self.embedding is None else self._scheme(self.embedding)
 
     def linear_schemes(self) -> list[Scheme]:
@@ -212,7 +222,7 @@ class QuantRecipe:
         return list(dict.fromkeys(scheme for scheme in found if scheme is not None))
 
     def known(self) -> bool:
-        """Whether every scheme is what it says."""
+        """Whether every scheme that the section names exists, and every one that it composes is possible."""
         return not any(True for _ in self._scheme_problems())
 
     def quantises_activations(self) -> bool:

@@ -104,7 +104,7 @@ def _items(node: yaml.Node, kind: Any, path: str) -> Iterator[tuple[yaml.Mapping
 
 
 def _option_keys() -> list[str]:
-    """The path of every key, like optim.lr."""
+    """The path of every key that a command line may set, like optim.lr."""
     keys = []
     for section in dataclass_fields(Recipe):
         nested = dataclass_fields(cast(type, section.type)) if is_dataclass(section.type) else ()
@@ -123,10 +123,10 @@ def _one_line(error: ArgumentError) -> str:
 
 
 def _parse(argv: Sequence[str]) -> Recipe:
-    """The recipe of a command line.
+    """The recipe of a command line, whose words are ``argv``.
 
     Raises:
-        RecipeError: see there.
+        RecipeError: names every problem that was found, one line each.
     """
     config_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_option.add_argument("--config", action="append", default=[], nargs="?", const="")

@@ -84,7 +84,7 @@ class Recipe:
         return self.loss.named_teacher() if self.distils() else "none"
 
     def never_quantises(self) -> bool:
-        """Whether fake quant is off from the first step to the last, as the recipe has it."""
+        """Whether fake quant is off from the first step to the last: nothing in the recipe switches it on."""
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
 
     def validate(self) -> None:
@@ -153,6 +153,7 @@ class Recipe:
 
 
 def _checkpoint_problems(key: str, path: str) -> Iterator[str]:
+    """A problem line if there is no directory with config.json at ``path``."""
     if not os.path.isdir(path):
         yield f"{key}: {not_there(path)}, expected a directory with config.json (a local Hugging Face checkpoint)"
     elif not os.path.isfile(os.path.join(path, "config.json")):

@@ -130,6 +130,7 @@ class DataRecipe:
         yield from at_least("data.seed", self.seed, 0)
 
     def _weight_problems(self, weights: list[float]) -> Iterator[str]:
+        """One line per way in which ``weights`` do not fit the files of data.train."""
         good = all(math.isfinite(weight) and weight > 0 for weight in weights)
         yield from need(good, "data.weights", weights, "numbers above 0 (leave a file out of data.train instead of 0)")
         same = len(weights) == len(self.train)
@@ -138,7 +139,7 @@ class DataRecipe:
         yield from need(once, "data.train", self.train, "each file once: data.weights says how often it is used")
 
     def weights_by_file(self) -> dict[str, float] | None:
-        """The weights by path, as samples name their file."""
+        """The weight of each file by its path, which is how a sample names its file; None: every sample once."""
         if self.weights is None:
             return None
         return {str(Path(file)): weight for file, weight in zip(self.train, self.weights, strict=True)}
