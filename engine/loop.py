@@ -216,8 +216,8 @@ class Loop:
             with recomputing():
                 backward(engine, nan_unless_finite(total))
             last = engine.is_gradient_accumulation_boundary()
-            if last and session.coded is not None:
-                session.coded.finish_gradients()
+            for finish in session.after_backward if last else ():
+                finish()
             if last and measures:
                 scale_norm = gradient_norm(trained_scales(session.model)) / loss_scale
             engine.step()

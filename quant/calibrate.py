@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from quant.observe import MAGNITUDES
-from quant.parts import by_run
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant, inside_range, round_scale
 from quant.spec import TensorSpec
 
@@ -228,8 +227,27 @@ def partial_squares(
     return sums
 
 
+def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """The elements ``[start, start + len(flat))`` of a tensor as at most three views ``[runs, values]``, each with the
+    slice of the runs it belongs to.
+
+    A run is ``size`` consecutive elements. The views are the rest of a run that began on an earlier rank, the whole
+    runs, and the beginning of one that goes on on the next rank.
+    """
+    first = start // size
+    head = min(-start % size, flat.numel())
+    whole = (flat.numel() - head) // size
+    if head:
+        yield slice(first, first + 1), flat[:head].view(1, -1)
+        first += 1
+    if whole:
+        yield slice(first, first + whole), flat[head : head + whole * size].view(whole, size)
+    if head + whole * size < flat.numel():
+        yield slice(first + whole, first + whole + 1), flat[head + whole * size :].view(1, -1)
+
+
 def _by_run(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
-    """The range by runs, the consecutive elements that share a scale; see :func:`quant.parts.by_run`."""
+    """The range by runs, the consecutive elements that share a scale; see :func:`by_run`."""
     numel, stop = math.prod(shape), start + flat.numel()
     if flat.dim() != 1 or not 0 <= start <= stop <= numel:
         raise ValueError(

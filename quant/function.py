@@ -42,8 +42,6 @@ class Plan:
         input_numel: features of the input. LSQ counts features, not tokens, so that the gradient of a batch is the sum
             of the gradients of its parts.
         fp8_gemm: multiply the codes. Both operands must be e4m3 per tensor, both sides of the weight multiples of 16.
-        weight_rule_later: the weight gets the gradient of the quantised weight and its theta zeros, for who applies the
-            quantiser's rule to the sum over ranks (:func:`quant.parts.part_gradients_`).
     """
 
     weight: TensorSpec | None
@@ -51,7 +49,6 @@ class Plan:
     weight_numel: int
     input_numel: int
     fp8_gemm: bool = False
-    weight_rule_later: bool = False
 
 
 def quant_linear(
@@ -287,7 +284,7 @@ def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Te
     plan: Plan = ctx.plan
     used_x = _used_input(ctx, saved, after=grad)
     grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
-    if plan.weight is None or plan.weight_rule_later:
+    if plan.weight is None:
         return grad_used, None
     grad_theta = saved.weight_scale(plan.weight).backward_(
         grad_used,

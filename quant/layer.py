@@ -36,8 +36,7 @@ class QuantLayer(nn.Module):
         fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
         keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
             :func:`weights_changed`. Only where weights stay resident.
-        weight_rule_later: see :class:`quant.function.Plan`.
-        when_changed: called when weights, scales or switches changed; for who keeps something made of them elsewhere.
+        when_changed: called when weights, scales or switches changed; drops what is kept of them elsewhere.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class QuantLayer(nn.Module):
         self.shared_input: SharedInput | None = None
         self.fp8_gemm = False
         self.keeps_weight_codes = False
-        self.weight_rule_later = False
         self.when_changed: Callable[[], None] | None = None
         self._weight_codes: Tensor | None = None
 

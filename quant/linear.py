@@ -116,7 +116,6 @@ class QuantLinear(QuantLayer):
             weight_numel=self.weight_numel,
             input_numel=self.in_features,
             fp8_gemm=self.fp8_gemm and self.weight_fake_quant and self.input_fake_quant,
-            weight_rule_later=self.weight_rule_later,
         )
         return quant_linear(
             x,

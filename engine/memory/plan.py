@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.memory.coded import CodedWeights
 from engine.memory.meta_model import (
     MetaStudent,
     MetaTeacher,
@@ -28,7 +29,6 @@ from engine.memory.zero_states import Held, Settings, held_by
 from engine.memory.zero_step import StepCost, cost_of_step
 from engine.recipe.ds_config import DsConfigError, resolve, teacher_config
 from engine.recipe.recipe import Recipe
-from model.coded import NONE_CODED, can_be_coded
 
 RESERVE = 4 * 10**9
 
@@ -90,11 +90,13 @@ class Planner:
         self.student: MetaStudent = meta_student(recipe)
         self.teacher: MetaTeacher | None = meta_teacher(recipe)
         layers = self.student.quantization.layers.values()
-        self._as_codes = recipe.quant.gather_codes and not recipe.never_quantises()
-        coded = [layer for layer in layers if self._as_codes and can_be_coded(layer)]
-        inventory = take_inventory(self.student.model, recipe.optim, coded)
+        inventory = take_inventory(self.student.model, recipe.optim)
         codes = sum(layer.weight.numel() for layer in layers)
         self.inventory: Inventory = dataclasses.replace(inventory, quantised=codes)
+        self._coded: CodedWeights | None = None
+        if recipe.quant.gather_codes and not recipe.never_quantises():
+            self._coded = CodedWeights.of(self.student.model, layers)
+            self.inventory = self._coded.replace_in(self.inventory)
         self._events: dict[int, tuple[list[Event], Step]] = {}
 
     def events(self, rows: int) -> tuple[list[Event], Step]:
@@ -118,8 +120,8 @@ class Planner:
         recipe = dataclasses.replace(self.recipe, deepspeed=strategy)
         config = resolve(recipe, ranks, local_size=min(ranks, self.ranks_per_node))
         settings = Settings.of(config, ranks)
-        if self._as_codes and not any(parameter.as_codes(settings.zero) for parameter in self.inventory.parameters):
-            raise DsConfigError(f"{strategy}: {NONE_CODED}")
+        if self._coded is not None and (problem := self._coded.problem(self.inventory, settings.zero)):
+            raise DsConfigError(f"{strategy}: {problem}")
         keeps_codes = settings.accumulation > 1
         held = held_by(settings, self.inventory, keeps_codes=keeps_codes)
         modules = module_parameters(self.student.model, self.inventory, config)

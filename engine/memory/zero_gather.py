@@ -11,9 +11,6 @@ let go only in the optimizer's step, after which they are gathered again.
 
 A list of parameters is gathered into one flat buffer, from which each is copied when it is first read; the buffer
 lives until the last of them is read. One parameter alone is gathered where it stays.
-
-Where weights travel as codes (:func:`model.zero.gather_as_bytes`), a list that has at least one such weight is gathered
-into one buffer of bytes, whatever the dtypes; the buffer lives until the first parameter of the list is read.
 """
 
 from collections import deque
@@ -27,20 +24,16 @@ from engine.memory.zero_parameters import ModuleParameters, ShardedParameter
 
 
 @dataclass
-class _Buffer:
+class Buffer:
     """A flat buffer that several parameters were gathered into, and from which each is copied when it is read.
 
     Attributes:
         size: its bytes.
         waiting: how many of its parameters have not been read yet.
-        of_codes: whether it holds codes.
-        copies: bytes of the largest parameter's codes, which are cut out of it to be decoded.
     """
 
     size: int
     waiting: int
-    of_codes: bool = False
-    copies: int = 0
 
 
 @dataclass
@@ -57,7 +50,6 @@ class Gatherer:
         count: a function that is called with the kind and the bytes of each collective.
         whole: bytes that are gathered now, buffers included.
         most: the largest value of ``whole`` since :meth:`forget_most`.
-        quantises: whether fake quant is on. While it is off, weights do not travel as codes.
     """
 
     modules: Mapping[str, ModuleParameters]
@@ -66,9 +58,8 @@ class Gatherer:
     count: Callable[[str, int], None]
     whole: int = 0
     most: int = 0
-    quantises: bool = True
     _held: dict[ShardedParameter, int] = field(default_factory=dict)
-    _buffers: dict[ShardedParameter, _Buffer] = field(default_factory=dict)
+    _buffers: dict[ShardedParameter, Buffer] = field(default_factory=dict)
     _active: dict[ShardedParameter, set[str]] = field(default_factory=dict)
     _backward: dict[str, None] = field(default_factory=dict)
     _recomputed: dict[str, set[ShardedParameter]] = field(default_factory=dict)
@@ -79,15 +70,9 @@ class Gatherer:
     _released: dict[tuple[str, int], frozenset[ShardedParameter]] = field(default_factory=dict)
     _step: int = 0
     _available: int = 0
-    _decoded: set[ShardedParameter] = field(default_factory=set)
 
     def switch(self, quantises: bool) -> None:
-        """Turn fake quant on or off. Parameters that were decoded from codes are let go."""
-        self.quantises = quantises
-        for parameter in list(self._decoded):
-            self._wait(parameter)
-            self._release(parameter)
-        self._decoded.clear()
+        """Turn fake quant on or off, on which the form may depend that weights travel in; here they are as they are."""
 
     def begin(self, events: Iterable[Event]) -> None:
         """A micro-batch begins. Its ``events``, forward and backward, say in which order modules are called."""
@@ -214,9 +199,10 @@ class Gatherer:
         there = [parameter for parameter in missing if parameter.whole or self.ranks == 1]
         self._held.update(dict.fromkeys(there, 0))  # the partition is the parameter
         missing = [parameter for parameter in missing if parameter not in self._held]
-        if self.quantises and any(parameter.as_codes(self.zero) for parameter in missing):  # never together with hpZ
-            self._gather_codes(missing)
-            return
+        self._send(missing)
+
+    def _send(self, missing: Sequence[ShardedParameter]) -> None:
+        """Start gathering parameters that are partitioned and not there."""
         for secondary in (True, False):
             some = [parameter for parameter in missing if (parameter in self._secondary) == secondary]
             kind = "all_gather in the hpZ group" if secondary else "all_gather"
@@ -228,18 +214,10 @@ class Gatherer:
             for dtype in sorted({parameter.dtype for parameter in some}):
                 together = [parameter for parameter in some if parameter.dtype == dtype]
                 size = sum(parameter.padded(self.ranks) for parameter in together)
-                self._in_flight(together, _Buffer(size, len(together)))
+                self._in_flight(together, Buffer(size, len(together)))
                 self.count(kind, size)
 
-    def _gather_codes(self, parameters: Sequence[ShardedParameter]) -> None:
-        codes = [p.padded(self.ranks) // p.size for p in parameters if p.as_codes(self.zero)]
-        self._decoded.update(p for p in parameters if p.as_codes(self.zero))
-        size = sum(codes) + sum(p.padded(self.ranks) for p in parameters if not p.as_codes(self.zero))
-        copies = max(codes) if len(parameters) > 1 else 0  # one parameter alone is decoded from the buffer itself
-        self._in_flight(parameters, _Buffer(size, len(parameters), True, copies))
-        self.count("all_gather", size)
-
-    def _in_flight(self, parameters: Sequence[ShardedParameter], buffer: _Buffer) -> None:
+    def _in_flight(self, parameters: Sequence[ShardedParameter], buffer: Buffer) -> None:
         self._add(buffer.size)
         for parameter in parameters:
             self._held[parameter] = 0
@@ -251,16 +229,16 @@ class Gatherer:
         if buffer is None:
             return
         if not self._held[parameter]:
-            for other in [one for one, its in self._buffers.items() if its is buffer]:
-                self._hold(other, other.numel * other.size)
-            if buffer.of_codes:
-                self.most = max(self.most, self.whole + buffer.copies)
-                self.whole -= buffer.size
-                buffer.size = 0
+            self._read(buffer)
         del self._buffers[parameter]
         buffer.waiting -= 1
         if not buffer.waiting:
             self.whole -= buffer.size
+
+    def _read(self, buffer: Buffer) -> None:
+        """Copy all parameters out of a buffer."""
+        for other in [one for one, its in self._buffers.items() if its is buffer]:
+            self._hold(other, other.numel * other.size)
 
     def _hold(self, parameter: ShardedParameter, size: int) -> None:
         self._held[parameter] = size
@@ -274,6 +252,5 @@ class Gatherer:
         if parameter in self._held and parameter not in self._buffers and not self._active.get(parameter):
             self.whole -= self._held.pop(parameter)
             self._available -= parameter.numel
-            self._decoded.discard(parameter)
             if self.zero.zero_hpz_partition_size > 1 and parameter.trains:
                 self._secondary.add(parameter)

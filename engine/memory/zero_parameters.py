@@ -1,8 +1,8 @@
 """The parameters of a model as ZeRO sees them: each one once, which of them train, and which module reads which."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -11,7 +11,6 @@ from torch import nn
 from engine.recipe.sections import OptimRecipe
 from engine.session.optimizer import classify, parameter_groups
 from model.zero import leaves_of_stage_3, to_be_whole
-from quant import QuantLinear
 
 SCALES = ("weight_scale", "act_scale", "frozen")
 
@@ -29,7 +28,6 @@ class ShardedParameter:
         dtype: the name of its dtype. One collective gathers parameters of one dtype.
         scale: whether it is a scale. Scales are not kept whole between steps (model.zero.release).
         whole: whether every rank holds all of it: a scale that is frozen and small is not partitioned.
-        coded: whether it can travel as codes, one byte per element (model.coded). A parameter that persists does not.
     """
 
     name: str
@@ -40,7 +38,6 @@ class ShardedParameter:
     dtype: str
     scale: bool = False
     whole: bool = False
-    coded: bool = False
 
     def padded(self, ranks: int) -> int:
         """Bytes of all partitions together. They are equally long, so the last one may be padded."""
@@ -58,10 +55,6 @@ class ShardedParameter:
     def persists(self, zero: DeepSpeedZeroConfig) -> bool:
         """Whether it is small enough to stay gathered between steps."""
         return self.numel <= zero.param_persistence_threshold and not self.scale
-
-    def as_codes(self, zero: DeepSpeedZeroConfig) -> bool:
-        """Whether its codes are gathered in its place."""
-        return self.coded and not self.persists(zero)
 
 
 @dataclass
@@ -90,14 +83,16 @@ class Inventory:
         groups: by the name of the optimizer's group, the parameters in it, which train.
         scales: bytes of all scales. They are among ``parameters`` too.
         quantised: how many weight elements have codes.
-        scales_of_codes: how many elements the scales of those weights have that travel as codes.
+        beside: bytes that a rank holds beside the parameters under stage 3, by item.
+        gatherer: what replays their gathering under stage 3; None for :class:`engine.memory.zero_gather.Gatherer`.
     """
 
     parameters: list[ShardedParameter]
     groups: dict[str, list[ShardedParameter]]
     scales: int = 0
     quantised: int = 0
-    scales_of_codes: int = 0
+    beside: Mapping[str, int] = field(default_factory=dict)
+    gatherer: Callable[..., Any] | None = None
 
     @property
     def trained(self) -> list[ShardedParameter]:
@@ -105,18 +100,15 @@ class Inventory:
         return [parameter for group in self.groups.values() for parameter in group]
 
 
-def take_inventory(model: nn.Module, optim: OptimRecipe | None, coded: Sequence[QuantLinear] = ()) -> Inventory:
+def take_inventory(model: nn.Module, optim: OptimRecipe | None) -> Inventory:
     """List the Parameters of a model on the meta device.
 
     Args:
         model: the model, with what trains as in the run.
         optim: the recipe's section; None for a model that is frozen, which has no parameter groups.
-        coded: layers whose weights travel as codes.
     """
     made = sorted(classify(model), key=lambda owned: owned.kind in SCALES)
     whole = {id(parameter) for parameter in to_be_whole(one.parameter for one in made if one.kind in SCALES)}
-    as_codes = {id(layer.weight) for layer in coded}
-    theirs = {id(p): p.numel() for layer in coded for p in (layer.weight_s0, layer.weight_theta) if p is not None}
     known = {
         id(owned.parameter): ShardedParameter(
             owned.name,
@@ -127,7 +119,6 @@ def take_inventory(model: nn.Module, optim: OptimRecipe | None, coded: Sequence[
             str(owned.parameter.dtype),
             scale=owned.kind in SCALES,
             whole=id(owned.parameter) in whole,
-            coded=id(owned.parameter) in as_codes,
         )
         for order, owned in enumerate(made)
     }
@@ -137,7 +128,6 @@ def take_inventory(model: nn.Module, optim: OptimRecipe | None, coded: Sequence[
         list(known.values()),
         {group["name"]: [known[id(parameter)] for parameter in group["params"]] for group in groups},
         sum(parameter.numel * parameter.size for parameter in scales),
-        scales_of_codes=sum(theirs.values()),
     )
 
 

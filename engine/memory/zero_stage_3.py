@@ -36,7 +36,8 @@ class Stage3(Replay):
             if parameter.name in self.in_leaf:
                 self.of_leaf.setdefault(self.in_leaf[parameter.name], []).append(parameter)
         self.ready: dict[str, set[ShardedParameter]] = {}  # by leaf, parameters whose gradients are made
-        self.gatherer = Gatherer(self.modules, self.settings.zero, self.settings.ranks, self._gathers)
+        gatherer = self.inventory.gatherer or Gatherer
+        self.gatherer: Gatherer = gatherer(self.modules, self.settings.zero, self.settings.ranks, self._gathers)
         # DeepSpeed decides in the first micro-batch of all what each call may let go; that one is not counted.
         everything = self.inventory.parameters if self.settings.ranks > 1 else []
         self.persistent = sum(p.numel * p.size for p in everything if p.persists(self.settings.zero))

@@ -183,7 +183,8 @@ def _stage_3(held: Held, settings: Settings, inventory: Inventory) -> None:
     held.add("parameters", shares, settings.offloads_parameters)
     if ranks > 1:  # whole between steps, beside their shares
         held.add("parameters", _bytes(parameter for parameter in inventory.parameters if parameter.persists(zero)))
-    held.add("scales of codes", inventory.scales_of_codes * FP32)
+    for item, size in inventory.beside.items():
+        held.add(item, size)
     # The second partitions of hpZ are there from the first forward on; those of trained parameters until the step.
     held.add("parameters", sum(parameter.second_share(zero, ranks) for parameter in inventory.parameters))
     share = sum(math.ceil(parameter.numel / ranks) for parameter in inventory.trained)

@@ -5,7 +5,7 @@ before their scales can be loaded, all of it before ``deepspeed.initialize`` cop
 and activations can only be calibrated after it, because the forward needs the engine's hooks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ from engine.session.levers import Levers
 from engine.session.loss_scale import LossScale
 from engine.session.student import build_student, initial_scales
 from engine.session.teacher import load_teacher, open_cached_teacher
-from model.coded import CodedWeights
+from model.coded import gather_codes
 from model.head import LMHead, QuantHead, install_head, output_head
-from model.ranks import errors_on_all_ranks, say
+from model.ranks import errors_on_all_ranks
 from model.scales import release_scales
 from quant import Quantization
 
@@ -46,8 +46,8 @@ class Session:
     levers: Levers
     head: LMHead | None
     """The student's lm_head, where the losses of training are computed; None in a session that computes none."""
-    coded: CodedWeights | None
-    """The weights that stage 3 gathers as codes; None where it gathers all of them as they are."""
+    after_backward: list[Callable[[], None]]
+    """What runs after the last backward of every optimizer step, before the update; may be collectives."""
     loss_scale: LossScale | None
     """The loss scale of a run in fp16; None in other dtypes."""
     head_checked: bool = False
@@ -88,6 +88,8 @@ def build_session(
         release_scales(engine, quantization)
     if head is not None and teacher_kind == "self":
         teacher = SelfTeacher(engine, head, quantization)
+    # The forms in which weights are gathered: the engine's hooks are there now, and no forward has run.
+    after_backward = [gather_codes(model, quantization)] if optimizer and recipe.quant.gather_codes else []
     fp16 = optimizer and recipe.model.dtype == "float16"
     return Session(
         recipe,
@@ -101,16 +103,6 @@ def build_session(
         device,
         Levers(recipe),
         head,
-        _coded_weights(recipe, model, quantization) if optimizer else None,
+        after_backward,
         LossScale.from_config(ds_config["fp16"]) if fp16 else None,
     )
-
-
-def _coded_weights(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> CodedWeights | None:
-    """The weights that travel as codes, told to do so; None if the recipe wants none of it."""
-    if not recipe.quant.gather_codes:
-        return None
-    with errors_on_all_ranks(ValueError):
-        coded = CodedWeights(model, quantization.layers.values())
-    say(f"gathered as codes: the weights of {len(coded)} layers")
-    return coded

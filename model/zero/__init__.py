@@ -10,7 +10,6 @@ Filling a partition directly (:func:`local_data`) is allowed only before ``deeps
 the parameters into its fp32 master there, and the next step overwrites whatever was written to them afterwards.
 """
 
-from model.zero.as_bytes import ByteForm, gather_as_bytes, release_decoded
 from model.zero.build import (
     WHOLE_ELEMENTS,
     WHOLE_ELEMENTS_IN_ALL,
@@ -57,7 +56,6 @@ from model.zero.parameters import (
 __all__ = [
     "WHOLE_ELEMENTS",
     "WHOLE_ELEMENTS_IN_ALL",
-    "ByteForm",
     "OptimizerPiece",
     "ReceiveBuffer",
     "backward",
@@ -66,7 +64,6 @@ __all__ = [
     "forward_only",
     "full_numel",
     "full_shape",
-    "gather_as_bytes",
     "gathered",
     "gathered_on_main",
     "global_gradient_norm",
@@ -87,7 +84,6 @@ __all__ = [
     "partition_new_parameters",
     "partitions",
     "release",
-    "release_decoded",
     "reset_moments",
     "reset_optimizer_state",
     "set_local_gradient",

@@ -85,6 +85,13 @@ def _gather(
     return MultipleAllGatherHandles(handles)
 
 
+def gather_as_they_are(parameters: Sequence[Any]) -> Any:
+    """DeepSpeed's own ``all_gather_coalesced`` of these parameters, whatever form they travel in to forward and
+    backward; returns a handle to wait for."""
+    gather = parameters[0].all_gather_coalesced
+    return (gather.args[0] if isinstance(gather, partial) else gather)(parameters)
+
+
 def _unchanged(parameter: Tensor) -> ByteForm:
     return ByteForm(
         encode=lambda flat: flat.view(torch.uint8),

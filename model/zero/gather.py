@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import deepspeed
 import torch
@@ -11,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
-from model.zero.as_bytes import release_decoded
+from model.zero.as_bytes import gather_as_they_are, release_decoded
 from model.zero.build import WHOLE_ELEMENTS
 from model.zero.parameters import (
     full_numel,
@@ -78,10 +77,7 @@ def _gather_together(parameters: Sequence[Tensor]) -> None:
         if p.ds_process_group.size() == 1 or full_numel(p) * p.element_size() <= COALESCED_BYTES  # type: ignore[attr-defined]
     ]
     if small and not any(p.ds_secondary_tensor is not None for p in small):  # type: ignore[attr-defined]
-        gather = small[0].all_gather_coalesced  # type: ignore[attr-defined]
-        if isinstance(gather, partial):  # of gather_as_bytes: here the parameters themselves are wanted
-            gather = gather.args[0]
-        gather(small).wait()
+        gather_as_they_are(small).wait()
 
 
 @torch.no_grad()

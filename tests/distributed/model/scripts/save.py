@@ -17,7 +17,7 @@ import torch
 
 from engine.session.context import init_ranks
 from model.build import build_model
-from model.coded import CodedWeights
+from model.coded import gather_codes
 from model.load import load_weights
 from model.ranks import RankError, barrier, is_main, raise_everywhere, rank
 from model.save import export_model
@@ -69,12 +69,12 @@ def trained(stage: int, scheme: Scheme, way: str, checkpoint: str, device: torch
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     with keep_frozen_fp32(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
-    coded = CodedWeights(model, quantization.layers.values()) if way == "codes" else None
+    after_backward = [gather_codes(model, quantization)] if way == "codes" else []
     generator = torch.Generator().manual_seed(rank())
     ids = torch.randint(0, 301, (1, 40), generator=generator).to(device)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
-    if coded is not None:
-        coded.finish_gradients()
+    for finish in after_backward:
+        finish()
     engine.step()
     weights_changed(model)
     return engine, model, quantization, ids, trace_after_forwards(engine, ids)

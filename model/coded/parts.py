@@ -11,26 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from quant.calibrate import by_run
 from quant.weight_scale import WeightScale
-
-
-def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """The elements ``[start, start + len(flat))`` of a tensor as at most three views ``[runs, values]``, each with the
-    slice of the runs it belongs to.
-
-    A run is ``size`` consecutive elements. The views are the rest of a run that began on an earlier rank, the whole
-    runs, and the beginning of one that goes on on the next rank.
-    """
-    first = start // size
-    head = min(-start % size, flat.numel())
-    whole = (flat.numel() - head) // size
-    if head:
-        yield slice(first, first + 1), flat[:head].view(1, -1)
-        first += 1
-    if whole:
-        yield slice(first, first + whole), flat[head : head + whole * size].view(whole, size)
-    if head + whole * size < flat.numel():
-        yield slice(first + whole, first + whole + 1), flat[head + whole * size :].view(1, -1)
 
 
 def quantize_part(flat: Tensor, start: int, numel: int, scale: WeightScale) -> Tensor:

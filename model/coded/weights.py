@@ -1,19 +1,7 @@
-"""Quantised weights travel as their codes: one byte per weight instead of two, and the same training.
-
-Forward and backward of a quantised layer use its weight only through the quantiser. Where every rank knows the scales,
-which are few, the rank that holds a part of a weight can quantise it before it is sent; a layer then finds in place of
-its weight the values that the codes stand for, and quantising these gives the same codes again. What the layer cannot
-know any more is the weight's distance from its code, on which its gradient's mask and theta's gradient depend. So it
-gives the gradient with respect to the quantised weight, and after the reduction the rank that holds the part applies
-the quantiser's rule to it (:mod:`quant.parts`).
-
-Against gathering the weights themselves: forward, the gradients of inputs and of weights are the same bit for bit. The
-gradient of a learned scale is the sum of the same terms in another order, in fp32, where each micro-batch and rank
-would have rounded its own to the model's dtype.
-"""
+"""Which weights travel as codes, what they become on the way, and their gradients when all of it is reduced."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -23,20 +11,19 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from model.coded.parts import dequantize_whole, part_gradients_, quantize_part
+from model.ranks import errors_on_all_ranks, say
 from model.zero import (
-    ByteForm,
-    gather_as_bytes,
     is_partitioned,
     local_data,
     local_gradient,
     local_range,
-    release_decoded,
     set_local_gradient,
     whole_values,
 )
-from quant import QuantLayer, QuantLinear
+from model.zero.as_bytes import ByteForm, gather_as_bytes, release_decoded
+from quant import Quantization, QuantLayer, QuantLinear
 from quant.function import lsq_factor
-from quant.parts import dequantize_whole, part_gradients_, quantize_part
 from quant.weight_scale import WeightScale
 
 NONE_CODED = (
@@ -48,8 +35,8 @@ NONE_CODED = (
 
 @dataclass(frozen=True)
 class _Coded:
-    """A weight and its scales. To look a Parameter up in a module that is not running, in a forward, makes DeepSpeed
-    gather it."""
+    """A weight and its scales, which are kept here because looking a Parameter up in a module that is not running makes
+    DeepSpeed gather it, inside a forward."""
 
     layer: QuantLinear
     weight: Parameter
@@ -59,6 +46,25 @@ class _Coded:
     @property
     def numel(self) -> int:
         return math.prod(self.layer.weight_shape)
+
+
+def gather_codes(model: nn.Module, quantization: Quantization) -> Callable[[], None]:
+    """Have stage 3 gather codes in place of the weights of every layer for which that is possible; a collective.
+
+    Args:
+        model: after ``deepspeed.initialize``.
+        quantization: what ``quant.prepare`` returned for it.
+
+    Returns:
+        What must run after the last backward of every optimizer step, before the update.
+
+    Raises:
+        RankError: on every rank: there is no such layer, or DeepSpeed is configured to change what is gathered.
+    """
+    with errors_on_all_ranks(ValueError):
+        coded = CodedWeights(model, quantization.layers.values())
+    say(f"gathered as codes: the weights of {len(coded)} layers")
+    return coded.finish_gradients
 
 
 class CodedWeights:
@@ -85,7 +91,6 @@ class CodedWeights:
         gather_as_bytes(model, self._form_of)
         self._scales: dict[int, WeightScale] | None = None
         for one in self._weights.values():
-            one.layer.weight_rule_later = True
             one.layer.when_changed = self._changed
 
     def __len__(self) -> int:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from model.coded.parts import dequantize_whole, part_gradients_, quantize_part
 from quant import TensorSpec, get_scheme
 from quant.kernels import ops as kernels
-from quant.parts import dequantize_whole, part_gradients_, quantize_part
 from quant.weight_scale import WeightScale
 
 FP8 = {name: TensorSpec("fp8_e4m3", 8, name) for name in ("tensor", "channel")}

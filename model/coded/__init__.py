@@ -1,0 +1,31 @@
+"""Quantised weights travel as their codes (``quant.gather_codes``): one byte per weight instead of two, and the same
+training.
+
+Forward and backward of a quantised layer use its weight only through the quantiser. Where every rank knows the scales,
+which are few, the rank that holds a part of a weight can quantise it before it is sent; a layer then finds in place of
+its weight the values that the codes stand for, and quantising these gives the same codes again. What the layer cannot
+know any more is the weight's distance from its code, on which its gradient's mask and theta's gradient depend: all that
+it finds lies on the grid, where the quantiser lets every gradient through. So the weight gets the gradient with respect
+to the quantised weight, and after the reduction the rank that holds the part applies the quantiser's rule to it, and
+makes theta's gradient, which takes the place of the layer's (``parts.py``).
+
+Against gathering the weights themselves: forward, the gradients of inputs and of weights are the same bit for bit. The
+gradient of a learned scale is the sum of the same terms in another order, in fp32, where each micro-batch and rank
+would have rounded its own to the model's dtype.
+
+The rest of the project knows none of this. What it offers in general terms stays without it:
+``Session.after_backward``, what runs between the last backward and the update; ``QuantLayer.when_changed``, called when
+weights, scales or switches have changed; and ``Gatherer`` of the memory planner, whose subclass counts bytes of codes.
+To delete the feature:
+
+* delete this folder, ``model/zero/as_bytes.py`` and ``engine/memory/coded.py``, with their tests: the folder of this
+  one's name, ``test_gather.py``, and what the others say of ``gather_codes``;
+* ``engine/recipe``: the field ``gather_codes`` of the quant section, and its rules in ``ds_config.py``;
+* ``engine/session/session.py``: the construction, two lines;
+* ``engine/memory/plan.py``: the lines that name ``engine.memory.coded``;
+* ``model/zero/gather.py``: the import from ``as_bytes.py`` and its two calls.
+"""
+
+from model.coded.weights import NONE_CODED, can_be_coded, gather_codes
+
+__all__ = ["NONE_CODED", "can_be_coded", "gather_codes"]
