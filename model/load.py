@@ -14,7 +14,7 @@ error, on every rank, that names all that is wrong.
 import gc
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,17 +239,24 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
                 reads.append(_Read(source, piece, target, by if by != key else None))
         elif key in layouts and layout is None and not ignored.search(key):
             problems.unexpected.append(key)
+    problems.missing += _missing(names, tensors, layouts)
+    if text := problems.text():
+        raise CheckpointError(f"the weights in {path} do not fill {type(model).__name__}:\n{text}")
+    return reads
+
+
+def _missing(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout | None]) -> list[str]:
+    """Keys of what the files do not have of our tensors, a tied one under its first name."""
     present: dict[int, dict[int, int]] = {}  # by identity: elements, by where they begin
     for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
         present.setdefault(id(tensors[piece.name]), {})[piece.start] = piece.numel
+    missing: list[str] = []
     unique = {id(tensor): name for name, tensor in reversed(tensors.items())}
     for identity, name in reversed(unique.items()):
         there = present.get(identity, {})
         if sum(there.values()) < full_numel(tensors[name]):
-            problems.missing += names.missing(name, there.keys())
-    if text := problems.text():
-        raise CheckpointError(f"the weights in {path} do not fill {type(model).__name__}:\n{text}")
-    return reads
+            missing += names.missing(name, there.keys())
+    return missing
 
 
 def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Layout | None]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from model.batches import batches
@@ -46,35 +47,43 @@ def write_shards(shards: list[list[Item]], directory: Path) -> tuple[list[str], 
     """
     limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard))
     by_shard = [list(batches(shard, lambda item: item.gathered_bytes, limit)) for shard in shards]
-    parameters = [[[p for item in batch for p in item.parameters] for batch in of_shard] for of_shard in by_shard]
     held, buffer = HeldBytes(), ReceiveBuffer()
     with errors_on_all_ranks(RuntimeError):  # what torch raises without memory
         if is_main():
-            for of_shard in parameters:
-                buffer.reserve(of_shard)
+            for shard in by_shard:
+                buffer.reserve(_parameters(shard))
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = [SINGLE]
     total = sum(item.bytes for shard in shards for item in shard)
     with tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=1, disable=not is_main()) as progress:
-        for number, file in enumerate(files):
-            output = _Output(directory / file, shards[number], held) if is_main() else None
-            following = [*by_shard[number][1:], []]
-            gathered = gathered_on_main(parameters[number], buffer)
-            for batch, coming, _ in zip(by_shard[number], following, gathered, strict=True):
-                if output is not None:
-                    held.add(size := sum(item.gathered_bytes for item in (*batch, *coming)))
-                    output.write(batch)
-                    held.add(-size)
-                progress.update(sum(item.bytes for item in batch))
-            failure = output.finish() if output is not None else None
-            # Whatever went wrong in packing or writing, rank 0 went on gathering up to here, where all of them stop.
-            text = f"export failed in {file}: {type(failure).__name__}: {failure}"
-            try:
-                raise_everywhere(None if failure is None else text)
-            except RuntimeError as everywhere:
-                raise everywhere from failure
+        for file, shard in zip(files, by_shard, strict=True):
+            _write_shard(directory / file, shard, buffer, held, progress)
     return files, held.peak
+
+
+def _parameters(shard: list[list[Item]]) -> list[list[nn.Parameter]]:
+    """What is gathered for each batch of a shard."""
+    return [[parameter for item in batch for parameter in item.parameters] for batch in shard]
+
+
+def _write_shard(path: Path, shard: list[list[Item]], buffer: ReceiveBuffer, held: HeldBytes, progress: tqdm) -> None:
+    """Write one file; ``shard`` has its items in the batches that are gathered together."""
+    output = _Output(path, [item for batch in shard for item in batch], held) if is_main() else None
+    gathered = gathered_on_main(_parameters(shard), buffer)
+    for batch, coming, _ in zip(shard, [*shard[1:], []], gathered, strict=True):
+        if output is not None:
+            held.add(size := sum(item.gathered_bytes for item in (*batch, *coming)))
+            output.write(batch)
+            held.add(-size)
+        progress.update(sum(item.bytes for item in batch))
+    failure = output.finish() if output is not None else None
+    # Whatever went wrong in packing or writing, rank 0 went on gathering up to here, where all of them stop.
+    text = f"export failed in {path.name}: {type(failure).__name__}: {failure}"
+    try:
+        raise_everywhere(None if failure is None else text)
+    except RuntimeError as everywhere:
+        raise everywhere from failure
 
 
 class _Output:

@@ -63,7 +63,8 @@ class GroupScale:
 
     Attributes:
         group: the group.
-        layers: scales by the group's members that have any, in module order.
+        layers: scales by the group's members that have any, in module order; empty if the group is to get its scale
+            from elsewhere.
         projections: how many Linears of one expert lie behind one another in the group's layer, a stack of experts;
             0 where the group's layers are no stacks, or have one scale for all experts.
         smallest: whether the smallest of several scales is taken; else the largest, as engines do that fuse layers.
@@ -101,8 +102,7 @@ class ArrangedScales:
     """The scales of a checkpoint by the groups of a model.
 
     Attributes:
-        weights, globals, inputs: the groups of each kind that the files have a scale of.
-        missing_weights, missing_globals, missing_inputs: owners of the other groups.
+        weights, globals, inputs: every group of each kind; ``layers`` is empty where the files have no scale of it.
         without_global: names on disk of Linears that have a scale, but not the global one that belongs to it.
         not_symmetric: keys of zero points that are not 0, of layers whose scheme here has none.
         unused: keys of scales of layers that are not quantised here.
@@ -113,9 +113,6 @@ class ArrangedScales:
     weights: list[GroupScale]
     globals: list[GroupScale]
     inputs: list[GroupScale]
-    missing_weights: list[str]
-    missing_globals: list[str]
-    missing_inputs: list[str]
     without_global: list[str]
     not_symmetric: list[str]
     unused: list[str]
@@ -136,24 +133,15 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
     }
     inputs = {name: [disk + INPUT_SCALE for disk in parts] for name, parts in linears.items()}
     inputs |= {name: cache_keys(model, name) for name in quantization.caches}
-    every_linear = [disk for parts in linears.values() for disk in parts]
-    expected = [disk + kind for disk in every_linear for kind in (WEIGHT_SCALE, GLOBAL_SCALE)]
-    expected += [key for keys in inputs.values() for key in keys]
-    with_global = [disk for group in quantization.global_groups for name in group.members for disk in linears[name]]
-    alone = [d for d in with_global if d + WEIGHT_SCALE in stored.scales and d + GLOBAL_SCALE not in stored.scales]
-    weights = [_weight_scale(group, quantization, linears, stored) for group in quantization.weight_groups]
-    global_scales = [_global_scale(group, quantization, linears, stored) for group in quantization.global_groups]
-    input_scales = [_input_scale(group, inputs, stored) for group in quantization.input_groups]
+    expected = {key for keys in inputs.values() for key in keys}
+    expected |= {disk + kind for parts in linears.values() for disk in parts for kind in (WEIGHT_SCALE, GLOBAL_SCALE)}
     of_layers = {key.rpartition(".")[0] for key in expected}
     unused = [key for key in stored.scales if key.rpartition(".")[0] not in of_layers]
     return ArrangedScales(
-        weights=[scale for scale in weights if scale.layers],
-        globals=[scale for scale in global_scales if scale.layers],
-        inputs=[scale for scale in input_scales if scale.layers],
-        missing_weights=[scale.group.owner for scale in weights if not scale.layers],
-        missing_globals=[scale.group.owner for scale in global_scales if not scale.layers],
-        missing_inputs=[scale.group.owner for scale in input_scales if not scale.layers],
-        without_global=alone,
+        weights=[_weight_scale(group, quantization, linears, stored) for group in quantization.weight_groups],
+        globals=[_global_scale(group, quantization, linears, stored) for group in quantization.global_groups],
+        inputs=[_input_scale(group, inputs, stored) for group in quantization.input_groups],
+        without_global=_without_global(quantization, linears, stored),
         not_symmetric=_not_symmetric(quantization, linears, of_layers, stored),
         unused=unused,
         none_used=len(unused) == len(stored.scales),
@@ -224,3 +212,8 @@ def _not_symmetric(
         for key, zero in stored.zero_points.items()
         if key.rpartition(".")[0] in of_layers and key not in expected and bool(zero.any())
     ]
+
+
+def _without_global(quantization: Quantization, linears: Mapping[str, Linears], stored: StoredScales) -> list[str]:
+    disks = (disk for group in quantization.global_groups for name in group.members for disk in linears[name])
+    return [d for d in disks if d + WEIGHT_SCALE in stored.scales and d + GLOBAL_SCALE not in stored.scales]

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.ranks import errors_on_all_ranks, listed
-from model.scales.arrange import arrange
+from model.scales.arrange import ArrangedScales, GroupScale, arrange
 from model.scales.check import check_stored, check_values
 from model.scales.measure import measure_global_scales, measure_weight_scales
 from model.scales.read import read_scales
@@ -80,35 +81,48 @@ def load_scales(
             an activation scale that is missing without a way to get it.
     """
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
-        found = arrange(model, quantization, read_scales(Path(directory)))
-        check_stored(found, Path(directory))
-        if found.missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
+        arranged = arrange(model, quantization, read_scales(Path(directory)))
+        check_stored(arranged, Path(directory))
+        missing_inputs = _missing(arranged.inputs)
+        if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
-                f"{directory} has no input scale for {listed(found.missing_inputs)}. Set quant.calibration_batches to "
+                f"{directory} has no input scale for {listed(missing_inputs)}. Set quant.calibration_batches to "
                 "measure them in place, or quant.initial_input_scale, or name a PTQ checkpoint that has them"
             )
-    weights, global_scales = {}, {}
-    if found.missing_weights:
-        weights = measure_weight_scales(quantization, set(found.missing_weights))
-    if found.missing_globals:
-        global_scales = measure_global_scales(quantization, set(found.missing_globals))
-    inputs = {}
-    if initial_input_scale is not None:
-        inputs = {owner: torch.tensor([initial_input_scale]) for owner in found.missing_inputs}
+    weights, global_scales, inputs = _not_in_the_files(quantization, arranged, initial_input_scale)
     kinds = (
-        (quantization.weight_groups, found.weights, weights),
-        (quantization.global_groups, found.globals, global_scales),
-        (quantization.input_groups, found.inputs, inputs),
+        (quantization.weight_groups, arranged.weights, weights),
+        (quantization.global_groups, arranged.globals, global_scales),
+        (quantization.input_groups, arranged.inputs, inputs),
     )
     for groups, _, other in kinds:
         check_values(groups, other)
-    for groups, loaded, other in kinds:
-        fill_scales(groups, {scale.group.owner: scale.value() for scale in loaded} | other)
+    for groups, stored, other in kinds:
+        fill_scales(groups, {scale.group.owner: scale.value() for scale in stored if scale.layers} | other)
     return ScaleReport(
-        weights_loaded=[scale.group.owner for scale in found.weights],
-        weights_measured=found.missing_weights,
-        inputs_loaded=[scale.group.owner for scale in found.inputs],
+        weights_loaded=[scale.group.owner for scale in arranged.weights if scale.layers],
+        weights_measured=_missing(arranged.weights),
+        inputs_loaded=[scale.group.owner for scale in arranged.inputs if scale.layers],
         inputs_initial=list(inputs),
-        inputs_missing=found.missing_inputs if initial_input_scale is None else [],
-        unused=found.unused,
+        inputs_missing=[owner for owner in missing_inputs if owner not in inputs],
+        unused=arranged.unused,
     )
+
+
+def _missing(scales: list[GroupScale]) -> list[str]:
+    """Owners of the groups that the files have no scale of."""
+    return [scale.group.owner for scale in scales if not scale.layers]
+
+
+def _not_in_the_files(
+    quantization: Quantization, arranged: ArrangedScales, initial_input_scale: float | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """By owner, scales of weights, global ones and those of inputs that no file has; a collective."""
+    weights, global_scales, inputs = {}, {}, {}
+    if missing := _missing(arranged.weights):
+        weights = measure_weight_scales(quantization, set(missing))
+    if missing := _missing(arranged.globals):
+        global_scales = measure_global_scales(quantization, set(missing))
+    if initial_input_scale is not None:
+        inputs = {owner: torch.tensor([initial_input_scale]) for owner in _missing(arranged.inputs)}
+    return weights, global_scales, inputs
