@@ -1,4 +1,5 @@
-"""The empty model: every module in place, every parameter with memory for what this rank holds of it, no weight read.
+"""Builds the empty model: every module is in place, every parameter has memory for what this rank holds of it, and no
+weight has been read.
 
 The model's ``__init__`` runs with its parameters on the meta device and its buffers real, on every stage alike: a hook
 of torch's own on parameter registration swaps each Parameter for a meta one. Then MoE layers are arranged, which
@@ -94,7 +95,7 @@ def check_rotary_buffers(model: nn.Module) -> None:
 
 
 def _check_dtype(ds_config: dict[str, Any], dtype: torch.dtype) -> None:
-    """The engine casts to its own dtype, so the two must be the same."""
+    """Raise if ``dtype`` is not the dtype that the engine casts parameters to."""
     enabled = {
         torch.bfloat16: bool(ds_config.get("bf16", {}).get("enabled", False)),
         torch.float16: bool(ds_config.get("fp16", {}).get("enabled", False)),
@@ -108,7 +109,7 @@ def _check_dtype(ds_config: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 def _read_config(path: Path, trust_remote_code: bool, quantized: bool) -> PretrainedConfig:
-    """The model's configuration, with the errors that a user can do something about."""
+    """Read the model's configuration. Raises errors that say what a user can do about them."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist: model.path must be the directory of a Hugging Face checkpoint")
@@ -141,7 +142,7 @@ def _needs_remote_code(raw: dict[str, Any]) -> bool:
 
 @contextmanager
 def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Every parameter that a module gets inside the block becomes a meta one of ``dtype``; buffers stay as made."""
+    """Inside the block every parameter that a module gets becomes a meta one of ``dtype``; buffers stay as made."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -163,7 +164,7 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Buffers to ``device``, in their own dtype."""
+    """Move buffers to ``device``; they keep their dtype."""
     zero.upcast_named_buffers(model, dtype)
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -175,7 +176,7 @@ def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -
 
 
 def _untied(model: PreTrainedModel) -> str | None:
-    """What is wrong if two names that the configuration ties are not one Parameter."""
+    """Return what is wrong if two names that the configuration ties are not one Parameter, else None."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pairs = [
         f"{target} and {source}"

@@ -103,7 +103,10 @@ def read_quantization_config(directory: Path) -> dict[str, Any]:
 
 
 def is_ignored(names: list[str], ignore: list[str]) -> bool:
-    """Whether compressed-tensors leaves out a module of these names: equal, or matched from its start by ``re:``."""
+    """Whether compressed-tensors leaves a module of these names out.
+
+    An entry of ``ignore`` is equal to a name, or is ``re:`` and a pattern that matches the name from its start.
+    """
     return any(
         re.match(entry.removeprefix("re:"), name) if entry.startswith("re:") else entry == name
         for entry in ignore
@@ -112,7 +115,7 @@ def is_ignored(names: list[str], ignore: list[str]) -> bool:
 
 
 def _schemes(model: PreTrainedModel, rules: list[Rule]) -> dict[str, Scheme]:
-    """The scheme of every quantised layer, judged by its names here and on disk."""
+    """The scheme of every quantised layer, by name. A rule may match the name that a layer has here or on disk."""
     schemes = {}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -134,7 +137,7 @@ def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLayer) -> dict
 
 
 def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint) -> None:
-    """Everything on disk into the model, each key once."""
+    """Copy everything that is on disk into the model, each key once."""
     keys = {name: quantized_keys(model, name, layer) for name, layer in quantization.layers.items()}
     plain = _plain_tensors(model, quantization)
     caches = {name: _cache_key(cache_keys(model, name), checkpoint) for name in quantization.caches}
@@ -163,12 +166,12 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
 
 
 def _cache_key(spellings: list[str], checkpoint: Checkpoint) -> str:
-    """The one that the checkpoint has; the first where it has none."""
+    """The spelling of a key that the checkpoint has; the first one if it has none."""
     return next((key for key in spellings if key in checkpoint.tensors), spellings[0])
 
 
 def _plain_tensors(model: PreTrainedModel, quantization: Quantization) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that are stored as they are, by key on disk; of tied ones the first name only."""
+    """Parameters and buffers that are stored as they are, by key on disk; of tied names only the first."""
     names = Names(model)
     quantized = {f"{name}.weight" for name in quantization.layers}
     first: dict[int, tuple[str, torch.Tensor]] = {}
@@ -179,7 +182,8 @@ def _plain_tensors(model: PreTrainedModel, quantization: Quantization) -> dict[s
 
 
 def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], scales: dict[str, dict]) -> None:
-    """The dequantised weight into ``layer``; its effective scales, fp32 in the scheme's shape, into ``scales``."""
+    """Copy the dequantised weight into ``layer``; add its effective scales, fp32 in the scheme's shape, to
+    ``scales``."""
     spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
     global_scale = None
     if "weight_global_scale" in tensors:
@@ -215,7 +219,7 @@ def _fill_scales(groups: list[ScaleGroup], values: dict[str, torch.Tensor]) -> N
 
 
 def read_tensor(reader: Reader, tensor: DiskTensor) -> torch.Tensor:
-    """The whole tensor, in its dtype on disk.
+    """Read the whole tensor, in its dtype on disk.
 
     Raises:
         CheckpointError: torch has no such dtype.

@@ -120,7 +120,7 @@ class PerExpertMLPs(ExpertMLPs):
             yield self.get_submodule(str(expert))  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As :meth:`StackedMLPs.forward`."""
+        """The same as :meth:`StackedMLPs.forward`."""
         tokens = hidden_states.shape[0]
         # [K, T], as transformers orders them, then grouped by expert. The counts are the only thing the host waits for.
         choices = top_k_index.t().reshape(-1)
@@ -175,7 +175,7 @@ def _looks_like_experts(name: str, module: nn.Module) -> bool:
 
 
 def _check_layout(name: str, module: nn.Module) -> None:
-    """Attributes and shapes of the layout in the module docstring, and no other parameter or child with parameters."""
+    """Raise unless ``module`` has the attributes and shapes that the module docstring names, and no other parameter."""
     problem = None
     missing = [attribute for attribute in ATTRIBUTES if not hasattr(module, attribute)]
     shapes = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters()}
@@ -196,7 +196,10 @@ def _check_layout(name: str, module: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_function(name: str, module: nn.Module) -> None:
-    """Compute a tiny case both ways: some classes with these attributes clamp the gate or add up in another dtype."""
+    """Raise unless a tiny case gives the same result both ways.
+
+    Some classes with these attributes clamp the gate, or add up in another dtype.
+    """
     e, h, i, tokens = 3, 4, 5, 16
     generator = torch.Generator().manual_seed(0)
 

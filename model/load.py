@@ -1,11 +1,11 @@
-"""Weights from safetensors files into the parameters, wherever they lie.
+"""Reads weights from safetensors files into the parameters, wherever these lie.
 
 ``direct``: each rank reads exactly the bytes of its own partitions and writes them in place. The checkpoint is read
 once in all, nothing is sent between ranks, and no rank holds more than its partitions and one chunk. It must run before
 ``deepspeed.initialize`` (see :mod:`model.zero`).
 
-``rank0``: rank 0 reads whole tensors in file order into gathered parameters, and DeepSpeed shares them out. For storage
-that only one reader should load, and as the independent check of the first method.
+``rank0``: rank 0 reads whole tensors in file order into gathered parameters, and DeepSpeed shares them out. It is for
+storage that only one reader should load, and an independent check of the first method.
 
 Either way everything is checked on the headers first: each tensor of the model is filled exactly once, or there is one
 error, on every rank, that names all that is wrong.
@@ -36,7 +36,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What this rank did: our tensors that were filled, bytes that it read, seconds that it took."""
+    """What this rank did: how many of our tensors it filled, the bytes that it read, the seconds that it took."""
 
     tensors: int
     bytes: int
@@ -48,7 +48,10 @@ class LoadReport:
 
 
 class _Read(NamedTuple):
-    """One of our tensors and where it lies on disk. ``filled_from``: another key, which this one must equal then."""
+    """One of our tensors and where it lies on disk.
+
+    ``filled_from`` is the key that fills it instead, because the two are tied; what lies on disk here must equal it.
+    """
 
     source: DiskTensor
     piece: Piece
@@ -107,7 +110,8 @@ def load_weights(
 
 @torch.no_grad()
 def _fill_direct(reads: list[_Read], reader: Reader) -> None:
-    """Every rank its own ranges. No collective inside, so that a rank may fail alone and all raise together."""
+    """Fill the ranges that each rank holds. There is no collective inside, so a rank may fail alone and all raise
+    together."""
     with errors_on_all_ranks(CheckpointError, OSError):
         # A stack of experts is many reads.
         targets = {id(read.target): read.target for read in reads}
@@ -117,7 +121,8 @@ def _fill_direct(reads: list[_Read], reader: Reader) -> None:
 
 @torch.no_grad()
 def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
-    """Rank 0 everything. Whatever it finds, it takes part in every collective, and errors are raised after the last."""
+    """Fill everything from rank 0. Whatever it finds, it takes part in every collective; errors are raised after the
+    last."""
     error: str | None = None
     differing = []
     by_target: dict[int, list[_Read]] = {}  # a stack of experts is gathered once, not for each of them
@@ -157,7 +162,7 @@ def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
 
 
 def _overlap(piece: Piece, start: int, stop: int) -> tuple[int, int]:
-    """The elements of our tensor that are of the piece and in ``[start, stop)``; begin and end are equal if none is."""
+    """Begin and end of the elements of our tensor that are of the piece and in ``[start, stop)``; equal if none are."""
     begin = min(max(start, piece.start), stop)
     return begin, max(begin, min(stop, piece.start + piece.numel))
 
@@ -173,7 +178,7 @@ def _refuse(differing: list[_Read]) -> None:
 
 
 def _bytes_to_read(reads: list[_Read], method: str) -> int:
-    """Bytes that this rank reads; rank 0's are shown."""
+    """Bytes that this rank is going to read, for the progress bar."""
     total = 0
     for read in reads:
         start, stop = local_range(read.target) if method == "direct" else (0, full_numel(read.target))
@@ -246,7 +251,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
 
 
 def _missing(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout | None]) -> list[str]:
-    """Keys of what the files do not have of our tensors, a tied one under its first name."""
+    """Keys of our tensors, or parts of them, that the files do not have. A tied tensor counts under its first name."""
     present: dict[int, dict[int, int]] = {}  # by identity: elements, by where they begin
     for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
         present.setdefault(id(tensors[piece.name]), {})[piece.start] = piece.numel
@@ -260,7 +265,10 @@ def _missing(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, 
 
 
 def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Layout | None]:
-    """What each key holds, without those that are refused. In transformers' order, as some of its rules remember."""
+    """What each key holds; a key that is refused becomes a problem.
+
+    Keys are asked for in transformers' order, because some of its rules remember earlier ones.
+    """
     layouts: dict[str, Layout | None] = {}
     for key in sorted(keys, key=dot_natural_key):
         try:

@@ -41,10 +41,10 @@ class Piece(NamedTuple):
     """A run of one of our tensors inside a tensor on disk, ``prod(shape)`` contiguous elements of both.
 
     Attributes:
-        name: of ours.
-        offset: where it begins in the tensor on disk.
-        shape: what it is there.
-        start: where it begins in ours.
+        name: the name of our tensor.
+        offset: the element of the tensor on disk at which the run begins.
+        shape: its shape there.
+        start: the element of our tensor at which it begins.
     """
 
     name: str
@@ -66,11 +66,11 @@ class Layout(NamedTuple):
 
 
 class UnsupportedConversionError(ValueError):
-    """A key whose tensor transformers would compute something from."""
+    """Raised for a key from whose tensor transformers would compute something, instead of moving it."""
 
 
 class Names:
-    """Both directions for one model; cheap to make, no tensor is touched.
+    """Translates names in both directions for one model. It is cheap to make: no tensor is touched.
 
     Args:
         model: as ``build_model`` returns it, also after ``quant.prepare``.
@@ -119,8 +119,9 @@ class Names:
         return Layout(piece.shape, (piece._replace(offset=0),))
 
     def key(self, name: str) -> str:
-        """The key under which ``save_pretrained`` writes our parameter ``name``; of experts that of one of them, by the
-        name that :func:`quant.experts.linears_of` gives it.
+        """The key under which ``save_pretrained`` writes our parameter ``name``.
+
+        The weight of a single expert has the name that :func:`quant.experts.linears_of` gives it.
 
         Where transformers knows fused tensors on disk only, the per-expert key is the name itself, renamed.
         """
@@ -141,7 +142,7 @@ class Names:
         )
 
     def missing(self, name: str, covered: Collection[int]) -> list[str]:
-        """Keys of what is missing of our parameter ``name``, of which pieces from these starts are there."""
+        """Keys of what is missing of our parameter ``name``; ``covered`` says where the pieces begin that are there."""
         parts = [part for part, expert in self._experts.items() if expert.piece.name == name]
         absent = [self.key(part) for part in parts if self._experts[part].piece.start not in covered]
         return absent if parts else [self.key(name)]
@@ -184,7 +185,7 @@ class Names:
         return None
 
     def _stacked_from(self, fused: str) -> list[tuple[list[str], str]]:
-        """Of every stacking converter that makes the parameter ``fused``: its sources, and the key of the first."""
+        """Every stacking converter that makes the parameter ``fused``: its sources, and the key of the first."""
         if fused not in self._sources:
             found = self._sources[fused] = []
             for converter, reverse in self._stackings:
@@ -263,7 +264,7 @@ def _fused_layouts(experts: dict[str, _ExpertTensor]) -> dict[str, Layout]:
 
 
 def _is_stacking(converter: WeightConverter) -> bool:
-    """Whether it only stacks experts, and at most lays gate and up of each behind one another."""
+    """Whether a converter does nothing but stack experts, with gate and up of each behind one another at most."""
     kinds = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
     several = len(converter.source_patterns) > 1
     expected = [(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]

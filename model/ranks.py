@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 
 class RankError(RuntimeError):
-    """What at least one rank found wrong; raised on all of them."""
+    """Raised on all ranks when at least one of them found something wrong."""
 
 
 def rank() -> int:

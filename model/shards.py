@@ -1,4 +1,4 @@
-"""Safetensors files, read by byte ranges.
+"""Reads safetensors files by byte ranges.
 
 The format is a length, a JSON header with the place of every tensor, and the tensors' bytes, row-major. As a partition
 is a contiguous run of a row-major tensor, it is a contiguous run of bytes in a file: it is read straight into the
@@ -140,7 +140,7 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
 
 
 def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor:
-    """One entry of a header; ``data`` is the byte at which the tensors begin."""
+    """Parse one entry of a header; ``data`` is the byte at which the tensors begin."""
     begin, end = entry["data_offsets"]
     tensor = DiskTensor(key, file, str(entry["dtype"]), tuple(map(int, entry["shape"])), data + begin, data + end)
     if tensor.dtype is not None and end - begin != math.prod(tensor.shape) * tensor.dtype.itemsize:
@@ -149,7 +149,7 @@ def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """The file of every key. File names must stay inside the directory."""
+    """Read which file holds each key. File names must stay inside the directory."""
     try:
         placed = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         outside = [name for name in set(placed.values()) if Path(name).name != name]
@@ -177,11 +177,11 @@ class Reader:
     """Copies ranges of tensors from files into memory; one file open at a time. Use it as a context.
 
     Args:
-        progress: called with the number of bytes of each chunk read.
+        progress: a function that is called with the number of bytes of each chunk that is read.
         chunk_bytes: the most that is read at a time.
 
     Attributes:
-        bytes: read so far.
+        bytes: how many have been read so far.
     """
 
     def __init__(self, progress: Callable[[int], object] | None = None, chunk_bytes: int = CHUNK_BYTES):

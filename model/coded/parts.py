@@ -1,6 +1,6 @@
-"""Part of a weight: what the rank that holds some consecutive elements of it computes without the others.
+"""What a rank that holds some consecutive elements of a weight computes without the others.
 
-The quantiser works on single elements. So their codes can be made before a partition is sent, a byte each; and of the
+The quantiser works on single elements. So codes can be made before a partition is sent, a byte each; and of the
 gradient with respect to the quantised weight, both what the quantiser lets through (a mask) and what a learned scale
 gets (a sum over elements) can be taken after the reduction: neither changes while the gradients of ranks and
 micro-batches are added up.
@@ -16,13 +16,13 @@ from quant.weight_scale import WeightScale
 
 
 def quantize_part(flat: Tensor, start: int, numel: int, scale: WeightScale) -> Tensor:
-    """Codes of part of a weight.
+    """Quantise part of a weight.
 
     Args:
         flat: its elements ``[start, start + len(flat))``, 1-D, in the weight's dtype.
         start: where the part begins in the row-major weight.
-        numel: of the whole weight.
-        scale: of the whole weight, each for as many consecutive elements as every other.
+        numel: how many elements the whole weight has.
+        scale: the scales of the whole weight, each of which belongs to as many consecutive elements as every other.
 
     Returns:
         uint8, as many as there are elements: the bytes of the codes (``float8_e4m3fn`` or ``int8``).
@@ -44,10 +44,10 @@ def part_gradients_(
     """Gradients of part of a weight and of its theta from that with respect to the quantised weight.
 
     Args:
-        grad: of the part's elements, fp32, 1-D; the gradient of the weight takes its place, NaN where the weight is: an
-            integer code has no way to say so, and the step must be seen to have gone wrong.
+        grad: the gradient with respect to the quantised elements, fp32, 1-D. That of the weight takes its place, with
+            NaN where the weight is NaN: no integer code says so, and the step must be seen to have gone wrong.
         flat, start, numel, scale: as in :func:`quantize_part`.
-        factor: of theta's gradient, see :func:`quant.function.lsq_factor`.
+        factor: what theta's gradient is multiplied with, see :func:`quant.function.lsq_factor`.
 
     Returns:
         The part's share of theta's gradient, fp32, 1-D, one per scale; None if there is no theta.

@@ -1,4 +1,4 @@
-"""Which weights travel as codes, what they become on the way, and their gradients when all of it is reduced."""
+"""Chooses the weights that travel as codes, encodes them, and completes their gradients after the reduction."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -76,7 +76,7 @@ class CodedWeights:
 
         Args:
             model: after ``deepspeed.initialize``.
-            layers: quantised ones of it. What stays gathered need not travel.
+            layers: its quantised layers. Weights that stay gathered need not travel, and are left out.
 
         Raises:
             ValueError: there is no such layer, or DeepSpeed is configured to change what is gathered.
@@ -94,13 +94,15 @@ class CodedWeights:
             one.layer.when_changed = self._changed
 
     def __len__(self) -> int:
-        """How many there are."""
+        """How many weights travel as codes."""
         return len(self._weights)
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Apply the quantisers' rules to the reduced gradients: after the last backward of an optimizer step, before
-        the step; a collective where scales learn."""
+        """Apply the quantisers' rules to the reduced gradients; a collective where scales learn.
+
+        To be called after the last backward of an optimizer step, before the update.
+        """
         thetas: dict[int, tuple[Parameter, Tensor]] = {}
         for key, one in self._weights.items():
             gradient = local_gradient(one.weight)
@@ -138,7 +140,7 @@ class CodedWeights:
         )
 
     def _known(self) -> dict[int, WeightScale]:
-        """The whole scales by their weights' ids; after a change a collective, in the first gather that needs them."""
+        """The whole scales by their weights' ids. After a change, the first gather that needs them is a collective."""
         if self._scales is None:
             # The optimizer wrote them on another stream than the one that gathers.
             get_accelerator().synchronize()
@@ -156,7 +158,7 @@ class CodedWeights:
         return self._scales
 
     def _changed(self) -> None:
-        """Weights, scales or switches changed: nothing made of the old ones is to be used."""
+        """Drop everything that was made of weights, scales or switches before they changed."""
         if self._scales is None:
             return  # all layers tell of one change
         self._scales = None

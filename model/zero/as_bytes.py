@@ -1,4 +1,4 @@
-"""Parameters that travel to forward and backward in another form than they have."""
+"""Lets parameters travel to forward and backward in another form than they have (see :mod:`model.coded`)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -44,8 +44,9 @@ def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | 
 
     Args:
         model: after ``deepspeed.initialize``; stage 3.
-        form_of: asked at every gather, in the same order on all ranks; None: as they are, like parameters that
-            DeepSpeed keeps gathered (``stage3_param_persistence_threshold``) in any case.
+        form_of: a function that is asked at every gather, in the same order on all ranks. Where it says None a
+            parameter travels as it is, as those do in any case that DeepSpeed keeps gathered
+            (``stage3_param_persistence_threshold``).
 
     Raises:
         ValueError: hpZ is on, which copies what is gathered.
@@ -66,7 +67,7 @@ def _gather(
     safe_mode: bool = False,
     quantize: bool = False,
 ) -> Any:
-    """In place of ``all_gather_coalesced``: starts gathering, and returns a handle to wait for."""
+    """Stands in place of ``all_gather_coalesced``: starts gathering, and returns a handle to wait for."""
     if quantize:
         raise ValueError("zero_quantized_weights: expected false, DeepSpeed would quantise scales too")
     # The list has another order on every rank.
@@ -101,7 +102,7 @@ def _unchanged(parameter: Tensor) -> ByteForm:
 
 
 class _BytesInFlight:
-    """Handle of one all-gather of bytes, as DeepSpeed's coordinator wants it: it may be waited for more than once.
+    """The handle of one all-gather of bytes. DeepSpeed's coordinator may wait for it more than once.
 
     Parameters without a form travel as they are.
     """
@@ -140,7 +141,8 @@ class _BytesInFlight:
 def release_decoded(parameters: Iterable[Tensor]) -> None:
     """Partition those parameters that a forward left gathered from bytes; the next gather makes them anew.
 
-    DeepSpeed keeps what it expects to need again soon, from an evaluation's forward as well. Not inside a forward.
+    DeepSpeed keeps what it expects to need again soon, from an evaluation's forward as well. This must not be called
+    inside a forward.
     """
     for parameter in parameters:
         if getattr(parameter, "holds_decoded", False):

@@ -1,4 +1,4 @@
-"""The model before its engine: the process group, and what stage 3 makes of new parameters."""
+"""What comes before the engine: the process group, and what stage 3 makes of new parameters."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -81,7 +81,10 @@ def materialise(model: nn.Module, ds_config: DsConfig, device: torch.device) -> 
 
 
 def _zero_init(ds_config: DsConfig) -> AbstractContextManager[object]:
-    """``zero.Init`` under stage 3, else nothing. Import nothing inside: it patches torch's tensor constructors."""
+    """A context that is ``zero.Init`` under stage 3, and empty on the other stages.
+
+    Import nothing inside: ``zero.Init`` patches torch's tensor constructors.
+    """
     if stage(ds_config) < 3:
         return nullcontext()
     # The configuration is passed, never `dtype`: with dtype=torch.float32 zero.Init makes bf16 parameters on a CPU.
@@ -100,7 +103,7 @@ def _hpz_group(ds_config: DsConfig) -> dict[str, Any]:
 def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
     """Partition the parameters of ``module`` that are not yet, with rank 0's values; nothing on stages 0-2.
 
-    For parameters made after the model was built (scales). They keep their dtype, unlike those made inside
+    This is for parameters made after the model was built (scales). They keep their dtype, unlike those made inside
     ``zero.Init``, which get the training dtype: so frozen fp32 parameters are possible. A collective.
 
     Small frozen ones are partitioned among a group of one rank (``zero.Init``'s ``data_parallel_group``), which has all
@@ -133,10 +136,10 @@ def to_be_whole(new: Iterable[Parameter]) -> list[Parameter]:
 def release(engine: deepspeed.DeepSpeedEngine, parameters: Iterable[Parameter]) -> None:
     """Let DeepSpeed gather these parameters where they are used, as it does large ones.
 
-    It keeps small ones gathered, and after every step gathers each of them in a collective of its own
+    DeepSpeed keeps small ones gathered, and after every step gathers each of them in a collective of its own
     (``_post_step`` in stage3.py, over the list that ``mark_persistent_parameters`` in parameter_offload.py makes, in
-    0.19). On the way they share a collective with what else is needed next. After ``initialize``, before the first
-    forward; nothing on stages 0-2.
+    0.19). Gathered on the way, they share a collective with what else is needed next. Call this after ``initialize``
+    and before the first forward; it does nothing on stages 0-2.
     """
     persistent = getattr(engine.optimizer, "persistent_parameters", None)
     if persistent is None:
@@ -157,7 +160,7 @@ def mark_leaf(module: nn.Module) -> None:
 
 
 def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
-    """Ids of the modules that stage 3 takes as a whole: those marked here, and those that its configuration names.
+    """Ids of the modules that stage 3 treats as a whole: those marked here, and those that its configuration names.
 
     DeepSpeed's default names the sparse MoE blocks of three model families by class; ``initialize`` marks them.
     """
@@ -178,7 +181,7 @@ def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def keep_frozen_fp32(model: nn.Module) -> Iterator[None]:
-    """Around ``deepspeed.initialize``: frozen fp32 parameters come out of it as fp32, with their exact values.
+    """Stands around ``deepspeed.initialize``, so that frozen fp32 parameters keep their dtype and their values.
 
     On stages 0-2 the engine casts every parameter to the training dtype. Frozen ones are in no optimizer's flat buffer,
     so their data can be put back. Under stage 3 the partitions keep the dtype that they were made with, and nothing is

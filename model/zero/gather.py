@@ -1,4 +1,4 @@
-"""Whole parameters for a while, on every rank; on rank 0 alone see ``on_main.py``."""
+"""Makes parameters whole for a while on every rank. For rank 0 alone see ``on_main.py``."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +25,14 @@ COALESCED_BYTES = 2**20  # of a parameter up to which it shares a collective wit
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> Iterator[None]:
-    """Whole parameters inside the block, on every rank; plain parameters are whole anyway.
+    """Inside the block the parameters are whole on every rank; plain ones are so anyway.
 
     Args:
-        parameters: any mixture of partitioned and plain ones. To be read, small ones of a dtype come in one collective,
-            and are there twice while it runs; each other in one of its own. Blocks must not nest on the same parameter.
-        modifier_rank: the rank whose changes reach all ranks, partitioned or plain. None: changes are refused or lost.
+        parameters: any mixture of partitioned and plain ones. If they are only read, the small ones of a dtype come in
+            one collective, during which they are there twice; every other one comes in a collective of its own. Blocks
+            must not nest on the same parameter.
+        modifier_rank: the rank whose changes to partitioned and plain parameters reach all ranks. With None, changes
+            are refused or lost.
     """
     parameters = list(parameters)
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
@@ -82,7 +84,7 @@ def _gather_together(parameters: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of small parameters, whole, fp32 and 1-D, on every rank; at most one collective for all of them.
+    """Copy small parameters whole, as fp32 and 1-D, to every rank; at most one collective for all of them.
 
     It leaves them gathered or partitioned, as they are, so it may run in the middle of a forward.
     """
@@ -103,7 +105,7 @@ def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def forward_only(module: nn.Module) -> Iterator[None]:
-    """Around a forward without a backward of an engine that trains, so that it costs later steps nothing.
+    """Stands around a forward, without a backward, of an engine that trains, so that later steps cost no more for it.
 
     DeepSpeed learns from a whole step in which order parameters are used, gathers ahead accordingly, in few large
     collectives, and keeps what backward needs first. From forwards alone it learns that nothing is needed again. It

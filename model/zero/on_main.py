@@ -1,4 +1,4 @@
-"""Whole parameters on rank 0 for a while, a batch of them after another."""
+"""Makes parameters whole on rank 0 for a while, one batch of them after another."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Batch = Sequence[Tensor]  # parameters, partitioned or plain
 
 
 class ReceiveBuffer:
-    """Memory of rank 0 for two batches at a time: one that is whole, and the next, which is coming.
+    """The memory of rank 0 for two batches at a time: one that is whole, and the next, which is coming.
 
     On a CPU new memory of megabytes comes from the system page by page, which takes about as long as to receive it: so
     one block serves all batches, in turn from its beginning and from its end, and is as large as the largest two
@@ -26,8 +26,8 @@ class ReceiveBuffer:
         self._memory: Tensor | None = None
 
     def reserve(self, batches: Sequence[Batch]) -> None:
-        """Have room for these, one after another, so that a lack of memory shows here and not where the other ranks
-        send already."""
+        """Make room for these batches, which come one after another. A lack of memory shows here then, and not when the
+        other ranks are sending already."""
         sizes = [sum(_rooms(_shared(batch))) for batch in batches]
         size = max((a + b for a, b in pairwise([*sizes, 0])), default=0)
         if self._memory is None or self._memory.numel() < size:
@@ -50,13 +50,13 @@ _ALIGNED = 64  # bytes: where a tensor may begin
 
 
 def _shared(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those of which other ranks hold parts."""
+    """The parameters of which other ranks hold parts."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     return [p for p in dict.fromkeys(parameters) if several and is_partitioned(p) and not is_whole(p)]
 
 
 def _rooms(shared: Iterable[Tensor]) -> list[int]:
-    """Bytes of all ranks' partitions of each, up to where the next one may begin."""
+    """For each parameter the bytes of all ranks' partitions, up to where the next one may begin."""
     return [-(-dist.get_world_size() * partition_of(p).nbytes // _ALIGNED) * _ALIGNED for p in shared]
 
 
@@ -69,8 +69,8 @@ def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = No
     reads a batch, the next one comes; when the last one has been read, nothing is on its way.
 
     Args:
-        batches: gathered together each; any mixture of partitioned and plain parameters.
-        buffer: with room for ``batches``; for who gathers again and again.
+        batches: lists of parameters, partitioned and plain ones in any mixture. Those of a list are gathered together.
+        buffer: memory with room for ``batches``, so that a caller who gathers again and again makes it once.
     """
     if dist.is_initialized() and dist.get_rank() > 0:
         for batch in batches:
@@ -106,7 +106,7 @@ class _Coming:
     works: list[dist.Work]
 
     def values(self) -> dict[Tensor, Tensor]:
-        """When all have come: the whole parameters, 1-D, by parameter."""
+        """Wait until all have come, and return the whole parameters, 1-D, by parameter."""
         for parameter, place in zip(self.shared, self.places, strict=True):  # while the others' come
             share = partition_of(parameter).detach()
             place[: share.numel()].copy_(share)
@@ -115,7 +115,7 @@ class _Coming:
 
 
 def _receive(buffer: ReceiveBuffer, number: int, batches: Sequence[Batch]) -> _Coming:
-    """On rank 0: let the other ranks' partitions of batch ``number``, if there is one, come to their places."""
+    """Have rank 0 begin to receive the other ranks' partitions of batch ``number``, if there is one."""
     shared = _shared(batches[number]) if number < len(batches) else []
     places = buffer.places(number, shared) if shared else []
     from_others = [
@@ -137,5 +137,5 @@ def _finish(works: list[dist.Work]) -> None:
 
 
 def _for_collectives(tensor: Tensor) -> Tensor:
-    """On the device whose tensors NCCL takes: partitions may be offloaded."""
+    """``tensor`` on a device whose tensors NCCL takes; an offloaded partition is in host memory."""
     return tensor.to(get_accelerator().current_device_name())

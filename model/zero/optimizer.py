@@ -31,11 +31,11 @@ from model.zero.parameters import (
 def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
     """Make Adam's moments of single parameters 0. With a gradient of 0 they then do not move.
 
-    The step count is of a whole parameter group: see :func:`reset_optimizer_state`. No collective.
+    The step count belongs to a whole parameter group: see :func:`reset_optimizer_state`. No collective.
 
     Args:
         optimizer: ``engine.optimizer``: DeepSpeed's around torch's, or torch's own.
-        parameters: of its groups.
+        parameters: some of those in its groups.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not any(inner.state.values()):
@@ -148,7 +148,7 @@ def reset_optimizer_state(optimizer: Any, group: str) -> None:
 
 @dataclass(frozen=True)
 class OptimizerPiece:
-    """What of a trained parameter this rank's optimizer holds, on stages 1-3.
+    """The piece of a trained parameter that this rank's optimizer holds, on stages 1-3.
 
     Elements ``start`` to ``stop`` of the row-major flattened parameter lie from ``offset`` on in the flat fp32 tensor
     number ``group`` (:func:`flat_masters`), and so do their moments.
@@ -199,7 +199,7 @@ def master_weights(optimizer: Any) -> list[Tensor]:
 
 
 def gradient_buffers(optimizer: Any) -> list[Tensor]:
-    """Where DeepSpeed 0.19 adds gradients up outside of the parameters, while there are any.
+    """The tensors outside of the parameters in which DeepSpeed 0.19 adds gradients up, while there are any.
 
     Stage 3 has one flat buffer, and where the optimizer is offloaded a gradient of each master beside it; bf16's
     stage 1 one buffer for each group; stage 2 one for each group too, which becomes its master's gradient.
@@ -217,7 +217,7 @@ def gradient_buffers(optimizer: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def use_masters(model: nn.Module, optimizer: Any) -> None:
-    """Make the model's trained parameters those of the flat fp32 tensors; a collective on stages 1-3."""
+    """Copy the values of the flat fp32 tensors into the model's trained parameters; a collective on stages 1-3."""
     if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
         optimizer.update_lp_params()
         return

@@ -28,7 +28,7 @@ def full_numel(parameter: Tensor) -> int:
 def local_range(parameter: Tensor) -> tuple[int, int]:
     """``(start, stop)`` in the row-major flattened parameter of the elements that this rank holds.
 
-    The whole of it for a plain parameter; empty (start == stop) for a rank whose chunk is all padding.
+    It is all of a plain parameter, and empty (start == stop) on a rank whose chunk is all padding.
     """
     numel = full_numel(parameter)
     if not is_partitioned(parameter):
@@ -42,8 +42,8 @@ def local_data(parameter: Tensor) -> Tensor:
     """Flat view of the elements of :func:`local_range`; what is written to it is written to the parameter.
 
     The padding behind them is zeroed: DeepSpeed leaves it uninitialised, and a NaN there would reach norms over the
-    partition. Not inside a :func:`gathered` block on the same parameter. Who writes calls
-    :func:`forget_secondary_copies` after.
+    partition. Do not call it inside a :func:`gathered` block on the same parameter, and call
+    :func:`forget_secondary_copies` after writing.
     """
     if not is_partitioned(parameter):
         return parameter.detach().view(-1)
@@ -83,9 +83,9 @@ def forget_secondary_copies(model: nn.Module) -> None:
 
 
 def local_gradient(parameter: Parameter) -> Tensor | None:
-    """fp32 gradient of the elements of :func:`local_range` between the last backward of a step and the step; stage 3.
+    """The fp32 gradient of the elements of :func:`local_range`, between the last backward of a step and the step.
 
-    None if it is not trained. To change it use :func:`set_local_gradient`: this may be a copy.
+    For stage 3 only. None if the parameter is not trained. It may be a copy: change it with :func:`set_local_gradient`.
     """
     gradient: Tensor | None = safe_get_local_grad(parameter)
     start, stop = local_range(parameter)
@@ -111,7 +111,7 @@ def zeros_of_partition(parameter: Parameter) -> Tensor:
 
 
 def partitions(model: nn.Module) -> list[Tensor]:
-    """Every tensor that holds values of parameters now: whole ones, shares, and hpZ's shares of a node."""
+    """Every tensor that holds values of parameters now: whole parameters, shares, and hpZ's shares within a node."""
     held: list[Tensor] = []
     for parameter in model.parameters():
         held.append(parameter.data)
