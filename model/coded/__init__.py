@@ -18,12 +18,14 @@ The rest of the project knows none of this. What it offers in general terms stay
 weights, scales or switches have changed; and ``Gatherer`` of the memory planner, whose subclass counts bytes of codes.
 To delete the feature:
 
-* delete this folder, ``model/zero/as_bytes.py`` and ``engine/memory/coded.py``, with their tests: the folder of this
-  one's name, ``test_gather.py``, and what the others say of ``gather_codes``;
-* ``engine/recipe``: the field ``gather_codes`` of the quant section, and its rules in ``ds_config.py``;
-* ``engine/session/session.py``: the construction, two lines;
-* ``engine/memory/plan.py``: the lines that name ``engine.memory.coded``;
-* ``model/zero/gather.py``: the import from ``as_bytes.py`` and its two calls.
+* delete this folder, ``model/zero/as_bytes.py`` and ``engine/memory/coded.py``, the tests in
+  ``tests/unit/model/coded/`` and ``tests/distributed/engine/test_gather.py``, and what other tests say of
+  ``gather_codes``;
+* ``engine/recipe``: the field ``gather_codes`` in ``quant.py``, and ``_gather_problems`` in ``ds_config.py``;
+* ``engine/session/session.py``: the import and the construction;
+* ``engine/memory``: what ``plan.py`` does with ``CodedWeights``, and the item "scales of codes" in ``zero_states.py``;
+* ``model/zero/gather.py``: the import from ``as_bytes.py``, the call of ``release_decoded``, and in place of
+  ``gather_as_they_are(small)`` DeepSpeed's own ``small[0].all_gather_coalesced(small)``.
 """
 
 from model.coded.weights import NONE_CODED, can_be_coded, gather_codes
