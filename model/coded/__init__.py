@@ -13,9 +13,10 @@ Against gathering the weights themselves: forward, the gradients of inputs and o
 gradient of a learned scale is the sum of the same terms in another order, in fp32, where each micro-batch and rank
 would have rounded its own to the model's dtype.
 
-The rest of the project knows none of this. What it offers in general terms stays without it:
-``Session.after_backward``, what runs between the last backward and the update; ``QuantLayer.when_changed``, called when
-weights, scales or switches have changed; and ``Gatherer`` of the memory planner, whose subclass counts bytes of codes.
+The rest of the project knows none of this. It offers, in general terms, ``Session.after_backward``, which runs between
+the last backward and the update; ``QuantLayer.when_changed``, which is called when weights, scales or switches have
+changed; and in the memory planner ``Inventory.gatherer`` and ``Inventory.beside``. All of them work without this
+feature, and have no other user today.
 To delete the feature:
 
 * delete this folder, ``model/zero/as_bytes.py`` and ``engine/memory/coded.py``, the tests in
