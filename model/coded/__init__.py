@@ -20,8 +20,8 @@ feature, and have no other user today.
 To delete the feature:
 
 * delete this folder, ``model/zero/as_bytes.py`` and ``engine/memory/coded.py``, the tests in
-  ``tests/unit/model/coded/`` and ``tests/distributed/engine/test_gather.py``, and what other tests say of
-  ``gather_codes``;
+  ``tests/unit/model/coded/`` and ``tests/distributed/engine/test_gather.py``, and what other tests and ``docs/``
+  say of ``gather_codes``;
 * ``engine/recipe``: the field ``gather_codes`` in ``quant.py``, and ``_gather_problems`` in ``ds_config.py``;
 * ``engine/session/session.py``: the import and the construction;
 * ``engine/memory``: what ``plan.py`` does with ``CodedWeights``, and the item "scales of codes" in ``zero_states.py``;
