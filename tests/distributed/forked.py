@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.distributed.launcher import free_port
+from tests.patience import PATIENCE
 
 
 class Job:
@@ -48,11 +49,11 @@ class Job:
         """SIGKILL to every rank."""
         for pid in self._running:
             os.kill(pid, signal.SIGKILL)
-        self.wait(60)
+        self.wait(PATIENCE)
 
     def finish(self) -> None:
         """Wait for the end; an error, with the end of the log, unless every rank ends with exit code 0."""
-        codes = self.wait(120)
+        codes = self.wait(PATIENCE)
         if codes is None:
             self.kill()
         if codes is None or any(codes):

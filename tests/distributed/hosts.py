@@ -6,10 +6,11 @@ What runs in one of them reaches the others by TCP over a virtual Ethernet pair 
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tests.patience import until
 
 
 class NoNamespaces(Exception):
@@ -53,16 +54,17 @@ class Host:
 
     def kill(self) -> None:
         """SIGKILL to every process on it, as when its power goes, except that the others' connections are closed."""
-        until = time.monotonic() + 60
-        while pids := _ip("netns", "pids", self.name).split():
-            for pid in map(int, pids):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            for process in self._started:
-                process.poll()
-            if time.monotonic() > until:
-                raise RuntimeError(f"processes {pids} of {self.name} do not end")
-            time.sleep(0.05)
+        until(self._is_dead, lambda: f"processes of {self.name} do not end: {_ip('netns', 'pids', self.name)}")
+
+    def _is_dead(self) -> bool:
+        """Whether no process is left there; kills those that are."""
+        pids = _ip("netns", "pids", self.name).split()
+        for pid in map(int, pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.poll()
+        return not pids
 
     def unplug(self) -> None:
         """Cut it off the network without a word to anybody."""

@@ -1,32 +1,45 @@
 """Run a script on two real ranks, as a user would: through the ``deepspeed`` launcher, on CPU with gloo."""
 
+import fcntl
 import os
 import random
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import IO
 
+from tests.patience import PATIENCE
 from tests.root import ROOT
+
+_TAKEN: list[IO[str]] = []  # locks on the ports that this process has given away
 
 
 def free_port() -> int:
-    """A port that nothing listens on now, and that no outgoing connection takes before the ranks do.
+    """A port that nothing listens on now, and that nobody else takes before the ranks do, which come seconds later.
 
-    The system hands out ports from 32768 on to whoever connects anywhere; the ranks come seconds later.
+    The system hands out ports from 32768 on to whoever connects anywhere, so this one lies below. A lock on a file
+    keeps other processes of tests off it; the lock goes with this process.
     """
     while True:
         port = random.randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
+        lock = open(Path(tempfile.gettempdir()) / f"deepqat_tests_port_{port}", "w")  # noqa: SIM115 (kept open)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as probe:
                 probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+        except OSError:
+            lock.close()
+            continue
+        _TAKEN.append(lock)
+        return port
 
 
-def launch(script: Path | str, *args: str, ranks: int = 2, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def launch(
+    script: Path | str, *args: str, ranks: int = 2, timeout: float = PATIENCE
+) -> subprocess.CompletedProcess[str]:
     """Run ``script`` under the launcher and return what came of it: output of both streams together, exit code."""
     deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if deepspeed is None:
@@ -51,7 +64,7 @@ def launch(script: Path | str, *args: str, ranks: int = 2, timeout: float = 300)
     )
 
 
-def run_ranks(script: Path | str, *args: str, ranks: int = 2, timeout: float = 300) -> str:
+def run_ranks(script: Path | str, *args: str, ranks: int = 2, timeout: float = PATIENCE) -> str:
     """Run ``script`` under the launcher; its output if it succeeds, else an AssertionError that shows the end of it."""
     result = launch(script, *args, ranks=ranks, timeout=timeout)
     assert result.returncode == 0, f"{script} {' '.join(map(str, args))} failed:\n{result.stdout[-8000:]}"

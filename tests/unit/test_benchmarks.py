@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.recovery import QUICK, Bench, sweep, zero_where_v_is_outside
 from engine.losses.kd import KD_KINDS
 from quant import QuantLinear, get_scheme
+from tests.patience import PATIENCE
 from tests.root import ROOT
 from tests.tiny import TEXT, tiny_checkpoint
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.full  # half a minute and more
 def run(script: str, *arguments: str, results: Path) -> list[dict[str, str]]:
     """Run a benchmark with tiny sizes; the rows of all its tables, by column."""
     command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), "--quick", "--results", str(results)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     text = (results / f"{script}.md").read_text()
     assert text in done.stdout

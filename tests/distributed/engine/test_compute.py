@@ -66,7 +66,7 @@ def results(recipe):
     add("gemm_odd", "odd", "bfloat16", stage=3, quant={"compute": "fp8_gemm"})
     for name in ("whole", "coded"):
         add(name, "odd", "bfloat16", stage=3, **CLIPS, quant={"gather_codes": name == "coded"})
-    output = run_ranks(SCRIPT, *map(str, paths.values()), timeout=600)
+    output = run_ranks(SCRIPT, *map(str, paths.values()))
     return paths, output
 
 
@@ -168,7 +168,7 @@ def test_compiled_layers_train_like_eager_ones(recipe, tmp_path):
         )
         for name in ("eager", "compiled")
     ]
-    output = run_ranks(SCRIPT, *map(str, paths), timeout=600)
+    output = run_ranks(SCRIPT, *map(str, paths))
     eager, compiled = map(load_result, paths)
     assert "compiled: 2 of 2 decoder layers" in output
     assert compiled["losses"][0]["loss/total"] == pytest.approx(eager["losses"][0]["loss/total"], rel=2e-6)

@@ -1,8 +1,7 @@
-"""What a user can get wrong ends the run on every rank, soon, with the name of the thing: never a hang."""
+"""What a user can get wrong ends the run on every rank, before its first step, with the name of the thing: no hang."""
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -83,21 +82,19 @@ def test_every_rank_says_what_is_wrong(ended, name):
     assert found[0]["type"] in ("RankError", "RecipeError", "DsConfigError") and found[0]["text"] == found[1]["text"]
     for part in EXPECTED[name]:
         assert part.format(base=ended) in found[0]["text"]
-    assert max(one["seconds"] for one in found) < 30
+    assert [one["steps"] for one in found] == [0, 0]
     assert list((ended / "export_not_empty").iterdir()) == [ended / "export_not_empty" / "export"]
 
 
 def test_the_launcher_ends_with_an_exit_code_and_the_text_once(base):
     """The latest of them: the student is in its partitions, and only then the teacher's config is compared."""
-    began = time.perf_counter()
-    result = launch(ROOT / "launch/train.py", "--config", str(base / "teacher_vocabulary.yaml"), timeout=120)
+    result = launch(ROOT / "launch/train.py", "--config", str(base / "teacher_vocabulary.yaml"))
     assert result.returncode == 1
     assert result.stdout.count("the teacher 290") == 1 and "Traceback" not in result.stdout
-    assert time.perf_counter() - began < 60
 
 
 def test_a_bad_recipe_is_said_once_before_ranks_start(base):
     config = ["--config", str(base / "teacher_vocabulary.yaml"), "--optim.lr", "-1"]
-    result = launch(ROOT / "launch/train.py", *config, timeout=60)
+    result = launch(ROOT / "launch/train.py", *config)
     assert result.returncode != 0
     assert result.stdout.count("error: optim.lr: -1") == 1 and "Traceback" not in result.stdout, result.stdout

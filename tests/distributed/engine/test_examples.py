@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.distributed.recipes import write_chats, write_recipe
+from tests.patience import PATIENCE
 from tests.root import ROOT
 from tests.tiny import tiny_checkpoint
 
@@ -41,7 +42,7 @@ def pages(tmp_path_factory) -> dict[str, EventAccumulator]:
         )
     found = {}
     for name, process in running.items():
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, output[-4000:]
         assert (directory / name / "export" / "config.json").is_file(), output[-4000:]
         found[name] = EventAccumulator(str(directory / name / "tensorboard"))
@@ -89,7 +90,7 @@ def test_an_example_that_does_not_fit_the_recipe_says_so(tmp_path: Path):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, str(script), "--config", str(recipe)]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=PATIENCE, check=False)
     assert done.returncode == 2
     assert "error: an event at step 1000, but train.steps is 5: the last step to begin is 4" in done.stderr
     assert "Traceback" not in done.stderr

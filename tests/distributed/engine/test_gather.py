@@ -72,7 +72,7 @@ def paths(tmp_path_factory):
     add("straight", "qwen3", "bfloat16", True, {**parts, "train": {**FEW, "steps": 4}})
     add("begun", "qwen3", "bfloat16", True, {**parts, "train": {**parts["train"], "steps": 2}})
     add("resumed", "qwen3", "bfloat16", True, resumed)
-    output = run_ranks(SCRIPT, *map(str, written.values()), timeout=1800)
+    output = run_ranks(SCRIPT, *map(str, written.values()))
     assert output.count("gathered as codes") == len(ARRANGEMENTS) + 3
     return written
 

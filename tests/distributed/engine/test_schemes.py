@@ -46,7 +46,7 @@ def results(tmp_path_factory):
         name: write_recipe(directory, name, model, data, stage=stage, dtype="float32", **sections)
         for name, (stage, sections) in RUNS.items()
     }
-    run_ranks(SCRIPT, *map(str, paths.values()), timeout=600)
+    run_ranks(SCRIPT, *map(str, paths.values()))
     return paths
 
 

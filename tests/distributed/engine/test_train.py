@@ -77,7 +77,7 @@ def results(tmp_path_factory):
             dtype="float32",
             deepspeed=write_ds_config(directory, f"every_{shipped}", shipped),
         )
-    run_ranks(SCRIPT, *map(str, paths.values()), timeout=600)
+    run_ranks(SCRIPT, *map(str, paths.values()))
     return paths
 
 

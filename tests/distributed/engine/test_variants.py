@@ -212,7 +212,7 @@ def paths(tmp_path_factory):
         if name == "text":
             sections["data"] = {"train": [str(directory / "text.txt")], "kind": "text", "max_length": 24}
         written[name] = write_recipe(directory, name, models[kind], data, dtype=dtype, **sections)
-    run_ranks(SCRIPT, *map(str, written.values()), timeout=600)
+    run_ranks(SCRIPT, *map(str, written.values()))
     return written
 
 

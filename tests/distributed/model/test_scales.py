@@ -130,7 +130,7 @@ def base(tmp_path_factory):
         save_file(scales, directory / f"scales_{kind}.safetensors")
         write_cases(directory / "cases" / kind, quantization, scales)
         (directory / "measured" / kind).mkdir(parents=True)
-    run_ranks(SCRIPT, str(directory), timeout=300)
+    run_ranks(SCRIPT, str(directory))
     return directory
 
 

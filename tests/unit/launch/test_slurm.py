@@ -15,12 +15,11 @@ for task in 0 1 2 3; do
     SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NTASKS=4 SLURM_NNODES=2 "$@" || exit $?
 done
 """
-# The names come one after the other: who reads the first alone has closed the pipe when the second is written.
+# More names than a pipe holds: if the job reads the first name alone and closes the pipe, scontrol dies of SIGPIPE.
 SCONTROL = """#!/bin/bash
 [ "$*" = "show hostnames node[7-8]" ] || exit 1
 echo node7
-sleep 0.2
-echo node8
+for i in {1..20000}; do echo node8; done
 """
 RANK = """
 import os, sys

@@ -6,7 +6,6 @@ saw (interrupted before), the scales that were measured then (interrupted after)
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -88,10 +87,9 @@ def runs(tmp_path_factory):
     """One launch, whose last run is killed."""
     directory = tmp_path_factory.mktemp("checkpoint")
     write_cases(directory, CASES)
-    result = launch(SCRIPT, str(directory), *CASES, timeout=400)
+    result = launch(SCRIPT, str(directory), *CASES)
     assert (directory / "errors_1.json").exists(), f"failed before the run that is killed:\n{result.stdout[-8000:]}"
-    # The launcher takes a second to see it; the other rank may be in a collective.
-    assert time.time() - float((directory / "killed_at").read_text()) < 60
+    # The launcher has ended, although the other rank waits in a collective, which would give up after half an hour.
     assert result.returncode != 0 and f"exits with return code = {-signal.SIGKILL}" in result.stdout, result.stdout
     return directory
 
@@ -101,7 +99,7 @@ def more_runs(tmp_path_factory):
     """One launch."""
     directory = tmp_path_factory.mktemp("more")
     write_cases(directory, MORE)
-    run_ranks(SCRIPT, str(directory), *MORE, timeout=900)
+    run_ranks(SCRIPT, str(directory), *MORE)
     return directory
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.root import ROOT
 
 SCRIPT = Path(__file__).parent / "scripts" / "kills.py"
@@ -33,7 +34,13 @@ def test_killed_at_random_moments_the_run_goes_on_to_the_same_export(tmp_path, k
     seed = random.SystemRandom().randrange(2**31)
     command = [sys.executable, str(SCRIPT), str(tmp_path), str(kills), str(seed), *strategies]
     result = subprocess.run(
-        command, env=environment, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1800
+        command,
+        env=environment,
+        text=True,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=PATIENCE * kills,
     )
     assert result.returncode == 0, f"seed {seed}\n{result.stdout[-8000:]}"
     found = json.loads((tmp_path / "kills.json").read_text())

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.engine.checkpoint.scripts.worlds import AT, JOBS, STEPS, VARIANTS
+from tests.patience import PATIENCE
 from tests.root import ROOT
 
 pytestmark = pytest.mark.full  # half a minute and more
@@ -30,7 +31,13 @@ def ran(request, tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, str(SCRIPT), str(base), *request.param]
     result = subprocess.run(
-        command, env=environment, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400
+        command,
+        env=environment,
+        text=True,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=PATIENCE,
     )
     assert result.returncode == 0, result.stdout[-8000:]
     return base, request.param

@@ -39,7 +39,7 @@ def runs(tmp_path_factory):
             loss={"diagnostics_every": 1},
             eval={"every": 0 if name == "without" else EVERY},
         )
-    run_ranks(SCRIPT, str(directory), timeout=300)
+    run_ranks(SCRIPT, str(directory))
     return directory
 
 

@@ -76,7 +76,7 @@ def base(tmp_path_factory):
     add("train", "gathers_none", "llama", stage=3, loss={"kd_weight": 0.0}, **sections)
     add_refused(base, add, wide)
     (base / "jobs.json").write_text(json.dumps(jobs))
-    run_ranks(SCRIPT, str(base), timeout=600)
+    run_ranks(SCRIPT, str(base))
     return base
 
 

@@ -130,7 +130,7 @@ def test_prediction_on_every_stage(tmp_path: Path) -> None:
     codes = {"quant": {"gather_codes": True}}
     paths += [recipe(tmp_path, kind, 3, codes) for kind in ("dense", "moe")]
     paths.append(recipe(tmp_path, "dense", 3, codes, stage3_param_persistence_threshold=50_000))
-    run_ranks(SCRIPT, *map(str, paths), timeout=900)
+    run_ranks(SCRIPT, *map(str, paths))
     for path in paths:
         compare(path)
 

@@ -2,12 +2,11 @@
 
     scripts/errors.py RECIPE...
 
-Each rank writes ``<recipe>_<rank>.json`` beside a recipe: type and text of the error, and the seconds that it took.
+Each rank writes ``<recipe>_<rank>.json`` beside a recipe: type and text of the error, and how many steps came before.
 """
 
 import json
 import sys
-import time
 from pathlib import Path
 
 from engine.loop import Loop
@@ -19,13 +18,14 @@ from tests.distributed.garbage import collect
 def main() -> None:
     """Recipes in the order given, one process group for all of them: an error must leave it usable."""
     for path in map(Path, (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank"))):
-        began = time.perf_counter()
-        kind, text = "none", ""
+        kind, text, steps = "none", "", []
         try:
-            Loop(load_recipe(path)).run()
+            loop = Loop(load_recipe(path))
+            loop.schedule.at(0, steps.append)  # called before the first step
+            loop.run()
         except Exception as error:
             kind, text = type(error).__name__, str(error)
-        found = {"type": kind, "text": text, "seconds": time.perf_counter() - began}
+        found = {"type": kind, "text": text, "steps": len(steps)}
         path.with_name(f"{path.stem}_{rank()}.json").write_text(json.dumps(found))
         collect()
 

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from engine.cluster.signals import StopRequests
+from tests.patience import PATIENCE
 
-# A dead peer is waited for without an end, as in a collective.
+# A dead peer is waited for without an end, as in a collective. The other one lives until this process ends.
 WAITS = """
 import subprocess, sys, threading, time
 import psutil
@@ -17,7 +18,7 @@ from engine.cluster.signals import StopRequests
 
 dead = {dead}
 with StopRequests() as requests:
-    peer = subprocess.Popen([sys.executable, "-c", "pass" if dead else "import time; time.sleep(60)"])
+    peer = subprocess.Popen([sys.executable, "-c", "pass" if dead else "input()"], stdin=subprocess.PIPE)
     requests._peers = [psutil.Process(peer.pid)]
     if dead:
         peer.wait()
@@ -51,5 +52,5 @@ def test_a_rank_whose_peer_is_dead_ends_at_once(dead):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGTERM)
-        rest, _ = process.communicate(timeout=30)
+        rest, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == (1 if dead else 0) and rest == ("" if dead else "wished\n")

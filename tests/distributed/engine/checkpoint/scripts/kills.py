@@ -58,11 +58,11 @@ def main() -> None:
 
 
 def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
-    """As many as can be needed."""
+    """More than can be needed: on a machine that gets faster a run may end before it is killed."""
     chats = write_chats(directory / "chats.jsonl")
     model = tiny_checkpoint(directory / "model", "qwen3")
     names = [("straight", strategy) for strategy in strategies]
-    names += [(f"killed{index}", strategies[index % len(strategies)]) for index in range(4 * kills)]
+    names += [(f"killed{index}", strategies[index % len(strategies)]) for index in range(20 * kills)]
     for run, strategy in names:
         shipped, dtype = strategy.split(":")
         write_recipe(

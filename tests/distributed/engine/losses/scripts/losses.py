@@ -9,7 +9,6 @@ write the recipe's teacher cache; ``refused``: set up and keep the RankError tha
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,6 @@ def main() -> None:
     directory = Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")))
     for kind, name in json.loads((directory / "jobs.json").read_text()):
         path = directory / f"{name}.yaml"
-        begin = time.perf_counter()
         recipe = load_recipe(path)
         Path(recipe.output_dir).mkdir(exist_ok=True)
         if kind == "cache":
@@ -116,8 +114,6 @@ def main() -> None:
         if is_main():
             torch.save(result, Path(recipe.output_dir) / "result.pt")
         collect()
-        if is_main():
-            print("JOB", name, round(time.perf_counter() - begin, 2), flush=True)
 
 
 if __name__ == "__main__":
