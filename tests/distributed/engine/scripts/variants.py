@@ -1,9 +1,9 @@
 """Launched on every rank: loops with a schedule of actions, as a user's own script would have.
 
-    scripts/variants.py RECIPE...
+    scripts/variants.py ACTION:RECIPE...
 
-The part of a recipe's name before the first ``_`` says which actions of ``ACTIONS`` its loop gets. Rank 0 writes
-``<output_dir>/result.pt``: what ``scripts/train.py`` keeps, and under ``seen`` what the actions saw.
+``ACTION`` names what of ``ACTIONS`` the loop of the recipe gets. Rank 0 writes ``<output_dir>/result.pt``: what
+``scripts/train.py`` keeps, and under ``seen`` what the action saw.
 """
 
 import sys
@@ -23,6 +23,10 @@ from tests.distributed.garbage import collect
 POISONED = 1  # the step of which rank 1's gradients are NaN
 
 
+def none(loop: Loop, seen: dict[str, Any]) -> None:
+    """Nothing beside what the recipe says."""
+
+
 def losses(loop: Loop, seen: dict[str, Any]) -> None:
     """Another distillation loss in each step."""
     for step, kind in enumerate(KD_KINDS):
@@ -33,7 +37,7 @@ def losses(loop: Loop, seen: dict[str, Any]) -> None:
             state.recipe.loss.temperature = 2.0 if kind == "kd" else 1.0
 
 
-def switch(loop: Loop, seen: dict[str, Any]) -> None:
+def watch_start(loop: Loop, seen: dict[str, Any]) -> None:
     """Watches fake quant start: the loop's own action was added before this one, so it has run."""
     start = loop.recipe.quant.fake_quant_start
 
@@ -48,7 +52,7 @@ def switch(loop: Loop, seen: dict[str, Any]) -> None:
         seen["groups"] = {group.owner: group.members for group in state.session.quantization.weight_groups}
 
 
-def off(loop: Loop, seen: dict[str, Any]) -> None:
+def off_and_on(loop: Loop, seen: dict[str, Any]) -> None:
     """Fake quant is switched off in the middle, and on again."""
 
     @loop.at(2)
@@ -77,7 +81,7 @@ def poison(loop: Loop, seen: dict[str, Any]) -> None:
             seen.setdefault("after", whole_parameters(state.model))
 
 
-def blind(loop: Loop, seen: dict[str, Any]) -> None:
+def poison_observers(loop: Loop, seen: dict[str, Any]) -> None:
     """In one step, while observers watch, what the first layer gives to the second is NaN on rank 1."""
 
     @loop.at(POISONED)
@@ -107,7 +111,7 @@ class OnlyRankZero(Loader):
         return batches
 
 
-def empty(loop: Loop, seen: dict[str, Any]) -> None:
+def rank_1_without_targets(loop: Loop, seen: dict[str, Any]) -> None:
     """Rank 1 has no token with a target."""
 
     @loop.at(0)
@@ -132,7 +136,7 @@ def user(loop: Loop, seen: dict[str, Any]) -> None:
         state.stop()
 
 
-def heldout(loop: Loop, seen: dict[str, Any]) -> None:
+def keep_evaluations(loop: Loop, seen: dict[str, Any]) -> None:
     """What each evaluation found; it comes before the actions of its step."""
 
     @loop.every(1)
@@ -141,17 +145,27 @@ def heldout(loop: Loop, seen: dict[str, Any]) -> None:
 
 
 ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
-    action.__name__: action for action in (losses, switch, off, poison, blind, empty, user, heldout)
+    action.__name__: action
+    for action in (
+        none,
+        losses,
+        watch_start,
+        off_and_on,
+        poison,
+        poison_observers,
+        rank_1_without_targets,
+        user,
+        keep_evaluations,
+    )
 }
 
 
 def main() -> None:
     """Recipes in the order given, one process group for all of them."""
-    for path in map(Path, (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank"))):
+    for argument in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
+        action, _, path = argument.partition(":")
         loop, seen = Loop.from_recipe(path), {}
-        action = ACTIONS.get(path.stem.partition("_")[0])
-        if action is not None:
-            action(loop, seen)
+        ACTIONS[action](loop, seen)
         result = run(loop)
         if is_main():
             torch.save({**result, "seen": seen}, Path(loop.recipe.output_dir) / "result.pt")
