@@ -1,119 +1,33 @@
-"""Chat JSONL: exactly the answer is learned, and every bad line is named."""
+"""Chat JSONL: exactly the answer is learned."""
 
-import json
-import random
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import normalizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data.chat import Counts, read_chat
-from data.samples import IGNORE, MAX_PROBLEMS, DataError, Sample
-from tests.tiny import TEXT, tiny_tokenizer
-
-END = "<|im_end|>"
-GOOD = {"input": "What is 12 plus 30?", "output": "42"}
-WORDS = [
-    "quick",
-    " the",
-    "12",
-    "\n",
-    "\n\n",
-    "  ",
-    "é",
-    "e\u0301",
-    "日本語",
-    "😀",
-    "👩‍👩‍👧",
-    "\u2028",
-    "<think>",
-    "?",
-    "\t",
-    "assistant\n",
-]
-
-
-@pytest.fixture
-def rng(seed: int) -> random.Random:
-    return random.Random(seed)
-
-
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def learned(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The text of the targets, after checking that they are one run at the end and agree with the inputs."""
-    valid = sample.labels != IGNORE
-    first = int(valid.argmax())
-    assert valid[first:].all() and not valid[:first].any()
-    assert (sample.labels[first:-1] == sample.input_ids[first + 1 :]).all()
-    return tokenizer.decode(sample.labels[first:], skip_special_tokens=False)
-
-
-def whole(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> str:
-    return tokenizer.decode([*sample.input_ids, sample.labels[-1]], skip_special_tokens=False)
-
-
-def text(rng: random.Random, least: int = 0) -> str:
-    return "".join(rng.choices(WORDS, k=rng.randint(least, 12)))
-
-
-def conversation(rng: random.Random) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": text(rng)}] if rng.random() < 0.5 else []
-    turns = [
-        {"role": role, "content": text(rng, 1) + "."}
-        for _ in range(rng.randint(1, 4))
-        for role in ("user", "assistant")
-    ]
-    return system + turns
-
-
-def chatml(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
-    return tiny_tokenizer(), END
-
-
-def trimmed_offsets(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    return tokenizer, END
-
-
-def writes_bos(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
-    """As Llama 3: the template writes BOS, and so would the tokenizer; the header of a turn ends with two newlines."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.bos_token = "<|endoftext|>"
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n\n' + m['content'] + '<|im_end|>'}}"
-        "{% endfor %}{% if add_generation_prompt %}{{'<|im_start|>assistant\n\n'}}{% endif %}"
-    )
-    return tokenizer, END
-
-
-def swallows_whitespace(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
-    """As Phi 3: the tokens of the template take the whitespace behind them along."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens([AddedToken("<|a|>", rstrip=True), AddedToken("<|e|>", rstrip=True)], special_tokens=True)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{('<|a|>' if m['role'] == 'assistant' else '<|im_start|>') + '\n' + m['content'] + "
-        "'<|e|>\n'}}{% endfor %}{% if add_generation_prompt %}{{'<|a|>\n'}}{% endif %}"
-    )
-    return tokenizer, "<|e|>"
-
-
-def normalising(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
-    """As Qwen: text is composed (NFC) before it is tokenised, so tokens have fewer characters than the text."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    return tokenizer, END
-
-
-KINDS = [chatml, trimmed_offsets, writes_bos, swallows_whitespace, normalising]
+from data.samples import IGNORE, DataError, Sample
+from tests.tiny import tiny_tokenizer
+from tests.unit.data.chats import (
+    END,
+    GOOD,
+    KINDS,
+    THINKING,
+    chatml,
+    conversation,
+    learned,
+    learned_turns,
+    messages,
+    normalising,
+    shared,
+    swallows_whitespace,
+    text,
+    whole,
+    words_tokenizer,
+    write,
+    writes_bos,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,21 +51,6 @@ def test_exactly_the_last_answer_is_learned(kind, tmp_path, rng):
         assert not tokenizer.decode(ids[len(sample.input_ids) + 1 :]).strip()
     assert counts.targets == sum(int((s.labels != IGNORE).sum()) for s in samples)
     assert counts.tokens == sum(len(s.input_ids) for s in samples)
-
-
-def learned_turns(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The text of each run of targets, after checking that they agree with the inputs."""
-    valid = (sample.labels != IGNORE).tolist()
-    assert valid[-1]
-    runs: list[list[int]] = []
-    for position, label in enumerate(sample.labels.tolist()):
-        if not valid[position]:
-            continue
-        assert position + 1 == len(valid) or sample.input_ids[position + 1] == label
-        if not (position and valid[position - 1]):
-            runs.append([])
-        runs[-1].append(label)
-    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,14 +97,6 @@ def test_bos_stands_once(tmp_path, rng):
     assert sample.input_ids[0] == tokenizer.bos_token_id
     assert (sample.input_ids == tokenizer.bos_token_id).sum() == 1
     assert tokenizer("x").input_ids[0] == tokenizer.bos_token_id, "the caller's tokenizer was changed"
-
-
-def messages(*pairs: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in pairs]
-
-
-def shared(*pairs: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"from": speaker, "value": value} for speaker, value in pairs]
 
 
 def test_three_forms_give_the_same_sample(tmp_path):
@@ -260,21 +151,6 @@ def test_field_maps_of_no_one_form_are_refused(fields, tmp_path):
         read_chat([write(tmp_path / "a.jsonl", GOOD)], tiny_tokenizer(), max_length=100, fields=fields)
 
 
-def words_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with " the" as one token, so that the space at the end of a prompt merges with the answer."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # would hide that a token begins in the prompt
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([TEXT] * 9, trainer)
-    assert tokenizer.encode(" the").tokens == ["Ġthe"]
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
-    wrapped.chat_template = template
-    return wrapped
-
-
 def test_a_token_across_the_boundary_is_a_target_and_counted(tmp_path):
     tokenizer = words_tokenizer(
         "Q: {{ messages[0]['content'] }}\nA: "
@@ -286,12 +162,6 @@ def test_a_token_across_the_boundary_is_a_target_and_counted(tmp_path):
     assert learned(samples[1], tokenizer) == END + END
     assert counts.straddling == 1
     assert "1 answers that begin inside a token" in counts.summary()
-
-
-THINKING = (
-    "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + CONTENT + '<|im_end|>\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{'<|im_start|>assistant\n<think>\n'}}{% endif %}"
-)
 
 
 def test_answer_is_found_by_content_where_the_prompt_is_no_prefix(tmp_path):
@@ -389,101 +259,6 @@ def test_too_long(kind, tmp_path, rng):
         read_chat([path], tokenizer, max_length=1, too_long="truncate")
 
 
-def pair(**changes: object) -> dict[str, object]:
-    return {key: value for key, value in {**GOOD, **changes}.items() if value is not ...}
-
-
-def turns(*roles_and_texts: tuple[object, object]) -> dict[str, object]:
-    return {"messages": [{"role": role, "content": content} for role, content in roles_and_texts]}
-
-
-BAD_LINES: list[tuple[object, str]] = [
-    ("{'input': 1}", "found invalid JSON .*expected one object per line"),
-    ('{"input": "a", "output": "b"', "found invalid JSON"),
-    ('{"input": "a", "output": "b"} {}', "found invalid JSON .*Extra data"),
-    ("[" * 100_000, "found invalid JSON .*expected one object"),
-    ('["a", "b"]', r'found a list \["a", "b"\], expected an object'),
-    ("null", "found null, expected an object"),
-    ({}, r"found the keys \[\], expected exactly one of 'messages'.*data\.fields"),
-    ({"question": "a", "answer": "b"}, r"found the keys \['question', 'answer'\], expected exactly one of"),
-    (pair(output=...), r"found the keys \['input'\]"),
-    (pair(input=...), r"found the keys \['output'\]"),
-    ({**turns(("user", "a"), ("assistant", "b")), **GOOD}, "found the keys .*expected exactly one of"),
-    ({"messages": [], "conversations": []}, "found the keys .*expected exactly one of"),
-    (pair(output=42), "'output': found a number 42, expected a string"),
-    (pair(input=["a"]), r"'input': found a list \[\"a\"\], expected a string"),
-    (pair(instruction=None), "'instruction': found null, expected a string"),
-    (pair(system=False), "'system': found a boolean false, expected a string"),
-    (pair(output="\ud83d"), "'output': found half of a surrogate pair at character 0"),
-    ({"messages": []}, r"'messages': found a list \[\], expected a list of at least"),
-    ({"messages": {"role": "user"}}, "'messages': found an object .*expected a list"),
-    ({"messages": ["hello"]}, r"messages\[0\]: found a string \"hello\", expected an object with 'role' and 'content'"),
-    ({"messages": [{"role": "user"}]}, r"messages\[0\]: found the keys \['role'\], expected 'role' and 'content'"),
-    ({"messages": [{"from": "human", "value": "a"}]}, r"messages\[0\]: found the keys \['from', 'value'\]"),
-    (turns(("user", "a"), ("asistant", "b")), r"messages\[1\]\.role: found a string \"asistant\", expected one of"),
-    (turns((["user"], "a"), ("assistant", "b")), r"messages\[0\]\.role: found a list"),
-    (turns(("user", "a"), ("assistant", None)), r"messages\[1\]\.content: found null, expected a string"),
-    (turns(("user", [{"type": "text"}]), ("assistant", "b")), r"messages\[0\]\.content\[0\]: found an object"),
-    (turns(("user", "a"), ("user", "b")), r"found the roles \['user', 'user'\], expected an assistant turn"),
-    (turns(("assistant", "a"), ("user", "b")), "found nothing before the last assistant turn"),
-    ({**turns(("system", "a"), ("user", "b"), ("assistant", "c")), "system": "d"}, "found a system turn and"),
-    ({"conversations": [{"from": "robot", "value": "a"}]}, r"conversations\[0\]\.from: found a string \"robot\""),
-    ({"conversations": "hello"}, "'conversations': found a string \"hello\", expected a list"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), BAD_LINES, ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_named(line, message, tmp_path):
-    good = write(tmp_path / "good.jsonl", GOOD)
-    bad = write(tmp_path / "bad.jsonl", GOOD, "", line, GOOD)
-    with pytest.raises(DataError, match=rf"(?s)^1 bad line in the data:\n\S*/bad\.jsonl:3: {message}"):
-        read_chat([good, bad], tiny_tokenizer(), max_length=100)
-
-
-def test_bytes_that_are_not_utf8_are_named(tmp_path):
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes(b'{"input": "a", "output": "b"}\n{"input": "caf\xe9", "output": "b"}\n')
-    with pytest.raises(DataError, match=r"latin\.jsonl:2: found bytes that are not UTF-8 .* at byte 14"):
-        read_chat([path], tiny_tokenizer(), max_length=100)
-
-
-def test_bad_lines_are_reported_together(tmp_path):
-    path = write(tmp_path / "bad.jsonl", *(line for line, _ in BAD_LINES))
-    other = write(tmp_path / "other.jsonl", GOOD, "{")
-    with pytest.raises(DataError) as caught:
-        read_chat([path, other], tiny_tokenizer(), max_length=100)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == f"{len(BAD_LINES) + 1} bad lines in the data:"
-    assert [line.split(": ")[0] for line in lines[1:-1]] == [f"{path}:{n}" for n in range(1, MAX_PROBLEMS + 1)]
-    assert lines[-1] == f"... and {len(BAD_LINES) + 1 - MAX_PROBLEMS} more bad lines"
-
-
-def test_lines_end_at_newlines_only(tmp_path):
-    path = tmp_path / "a.jsonl"
-    rows = [json.dumps({"input": "a\u2028b\u0085c", "output": "d\u2029e"}, ensure_ascii=False), json.dumps(GOOD)]
-    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(rows).encode())
-    tokenizer = tiny_tokenizer()
-    samples, counts = read_chat([path], tokenizer, max_length=100)
-    assert counts.lines == 2
-    assert [learned(sample, tokenizer) for sample in samples] == [f"d\u2029e{END}", f"42{END}"]
-
-
-def test_files_that_are_not_there(tmp_path):
-    empty, blank = write(tmp_path / "empty.jsonl"), write(tmp_path / "blank.jsonl", "", " ")
-    good, tokenizer = write(tmp_path / "good.jsonl", GOOD), tiny_tokenizer()
-    with pytest.raises(DataError) as caught:
-        read_chat([good, empty, tmp_path / "none.jsonl", tmp_path], tokenizer, max_length=100)
-    assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == [
-        str(path) for path in (empty, tmp_path / "none.jsonl", tmp_path)
-    ]
-    with pytest.raises(DataError, match=r"blank\.jsonl: found only blank lines"):
-        read_chat([good, blank], tokenizer, max_length=100)
-    with pytest.raises(DataError, match="no data files given"):
-        read_chat([], tokenizer, max_length=100)
-    with pytest.raises(DataError, match=r"no sample is left of .*1 without target"):
-        read_chat([write(tmp_path / "a.jsonl", GOOD | {"output": ""})], tokenizer, max_length=100)
-
-
 def test_a_slow_tokenizer_and_bad_parameters_are_refused(tmp_path):
     path, slow = write(tmp_path / "a.jsonl", GOOD), ByT5Tokenizer()
     slow.chat_template = tiny_tokenizer().chat_template
@@ -514,197 +289,6 @@ def test_summary_is_one_line():
         "1,000 samples of 1,200 lines in 1 file, 4,000 tokens, 1,000 of them targets (25.0%); "
         "dropped 150 too long, 50 without target"
     )
-
-
-# ------------------------------------------------------------------- templates that write a turn in more than one way
-
-# Like Qwen 3's: thinking is written for the last turn (an empty block where there is none) and for those behind the
-# last question, and left out of the turns before it.
-QWEN = """\
-{%- if tools %}{{ '<|im_start|>system\n# Tools\n' }}
-  {%- for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{{ '<|im_end|>\n' }}
-{%- endif %}
-{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-  {%- set content = m.content if m.content is string else '' %}
-  {%- if m.role == 'assistant' %}
-    {%- set thought = m.reasoning_content if m.reasoning_content is string else '' %}
-    {%- if '</think>' in content %}
-      {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
-      {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-    {%- endif %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if loop.index0 > ns.last and (loop.last or thought) %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}
-    {{- content }}
-    {%- for call in m.tool_calls or [] %}
-      {%- set call = call.function or call %}
-      {{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
-      {{- call.arguments | tojson }}{{ '}\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\n' }}
-  {%- else %}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# Like the R1 distillations': the prompt opens the thinking, finished turns have none.
-OPENED = """\
-{%- for m in messages %}{% if m.role == 'assistant' %}
-{{- '<|im_start|>A:' + m.content.split('</think>')[-1] + '<|im_end|>' }}
-{%- else %}{{ '<|im_start|>Q:' + m.content }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>A:<think>\n' }}{% endif %}"""
-
-CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": 30}}}
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds é", "parameters": {"type": "object"}}}
-CALLED = '\n<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_call>'
-
-
-def read_rows(tmp_path: Path, template: str, *rows: object, **settings: object) -> tuple[list[list[str]], Counts]:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    samples, counts = read_chat([write(tmp_path / "a.jsonl", *rows)], tokenizer, max_length=10_000, **settings)
-    return [learned_turns(sample, tokenizer) for sample in samples], counts
-
-
-def test_thinking_is_learned_where_the_whole_conversation_has_it(tmp_path):
-    thought = messages(
-        ("user", "42?"),
-        ("assistant", "<think>\nuser\n</think>\n\n42"),
-        ("user", "42"),
-        ("assistant", "<think>x</think>42"),
-    )
-    separate = [
-        *messages(("user", "42?")),
-        {"role": "assistant", "content": "42", "reasoning_content": "user"},
-        *messages(("user", "42")),
-        {"role": "assistant", "content": "42", "reasoning_content": "x"},
-    ]
-    rows = [{"messages": thought}, {"messages": separate}]
-    last = f"<think>\nx\n</think>\n\n42{END}"
-    assert read_rows(tmp_path, QWEN, *rows)[0] == [[last]] * 2
-    found, counts = read_rows(tmp_path, QWEN, *rows, loss_on="all")
-    assert found == [[f"42{END}", last]] * 2
-    assert counts.by_content == 2  # the first turn of each: alone it would have its thinking
-    plain = {"messages": messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))}
-    assert read_rows(tmp_path, QWEN, plain, loss_on="all")[0] == [[f"b{END}", f"<think>\n\n</think>\n\nd{END}"]]
-
-
-def test_thinking_that_the_prompt_opens(tmp_path):
-    rows = {
-        "messages": messages(("user", "Q:b"), ("assistant", "<think>b</think>b"), ("user", "b"), ("assistant", "b b"))
-    }
-    found, counts = read_rows(tmp_path, OPENED, rows, loss_on="all")
-    assert found == [[f"b{END}", f"b b{END}"]] and counts.by_content == 2
-    assert read_rows(tmp_path, OPENED, rows)[0] == [[f"b b{END}"]]
-
-
-def test_reasoning_is_learned_where_only_its_content_shows_its_place(tmp_path):
-    template = OPENED.replace(
-        "+ m.content.split", "+ '<think>' + (m.reasoning_content or '') + '</think>' + m.content.split"
-    )
-    row = {"messages": [*messages(("user", "b")), {"role": "assistant", "content": "b", "reasoning_content": "b?"}]}
-    found, counts = read_rows(tmp_path, template, row)
-    assert found == [[f"b?</think>b{END}"]] and counts.by_content == 1
-
-
-@pytest.mark.parametrize(
-    "call", [CALL, CALL["function"], {**CALL, "function": {"name": "add", "arguments": '{"a": 12, "b": 30}'}}]
-)
-@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}])
-def test_tools(call, content, tmp_path):
-    turns = [
-        *messages(("user", "12 plus 30?")),
-        {"role": "assistant", **content, "tool_calls": [call]},
-        {"role": "tool", "content": "42", "tool_call_id": "1", "name": "add"},
-        {"role": "assistant", "content": "It is 42."},
-    ]
-    row = {"messages": turns, "tools": [TOOL]}
-    final = f"<think>\n\n</think>\n\nIt is 42.{END}"
-    assert read_rows(tmp_path, QWEN, row)[0] == [[final]]
-    # The call is behind the last question: by itself it would open with an empty thought.
-    assert read_rows(tmp_path, QWEN, row, loss_on="all")[0] == [[f"{CALLED}{END}", final]]
-    assert read_rows(tmp_path, QWEN, {**row, "messages": turns[:2]})[0] == [[f"<think>\n\n</think>\n\n{CALLED}{END}"]]
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = QWEN
-    (sample,), _ = read_chat([tmp_path / "a.jsonl"], tokenizer, max_length=10_000)
-    assert "Adds é" in whole(sample, tokenizer)
-
-
-def test_arguments_are_json_for_templates_that_write_them_as_they_are(tmp_path):
-    template = QWEN.replace("{{- call.arguments | tojson }}", "{{- call.arguments + '' }}")
-    turns = [*messages(("user", "a")), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    assert read_rows(tmp_path, template, {"messages": turns})[0] == [[f"<think>\n\n</think>\n\n{CALLED}{END}"]]
-
-
-def test_what_the_template_would_leave_out_is_an_error(tmp_path):
-    def refused(template: str, row: object, message: str) -> None:
-        with pytest.raises(DataError, match=rf"a\.jsonl:1: {message}"):
-            read_rows(tmp_path, template, row)
-
-    simple = tiny_tokenizer().chat_template
-    refused(simple, {**GOOD, "tools": [TOOL]}, "found the tool 'add', which the chat template does not write")
-    called = [*messages(("user", "a")), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    refused(simple, {"messages": called}, "found turn 1's call of 'add', which the chat template does not write")
-    thinking = [*messages(("user", "a")), {"role": "assistant", "content": "b", "reasoning_content": "Hm."}]
-    refused(
-        simple, {"messages": thinking}, "found turn 1's 'reasoning_content' 'Hm.', which the chat template does not"
-    )
-    surrogate = {**TOOL, "function": {"name": "add", "description": "\ud83d"}}
-    refused(QWEN, {**GOOD, "tools": [surrogate]}, "found half of a surrogate pair at character")
-    refused(
-        "{{ messages[0].content.nothing.at_all() }}", GOOD, r"found the roles \['user', 'assistant'\], which .* refuses"
-    )
-    refused("{{ 1 // 0 }}", GOOD, "found the roles .* refuses: integer division")
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["m['content'].replace('A', 'Z') if not loop.last else m['content']", "m['content'] ~ ('!' if loop.last else '')"],
-)
-def test_an_earlier_answer_that_cannot_be_located_is_an_error(content, tmp_path):
-    template = THINKING.replace("CONTENT", f"({content})").replace("<think>\n", "")
-    row = {"messages": messages(("user", "a"), ("assistant", "Abc"), ("user", "a"), ("assistant", "d"))}
-    with pytest.raises(DataError, match=r"a\.jsonl:1: found a chat template whose generation prompt .* turn 1, "):
-        read_rows(tmp_path, template, row, loss_on="all")
-
-
-def test_one_token_for_an_answer_and_what_follows_is_an_error(tmp_path):
-    tokenizer = words_tokenizer(
-        "{% for m in messages %}{{ m.content if m.role == 'assistant' else '. ' ~ m.content ~ ' ' }}{% endfor %}"
-    )
-    row = {"messages": messages(("user", "12"), ("assistant", "f"), ("assistant", "ox"))}
-    with pytest.raises(
-        DataError, match=r"a\.jsonl:1: found one token for ' fox', the end of an answer and the beginning"
-    ):
-        read_chat([write(tmp_path / "a.jsonl", row)], tokenizer, max_length=99, loss_on="all")
-
-
-def parts(*texts: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text} for text in texts]
-
-
-LISTS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}{{ part.text }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-BOTH = LISTS.replace("{% for part", "{% if m.content is string %}{{ m.content }}{% else %}{% for part").replace(
-    "{{ '<|im_end|>", "{% endif %}{{ '<|im_end|>"
-)
-
-
-@pytest.mark.parametrize(("template", "joined"), [(None, "b\nc"), (LISTS, "bc"), (BOTH, "bc")])
-def test_text_parts_are_joined_or_passed_on_as_the_template_takes_them(template, joined, tmp_path):
-    template = template or tiny_tokenizer().chat_template
-    several = {
-        "messages": [{"role": "user", "content": parts("a", "x")}, {"role": "assistant", "content": parts("b", "c")}]
-    }
-    found, _ = read_rows(tmp_path, template, several, GOOD)
-    assert found == [[joined + END], ["42" + END]]
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    samples, _ = read_chat([tmp_path / "a.jsonl"], tokenizer, max_length=1000, loss_on="all")
-    user = joined.replace("b", "a").replace("c", "x")
-    assert whole(samples[0], tokenizer) == f"<|im_start|>user\n{user}{END}\n<|im_start|>assistant\n{joined}{END}"
-    assert "What is 12 plus 30?" in whole(samples[1], tokenizer)
 
 
 @pytest.mark.parametrize("kind", [chatml, writes_bos])

@@ -12,11 +12,6 @@ from data.loader import model_inputs, valid_tokens
 from data.samples import IGNORE, DataError, Sample
 
 
-@pytest.fixture
-def rng(seed: int) -> random.Random:
-    return random.Random(seed)
-
-
 def make(rng: random.Random, n: int) -> list[Sample]:
     lengths = [rng.randint(1, 12) for _ in range(n)]
     return [Sample(np.full(length, i, np.int32), np.full(length, i, np.int32)) for i, length in enumerate(lengths)]

@@ -15,11 +15,6 @@ from tests.tiny import tiny_tokenizer
 MAX_LENGTH = 300
 
 
-@pytest.fixture
-def rng(seed: int) -> random.Random:
-    return random.Random(seed)
-
-
 def text(rng: random.Random) -> str:
     words = ["quick", " fox", "12", "\n", "é", "日本", "😀", '"', "\\", "{", "<|im_end|>"]
     return "".join(rng.choices(words, k=5)) + "."

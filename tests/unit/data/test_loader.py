@@ -14,11 +14,6 @@ from data.samples import IGNORE, DataError, Sample
 PAD = 9
 
 
-@pytest.fixture
-def rng(seed: int) -> random.Random:
-    return random.Random(seed)
-
-
 def make(rng: random.Random, n: int) -> list[Sample]:
     """Samples of random lengths whose first input is their number; the labels have random holes."""
     samples = []

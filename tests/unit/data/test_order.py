@@ -1,6 +1,5 @@
 """Files with weights: how often each sample comes, in every epoch and over all of them."""
 
-import random
 from collections import Counter
 from itertools import pairwise
 
@@ -10,11 +9,6 @@ import pytest
 from data.loader import Loader
 from data.order import Order
 from data.samples import DataError, Sample
-
-
-@pytest.fixture
-def rng(seed: int) -> random.Random:
-    return random.Random(seed)
 
 
 def make(sizes: dict[str, int]) -> list[Sample]:

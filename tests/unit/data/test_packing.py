@@ -17,11 +17,6 @@ from tests.tiny import tiny_model
 PAD = 7  # a token like any other: what keeps padding apart must not be its id
 
 
-@pytest.fixture
-def rng(seed: int) -> random.Random:
-    return random.Random(seed)
-
-
 def make(rng: random.Random, n: int, longest: int, vocabulary: int = 300) -> list[Sample]:
     """Random samples, some of one position, some of the greatest length, with holes in the labels."""
     samples = []

@@ -31,11 +31,6 @@ WORDS = [
 ]
 
 
-@pytest.fixture
-def rng(seed: int) -> random.Random:
-    return random.Random(seed)
-
-
 def text(rng: random.Random, words: int) -> str:
     return "".join(rng.choices(WORDS, k=words)) + "x"
 
