@@ -20,6 +20,7 @@ from engine.cluster import nodes
 from launch.train import main as train
 from tests.distributed.forked import Job
 from tests.distributed.recipes import write_chats, write_recipe
+from tests.patience import PATIENCE
 from tests.tiny import tiny_checkpoint
 
 nodes.PATIENCE_SECONDS = 0.5
@@ -42,7 +43,7 @@ def main() -> None:
                 (machine / "out").symlink_to(directory / name / "out")
         case(machines[1])
         job = Job(2, lambda machines=machines: rank(machines), directory / f"{name}.log")
-        codes = job.wait(240)  # a checkpoint takes that long on a disk that others keep busy
+        codes = job.wait(PATIENCE)
         if codes is None:
             job.kill()
         left = sorted(str(path.relative_to(machine)) for machine in machines for path in (machine / "out").glob(".*"))
