@@ -13,7 +13,7 @@ from quant import SCHEMES, Quantization, prepare
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant
 from quant.spec import PRESETS
 from tests.distributed.launcher import run_ranks
-from tests.distributed.model.scripts.scales import MEASURED
+from tests.distributed.model.scales.scripts.scales import MEASURED
 from tests.distributed.plain import plain_model, plain_weights
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.tiny import tiny_checkpoint

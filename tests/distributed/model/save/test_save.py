@@ -15,7 +15,7 @@ from model.shards import INDEX
 from quant import SCHEMES
 from quant.packing import unpack_int32
 from tests.distributed.launcher import launch
-from tests.distributed.model.scripts.save import CHANNEL, SHARD
+from tests.distributed.model.save.scripts.save import CHANNEL, SHARD
 from tests.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "save.py"
