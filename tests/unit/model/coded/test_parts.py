@@ -44,15 +44,22 @@ def test_the_codes_of_all_parts_are_those_of_the_whole(name, dtype, ranks, seed)
 
 
 def test_every_code_is_its_own_value_s_code_at_every_scale(seed):
-    """bf16 rounds what a code stands for by 2^-9 of it, which must not take it over to another code."""
+    """bf16 rounds what a code stands for by 2^-9 of it, which must not take it over to another code.
+
+    Nor out of the range: the layer's own rule has to let every gradient of a decoded weight through.
+    """
     generator = torch.Generator().manual_seed(seed)
     every = torch.arange(256, dtype=torch.uint8)
     for exponent in range(-40, 10):
         s0 = (1 + torch.rand(1, generator=generator)) * 2.0**exponent
         for spec, codes in ((FP8["tensor"], every[(every & 127) != 127]), (TensorSpec("int", 8, "tensor"), every)):
             scale = WeightScale(s0, None, None, spec, torch.bfloat16)
-            again = scale.quantize(dequantize_whole(codes, scale)).view(torch.uint8)
-            assert torch.equal(again, codes), (spec, s0)
+            values = dequantize_whole(codes, scale)
+            assert torch.equal(scale.quantize(values).view(torch.uint8), codes), (spec, s0)
+            gradient = torch.randn(len(codes), generator=generator).to(torch.bfloat16)
+            left = gradient.clone()
+            scale.backward_(left, values, factor=1.0, theta_gradient=False)
+            assert torch.equal(left, gradient), (spec, s0)
 
 
 @pytest.mark.parametrize(("name", "stack"), [*((name, 0) for name in SPECS), ("fp8_tensor", 7)])
