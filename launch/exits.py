@@ -1,7 +1,7 @@
 """How a script ends when something is wrong: the message is printed once, and every rank has an exit code.
 
-An error that a user can do something about has no traceback. Any other exception is a defect and keeps its own. The
-rest of the project only raises; this file alone ends a process.
+An error that a user can do something about has no traceback. Any other exception is a defect and keeps its own. What
+scripts call only raises; the one exception is a rank whose peers are dead (engine/cluster/signals.py).
 """
 
 import os
