@@ -60,6 +60,7 @@ def base(tmp_path_factory):
 def ran(base):
     """One launch, whose launcher is killed at the end; the ranks go on for a moment."""
     result = launch(SCRIPT, str(base))
+    assert (base / "orphans_begin_0.json").exists(), f"failed before its launcher was killed:\n{result.stdout[-8000:]}"
     until(
         lambda: all((base / f"orphans_{rank}.json").exists() for rank in range(RANKS)),
         lambda: f"the ranks did not come to their end:\n{result.stdout[-8000:]}",

@@ -224,6 +224,7 @@ def stops(directory: Path) -> None:
 
 def launcher_dies(directory: Path) -> None:
     """The launcher gets SIGUSR1, for which it has no handler; the ranks run on without it."""
+    write(directory, "orphans_begin", {})
     loop = Loop(load_recipe(directory / "orphans.yaml"))
     launcher = os.getppid()
 
