@@ -1,8 +1,9 @@
 """Fused quantisers as torch operators; quant/reference.py in one pass over memory, on CPU and CUDA.
 
-:mod:`quant.kernels.ops` declares the operators and is what the rest of the package calls, ``arithmetic.h`` is the
-arithmetic that both backends include, ``cpu.cpp`` and ``cuda.cu`` are the loops around it, ``bindings.cpp`` makes them
-operators, and :mod:`quant.kernels.build` compiles these files at first use.
+:mod:`quant.kernels.ops` is what the rest of the package calls, and :mod:`quant.kernels.registration` declares the
+operators behind it. ``arithmetic.h`` is the arithmetic that both backends include, ``cpu.cpp`` and ``cuda.cu`` are the
+operations around it, with their loops in the headers that they include, ``bindings.cpp`` makes them operators, and
+:mod:`quant.kernels.build` compiles these files at first use.
 """
 
 from quant.kernels.ops import (
@@ -15,11 +16,11 @@ from quant.kernels.ops import (
     fake_quantize_tokens_backward,
     learned_scale,
     masked_,
-    prepare_kernels,
     quantize,
     quantize_tokens,
     quantize_with_values,
 )
+from quant.kernels.registration import prepare_kernels
 
 __all__ = [
     "amax",

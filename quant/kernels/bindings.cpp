@@ -1,4 +1,4 @@
-// The kernels as implementations of the operators that quant/kernels/ops.py declares, for CPU and CUDA tensors.
+// The kernels as implementations of the operators that quant/kernels/registration.py declares, for CPU and CUDA tensors.
 //
 // Free of CUDA headers: the stream is asked of torch in its device-independent way, so the same file is compiled with
 // and without the CUDA half.

@@ -8,6 +8,7 @@
 
 #include "cuda_loops.h"
 #include "cuda_operations.h"
+#include "dispatch.h"
 
 namespace deepqat::cuda {
 namespace {
@@ -85,38 +86,6 @@ void launch_tokens(const char* name, const Op& op, int64_t count, int64_t featur
   } else {
     launch<tokens<Op, kLanes>>(name, stream, count, op, count, features, wide);
   }
-}
-
-// ---- types that are known at run time
-
-template <typename F>
-void with_dtype(Dtype dtype, F f) {
-  switch (dtype) {
-    case Dtype::kFloat32: return f(float{});
-    case Dtype::kBFloat16: return f(BFloat16{});
-    case Dtype::kHalf: return f(Half{});
-  }
-}
-
-template <typename F>
-void with_dtype_and_grid(Dtype dtype, int grid, const Scales& scales, F f) {
-  with_dtype(dtype, [&](auto zero) {
-    if (grid == kE4M3Grid) return f(zero, E4M3{});
-    if (grid == kE2M1Grid) return f(zero, E2M1{});
-    const float half = static_cast<float>(1 << (grid - 1));
-    const Integer codes{-half, half - 1.0f};
-    if (scales.zero != nullptr) return f(zero, ShiftedIntegers{codes});
-    f(zero, codes);
-  });
-}
-
-template <typename F>
-void with_dtype_and_token_grid(Dtype dtype, int grid, bool symmetric, F f) {
-  with_dtype(dtype, [&](auto zero) {
-    if (grid == kE4M3Grid) return f(zero, FloatTokens{});
-    const float half = static_cast<float>(1 << (grid - 1));
-    f(zero, IntegerTokens{{-half, half - 1.0f}, symmetric});
-  });
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ import quant
 from engine.session.student import COMPILE_OPTIONS
 from quant.kernels import prepare_kernels
 from quant.kernels.build import build
-from quant.kernels.ops import _AS_EAGER
+from quant.kernels.registration import _AS_EAGER
 from quant.reference import absmax_scale
 from quant.spec import get_scheme
 

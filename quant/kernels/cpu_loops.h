@@ -1,0 +1,206 @@
+// The loops of the CPU kernels: over runs, segments and tokens on all threads, within them in a form that the compiler
+// turns into SIMD, and sums in the order of kernels.h.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+#include "arithmetic.h"
+#include "dispatch.h"
+#include "kernels.h"
+
+namespace deepqat::cpu {
+namespace {
+
+constexpr int64_t kChunk = 64;        // elements of one fully unrolled loop
+constexpr int64_t kScalesAtOnce = 256;
+
+// body(i) for i from `begin` in blocks of kLength, as many as fit before n; returns where it stopped.
+template <int64_t kLength, typename Body>
+DEEPQAT_INLINE int64_t blocks_of(int64_t begin, int64_t n, Body body) {
+  for (; begin + kLength <= n; begin += kLength) {
+#pragma GCC ivdep
+    for (int64_t j = 0; j < kLength; ++j) body(begin + j);
+  }
+  return begin;
+}
+
+// body(i) for i in [0, n), mostly in loops whose length the compiler knows.
+template <typename Body>
+DEEPQAT_INLINE void unrolled(int64_t n, Body body) {
+  int64_t i = blocks_of<kChunk>(0, n, body);
+  i = blocks_of<32>(i, n, body);  // shorter ones GCC takes apart before it looks for vectors
+  for (; i < n; ++i) body(i);
+}
+
+// What one stretch of a run needs to know of its scale. `learned` is s0 * exp(theta), before rounding.
+struct Scale {
+  float value, inverse, learned, zero;
+};
+
+float zero_of(const Scales& scales, int64_t run) { return scales.zero == nullptr ? 0.0f : scales.zero[run]; }
+
+void effective_scales(const Scales& scales, int64_t begin, int64_t end, float* value, float* inverse, float* learned) {
+  const float* s0 = scales.s0 + begin;
+  const int64_t n = end - begin;
+  if (scales.theta == nullptr) {
+    for (int64_t i = 0; i < n; ++i) learned[i] = s0[i];
+  } else {
+    with_dtype(scales.theta_dtype, [&](auto zero) {
+      const auto* theta = static_cast<const decltype(zero)*>(scales.theta) + begin;
+      for (int64_t i = 0; i < n; ++i) learned[i] = s0[i] * learned_factor(load(theta[i]));
+    });
+  }
+  with_dtype(scales.stored_as, [&](auto zero) {
+    for (int64_t i = 0; i < n; ++i) value[i] = rounded_to<decltype(zero)>(learned[i]);
+  });
+  for (int64_t i = 0; i < n; ++i) inverse[i] = 1.0f / value[i];
+}
+
+// Calls body(offset, length, scale, run, segment) for every segment of every run, on all threads.
+template <typename Body>
+void for_each_segment(const Scales& scales, Body body) {
+  const int64_t segments = segments_of(scales.block);
+  // A task is some 16,384 elements: a segment, or many short runs.
+  const int64_t runs_at_once = std::clamp<int64_t>(kSegment / std::max<int64_t>(scales.block, 1), 1, kScalesAtOnce);
+  const int64_t batches = (scales.count + runs_at_once - 1) / runs_at_once;
+  at::parallel_for(0, batches * segments, 4, [&](int64_t begin, int64_t end) {
+    float value[kScalesAtOnce], inverse[kScalesAtOnce], learned[kScalesAtOnce];
+    int64_t known = -1;
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t batch = task / segments, segment = task % segments;
+      const int64_t first = batch * runs_at_once, last = std::min(first + runs_at_once, scales.count);
+      if (batch != known) effective_scales(scales, first, last, value, inverse, learned);
+      known = batch;
+      const int64_t start = segment * kSegment, length = std::min<int64_t>(kSegment, scales.block - start);
+      for (int64_t run = first; run < last; ++run) {
+        const int64_t i = run - first;
+        body(run * scales.block + start, length, Scale{value[i], inverse[i], learned[i], zero_of(scales, run)}, run, segment);
+      }
+    }
+  });
+}
+
+// Step 3 of the order of addition in kernels.h, of `lanes` times kVector accumulators, which it overwrites.
+DEEPQAT_INLINE float sum_of_lanes(float* a, int64_t lanes) {
+  for (int64_t lane = 0; lane < lanes; ++lane, a += kVector)
+    for (int half = kVector / 2; half > 0; half /= 2)
+      for (int j = 0; j < half; ++j) a[j] += a[j + half];
+  a -= lanes * kVector;
+  for (int64_t half = lanes / 2; half > 0; half /= 2)
+    for (int64_t lane = 0; lane < half; ++lane) a[lane * kVector] += a[(lane + half) * kVector];
+  return a[0];
+}
+
+float sum_by_halves(float* accumulators, int64_t lanes) {
+  switch (lanes) {  // those of groups of weights, whose loops the compiler can take apart
+    case 4: return sum_of_lanes(accumulators, 4);
+    case 8: return sum_of_lanes(accumulators, 8);
+    case 16: return sum_of_lanes(accumulators, 16);
+    default: return sum_of_lanes(accumulators, lanes);
+  }
+}
+
+// Sum of n terms in the order of kernels.h, where term(i) may do other work with element i.
+template <typename Term>
+DEEPQAT_INLINE float sum_in_order(int64_t n, Term term) {
+  alignas(64) float accumulators[kPositions];
+  const int64_t used = std::min<int64_t>(n, kPositions);
+  const int64_t padded = (used + kVector - 1) / kVector * kVector;
+  unrolled(used, [&](int64_t p) { accumulators[p] = 0.0f + term(p); });
+  for (int64_t p = used; p < padded; ++p) accumulators[p] = 0.0f;
+  int64_t begin = kPositions;
+  for (; begin + kPositions <= n; begin += kPositions)
+    unrolled(kPositions, [&](int64_t p) { accumulators[p] += term(begin + p); });
+  if (begin < n) unrolled(n - begin, [&](int64_t p) { accumulators[p] += term(begin + p); });
+  // Lanes beyond the last one used, up to a power of two, are zero as well.
+  int64_t lanes = 1;
+  while (lanes * kVector < used) lanes *= 2;
+  for (int64_t p = padded; p < lanes * kVector; ++p) accumulators[p] = 0.0f;
+  return sum_by_halves(accumulators, lanes);
+}
+
+// The signs of eight integers, a bit each.
+DEEPQAT_INLINE uint8_t signs_of(const int32_t* x) {
+#if defined(__AVX__)
+  return static_cast<uint8_t>(_mm256_movemask_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(x))));
+#else
+  uint8_t signs = 0;
+  for (int j = 0; j < 8; ++j) signs |= static_cast<uint8_t>(static_cast<uint32_t>(x[j]) >> 31 << j);
+  return signs;
+#endif
+}
+
+// Which of n <= kChunk values are inside the range, a bit each.
+template <typename G>
+DEEPQAT_INLINE void pack_inside(const G& grid, const float* v, int64_t n, uint8_t* mask) {
+  int32_t flags[kChunk];
+  unrolled(n, [&](int64_t j) { flags[j] = grid.inside(v[j]) ? -1 : 0; });
+  for (int64_t j = n; j % 8 != 0; ++j) flags[j] = 0;
+  for (int64_t j = 0; j < n; j += 8) mask[j / 8] = signs_of(flags + j);
+}
+
+// For every byte of a mask: all bits of those of eight elements that it keeps, as words.
+template <size_t kSize>
+struct Kept {
+  uint64_t words[256][kSize];
+
+  constexpr Kept() : words() {
+    const int bits = 8 * static_cast<int>(kSize), in_word = 64 / bits;
+    for (int byte = 0; byte < 256; ++byte)
+      for (int j = 0; j < 8; ++j)
+        if ((byte >> j & 1) != 0) words[byte][j / in_word] |= ~0ull >> (64 - bits) << (j % in_word * bits);
+  }
+};
+
+template <size_t kSize>
+constexpr Kept<kSize> kKept;
+
+// Largest magnitude, or NaN if there is one: as integers, the bits of magnitudes are in the order of their values, and
+// those of NaNs above all.
+template <typename T>
+uint32_t largest_magnitude(const T* x, int64_t n) {
+  uint32_t lanes[16] = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int j = 0; j < 16; ++j) lanes[j] = std::max(lanes[j], bits_of(load(x[i + j])) & 0x7fffffffu);
+  for (; i < n; ++i) lanes[0] = std::max(lanes[0], bits_of(load(x[i])) & 0x7fffffffu);
+  for (int half = 8; half > 0; half /= 2)
+    for (int j = 0; j < half; ++j) lanes[j] = std::max(lanes[j], lanes[j + half]);
+  return lanes[0];
+}
+
+// Range of one token, extended to 0. NaN where the token holds a NaN: a comparison with one would drop it.
+template <typename Grids, typename T>
+auto token_of(const Grids& grids, const T* x, int64_t n) {
+  float lowest[16] = {}, highest[16] = {};
+  uint32_t nan[16] = {};
+  const auto take = [&](int lane, float value) {
+    lowest[lane] = value < lowest[lane] ? value : lowest[lane];
+    highest[lane] = value > highest[lane] ? value : highest[lane];
+    nan[lane] |= value != value ? 1u : 0u;
+  };
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int j = 0; j < 16; ++j) take(j, load(x[i + j]));
+  for (; i < n; ++i) take(0, load(x[i]));
+  const float low = *std::min_element(lowest, lowest + 16), high = *std::max_element(highest, highest + 16);
+  const bool any_nan = *std::max_element(nan, nan + 16) != 0;
+  return grids.token(low, any_nan ? float_of(0x7fc00000u) : high);
+}
+
+template <typename Body>
+void for_each_token(int64_t tokens, int64_t features, Body body) {
+  at::parallel_for(0, tokens, 1 + 4 * kSegment / (features + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) body(token);
+  });
+}
+
+}  // namespace
+}  // namespace deepqat::cpu

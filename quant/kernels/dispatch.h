@@ -1,0 +1,43 @@
+// From what is known at run time, a dtype and a grid, to the types that the kernels are compiled for.
+
+#pragma once
+
+#include "arithmetic.h"
+#include "kernels.h"
+
+namespace deepqat {
+
+// Calls f with a value of the type that `dtype` names.
+template <typename F>
+void with_dtype(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::kFloat32: return f(float{});
+    case Dtype::kBFloat16: return f(BFloat16{});
+    case Dtype::kHalf: return f(Half{});
+  }
+}
+
+// Calls f with a value of the dtype's type and the grid, which knows zero points where the scales have them.
+template <typename F>
+void with_dtype_and_grid(Dtype dtype, int grid, const Scales& scales, F f) {
+  with_dtype(dtype, [&](auto zero) {
+    if (grid == kE4M3Grid) return f(zero, E4M3{});
+    if (grid == kE2M1Grid) return f(zero, E2M1{});
+    const float half = static_cast<float>(1 << (grid - 1));
+    const Integer codes{-half, half - 1.0f};
+    if (scales.zero != nullptr) return f(zero, ShiftedIntegers{codes});
+    f(zero, codes);
+  });
+}
+
+// Calls f with a value of the dtype's type and what gives each token its grid.
+template <typename F>
+void with_dtype_and_token_grid(Dtype dtype, int grid, bool symmetric, F f) {
+  with_dtype(dtype, [&](auto zero) {
+    if (grid == kE4M3Grid) return f(zero, FloatTokens{});
+    const float half = static_cast<float>(1 << (grid - 1));
+    f(zero, IntegerTokens{{-half, half - 1.0f}, symmetric});
+  });
+}
+
+}  // namespace deepqat
