@@ -90,21 +90,13 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
         """Takes over the Parameter objects and the switch of ``linear``, in whose place it stands from now on."""
         QuantLinear.__init__(
             self,
-            linear.in_features,
-            linear.out_features,
+            linear,
             linear.scheme,
-            weight=linear.weight,
-            bias=linear.bias,
-            weight_s0=linear.weight_s0,
-            weight_theta=linear.weight_theta,
-            weight_global=linear.weight_global,
-            weight_zero=linear.weight_zero,
-            input_s0=None,
-            input_theta=None,
+            weight=linear.scale_of_weight,
+            input=None,
             weight_numel=linear.weight_numel,
         )
         self.weight_fake_quant = linear.weight_fake_quant
-        self.train(linear.training)
 
     def used_weight(self) -> Tensor:
         """Fake-quantised."""

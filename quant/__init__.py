@@ -21,6 +21,7 @@ from quant.observe import Observer, recomputing
 from quant.prepare import prepare
 from quant.quantization import Quantization
 from quant.rules import DEFAULT_EXEMPT, Rule
+from quant.scale import Quantizer, Scale
 from quant.scale_groups import ScaleGroup
 from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_scheme
 
@@ -36,8 +37,10 @@ __all__ = [
     "QuantLayer",
     "QuantLinear",
     "Quantization",
+    "Quantizer",
     "Ranges",
     "Rule",
+    "Scale",
     "ScaleGroup",
     "Scheme",
     "TensorSpec",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from quant import kernels
 from quant.function import lsq_factor
 from quant.layer import QuantLayer
+from quant.scale import Quantizer, Scale
 from quant.spec import Scheme
 
 
@@ -22,10 +23,8 @@ class QuantEmbedding(QuantLayer):
     embeddings, passes over their zero points without a word.
     """
 
-    def __init__(
-        self, embedding: nn.Embedding, scheme: Scheme, *, weight_s0: nn.Parameter, weight_theta: nn.Parameter | None
-    ) -> None:
-        """Takes over the Parameter object of ``embedding``.
+    def __init__(self, embedding: nn.Embedding, scheme: Scheme, *, weight: Scale) -> None:
+        """Takes over the Parameter object of ``embedding``; ``weight`` is the scale of its table.
 
         Raises:
             ValueError: the scheme is another one, or the embedding does more than look up.
@@ -37,19 +36,8 @@ class QuantEmbedding(QuantLayer):
             )
         if type(embedding) is not nn.Embedding or embedding.max_norm is not None or embedding.scale_grad_by_freq:
             raise ValueError(f"{embedding} does more than look up rows; leave it unquantised")
-        assert isinstance(embedding.weight, nn.Parameter)
-        super().__init__(
-            embedding.embedding_dim,
-            embedding.num_embeddings,
-            scheme,
-            weight=embedding.weight,
-            bias=None,
-            weight_s0=weight_s0,
-            weight_theta=weight_theta,
-            weight_global=None,
-            input_s0=None,
-            input_theta=None,
-        )
+        size = {"in_features": embedding.embedding_dim, "out_features": embedding.num_embeddings}
+        super().__init__(embedding, scheme, **size, weight=weight, input=None)
         self.padding_idx = embedding.padding_idx
         self.train(embedding.training)
 
@@ -73,7 +61,8 @@ class QuantEmbedding(QuantLayer):
             numel = spec.elements_per_scale((self.out_features, self.in_features))
             theta = F.embedding(ids, scaled_gradient(theta, lsq_factor(numel, spec))).flatten(0, -2)
         s0 = F.embedding(ids, self.weight_s0).flatten(0, -2)
-        return kernels.fake_quantize(rows.flatten(0, -2), s0, theta, spec, self.weight.dtype).view(rows.shape)
+        of_rows = Quantizer(Scale(s0, theta), spec, self.weight.dtype)
+        return kernels.fake_quantize(rows.flatten(0, -2), of_rows).view(rows.shape)
 
     def extra_repr(self) -> str:
         return (

@@ -19,6 +19,7 @@ Nothing is saved or computed for an operand that needs no gradient.
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quant import gemm, kernels
-from quant.inputs import QuantizedInput, SharedInput, quantize_input
+from quant.inputs import QuantizedInput, SharedInput, Wanted, quantize_input
+from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
-from quant.weight_scale import WeightScale
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,10 @@ def quant_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    weight_s0: Tensor | None,
-    weight_theta: Tensor | None,
-    input_s0: Tensor | None,
-    input_theta: Tensor | None,
+    weight_scale: Scale | None,
+    input_scale: Scale | None,
     plan: Plan,
     *,
-    weight_global: Tensor | None = None,
-    weight_zero: Tensor | None = None,
     weight_codes: Tensor | None = None,
     shared: SharedInput | None = None,
     offsets: Tensor | None = None,
@@ -72,11 +69,9 @@ def quant_linear(
     Args:
         x: ``[..., in]``; zero tokens are allowed and give zero gradients, not None.
         weight, bias: ``[out, in]`` and ``[out]`` or None, in the dtype of ``x``; or a stack ``[E, out, in]`` and None.
-        weight_s0, weight_theta, input_s0, input_theta: scales as in :func:`quant.reference.effective_scale`; None where
-            not quantised or not learned.
+        weight_scale, input_scale: of both; None where none is stored. One whose theta trains is given also where the
+            operand is not quantised: its gradient is zeros then.
         plan: what is quantised, and how it is computed.
-        weight_global: the global scale of the weight's, likewise.
-        weight_zero: the weight's zero points, fp32 in the shape of its scale; None where it is symmetric.
         weight_codes: the weight's codes, if they are known.
         shared: what layers that read the same tensor hand each other.
         offsets: of a stack, where the rows of each expert end, see :mod:`quant.gemm`.
@@ -87,58 +82,48 @@ def quant_linear(
     Raises:
         ValueError: an s0 requires a gradient.
     """
-    if any(s0 is not None and s0.requires_grad for s0 in (weight_s0, input_s0)):
+    if any(scale is not None and scale.s0.requires_grad for scale in (weight_scale, input_scale)):
         raise ValueError("weight_s0 and input_s0 are the frozen parts of the scales; train the thetas instead")
     quantized = QuantizedInput()
-    if plan.input is not None:
-        trains = torch.is_grad_enabled()
-        trains_weight = weight.requires_grad or (weight_theta is not None and weight_theta.requires_grad)
-        learns = input_theta is not None and input_theta.requires_grad
-        fixed = trains and not learns and not plan.input.dynamic
-        kind = (plan.fp8_gemm, fixed and trains_weight, fixed and x.requires_grad)
+    spec = plan.input
+    if spec is not None:
+        fixed = torch.is_grad_enabled() and not _learns(input_scale) and not spec.dynamic
+        trains_weight = weight.requires_grad or _learns(weight_scale)
+        wanted = Wanted(plan.fp8_gemm, codes=fixed and trains_weight, mask=fixed and x.requires_grad)
         with torch.no_grad():
-            quantized = _quantized_input(x, input_s0, input_theta, plan.input, weight.dtype, kind, shared)
+            make = partial(quantize_input, x, input_scale, spec, weight.dtype, wanted)
+            quantized = make() if shared is None else shared.get(x, wanted, make)
+    no_scale = (None,) * len(Scale._fields)
+    input_s0, input_theta, *_ = input_scale or no_scale
     return QuantLinearFunction.apply(
-        x,
-        weight,
-        bias,
-        weight_s0,
-        weight_theta,
-        weight_global,
-        input_s0,
-        input_theta,
-        *quantized,
-        weight_codes,
-        weight_zero,
-        offsets,
-        plan,
+        plan, x, weight, bias, *(weight_scale or no_scale), input_s0, input_theta, *quantized, weight_codes, offsets
     )
 
 
-def _quantized_input(
-    x: Tensor,
-    s0: Tensor | None,
-    theta: Tensor | None,
-    spec: TensorSpec,
-    model_dtype: torch.dtype,
-    kind: tuple[bool, bool, bool],
-    shared: SharedInput | None,
-) -> QuantizedInput:
-    fp8_gemm, keep_codes, keep_mask = kind
+def _learns(scale: Scale | None) -> bool:
+    return scale is not None and scale.theta is not None and scale.theta.requires_grad
 
-    def make() -> QuantizedInput:
-        return quantize_input(
-            x,
-            s0,
-            theta,
-            spec,
-            model_dtype,
-            fp8_gemm=fp8_gemm,
-            keep_codes=keep_codes,
-            keep_mask=keep_mask,
-        )
 
-    return make() if shared is None else shared.get(x, kind, make)
+class _Arguments(NamedTuple):
+    """The tensors that :class:`QuantLinearFunction` takes after its plan, and in this order their gradients.
+
+    ``values, codes, mask`` is a :class:`quant.inputs.QuantizedInput`.
+    """
+
+    x: Any
+    weight: Any
+    bias: Any
+    weight_s0: Any
+    weight_theta: Any
+    weight_global: Any
+    weight_zero: Any
+    input_s0: Any
+    input_theta: Any
+    values: Any
+    codes: Any
+    mask: Any
+    weight_codes: Any
+    offsets: Any
 
 
 class _Saved(NamedTuple):
@@ -148,117 +133,110 @@ class _Saved(NamedTuple):
     weight_s0: Tensor
     weight_theta: Tensor | None
     weight_global: Tensor | None
-    weight_codes: Tensor | None
     weight_zero: Tensor | None
+    weight_codes: Tensor | None
     input_s0: Tensor
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
     mask: Tensor  # packed: which elements of an input were inside the range, where its codes are kept
     offsets: Tensor | None
 
-    def weight_scale(self, spec: TensorSpec) -> WeightScale:
-        return WeightScale(
-            self.weight_s0, self.weight_theta, self.weight_global, spec, self.weight.dtype, self.weight_zero
-        )
+    def weight_quantizer(self, spec: TensorSpec) -> Quantizer:
+        scale = Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
+        return Quantizer(scale, spec, self.weight.dtype)
+
+    def input_quantizer(self, spec: TensorSpec) -> Quantizer:
+        return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
 
 
 class QuantLinearFunction(torch.autograd.Function):
     """The autograd of :func:`quant_linear`, after its input has been quantised.
 
-    ``values, codes, mask`` is a :class:`QuantizedInput`. No tensor comes twice: torch.compile does not take that.
+    ``apply(plan, *_Arguments)``. No tensor comes twice: torch.compile does not take that.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        weight_s0: Tensor,
-        weight_theta: Tensor | None,
-        weight_global: Tensor | None,
-        input_s0: Tensor | None,
-        input_theta: Tensor | None,
-        values: Tensor | None,
-        codes: Tensor | None,
-        mask: Tensor | None,
-        weight_codes: Tensor | None,
-        weight_zero: Tensor | None,
-        offsets: Tensor | None,
-        plan: Plan,
-    ) -> Tensor:
-        needs_x, needs_weight, needs_weight_theta = (ctx.needs_input_grad[i] for i in (0, 1, 4))
-        needs_input_theta = ctx.needs_input_grad[7]
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
+        given, needs = _Arguments(*tensors), _Arguments(*ctx.needs_input_grad[1:])
         dynamic = plan.input is not None and plan.input.dynamic
-        ctx.keeps_codes = plan.input is not None and not dynamic and not needs_input_theta
-        kept_x = codes if ctx.keeps_codes else x
+        ctx.keeps_codes = plan.input is not None and not dynamic and not needs.input_theta
+        kept_x = given.codes if ctx.keeps_codes else given.x
         # The range of a dynamic grid comes from the input, and with it which elements have a gradient.
-        if not (needs_weight or needs_weight_theta or needs_input_theta or (dynamic and needs_x)):
+        if not (needs.weight or needs.weight_theta or needs.input_theta or (dynamic and needs.x)):
             kept_x = None
-        scales = (weight_s0, weight_theta, weight_global)
-        ctx.save_for_backward(weight, *scales, weight_codes, weight_zero, input_s0, input_theta, kept_x, mask, offsets)
-        ctx.plan, ctx.input_shape = plan, x.shape
-        scale = None
-        if plan.weight is not None:
-            scale = WeightScale(*scales, plan.weight, weight.dtype, weight_zero)
+        scale = Scale(given.weight_s0, given.weight_theta, given.weight_global, given.weight_zero)
+        inputs = (given.input_s0, given.input_theta, kept_x, given.mask)
+        saved = _Saved(given.weight, *scale, given.weight_codes, *inputs, given.offsets)
+        ctx.save_for_backward(*saved)
+        ctx.plan, ctx.input_shape = plan, given.x.shape
         if plan.fp8_gemm:
-            assert scale is not None and codes is not None and plan.input is not None and input_s0 is not None
-            input_scale = kernels.effective_scale(input_s0, input_theta, plan.input, weight.dtype)
-            if weight_codes is None:
-                weight_codes = scale.quantize(weight)
-            return gemm.scaled_linear(codes, input_scale, weight_codes, scale.effective(), bias, weight.dtype, offsets)
-        used_weight = _used_weight(weight, scale, weight_codes)
+            return _product_of_codes(plan, saved, given.codes, given.bias)
+        quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
+        used_weight = _used_weight(given.weight, quantizer, given.weight_codes)
         # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed. It
         # knows no meta device, on which nothing is computed.
-        device = x.device.type
+        device = given.x.device.type
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if autocast else nullcontext():
-            return gemm.linear(x if values is None else values, used_weight, bias, offsets)
+            return gemm.linear(
+                given.x if given.values is None else given.values, used_weight, given.bias, given.offsets
+            )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_weight, needs_bias, _, needs_weight_theta, _, _, needs_input_theta, *_ = ctx.needs_input_grad
+        needs = _Arguments(*ctx.needs_input_grad[1:])
         saved = _Saved(*ctx.saved_tensors)  # once: activation checkpointing drops a tensor when it is unpacked
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
-        if needs_x or (needs_input_theta and ctx.plan.input is not None):
+        if needs.x or (needs.input_theta and ctx.plan.input is not None):
             grad_x, grad_input_theta = _input_gradients(ctx, saved, grad)
-        if needs_weight or (needs_weight_theta and ctx.plan.weight is not None):
-            grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad)
+        if needs.weight or (needs.weight_theta and ctx.plan.weight is not None):
+            grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad, needs.weight_theta)
         # The theta of an operand that is not quantised now: ZeRO-3 keeps the gradient of the last step of a Parameter
         # that gets none, and would apply it again in every step.
-        if saved.input_theta is not None and needs_input_theta and grad_input_theta is None:
+        if saved.input_theta is not None and needs.input_theta and grad_input_theta is None:
             grad_input_theta = torch.zeros_like(saved.input_theta)
-        if saved.weight_theta is not None and needs_weight_theta and grad_weight_theta is None:
+        if saved.weight_theta is not None and needs.weight_theta and grad_weight_theta is None:
             grad_weight_theta = torch.zeros_like(saved.weight_theta)
-        return (
-            grad_x if needs_x else None,
-            grad_weight if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-            None,
-            grad_weight_theta,
-            None,
-            None,
-            grad_input_theta,
-            *[None] * 7,
+        gradients = _Arguments(*[None] * len(_Arguments._fields))._replace(
+            x=grad_x if needs.x else None,
+            weight=grad_weight if needs.weight else None,
+            bias=grad.sum(0) if needs.bias else None,
+            weight_theta=grad_weight_theta,
+            input_theta=grad_input_theta,
         )
+        return None, *gradients
+
+
+def _product_of_codes(plan: Plan, saved: _Saved, codes: Tensor, bias: Tensor | None) -> Tensor:
+    """The fp8 GEMM of the codes of both operands, scaled."""
+    assert plan.weight is not None and plan.input is not None
+    quantizer = saved.weight_quantizer(plan.weight)
+    input_scale = kernels.effective_scale(saved.input_quantizer(plan.input))
+    weight_codes = saved.weight_codes
+    if weight_codes is None:
+        weight_codes, _ = kernels.quantize(saved.weight, quantizer)
+    weight_scale = kernels.effective_scale(quantizer)
+    return gemm.scaled_linear(codes, input_scale, weight_codes, weight_scale, bias, saved.weight.dtype, saved.offsets)
 
 
 def _used_weight(
-    weight: Tensor, scale: WeightScale | None, codes: Tensor | None, *, after: Tensor | None = None
+    weight: Tensor, quantizer: Quantizer | None, codes: Tensor | None, *, after: Tensor | None = None
 ) -> Tensor:
     """The weight as the GEMM in the model's dtype sees it."""
-    if scale is None:
+    if quantizer is None:
         return weight
-    return scale.fake_quantize(weight, after=after) if codes is None else scale.dequantize(codes, after=after)
+    if codes is None:
+        return kernels.fake_quantize(weight, quantizer, after=after)
+    return kernels.dequantize(codes, quantizer, after=after)
 
 
 def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
-    scale = None if plan.weight is None else saved.weight_scale(plan.weight)
-    used_weight = _used_weight(saved.weight, scale, saved.weight_codes, after=grad)
+    quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
+    used_weight = _used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)
     grad_used = gemm.input_gradient(grad, used_weight, saved.offsets).reshape(ctx.input_shape)
     if plan.input is None:
         return grad_used, None
@@ -269,28 +247,26 @@ def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Ten
     grad_theta = kernels.fake_quantize_backward_(
         grad_used,
         saved.x,
-        saved.input_s0,
-        saved.input_theta,
-        plan.input,
-        saved.weight.dtype,
+        saved.input_quantizer(plan.input),
         factor=lsq_factor(plan.input_numel, plan.input),
         theta_gradient=True,
     )
     return grad_used, grad_theta
 
 
-def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the weight, in its shape, and of its theta from ``grad [tokens, out]``."""
+def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor, theta_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the weight, in its shape, and of its theta where wanted, from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
     used_x = _used_input(ctx, saved, after=grad)
     grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
     if plan.weight is None:
         return grad_used, None
-    grad_theta = saved.weight_scale(plan.weight).backward_(
+    grad_theta = kernels.fake_quantize_backward_(
         grad_used,
         saved.weight,
+        saved.weight_quantizer(plan.weight),
         factor=lsq_factor(plan.weight_numel, plan.weight),
-        theta_gradient=ctx.needs_input_grad[4],
+        theta_gradient=theta_gradient,
     )
     return grad_used, grad_theta
 
@@ -302,43 +278,33 @@ def _used_input(ctx: Any, saved: _Saved, *, after: Tensor) -> Tensor:
         return saved.x
     if spec.dynamic:
         return kernels.fake_quantize_tokens(saved.x, spec, after=after)
-    dtype = saved.weight.dtype
-    scale = (saved.input_s0, saved.input_theta, spec, dtype)
-    if ctx.keeps_codes:
-        return kernels.dequantize(saved.x, *scale, dtype, after=after)
-    return kernels.fake_quantize(saved.x, *scale, after=after)
+    restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
+    return restore(saved.x, saved.input_quantizer(spec), after=after)
 
 
 class UsedWeightFunction(torch.autograd.Function):
     """A fake-quantised weight by itself, for a layer whose product is not a plain GEMM. The caller holds the copy.
 
-    ``apply(weight, weight_s0, weight_theta, weight_global, spec, numel, weight_zero)``; saves the Parameters.
+    ``apply(spec, numel, weight, *scale)``, where ``numel`` weights share one scale. It saves the Parameters.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        s0: Tensor,
-        theta: Tensor | None,
-        global_scale: Tensor | None,
-        spec: TensorSpec,
-        numel: int,
-        zero: Tensor | None = None,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, s0, theta, global_scale, zero)
+    def forward(ctx: Any, spec: TensorSpec, numel: int, weight: Tensor, *scale: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, *scale)
         ctx.spec, ctx.factor = spec, lsq_factor(numel, spec)
-        return WeightScale(s0, theta, global_scale, spec, weight.dtype, zero).fake_quantize(weight)
+        return kernels.fake_quantize(weight, Quantizer(Scale(*scale), spec, weight.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, s0, theta, global_scale, zero = ctx.saved_tensors
+        _, _, needs_weight, _, needs_theta, *_ = ctx.needs_input_grad
+        weight, *scale = ctx.saved_tensors
         grad_weight = grad.clone(memory_format=torch.contiguous_format)
-        grad_theta = WeightScale(s0, theta, global_scale, ctx.spec, weight.dtype, zero).backward_(
-            grad_weight, weight, factor=ctx.factor, theta_gradient=ctx.needs_input_grad[2]
+        quantizer = Quantizer(Scale(*scale), ctx.spec, weight.dtype)
+        grad_theta = kernels.fake_quantize_backward_(
+            grad_weight, weight, quantizer, factor=ctx.factor, theta_gradient=needs_theta
         )
-        return grad_weight if ctx.needs_input_grad[0] else None, None, grad_theta, *[None] * 4
+        return None, None, grad_weight if needs_weight else None, None, grad_theta, None, None
 
 
 def lsq_factor(numel: int, spec: TensorSpec) -> float:

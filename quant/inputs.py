@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quant import kernels
+from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 
 
@@ -34,33 +35,40 @@ class QuantizedInput(NamedTuple):
     mask: Tensor | None = None
 
 
-def quantize_input(
-    x: Tensor,
-    s0: Tensor | None,
-    theta: Tensor | None,
-    spec: TensorSpec,
-    model_dtype: torch.dtype,
-    *,
-    fp8_gemm: bool,
-    keep_codes: bool,
-    keep_mask: bool,
-) -> QuantizedInput:
-    """Quantise ``x`` for a GEMM of codes or of fake-quantised values; keep codes and mask for backward as told.
+class Wanted(NamedTuple):
+    """What is wanted of a quantised input.
 
-    A dynamic input has no s0, and nothing of it is kept.
+    Attributes:
+        codes_for_gemm: the GEMM multiplies the codes, not the fake-quantised values.
+        codes: backward wants the codes.
+        mask: backward wants the mask.
+    """
+
+    codes_for_gemm: bool
+    codes: bool
+    mask: bool
+
+
+def quantize_input(
+    x: Tensor, scale: Scale | None, spec: TensorSpec, model_dtype: torch.dtype, wanted: Wanted
+) -> QuantizedInput:
+    """Quantise ``x`` for the GEMM, and keep of it what backward wants.
+
+    A dynamic input has no scale, and nothing of it is kept.
     """
     if spec.dynamic:
         return QuantizedInput(kernels.fake_quantize_tokens(x, spec))
-    assert s0 is not None
-    if not (fp8_gemm or keep_codes or keep_mask):
-        return QuantizedInput(kernels.fake_quantize(x, s0, theta, spec, model_dtype))
-    scale = (s0, theta, spec, model_dtype)
+    assert scale is not None
+    quantizer = Quantizer(scale, spec, model_dtype)
+    if not any(wanted):
+        return QuantizedInput(kernels.fake_quantize(x, quantizer))
     values = None
-    if fp8_gemm:
-        codes, mask = kernels.quantize(x, *scale, mask=keep_mask)
+    if wanted.codes_for_gemm:
+        codes, mask = kernels.quantize(x, quantizer, mask=wanted.mask)
     else:
-        codes, mask, values = kernels.quantize_with_values(x, *scale, mask=keep_mask)
-    return QuantizedInput(values, codes if fp8_gemm or keep_codes else None, mask if keep_mask else None)
+        codes, mask, values = kernels.quantize_with_values(x, quantizer, mask=wanted.mask)
+    keeps_codes = wanted.codes_for_gemm or wanted.codes
+    return QuantizedInput(values, codes if keeps_codes else None, mask if wanted.mask else None)
 
 
 @dataclass
@@ -69,7 +77,7 @@ class _Entry:
 
     x: Tensor
     version: int
-    kind: tuple[bool, ...]
+    wanted: Wanted
     value: QuantizedInput
     taken: int = 0
 
@@ -86,17 +94,17 @@ class SharedInput:
         self.consumers = consumers
         self._entry: _Entry | None = None
 
-    def get(self, x: Tensor, kind: tuple[bool, ...], make: Callable[[], QuantizedInput]) -> QuantizedInput:
-        """The quantised form of ``x`` of this ``kind``, from the layer before or made now."""
+    def get(self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]) -> QuantizedInput:
+        """The quantised form of ``x`` with what is ``wanted`` of it, from the layer before or made now."""
         if torch.compiler.is_compiling() or x.is_inference():
             return make()
         entry = self._entry
         if entry is None or not _same(entry, x):
-            entry = self._entry = _Entry(x.detach(), x._version, kind, make())
+            entry = self._entry = _Entry(x.detach(), x._version, wanted, make())
         entry.taken += 1
         if entry.taken >= self.consumers:
             self.drop()
-        return entry.value if entry.kind == kind else make()
+        return entry.value if entry.wanted == wanted else make()
 
     def drop(self) -> None:
         """Hold nothing: all layers have taken it, or the scale changed after a forward that did not get to its end."""

@@ -30,6 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from quant import kernels
 from quant.function import lsq_factor
 from quant.observe import Observer
+from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 
 KEY, VALUE = "k_cache", "v_cache"
@@ -80,7 +81,8 @@ class QuantCache(nn.Module):
     @torch.no_grad()
     def input_scale(self) -> Tensor:
         """The effective scale as the forward uses it, fp32 ``(1,)``. Parameters gathered."""
-        return kernels.effective_scale(self.input_s0, self.input_theta, self.spec, torch.float32)
+        scale = Scale(self.input_s0, self.input_theta)
+        return kernels.effective_scale(Quantizer(scale, self.spec, torch.float32))
 
     def extra_repr(self) -> str:
         return f"{self.spec.dtype}, fake_quant={self.input_fake_quant}"
@@ -98,14 +100,14 @@ class _FakeQuantize(torch.autograd.Function):
         if spec is None:
             ctx.save_for_backward(theta)
             return x.view_as(x)
-        scale = (s0, theta, spec, x.dtype)
+        quantizer = Quantizer(Scale(s0, theta), spec, x.dtype)
         if needs_x and not needs_theta:
-            _, mask, values = kernels.quantize_with_values(x, *scale, mask=True)
+            _, mask, values = kernels.quantize_with_values(x, quantizer, mask=True)
             ctx.save_for_backward(mask)
             return values
         if needs_theta:
             ctx.save_for_backward(x, s0, theta)
-        return kernels.fake_quantize(x, *scale)
+        return kernels.fake_quantize(x, quantizer)
 
     @staticmethod
     @once_differentiable
@@ -123,10 +125,7 @@ class _FakeQuantize(torch.autograd.Function):
         grad_theta = kernels.fake_quantize_backward_(
             grad,
             x,
-            s0,
-            theta,
-            ctx.spec,
-            x.dtype,
+            Quantizer(Scale(s0, theta), ctx.spec, x.dtype),
             factor=lsq_factor(ctx.features, ctx.spec),
             theta_gradient=True,
         )

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from quant import kernels
 from quant.inputs import SharedInput
 from quant.observe import Observer
+from quant.scale import Quantizer, Scale
 from quant.spec import Scheme
-from quant.weight_scale import WeightScale
 
-# The Parameters of a quantised layer that the layer it replaces does not have.
+# The Parameters of a quantised layer that the layer it replaces does not have: the parts of a Scale of the weight, then
+# s0 and theta of one of the input. Checkpoints know them by these names.
 SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "weight_zero", "input_s0", "input_theta")
 
 
@@ -36,44 +37,55 @@ class QuantLayer(nn.Module):
         fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
         keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
             :func:`weights_changed`. Only where weights stay resident.
-        when_changed: called when weights, scales or switches changed; drops what is kept of them elsewhere.
+        when_changed: called when weights, scales or switches changed, so that what is kept of them elsewhere is
+            dropped; None where nothing is.
     """
+
+    weight_s0: nn.Parameter
+    weight_theta: nn.Parameter | None
+    weight_global: nn.Parameter | None
+    weight_zero: nn.Parameter | None
+    input_s0: nn.Parameter | None
+    input_theta: nn.Parameter | None
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        replaced: nn.Module,
         scheme: Scheme,
         *,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        weight_s0: nn.Parameter,
-        weight_theta: nn.Parameter | None,
-        weight_global: nn.Parameter | None,
-        input_s0: nn.Parameter | None,
-        input_theta: nn.Parameter | None,
-        weight_zero: nn.Parameter | None = None,
+        in_features: int,
+        out_features: int,
+        weight: Scale,
+        input: Scale | None,
     ) -> None:
+        """Takes over the Parameter objects ``weight`` and ``bias`` of the layer that it replaces.
+
+        Args:
+            replaced: the layer.
+            scheme: how it is quantised.
+            in_features, out_features: as above.
+            weight, input: the scales, of Parameters; of the input None where the scheme stores none.
+
+        Raises:
+            ValueError: scheme and scales do not agree.
+        """
         super().__init__()
-        if (input_s0 is None) != (scheme.static_input is None):
+        if (input is None) != (scheme.static_input is None):
             raise ValueError(f"scheme {scheme.name!r} and input_s0 disagree on whether a scale of the input is stored")
-        if (weight_global is None) != (scheme.weights.scale_format != "e4m3"):
+        if (weight.global_ is None) != (scheme.weights.scale_format != "e4m3"):
             raise ValueError(f"scheme {scheme.name!r} and weight_global disagree on whether there is a global scale")
-        if (weight_zero is None) != (not scheme.weights.has_zero_points):
+        if (weight.zero is None) != (not scheme.weights.has_zero_points):
             raise ValueError(f"scheme {scheme.name!r} and weight_zero disagree on whether there are zero points")
         self.in_features = in_features
         self.out_features = out_features
         self.num_experts = 0
         self.projections: tuple[str, ...] = ()
         self.scheme = scheme
-        self.weight = weight
-        self.bias = bias
-        self.weight_s0 = weight_s0
-        self.weight_theta = weight_theta
-        self.weight_global = weight_global
-        self.weight_zero = weight_zero
-        self.input_s0 = input_s0
-        self.input_theta = input_theta
+        self.weight = replaced.weight
+        self.bias = getattr(replaced, "bias", None)
+        parts = (*weight, *((None, None) if input is None else input[:2]))
+        for name, part in zip(SCALE_PARAMETERS, parts, strict=True):
+            self.register_parameter(name, part)
         self.weight_fake_quant = True
         self.input_fake_quant = scheme.activations is not None
         self.input_observer: Observer | None = None
@@ -97,28 +109,31 @@ class QuantLayer(nn.Module):
         if self.when_changed is not None:
             self.when_changed()
 
+    @property
+    def scale_of_weight(self) -> Scale:
+        """The Parameters of the weight's scale as they are now; under ZeRO-3 these may be partitions."""
+        return Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
+
+    @property
+    def scale_of_input(self) -> Scale | None:
+        """The same of the input's scale; None where none is stored."""
+        return None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
+
     @torch.no_grad()
     def weight_scale(self) -> Tensor:
         """The effective scale of the weight, as the forward uses it: fp32, shape by the scheme. Parameters gathered."""
-        return self._weight_scale().effective()
+        return kernels.effective_scale(self._weight_quantizer())
 
-    def _weight_scale(self) -> WeightScale:
-        return WeightScale(
-            self.weight_s0,
-            self.weight_theta,
-            self.weight_global,
-            self.scheme.weights,
-            self.weight.dtype,
-            self.weight_zero,
-        )
+    def _weight_quantizer(self) -> Quantizer:
+        return Quantizer(self.scale_of_weight, self.scheme.weights, self.weight.dtype)
 
     @torch.no_grad()
     def input_scale(self) -> Tensor | None:
         """The effective scale of the input, fp32 ``(1,)``, or None where none is stored. Parameters gathered."""
-        spec = self.scheme.static_input
-        if self.input_s0 is None or spec is None:
+        scale, spec = self.scale_of_input, self.scheme.static_input
+        if scale is None or spec is None:
             return None
-        return kernels.effective_scale(self.input_s0, self.input_theta, spec, self.weight.dtype)
+        return kernels.effective_scale(Quantizer(scale, spec, self.weight.dtype))
 
     def _check_scale_dtypes(self) -> None:
         """A module-wide cast (DeepSpeed's to bf16, on stages 0 to 2) rounds the frozen scales in silence."""

@@ -8,10 +8,11 @@ structure: a schedule turns fake quantisation on in the middle of a run.
 import torch
 from torch import Tensor, nn
 
-from quant import gemm
+from quant import gemm, kernels
 from quant.experts import StackedLinear
 from quant.function import Plan, UsedWeightFunction, quant_linear
 from quant.layer import QuantLayer
+from quant.scale import Scale
 from quant.spec import Scheme
 
 
@@ -29,75 +30,35 @@ class QuantLinear(QuantLayer):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        linear: "nn.Linear | StackedLinear | QuantLinear",
         scheme: Scheme,
         *,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        weight_s0: nn.Parameter,
-        weight_theta: nn.Parameter | None,
-        input_s0: nn.Parameter | None,
-        input_theta: nn.Parameter | None,
+        weight: Scale,
+        input: Scale | None,
         weight_numel: int,
-        weight_global: nn.Parameter | None = None,
-        weight_zero: nn.Parameter | None = None,
     ) -> None:
-        """``weight_numel`` is the number of weights that share one scale, over all layers that share ``weight_s0``."""
-        super().__init__(
-            in_features,
-            out_features,
-            scheme,
-            weight=weight,
-            bias=bias,
-            weight_s0=weight_s0,
-            weight_theta=weight_theta,
-            weight_global=weight_global,
-            weight_zero=weight_zero,
-            input_s0=input_s0,
-            input_theta=input_theta,
-        )
+        """The same Linear with scales: its Parameter objects are taken over, not copied.
+
+        Args:
+            linear: the Linear, or stack of them, that this module replaces.
+            scheme, weight, input: as of :class:`quant.layer.QuantLayer`.
+            weight_numel: as above.
+
+        Raises:
+            ValueError: scheme and scales do not agree, or the inputs' groups do not divide ``in_features``.
+        """
+        size = {"in_features": linear.in_features, "out_features": linear.out_features}
+        super().__init__(linear, scheme, **size, weight=weight, input=input)
         group_size = scheme.activations.group_size if scheme.activations is not None else None
-        if group_size is not None and in_features % group_size:
+        if group_size is not None and self.in_features % group_size:
             raise ValueError(
-                f"in_features {in_features} is not divisible by the inputs' group_size {group_size} of scheme "
+                f"in_features {self.in_features} is not divisible by the inputs' group_size {group_size} of scheme "
                 f"{scheme.name!r}; choose another scheme, or exempt this layer"
             )
-        self.weight_numel = weight_numel
-
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear | StackedLinear,
-        scheme: Scheme,
-        *,
-        weight_s0: nn.Parameter,
-        weight_theta: nn.Parameter | None,
-        input_s0: nn.Parameter | None,
-        input_theta: nn.Parameter | None,
-        weight_numel: int,
-        weight_global: nn.Parameter | None = None,
-        weight_zero: nn.Parameter | None = None,
-    ) -> "QuantLinear":
-        """The same Linear with scales: its Parameter objects are taken over, not copied."""
-        assert isinstance(linear.weight, nn.Parameter)
-        module = cls(
-            linear.in_features,
-            linear.out_features,
-            scheme,
-            weight=linear.weight,
-            bias=linear.bias,
-            weight_s0=weight_s0,
-            weight_theta=weight_theta,
-            input_s0=input_s0,
-            input_theta=input_theta,
-            weight_numel=weight_numel,
-            weight_global=weight_global,
-            weight_zero=weight_zero,
-        )
         if isinstance(linear, StackedLinear):
-            module.num_experts, module.projections = linear.num_experts, linear.projections
-        return module.train(linear.training)
+            self.num_experts, self.projections = linear.num_experts, linear.projections
+        self.weight_numel = weight_numel
+        self.train(linear.training)
 
     def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
         """``x`` is ``[..., in_features]`` in the model's dtype, zero tokens allowed. Returns ``[..., out]``.
@@ -121,35 +82,26 @@ class QuantLinear(QuantLayer):
             x,
             self.weight,
             self.bias,
-            self.weight_s0,
-            self.weight_theta,
-            self.input_s0,
-            self.input_theta,
+            self.scale_of_weight,
+            self.scale_of_input,
             plan,
-            weight_global=self.weight_global,
-            weight_zero=self.weight_zero,
             weight_codes=self._kept_weight_codes() if self.weight_fake_quant else None,
             shared=self.shared_input,
             offsets=offsets,
         )
 
     def used_weight(self) -> Tensor:
-        """The weight ``[out, in]`` as the forward multiplies it now, differentiable; for who multiplies it himself."""
+        """The weight ``[out, in]`` as the forward multiplies it now, differentiable.
+
+        A caller whose product is not a plain GEMM multiplies it himself.
+        """
         if not self.weight_fake_quant:
             if self.weight_theta is None or not torch.is_grad_enabled():
                 return self.weight
             # ZeRO-3 would apply the last gradient of a Parameter again that gets none.
             return self.weight + 0 * self.weight_theta.sum()
         self._check_scale_dtypes()
-        return UsedWeightFunction.apply(
-            self.weight,
-            self.weight_s0,
-            self.weight_theta,
-            self.weight_global,
-            self.scheme.weights,
-            self.weight_numel,
-            self.weight_zero,
-        )
+        return UsedWeightFunction.apply(self.scheme.weights, self.weight_numel, self.weight, *self.scale_of_weight)
 
     def _kept_weight_codes(self) -> Tensor | None:
         """The weight's codes, quantised at the first use after the weight changed; None where they are not kept."""
@@ -158,7 +110,7 @@ class QuantLinear(QuantLayer):
         if self._weight_codes is None:
             # Not in the caller's inference mode either: what is made there cannot be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():
-                self._weight_codes = self._weight_scale().quantize(self.weight)
+                self._weight_codes = kernels.quantize(self.weight, self._weight_quantizer())[0]
         return self._weight_codes
 
     def extra_repr(self) -> str:

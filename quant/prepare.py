@@ -125,7 +125,7 @@ def _quant_embedding(
 ) -> tuple[QuantEmbedding, ScaleGroup]:
     try:
         group = embedding_group(name, embedding, scheme.weights, learn)
-        return QuantEmbedding(embedding, scheme, weight_s0=group.s0, weight_theta=group.theta), group
+        return QuantEmbedding(embedding, scheme, weight=group.scale), group
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -145,15 +145,12 @@ def _replace(
     for name, linear in linears.items():
         ours, its_input, its_global = weight_group[name], input_group.get(name), global_group.get(name)
         shapes = [weight_shape(linears[member]) for member in ours.members]
-        layers[name] = QuantLinear.from_linear(
+        scale = ours.scale if its_global is None else ours.scale._replace(global_=its_global.s0)
+        layers[name] = QuantLinear(
             linear,
             schemes[name],
-            weight_s0=ours.s0,
-            weight_theta=ours.theta,
-            weight_global=its_global.s0 if its_global is not None else None,
-            weight_zero=ours.zero,
-            input_s0=its_input.s0 if its_input is not None else None,
-            input_theta=its_input.theta if its_input is not None else None,
+            weight=scale,
+            input=None if its_input is None else its_input.scale,
             weight_numel=sum(ours.spec.elements_per_scale(shape) for shape in shapes),
         )
         parent, _, leaf = name.rpartition(".")

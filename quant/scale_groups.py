@@ -27,6 +27,7 @@ from quant.calibrate import Ranges
 from quant.experts import StackedLinear
 from quant.kv_cache import QuantCache
 from quant.observe import Observer
+from quant.scale import Scale
 from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
 Linears = dict[str, nn.Linear | StackedLinear]
@@ -41,19 +42,32 @@ class ScaleGroup:
             ``named_parameters()``.
         members: names of all layers (or the quantiser of keys, or of values) that share the scale, in module order.
         spec: how what it scales is quantised.
-        s0: the frozen fp32 scale, in the shape that ``spec`` says, ``(1,)`` of an input; NaN until filled.
-        theta: its learned correction in the model's dtype, 0 at the start, or None for a static scale.
+        scale: the scale, of Parameters: s0 in the shape that ``spec`` says, ``(1,)`` of an input, and NaN until filled,
+            as are zero points; theta in the model's dtype, 0 at the start. The global scale above e4m3 scales is the s0
+            of a group of its own.
         observer: of the group's input, or None in a group of weights.
-        zero: the frozen zero points beside ``s0``, fp32, NaN until filled; None where ``spec`` has none.
     """
 
     owner: str
     members: list[str]
     spec: TensorSpec
-    s0: nn.Parameter
-    theta: nn.Parameter | None
+    scale: Scale
     observer: Observer | None = None
-    zero: nn.Parameter | None = None
+
+    @property
+    def s0(self) -> nn.Parameter:
+        """The frozen part of the scale."""
+        return self.scale.s0  # type: ignore[return-value]
+
+    @property
+    def theta(self) -> nn.Parameter | None:
+        """The learned part of the scale, None for a static one."""
+        return self.scale.theta  # type: ignore[return-value]
+
+    @property
+    def zero(self) -> nn.Parameter | None:
+        """The zero points beside the scale, None where ``spec`` has none."""
+        return self.scale.zero  # type: ignore[return-value]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -90,13 +104,12 @@ def weight_groups(
                 shape = spec.scale_shape(weight_shape(owner))
             except ValueError as error:
                 raise ValueError(f"{some[0]}: {error}") from None
-            scale = _new_scale(owner, shape, learn)
-            zero = _new_scale(owner, shape, False)[0] if spec.has_zero_points else None
-            groups.append(ScaleGroup(some[0], some, spec, *scale, zero=zero))
+            scale = _new_scale(owner, shape, learn, zero_points=spec.has_zero_points)
+            groups.append(ScaleGroup(some[0], some, spec, scale))
         if spec.scale_format == "e4m3":
             owner = linears[members[0]]
             scale = _new_scale(owner, FP8_TENSOR.scale_shape(weight_shape(owner)), False)
-            global_groups.append(ScaleGroup(members[0], members, spec, *scale))
+            global_groups.append(ScaleGroup(members[0], members, spec, scale))
     return groups, global_groups
 
 
@@ -107,7 +120,7 @@ def embedding_group(name: str, embedding: nn.Embedding, spec: TensorSpec, learn:
         ValueError: the table does not divide into the groups of ``spec``.
     """
     shape = spec.scale_shape((embedding.num_embeddings, embedding.embedding_dim))
-    return ScaleGroup(name, [name], spec, *_new_scale(embedding, shape, learn))
+    return ScaleGroup(name, [name], spec, _new_scale(embedding, shape, learn))
 
 
 def input_groups(
@@ -125,7 +138,7 @@ def input_groups(
         if spec is not None:
             _check_same_width(members, linears)
             scale = _new_scale(linears[members[0]], (1,), learn)
-            groups.append(ScaleGroup(members[0], members, spec, *scale, _observer(spec, ranges)))
+            groups.append(ScaleGroup(members[0], members, spec, scale, _observer(spec, ranges)))
     return groups
 
 
@@ -139,7 +152,8 @@ def _check_same_width(members: list[str], linears: Linears) -> None:
 
 def cache_group(name: str, cache: QuantCache, ranges: Ranges) -> ScaleGroup:
     """The scale group of the keys, or of the values, of one layer."""
-    return ScaleGroup(name, [name], cache.spec, cache.input_s0, cache.input_theta, _observer(cache.spec, ranges))
+    scale = Scale(cache.input_s0, cache.input_theta)
+    return ScaleGroup(name, [name], cache.spec, scale, _observer(cache.spec, ranges))
 
 
 def _observer(spec: TensorSpec, ranges: Ranges) -> Observer:
@@ -147,9 +161,18 @@ def _observer(spec: TensorSpec, ranges: Ranges) -> Observer:
 
 
 def _new_scale(
-    owner: nn.Linear | StackedLinear | nn.Embedding, shape: tuple[int, ...], learn: bool
-) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """A frozen fp32 scale of NaNs, and a theta of zeros in the dtype of the weight if it learns."""
+    owner: nn.Linear | StackedLinear | nn.Embedding,
+    shape: tuple[int, ...],
+    learn: bool,
+    *,
+    zero_points: bool = False,
+) -> Scale:
+    """A frozen fp32 scale of NaNs, with a theta of zeros in the dtype of the weight if it learns, and zero points of
+    NaNs where there are some."""
     device, dtype = owner.weight.device, owner.weight.dtype
-    s0 = nn.Parameter(torch.full(shape, torch.nan, dtype=torch.float32, device=device), requires_grad=False)
-    return s0, nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) if learn else None
+
+    def frozen() -> nn.Parameter:
+        return nn.Parameter(torch.full(shape, torch.nan, dtype=torch.float32, device=device), requires_grad=False)
+
+    theta = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) if learn else None
+    return Scale(frozen(), theta, zero=frozen() if zero_points else None)

@@ -11,53 +11,56 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from quant import kernels
 from quant.calibrate import by_run
-from quant.weight_scale import WeightScale
+from quant.scale import Quantizer, Scale
 
 
-def quantize_part(flat: Tensor, start: int, numel: int, scale: WeightScale) -> Tensor:
+def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) -> Tensor:
     """Quantise part of a weight.
 
     Args:
         flat: its elements ``[start, start + len(flat))``, 1-D, in the weight's dtype.
         start: where the part begins in the row-major weight.
         numel: how many elements the whole weight has.
-        scale: the scales of the whole weight, each of which belongs to as many consecutive elements as every other.
+        quantizer: of the whole weight; each of its scales belongs to as many consecutive elements as every other.
 
     Returns:
         uint8, as many as there are elements: the bytes of the codes (``float8_e4m3fn`` or ``int8``).
     """
     codes = flat.new_empty(flat.numel(), dtype=torch.uint8)
-    for (runs, rows), (_, out) in zip(_runs(flat, start, numel, scale), _runs(codes, start, numel, scale), strict=True):
-        out.copy_(_of(scale, runs).quantize(rows).view(torch.uint8))
+    for runs, rows, out in _runs(flat, codes, start, numel, quantizer):
+        out.copy_(kernels.quantize(rows, _of(quantizer, runs))[0].view(torch.uint8))
     return codes
 
 
-def dequantize_whole(codes: Tensor, scale: WeightScale) -> Tensor:
+def dequantize_whole(codes: Tensor, quantizer: Quantizer) -> Tensor:
     """What the bytes of :func:`quantize_part` of all parts stand for, 1-D, in the weight's dtype."""
-    return scale.dequantize(codes.view(torch.float8_e4m3fn if scale.spec.dtype == "fp8_e4m3" else torch.int8))
+    dtype = torch.float8_e4m3fn if quantizer.spec.dtype == "fp8_e4m3" else torch.int8
+    return kernels.dequantize(codes.view(dtype), quantizer)
 
 
 def part_gradients_(
-    grad: Tensor, flat: Tensor, start: int, numel: int, scale: WeightScale, *, factor: float
+    grad: Tensor, flat: Tensor, start: int, numel: int, quantizer: Quantizer, *, factor: float
 ) -> Tensor | None:
     """Gradients of part of a weight and of its theta from that with respect to the quantised weight.
 
     Args:
         grad: the gradient with respect to the quantised elements, fp32, 1-D. That of the weight takes its place, with
             NaN where the weight is NaN: no integer code says so, and the step must be seen to have gone wrong.
-        flat, start, numel, scale: as in :func:`quantize_part`.
+        flat, start, numel, quantizer: as in :func:`quantize_part`.
         factor: what theta's gradient is multiplied with, see :func:`quant.function.lsq_factor`.
 
     Returns:
         The part's share of theta's gradient, fp32, 1-D, one per scale; None if there is no theta.
     """
-    shares = None if scale.theta is None else torch.zeros(scale.theta.numel(), device=grad.device)
-    for (runs, rows), (_, grads) in zip(
-        _runs(flat, start, numel, scale), _runs(grad, start, numel, scale), strict=True
-    ):
+    theta = quantizer.scale.theta
+    shares = None if theta is None else torch.zeros(theta.numel(), device=grad.device)
+    for runs, rows, grads in _runs(flat, grad, start, numel, quantizer):
         # The operator takes both in one dtype; its theta's gradient is of theta's.
-        share = _of(scale, runs).backward_(grads, rows.float(), factor=factor, theta_gradient=shares is not None)
+        share = kernels.fake_quantize_backward_(
+            grads, rows.float(), _of(quantizer, runs), factor=factor, theta_gradient=shares is not None
+        )
         grads.masked_fill_(rows.isnan(), torch.nan)
         if shares is not None:
             assert share is not None
@@ -65,11 +68,17 @@ def part_gradients_(
     return shares
 
 
-def _runs(flat: Tensor, start: int, numel: int, scale: WeightScale) -> Iterator[tuple[slice, Tensor]]:
-    return by_run(flat, start, numel // scale.s0.numel())
+def _runs(
+    flat: Tensor, other: Tensor, start: int, numel: int, quantizer: Quantizer
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """:func:`by_run` of two tensors that belong to the same elements, in runs of one scale."""
+    size = numel // quantizer.scale.s0.numel()
+    for (runs, rows), (_, others) in zip(by_run(flat, start, size), by_run(other, start, size), strict=True):
+        yield runs, rows, others
 
 
-def _of(scale: WeightScale, runs: slice) -> WeightScale:
+def _of(quantizer: Quantizer, runs: slice) -> Quantizer:
     """The scales of these runs, theta in fp32, so that nothing of a share is rounded."""
-    theta = None if scale.theta is None else scale.theta.flatten()[runs].float()
-    return scale._replace(s0=scale.s0.flatten()[runs], theta=theta)
+    s0, theta, *_ = quantizer.scale
+    part = Scale(s0.flatten()[runs], None if theta is None else theta.flatten()[runs].float())
+    return quantizer._replace(scale=part)

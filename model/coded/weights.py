@@ -24,7 +24,7 @@ from model.zero import (
 from model.zero.as_bytes import ByteForm, gather_as_bytes, release_decoded
 from quant import Quantization, QuantLayer, QuantLinear
 from quant.function import lsq_factor
-from quant.weight_scale import WeightScale
+from quant.scale import Quantizer, Scale
 
 NONE_CODED = (
     "quant.gather_codes: true, expected false: no layer has a weight in bfloat16 or float32, larger than "
@@ -89,7 +89,7 @@ class CodedWeights:
         if not self._weights:
             raise ValueError(NONE_CODED)
         gather_as_bytes(model, self._form_of)
-        self._scales: dict[int, WeightScale] | None = None
+        self._scales: dict[int, Quantizer] | None = None
         for one in self._weights.values():
             one.layer.when_changed = self._changed
 
@@ -139,7 +139,7 @@ class CodedWeights:
             decode=lambda codes: dequantize_whole(codes, scale),
         )
 
-    def _known(self) -> dict[int, WeightScale]:
+    def _known(self) -> dict[int, Quantizer]:
         """The whole scales by their weights' ids. After a change, the first gather that needs them is a collective."""
         if self._scales is None:
             # The optimizer wrote them on another stream than the one that gathers.
@@ -150,8 +150,8 @@ class CodedWeights:
             values = dict(zip(parameters, whole_values(list(parameters.values())), strict=True))
             get_accelerator().synchronize()
             self._scales = {
-                key: WeightScale(
-                    values[id(one.s0)], values.get(id(one.theta)), None, one.layer.scheme.weights, one.weight.dtype
+                key: Quantizer(
+                    Scale(values[id(one.s0)], values.get(id(one.theta))), one.layer.scheme.weights, one.weight.dtype
                 )
                 for key, one in self._weights.items()
             }

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from quant.kernels.registration import ensure_ready
 from quant.reference import round_scale
+from quant.scale import Quantizer
 from quant.spec import TensorSpec
 
 _OPS = torch.ops.deepqat
@@ -21,50 +22,34 @@ def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
     return model_dtype if spec.scale_format == "model" else torch.float32
 
 
-def effective_scale(
-    s0: Tensor,
-    theta: Tensor | None,
-    spec: TensorSpec,
-    model_dtype: torch.dtype,
-    global_scale: Tensor | None = None,
-    *,
-    after: Tensor | None = None,
-) -> Tensor:
-    """:func:`quant.reference.effective_scale` without a gradient, for those who need the scale as a tensor; ``after``
-    as above."""
-    scale = learned_scale(s0, theta, stored_dtype(spec, model_dtype), after=after)
-    return round_scale(scale, spec, global_scale) if spec.scale_format in ("e8m0", "e4m3") else scale
+def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
+    """The scale that the forward uses, :func:`quant.reference.effective_scale`, without a gradient; ``after`` as in
+    :mod:`quant.kernels.registration`, here and below."""
+    (s0, theta, above, _), spec, dtype = quantizer
+    scale = _learned_scale(s0, theta, stored_dtype(spec, dtype), after=after)
+    if spec.scale_format not in ("e8m0", "e4m3"):
+        return scale
+    if above is not None:
+        above = above.view(-1, *[1] * (s0.dim() - 1))  # of a stack, one per expert
+    return round_scale(scale, spec, above)
 
 
-def learned_scale(
-    s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype = torch.float32, *, after: Tensor | None = None
-) -> Tensor:
-    """``s0 * exp(theta)`` rounded to ``scale_dtype``, as fp32 in s0's shape; ``after`` as above."""
+def _learned_scale(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, *, after: Tensor | None) -> Tensor:
+    """``s0 * exp(theta)`` rounded to ``scale_dtype``, as fp32 in s0's shape."""
     if theta is None and scale_dtype == torch.float32 and after is None:
         return s0
     ensure_ready()
     return _OPS.effective_scale(s0, theta, scale_dtype, after)
 
 
-def quantize(
-    x: Tensor,
-    s0: Tensor,
-    theta: Tensor | None,
-    spec: TensorSpec,
-    model_dtype: torch.dtype,
-    zero: Tensor | None = None,
-    *,
-    mask: bool = False,
-) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Tensor, Tensor]:
     """Codes of ``x`` in its shape, and which elements are inside the range.
 
     Args:
         x: any shape and stride; fp32, bf16 or fp16.
-        s0: frozen scale, fp32, contiguous; its elements divide ``x`` into equal parts.
-        theta: learned logarithmic correction in any of these dtypes and s0's shape, or None.
-        spec: the grid. Which elements share a scale follows from the number of scales, not from its granularity.
-        model_dtype: dtype of the model's weights.
-        zero: the scales' zero points, fp32, contiguous, in s0's shape; of integers only.
+        quantizer: its format and scale. Except with scales per block, which elements share a scale follows from the
+            number of scales: ``n`` of them divide ``x`` into ``n`` equal consecutive parts. The parts of the scale must
+            be contiguous.
         mask: whether the mask is wanted.
 
     Returns:
@@ -72,72 +57,41 @@ def quantize(
         ``i`` at bit ``i % 8`` of byte ``i // 8`` (empty if it is not wanted).
 
     Raises:
-        RuntimeError: the scales do not divide ``x``, or a dtype is none of those above. So do the other operators.
+        RuntimeError: the scales do not divide ``x``, or a dtype is none of those above. So do the other functions.
     """
     ensure_ready()
-    return _OPS.quantize(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), mask, zero)
+    s0, theta, grid, stored = _of_runs(quantizer)
+    return _OPS.quantize(x, s0, theta, grid, stored, mask, quantizer.scale.zero)
 
 
-def quantize_with_values(
-    x: Tensor,
-    s0: Tensor,
-    theta: Tensor | None,
-    spec: TensorSpec,
-    model_dtype: torch.dtype,
-    zero: Tensor | None = None,
-    *,
-    mask: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_with_values(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`quantize` and :func:`fake_quantize` in one pass: codes, mask, values."""
     ensure_ready()
-    return _OPS.quantize_with_values(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), mask, zero)
+    s0, theta, grid, stored = _of_runs(quantizer)
+    return _OPS.quantize_with_values(x, s0, theta, grid, stored, mask, quantizer.scale.zero)
 
 
-def dequantize(
-    codes: Tensor,
-    s0: Tensor,
-    theta: Tensor | None,
-    spec: TensorSpec,
-    model_dtype: torch.dtype,
-    dtype: torch.dtype,
-    zero: Tensor | None = None,
-    *,
-    after: Tensor | None = None,
-) -> Tensor:
-    """``(codes - zero) * scale`` in ``dtype``, in the shape of ``codes``; other arguments as for :func:`quantize`,
-    ``after`` as above."""
+def dequantize(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
+    """``(codes - zero) * scale`` in the model's dtype, in the shape of ``codes``."""
     ensure_ready()
-    return _OPS.dequantize(codes, s0, theta, stored_dtype(spec, model_dtype), dtype, after, zero)
+    s0, theta, _, stored = _of_runs(quantizer, after)
+    return _OPS.dequantize(codes, s0, theta, stored, quantizer.dtype, after, quantizer.scale.zero)
 
 
-def fake_quantize(
-    x: Tensor,
-    s0: Tensor,
-    theta: Tensor | None,
-    spec: TensorSpec,
-    model_dtype: torch.dtype,
-    zero: Tensor | None = None,
-    *,
-    after: Tensor | None = None,
-) -> Tensor:
-    """``x`` through the grid and back, in its shape and dtype. Differentiable in ``x`` and theta (no LSQ factor);
-    ``after`` as above."""
+def fake_quantize(x: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
+    """``x`` through the grid and back, in its shape and dtype.
+
+    Differentiable in ``x``, and in theta (without LSQ's factor) where the kernels form the scale, see
+    :func:`fake_quantize_backward_`.
+    """
     ensure_ready()
     operator = _OPS.fake_quantize if torch.is_grad_enabled() else _OPS.fake_quantized
-    return operator(x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), after, zero)
+    s0, theta, grid, stored = _of_runs(quantizer, after)
+    return operator(x, s0, theta, grid, stored, after, quantizer.scale.zero)
 
 
 def fake_quantize_backward_(
-    grad: Tensor,
-    x: Tensor,
-    s0: Tensor,
-    theta: Tensor | None,
-    spec: TensorSpec,
-    model_dtype: torch.dtype,
-    zero: Tensor | None = None,
-    *,
-    factor: float,
-    theta_gradient: bool,
+    grad: Tensor, x: Tensor, quantizer: Quantizer, *, factor: float, theta_gradient: bool
 ) -> Tensor | None:
     """Gradients of :func:`fake_quantize` in one pass: theta's, times ``factor``, where wanted; that of ``x`` takes the
     place of ``grad``.
@@ -145,10 +99,48 @@ def fake_quantize_backward_(
     ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends on the shape alone.
     """
     ensure_ready()
-    grad_theta = _OPS.fake_quantize_backward_(
-        grad, x, s0, theta, grid_of(spec), stored_dtype(spec, model_dtype), factor, theta_gradient, zero
-    )
-    return grad_theta if theta_gradient else None
+    (s0, theta, _, zero), spec, _ = quantizer
+    if not theta_gradient or _kernels_form_it(spec):
+        operands = _of_runs(quantizer, grad)
+        grad_theta = _OPS.fake_quantize_backward_(grad, x, *operands, factor, theta_gradient, zero)
+        return grad_theta if theta_gradient else None
+    assert theta is not None
+    learned = _learned_scale(s0, theta, torch.float32, after=grad)
+    effective = effective_scale(quantizer, after=grad)
+    runs = _per_run(effective, spec)
+    # With a theta of 0 the kernel multiplies by the effective scale, where s0 * exp(theta) belongs.
+    operands = (runs, torch.zeros_like(runs), grid_of(spec), torch.float32)
+    gradient = _OPS.fake_quantize_backward_(grad, x, *operands, factor, True, None)
+    if spec.granularity == "block":
+        gradient = gradient.unflatten(-2, (effective.shape[-2], -1)).sum(-2)
+    return (gradient * (learned / effective)).to(theta.dtype)
+
+
+def _kernels_form_it(spec: TensorSpec) -> bool:
+    """Whether the kernels form the effective scale from s0 and theta.
+
+    They give each of ``n`` equal runs of consecutive elements the scale ``s0 * exp(theta)``, rounded at most to a
+    dtype. Two kinds of scales are not like that: one per block covers runs in many rows, and those of 4-bit floats are
+    rounded to e8m0, or to e4m3 below a global scale. Of these the effective scales are formed first, one per run, which
+    the kernels take as they are: an fp32 number for 128, 32 or 16 weights, as long as the operation lasts.
+    """
+    return spec.granularity != "block" and spec.scale_format in ("float32", "model")
+
+
+def _of_runs(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tensor, Tensor | None, int, torch.dtype]:
+    """``s0, theta, grid, scale_dtype`` for the operators."""
+    (s0, theta, _, _), spec, dtype = quantizer
+    if _kernels_form_it(spec):
+        return s0, theta, grid_of(spec), stored_dtype(spec, dtype)
+    return _per_run(effective_scale(quantizer, after=after), spec), None, grid_of(spec), torch.float32
+
+
+def _per_run(scale: Tensor, spec: TensorSpec) -> Tensor:
+    """``[..., out / size, in / size]`` of blocks as ``[..., out, in / size]``; others as they are."""
+    if spec.granularity != "block":
+        return scale
+    assert spec.group_size is not None
+    return scale.repeat_interleave(spec.group_size, dim=-2)
 
 
 def masked_(grad: Tensor, mask: Tensor) -> Tensor:
@@ -174,8 +166,7 @@ def quantize_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor, Tensor
 
 
 def fake_quantize_tokens(x: Tensor, spec: TensorSpec, *, after: Tensor | None = None) -> Tensor:
-    """Each token, or group of its features, of ``x [..., features]`` through its own grid and back. Differentiable;
-    ``after`` as above."""
+    """Each token, or group of its features, of ``x [..., features]`` through its own grid and back. Differentiable."""
     ensure_ready()
     operator = _OPS.fake_quantize_tokens if torch.is_grad_enabled() else _OPS.fake_quantized_tokens
     values = operator(_token_groups(x, spec), grid_of(spec), spec.symmetric, after)

@@ -6,6 +6,7 @@ from torch import nn
 
 from quant.function import Plan, quant_linear
 from quant.reference import fake_quant
+from quant.scale import Scale
 from quant.spec import TensorSpec
 from tests.unit.conftest import seed  # noqa: F401  (a fixture)
 
@@ -38,7 +39,7 @@ def test_the_fp8_gemm_and_simulate_against_fp64(shape, learned, seed):  # noqa: 
     for fp8_gemm in (False, True):
         plan = Plan(FP8, FP8, weight.numel(), shape[1], fp8_gemm)
         theta = input_theta if learned else None
-        output = quant_linear(x, weight, bias, weight_s0, weight_theta, input_s0, theta, plan)
+        output = quant_linear(x, weight, bias, Scale(weight_s0, weight_theta), Scale(input_s0, theta), plan)
         operand_rounding = 0 if fp8_gemm else 2 * 2.0**-9
         bound = 2.0**-8 * exact.abs() + (operand_rounding + shape[1] * 2.0**-24 + 2.0**-13) * size
         assert ((output.double() - exact).abs() <= bound).all(), f"fp8_gemm {fp8_gemm}"
@@ -70,7 +71,7 @@ def test_the_fp8_gemm_of_stacked_experts_against_fp64(counts, seed):  # noqa: F8
     gradients = []
     for fp8_gemm in (False, True):
         plan = Plan(FP8, FP8, weight.numel() // experts, in_, fp8_gemm)
-        output = quant_linear(x, weight, None, weight_s0, None, input_s0, None, plan, offsets=offsets)
+        output = quant_linear(x, weight, None, Scale(weight_s0), Scale(input_s0), plan, offsets=offsets)
         operand_rounding = 0 if fp8_gemm else 2 * 2.0**-9
         bound = 2.0**-8 * exact.abs() + (operand_rounding + in_ * 2.0**-24 + 2.0**-13) * size
         assert ((output.double() - exact).abs() <= bound).all(), f"fp8_gemm {fp8_gemm}"
@@ -82,7 +83,7 @@ def test_the_fp8_gemm_of_stacked_experts_against_fp64(counts, seed):  # noqa: F8
 def test_zero_tokens(seed):  # noqa: F811
     x, weight, bias, (weight_s0, input_s0), (weight_theta, _) = make(0, 64, 32)
     plan = Plan(FP8, FP8, weight.numel(), 64, True)
-    output = quant_linear(x, weight, bias, weight_s0, weight_theta, input_s0, None, plan)
+    output = quant_linear(x, weight, bias, Scale(weight_s0, weight_theta), Scale(input_s0), plan)
     assert output.shape == (0, 32)
     output.sum().backward()
     assert not weight.grad.any() and not weight_theta.grad.any()

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.recovery import QUICK, Bench, sweep, zero_where_v_is_outside
 from engine.losses.kd import KD_KINDS
-from quant import QuantLinear, get_scheme
+from quant import QuantLinear, Scale, get_scheme
 from tests.patience import PATIENCE
 from tests.root import ROOT
 from tests.tiny import TEXT, tiny_checkpoint
@@ -87,10 +87,8 @@ def test_the_other_clip_mask_zeroes_what_rounds_onto_the_grid_too() -> None:
     linear.weight.data[:] = torch.tensor([-2.6, -2.4, -2.0, -0.3, 0.0, 1.0, 1.4, 1.6]).repeat(4) * torch.tensor(
         [[1], [8]]
     )
-    layer = QuantLinear.from_linear(
-        linear, get_scheme("w2a16_g32"), weight_s0=nn.Parameter(torch.tensor([[1.0], [8.0]]), requires_grad=False),
-        weight_theta=None, input_s0=None, input_theta=None, weight_numel=32,
-    )  # fmt: skip
+    scale = Scale(nn.Parameter(torch.tensor([[1.0], [8.0]]), requires_grad=False))
+    layer = QuantLinear(linear, get_scheme("w2a16_g32"), weight=scale, input=None, weight_numel=32)
     found = []
     for _ in range(2):
         layer.weight.grad = None

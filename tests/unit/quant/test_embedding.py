@@ -11,6 +11,7 @@ from torch import nn
 from quant import Rule, get_scheme, prepare
 from quant.embedding import QuantEmbedding
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quant_backward
+from quant.scale import Scale
 from quant.spec import Scheme, TensorSpec
 
 ROWS, FEATURES = 20, 96
@@ -22,7 +23,7 @@ def embedding(scheme: Scheme, dtype: torch.dtype, *, learn: bool = True, padding
     shape = scheme.weights.scale_shape((ROWS, FEATURES))
     s0 = absmax_scale(plain.weight.detach().float().reshape(*shape, -1).abs().amax(-1), scheme.weights) * 0.8
     theta = nn.Parameter((torch.randn(shape) / 10).to(dtype)) if learn else None
-    return QuantEmbedding(plain, scheme, weight_s0=nn.Parameter(s0, requires_grad=False), weight_theta=theta)
+    return QuantEmbedding(plain, scheme, weight=Scale(nn.Parameter(s0, requires_grad=False), theta))
 
 
 @pytest.mark.parametrize("name", ["w8a16_channel", "w4a16_g32", "w2a16_g32"])

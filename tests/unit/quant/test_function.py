@@ -23,6 +23,7 @@ from quant.reference import (
     quantize,
     unpack_bits,
 )
+from quant.scale import Scale
 from quant.spec import TensorSpec
 from tests.unit.quant.test_reference import Surrogate as reference_surrogate
 from tests.unit.quant.test_reference import per_scale
@@ -97,8 +98,12 @@ class Case:
         return {name: t for name, t in self.tensors().items() if t is not None and t.requires_grad}
 
     def __call__(self):
-        extra = {"weight_global": self.weight_global, "weight_zero": self.weight_zero}
-        return quant_linear(*self.tensors().values(), self.plan, **extra)
+        weight = input_ = None
+        if self.weight_s0 is not None:
+            weight = Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
+        if self.input_s0 is not None:
+            input_ = Scale(self.input_s0, self.input_theta)
+        return quant_linear(self.x, self.weight, self.bias, weight, input_, self.plan)
 
     def scale(self, kind):
         spec = getattr(self.plan, kind)
@@ -500,7 +505,7 @@ def test_scale_learning_converges(spec, shape, final, seed):
         theta = nn.Parameter(torch.zeros_like(s0))
         for step in range(steps):
             plan = Plan(spec, None, weight_numel=7, input_numel=7)
-            output = quant_linear(identity, weight, None, s0, theta, None, None, plan)
+            output = quant_linear(identity, weight, None, Scale(s0, theta), None, plan)
             (gradient,) = torch.autograd.grad((output - weight.t()).square().sum(), theta)
             # Only its sign: the gradient of clipping is thousands of times that of rounding.
             theta.data -= 0.05 * (1 - step / steps) * gradient.sign()

@@ -12,6 +12,7 @@ from quant.layer import SCALE_PARAMETERS
 from quant.linear import QuantLinear
 from quant.observe import Observer
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quantize_tokens, inside_range
+from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
 from tests.unit.quant.test_reference import per_scale
 
@@ -43,15 +44,11 @@ def make(scheme: Scheme, dtype: torch.dtype, *, learn=True, bias=True) -> tuple[
     if spec.has_zero_points:
         zero = torch.randint(int(spec.qmin), int(spec.qmax) + 1, weight_s0.shape).float()
         weight_zero = nn.Parameter(zero, requires_grad=False)
-    quantised = QuantLinear.from_linear(
+    quantised = QuantLinear(
         linear,
         scheme,
-        weight_s0=weight_s0,
-        weight_theta=weight_theta,
-        weight_global=weight_global,
-        weight_zero=weight_zero,
-        input_s0=input_s0,
-        input_theta=input_theta,
+        weight=Scale(weight_s0, weight_theta, weight_global, weight_zero),
+        input=None if input_s0 is None else Scale(input_s0, input_theta),
         weight_numel=linear.weight.numel() // weight_s0.numel(),
     )
     return quantised, linear
@@ -184,7 +181,8 @@ def test_the_learning_rate_factors(seed):
     again, _ = make(get_scheme("fp8_static"), torch.float32)
     again.load_state_dict(layer.state_dict())
     plan = Plan(layer.scheme.weights, layer.scheme.activations, weight_numel=1, input_numel=1)
-    quant_linear(x, *again.parameters(), plan).square().sum().backward()
+    bias_and_scales = (again.bias, again.scale_of_weight, again.scale_of_input)
+    quant_linear(x, again.weight, *bias_and_scales, plan).square().sum().backward()
     # fp32: the factor is a division by another number.
     torch.testing.assert_close(layer.weight_theta.grad, again.weight_theta.grad / 1234**0.5)
     torch.testing.assert_close(layer.input_theta.grad, again.input_theta.grad / 96**0.5)
@@ -200,8 +198,8 @@ def test_the_parameters_are_those_of_the_linear():
     }
     assert layer.training
     linear.eval()
-    scales = {name: getattr(layer, name) for name in SCALE_PARAMETERS}
-    assert not QuantLinear.from_linear(linear, layer.scheme, **scales, weight_numel=1).training
+    scales = {"weight": layer.scale_of_weight, "input": layer.scale_of_input}
+    assert not QuantLinear(linear, layer.scheme, **scales, weight_numel=1).training
     weight_only, _ = make(get_scheme("w4a16_g32"), torch.bfloat16, learn=False, bias=False)
     assert set(dict(weight_only.named_parameters())) == {"weight", "weight_s0"}
     assert weight_only.input_scale() is None
@@ -244,15 +242,15 @@ def test_a_module_wide_cast_is_noticed():
 def test_scheme_and_scales_must_agree():
     """An input scale for a scheme without input quantisation would never be used."""
     layer, linear = make(get_scheme("fp8_static"), torch.float32)
-    scales = {name: getattr(layer, name) for name in SCALE_PARAMETERS}
+    scales = {"weight": layer.scale_of_weight, "input": layer.scale_of_input}
     with pytest.raises(ValueError, match=r"w4a16_g32.* a scale of the input is stored"):
-        QuantLinear.from_linear(linear, get_scheme("w4a16_g32"), **scales, weight_numel=1)
-    scales |= {"input_s0": None, "input_theta": None}
+        QuantLinear(linear, get_scheme("w4a16_g32"), **scales, weight_numel=1)
+    scales["input"] = None
     with pytest.raises(ValueError, match=r"nvfp4.* whether there is a global scale"):
-        QuantLinear.from_linear(linear, get_scheme("nvfp4"), **scales, weight_numel=1)
+        QuantLinear(linear, get_scheme("nvfp4"), **scales, weight_numel=1)
     groups = Scheme("mine", TensorSpec("fp8_e4m3", 8, "channel"), TensorSpec("fp8_e4m3", 8, "group", 64, dynamic=True))
     with pytest.raises(ValueError, match=r"in_features 96 is not divisible by the inputs' group_size 64 .* 'mine'"):
-        QuantLinear.from_linear(linear, groups, **scales, weight_numel=1)
+        QuantLinear(linear, groups, **scales, weight_numel=1)
 
 
 def test_the_input_observer_sees_what_the_forward_sees(seed):

@@ -22,6 +22,7 @@ from quant.reference import (
     inside_range,
     quantize,
 )
+from quant.scale import Quantizer, Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
 
 FP8 = TensorSpec("fp8_e4m3", 8, "tensor")
@@ -440,12 +441,16 @@ def test_the_edges_of_scales_of_8_bits():
         beside = torch.nextafter(middle, torch.tensor(side))
         assert torch.equal(effective_scale(beside, None, MXFP4, torch.float32), expected)
     ends = torch.tensor([0.0, 1e-45, 2.0**-127, 1.4 * 2.0**127, 1.5 * 2.0**127, torch.inf, torch.nan])
-    for function in (effective_scale, kernels.effective_scale):
-        found = function(ends, None, MXFP4, torch.float32)
+    for found in (
+        effective_scale(ends, None, MXFP4, torch.float32),
+        kernels.effective_scale(Quantizer(Scale(ends), MXFP4, torch.float32)),
+    ):
         assert found[:5].tolist() == [2.0**-127] * 3 + [2.0**127] * 2 and found[5:].isnan().all()
     ends = torch.tensor([0.0, 2.0**-10, 2.0**-9, 448.0, 500.0, torch.inf, torch.nan])
-    for function in (effective_scale, kernels.effective_scale):
-        found = function(ends / 4, None, NVFP4, torch.float32, torch.tensor([4.0]))
+    for found in (
+        effective_scale(ends / 4, None, NVFP4, torch.float32, torch.tensor([4.0])),
+        kernels.effective_scale(Quantizer(Scale(ends / 4, global_=torch.tensor([4.0])), NVFP4, torch.float32)),
+    ):
         assert (4 * found)[:5].tolist() == [2.0**-9] * 3 + [448.0] * 2 and found[5:].isnan().all()
 
 

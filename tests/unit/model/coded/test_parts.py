@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from model.coded.parts import dequantize_whole, part_gradients_, quantize_part
-from quant import TensorSpec, get_scheme
-from quant.kernels import ops as kernels
-from quant.weight_scale import WeightScale
+from quant import Quantizer, Scale, TensorSpec, get_scheme, kernels
 
 FP8 = {name: TensorSpec("fp8_e4m3", 8, name) for name in ("tensor", "channel")}
 SPECS = {**{f"fp8_{name}": spec for name, spec in FP8.items()}, "int8": TensorSpec("int", 8, "channel")}
@@ -14,12 +12,12 @@ SPECS["int3"] = TensorSpec("int", 3, "channel")
 SHAPE = (7, 13)
 
 
-def random_scale(spec, dtype, generator, *, stack=0, theta=True):
+def random_quantizer(spec, dtype, generator, *, stack=0, theta=True):
     """Scales that clip some elements of a unit Gaussian."""
     shape = ((stack,) if stack else (1,)) if spec.granularity == "tensor" else (SHAPE[0], 1)
     s0 = (1 + torch.rand(shape, generator=generator)) / spec.qmax
     learned = (torch.randn(shape, generator=generator) / 10).to(dtype) if theta else None
-    return WeightScale(s0, learned, None, spec, dtype)
+    return Quantizer(Scale(s0, learned), spec, dtype)
 
 
 def parts_of(flat, ranks):
@@ -34,13 +32,13 @@ def parts_of(flat, ranks):
 def test_the_codes_of_all_parts_are_those_of_the_whole(name, dtype, ranks, seed):
     """And what they stand for has the same codes again: a layer that quantises it computes the same."""
     generator = torch.Generator().manual_seed(seed)
-    scale = random_scale(SPECS[name], dtype, generator)
+    scale = random_quantizer(SPECS[name], dtype, generator)
     weight = torch.randn(SHAPE, generator=generator).to(dtype)
     codes = torch.cat([quantize_part(p, s, weight.numel(), scale) for s, p in parts_of(weight.flatten(), ranks)])
-    assert torch.equal(codes.view(SHAPE), scale.quantize(weight).view(torch.uint8))
+    assert torch.equal(codes.view(SHAPE), kernels.quantize(weight, scale)[0].view(torch.uint8))
     found = dequantize_whole(codes, scale).view(SHAPE)
-    assert torch.equal(found, scale.fake_quantize(weight))
-    assert torch.equal(scale.quantize(found).view(torch.uint8), codes.view(SHAPE))
+    assert torch.equal(found, kernels.fake_quantize(weight, scale))
+    assert torch.equal(kernels.quantize(found, scale)[0].view(torch.uint8), codes.view(SHAPE))
 
 
 def test_every_code_is_its_own_value_s_code_at_every_scale(seed):
@@ -53,12 +51,12 @@ def test_every_code_is_its_own_value_s_code_at_every_scale(seed):
     for exponent in range(-40, 10):
         s0 = (1 + torch.rand(1, generator=generator)) * 2.0**exponent
         for spec, codes in ((FP8["tensor"], every[(every & 127) != 127]), (TensorSpec("int", 8, "tensor"), every)):
-            scale = WeightScale(s0, None, None, spec, torch.bfloat16)
+            scale = Quantizer(Scale(s0), spec, torch.bfloat16)
             values = dequantize_whole(codes, scale)
-            assert torch.equal(scale.quantize(values).view(torch.uint8), codes), (spec, s0)
+            assert torch.equal(kernels.quantize(values, scale)[0].view(torch.uint8), codes), (spec, s0)
             gradient = torch.randn(len(codes), generator=generator).to(torch.bfloat16)
             left = gradient.clone()
-            scale.backward_(left, values, factor=1.0, theta_gradient=False)
+            kernels.fake_quantize_backward_(left, values, scale, factor=1.0, theta_gradient=False)
             assert torch.equal(left, gradient), (spec, s0)
 
 
@@ -67,13 +65,14 @@ def test_gradients_of_parts_of_a_sum_are_the_sums_of_gradients(name, stack, seed
     """The mask bit for bit. A theta's gradient: the same fp32 terms, added up in another order. ``stack``: scales of so
     many experts, of which a part may hold one and a half."""
     generator = torch.Generator().manual_seed(seed)
-    scale = random_scale(SPECS[name], torch.bfloat16, generator, stack=stack)
+    scale = random_quantizer(SPECS[name], torch.bfloat16, generator, stack=stack)
     weight = torch.randn(SHAPE, generator=generator).to(torch.bfloat16)
     grads = torch.randn(2, *SHAPE, generator=generator)
-    exact = scale._replace(theta=scale.theta.float())
+    exact = scale._replace(scale=Scale(scale.scale.s0, scale.scale.theta.float()))
     each = [grad.clone() for grad in grads]
     thetas = sum(
-        exact.backward_(grad, weight.float(), factor=0.5, theta_gradient=True).double() for grad in each
+        kernels.fake_quantize_backward_(grad, weight.float(), exact, factor=0.5, theta_gradient=True).double()
+        for grad in each
     ).flatten()
     whole = grads.sum(0).flatten()
     found = torch.zeros_like(thetas)
@@ -82,7 +81,7 @@ def test_gradients_of_parts_of_a_sum_are_the_sums_of_gradients(name, stack, seed
     assert torch.equal(whole.view(SHAPE), sum(each))
     assert (whole == 0).any() and (whole != 0).any()
     # Terms are at most |g| * qmax * s * 0.5 with |g| under 6 here; a sum of 91 of them is off by 91 * 2^-24 of that.
-    bound = 4 * 91 * 2.0**-24 * 6 * SPECS[name].qmax * float(kernels.effective_scale(*scale[:2], *scale[3:]).max())
+    bound = 4 * 91 * 2.0**-24 * 6 * SPECS[name].qmax * float(kernels.effective_scale(scale).max())
     assert (found - thetas).abs().max() <= bound
 
 
@@ -91,12 +90,12 @@ def test_a_nan_in_the_weight_is_one_in_its_gradient(name):
     spec = get_scheme(name).weights
     weight = torch.ones(2, 8)
     weight[1, 3] = torch.nan
-    scale = WeightScale(torch.ones(2 if spec.granularity == "channel" else 1), None, None, spec, torch.float32)
+    scale = Quantizer(Scale(torch.ones(2 if spec.granularity == "channel" else 1)), spec, torch.float32)
     grad = torch.ones(16)
     part_gradients_(grad, weight.flatten(), 0, 16, scale, factor=1.0)
     assert grad.isnan().nonzero().tolist() == [[11]]
 
 
 def test_a_part_without_a_learned_scale_has_no_share():
-    scale = random_scale(FP8["tensor"], torch.float32, torch.Generator().manual_seed(0), theta=False)
+    scale = random_quantizer(FP8["tensor"], torch.float32, torch.Generator().manual_seed(0), theta=False)
     assert part_gradients_(torch.ones(3), torch.ones(3), 2, 91, scale, factor=1.0) is None

@@ -20,6 +20,7 @@ from torch.library import opcheck
 from quant import kernels, reference
 from quant.kernels import eager
 from quant.kernels.build import build
+from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 
 OPS = torch.ops.deepqat
@@ -655,26 +656,38 @@ def test_the_functions_are_the_operators(seed):
         (TensorSpec("fp4_e2m1", 4, "group", 32), 1, torch.float32),
         (TensorSpec("int", 3, "channel"), 3, torch.bfloat16),
     ):
-        scales, told = (s0, theta), (spec, torch.bfloat16)
-        codes, mask = kernels.quantize(x, *scales, *told, mask=True)
+        quantizer = Quantizer(Scale(s0, theta), spec, torch.bfloat16)
+        effective = reference.effective_scale(s0, theta, spec, torch.bfloat16)
+        assert_same(kernels.effective_scale(quantizer), effective)
+        # Powers of two are formed before the operator, which takes them as they are.
+        scales = (effective, None) if spec.scale_format == "e8m0" else (s0, theta)
+        codes, mask = kernels.quantize(x, quantizer, mask=True)
         expected_codes, expected_mask = eager.quantize(x, *scales, grid, stored, True)
         assert_same(codes, expected_codes)
         assert_same(mask, expected_mask)
-        assert kernels.quantize(x, *scales, *told)[1].numel() == 0
-        values = kernels.dequantize(codes, *scales, *told, torch.float16)
-        assert_same(values, eager.dequantize(codes, *scales, stored, torch.float16))
-        assert_same(kernels.fake_quantize(x, *scales, *told), eager.fake_quantize(x, *scales, grid, stored))
-        both = kernels.quantize_with_values(x, *scales, *told, mask=True)
-        for ours, theirs in zip(both, (codes, mask, kernels.fake_quantize(x, *scales, *told)), strict=True):
+        assert kernels.quantize(x, quantizer)[1].numel() == 0
+        values = kernels.dequantize(codes, quantizer)
+        assert_same(values, eager.dequantize(codes, *scales, stored, torch.bfloat16))
+        halves = kernels.dequantize(codes, quantizer._replace(dtype=torch.float16))
+        stored_in_halves = torch.float16 if stored == torch.bfloat16 else stored
+        assert_same(halves, eager.dequantize(codes, *scales, stored_in_halves, torch.float16))
+        assert_same(kernels.fake_quantize(x, quantizer), eager.fake_quantize(x, *scales, grid, stored))
+        both = kernels.quantize_with_values(x, quantizer, mask=True)
+        for ours, theirs in zip(both, (codes, mask, kernels.fake_quantize(x, quantizer)), strict=True):
             assert_same(ours, theirs)
-        effective = reference.effective_scale(*scales, *told)
-        assert_same(kernels.effective_scale(*scales, *told), effective)
         grad_x, again, overwritten = grad.clone(), grad.clone(), grad.clone()
-        grad_theta = kernels.fake_quantize_backward_(grad_x, x, *scales, *told, factor=0.3, theta_gradient=True)
+        grad_theta = kernels.fake_quantize_backward_(grad_x, x, quantizer, factor=0.3, theta_gradient=True)
         assert kernels.masked_(overwritten, mask) is overwritten
         assert_same(grad_x, overwritten)
-        check_theta_gradient(Case(x, grad, s0, theta, grid, stored, 0.3), grad_theta)
-        assert kernels.fake_quantize_backward_(again, x, *scales, *told, factor=0.3, theta_gradient=False) is None
+        if spec.scale_format == "e8m0":
+            learned = reference.effective_scale(s0, theta, spec_of(0), torch.float32)
+            of_powers = Case(x, grad, effective, torch.zeros(4), grid, stored, 0.3)
+            sums = OPS.fake_quantize_backward(grad, x, effective, of_powers.theta, grid, stored, 0.3, True)[1]
+            check_theta_gradient(of_powers, sums)
+            assert_same(grad_theta, (sums * (learned / effective)).bfloat16())
+        else:
+            check_theta_gradient(Case(x, grad, s0, theta, grid, stored, 0.3), grad_theta)
+        assert kernels.fake_quantize_backward_(again, x, quantizer, factor=0.3, theta_gradient=False) is None
         assert_same(again, grad_x)
     assert_same(kernels.amax(x), eager.amax(x, 1))
     assert_same(kernels.amax(x, 8), eager.amax(x, 8))

@@ -1,0 +1,46 @@
+"""One scale as one object, and the quantiser that it makes of a format.
+
+A scale travels as a :class:`Scale` wherever its parts belong together. It is taken apart only where torch wants single
+tensors: in the arguments of an autograd function and of an operator, and where a module registers its Parameters.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quant.spec import TensorSpec
+
+
+class Scale(NamedTuple):
+    """The scale of one tensor, ``s = s0 * exp(theta)``, and what belongs to it.
+
+    The parts are Parameters where a module or a group holds them, and may then be ZeRO-3 partitions.
+
+    Attributes:
+        s0: the frozen scale as loaded or measured, fp32, in the shape that :meth:`quant.spec.TensorSpec.scale_shape`
+            says, ``(1,)`` of an input.
+        theta: its learned logarithmic correction, in s0's shape and any float dtype, or None.
+        global_: the scale above scales that are stored in e4m3 (NVFP4), fp32 ``(1,)``, or of a stack one per expert;
+            None of other formats.
+        zero: the zero points, fp32, in s0's shape; None where the grid is symmetric.
+    """
+
+    s0: Tensor
+    theta: Tensor | None = None
+    global_: Tensor | None = None
+    zero: Tensor | None = None
+
+
+class Quantizer(NamedTuple):
+    """What the functions of :mod:`quant.kernels` need to know of a tensor in order to quantise it.
+
+    Attributes:
+        scale: its scale, with all Parameters gathered.
+        spec: its number format.
+        dtype: that of the model's weights, to which scales of integers are rounded.
+    """
+
+    scale: Scale
+    spec: TensorSpec
+    dtype: torch.dtype
