@@ -126,7 +126,7 @@ def partial_errors(
     errors = torch.zeros(len(SEARCH_FRACTIONS), _runs(shape, spec), dtype=torch.float32, device=flat.device)
     candidates = [_per_run(scale, shape, spec) for scale in _candidates(stats, spec, signed)]
     zero = zero_points_from_stats(stats, spec)
-    zero_per_run = None if zero is None else _per_run(zero, shape, spec)
+    zero_per_run = _zero_per_run(zero, shape, spec)
     for runs, rows in _by_run(flat, start, shape, spec):
         for part in _chunks(runs, rows.shape[1]):
             values = rows[part.start - runs.start : part.stop - runs.start].float()
@@ -176,12 +176,7 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
 
 
 def partial_clipped(
-    flat: Tensor,
-    start: int,
-    shape: tuple[int, ...],
-    scale: Tensor,
-    spec: TensorSpec,
-    zero: Tensor | None = None,
+    flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
     """How many values of one range of a weight its scales clip; int64 scalar on the range's device.
 
@@ -191,33 +186,22 @@ def partial_clipped(
         zero: the whole of its zero points, where there are any.
     """
     clipped = torch.zeros((), dtype=torch.int64, device=flat.device)
-    per_run = _per_run(scale, shape, spec)
-    zero_per_run = None if zero is None else _per_run(zero, shape, spec)
+    per_run, zero_per_run = _per_run(scale, shape, spec), _zero_per_run(zero, shape, spec)
     for runs, rows in _by_run(flat, start, shape, spec):
         clipped += (~inside_range(rows, per_run[runs], spec, _of(zero_per_run, runs))).sum()
     return clipped
 
 
 def partial_squares(
-    flat: Tensor,
-    start: int,
-    shape: tuple[int, ...],
-    scale: Tensor,
-    spec: TensorSpec,
-    zero: Tensor | None = None,
+    flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
     """Squared quantisation error, and squared values, summed over one range of a weight; fp64 [2].
 
-    The first over the second is the relative error of the weight, its inverse the signal-to-noise ratio.
-
-    Args:
-        flat, start, shape, spec: as in :func:`partial_stats`.
-        scale: the whole effective scale, fp32.
-        zero: the whole of its zero points, where there are any.
+    The first over the second is the relative error of the weight, its inverse the signal-to-noise ratio. The arguments
+    are those of :func:`partial_clipped`.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
-    per_run = _per_run(scale, shape, spec)
-    zero_per_run = None if zero is None else _per_run(zero, shape, spec)
+    per_run, zero_per_run = _per_run(scale, shape, spec), _zero_per_run(zero, shape, spec)
     for runs, rows in _by_run(flat, start, shape, spec):
         for part in _chunks(runs, rows.shape[1]):
             for piece in rows[part.start - runs.start : part.stop - runs.start].split(_CHUNK, dim=1):
@@ -273,6 +257,10 @@ def _per_run(scale: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
     """The scale (or zero point) of every run, ``[runs, 1]``."""
     rows = spec.elements_per_scale(shape) // spec.run_length(shape)
     return (scale.repeat_interleave(rows, -2) if rows > 1 else scale).reshape(-1, 1)
+
+
+def _zero_per_run(zero: Tensor | None, shape: tuple[int, ...], spec: TensorSpec) -> Tensor | None:
+    return None if zero is None else _per_run(zero, shape, spec)
 
 
 def _of(zero: Tensor | None, runs: slice) -> Tensor | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from quant import gemm
-from quant.spec import TensorSpec
+from quant.scale import Scale
+from quant.spec import FP8_TENSOR, TensorSpec
 
 
 class StackedLinear(nn.Module):
@@ -69,6 +70,16 @@ class LinearPart:
             return whole[self.expert].view(1)
         size = spec.group_size if spec.granularity == "block" and spec.group_size else 1
         return whole[self.expert].narrow(0, self.first_row // size, self.out_features // size)
+
+    def of_scale(self, whole: Scale, spec: TensorSpec) -> Scale:
+        """The same of every part of the layer's scale."""
+        s0, theta, above, zero = whole
+        return Scale(
+            self.scale(s0, spec),
+            None if theta is None else self.scale(theta, spec),
+            None if above is None else self.scale(above, FP8_TENSOR),
+            None if zero is None else self.scale(zero, spec),
+        )
 
 
 def linears_of(name: str, layer: nn.Module) -> Iterator[LinearPart]:

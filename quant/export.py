@@ -34,6 +34,7 @@ from quant.packing import (
     unpack_zero_points,
 )
 from quant.reference import E8M0_BIAS, dequantize, quantize
+from quant.scale import Scale
 from quant.spec import Dtype, Scheme, TensorSpec
 
 FLOAT_QUANTIZED = "float-quantized"
@@ -162,46 +163,32 @@ def _rows_of(zero: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
 def pack_linear(
     name: str,
     weight: torch.Tensor,
-    weight_scale: torch.Tensor,
+    scale: Scale,
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     scheme: Scheme,
     model_dtype: torch.dtype,
-    *,
-    weight_global: torch.Tensor | None = None,
-    weight_zero: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """The tensors that stand for one Linear on disk, in CPU memory, none sharing storage with an argument.
 
     Args:
         name: the Linear's name on disk, the prefix of every key.
         weight: [out, in], as trained; may be on a GPU.
-        weight_scale: the *effective* fp32 scale of the forward, ``spec.scale_shape(weight.shape)``, already rounded to
-            what the format stores, so that storing it loses nothing.
+        scale: of the weight, without a theta: s0 is the *effective* fp32 scale of the forward, ``spec.scale_shape(
+            weight.shape)``, already rounded to what the format stores, so that storing it loses nothing.
         input_scale: effective fp32 scale [1] of the inputs, None where the scheme stores none.
         bias: [out] or None.
         scheme: the numerics.
         model_dtype: dtype of everything that is not quantised.
-        weight_global: fp32 [1], by which NVFP4's scales were divided; None for other formats.
-        weight_zero: fp32 zero points in the scale's shape; None where the weight is symmetric.
 
     Raises:
         ValueError: a scale is missing, misshapen, not finite, 0, negative where the weight is no integer, or not
             representable as it is stored; a zero point is missing, misshapen or none of the codes.
     """
+    assert scale.theta is None
     spec, layout = scheme.weights, export_format(scheme)
     shapes = packed_shapes(weight.shape[1], weight.shape[0], scheme, model_dtype)
-    packed: dict[str, torch.Tensor] = {}
-    if layout == NVFP4_PACKED:
-        if weight_global is None:
-            raise ValueError(f"{name} has no global scale, and scheme {scheme.name!r} needs one")
-        _check_scale(f"{name}.weight_global_scale", weight_global, (1,), signed=False)
-        packed["weight_global_scale"] = stored(weight_global, torch.float32)
-    key = f"{name}.weight_scale"
-    _check_scale(key, weight_scale, shapes["weight_scale"][1], signed=spec.dtype == "int")
-    packed["weight_scale"] = _pack_scale(key, weight_scale, spec, model_dtype, packed.get("weight_global_scale"))
-    if spec.has_zero_points:
-        packed["weight_zero_point"] = _pack_zero_points(f"{name}.weight_zero_point", weight_zero, weight_scale, spec)
+    packed = _pack_scales(name, scale, shapes["weight_scale"][1], scheme, model_dtype)
     static = scheme.static_input
     if static is not None:
         if input_scale is None:
@@ -211,7 +198,7 @@ def pack_linear(
         _check_scale(f"{name}.input_scale", input_scale, (1,), signed=False)
         packed["input_scale"] = _pack_scale(f"{name}.input_scale", input_scale, static, model_dtype)
     try:
-        codes = weight_codes(weight, weight_scale, spec, weight_zero)
+        codes = weight_codes(weight, scale.s0, spec, scale.zero)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if layout in (FLOAT_QUANTIZED, INT_QUANTIZED):
@@ -224,9 +211,25 @@ def pack_linear(
     else:
         packed["weight_packed"] = pack_nibbles(codes)
     tensors = {f"{name}.{suffix}": packed[suffix] for suffix in shapes}
-    if bias is not None:
-        tensors[f"{name}.bias"] = stored(bias, model_dtype)
-    return tensors
+    return tensors | ({} if bias is None else {f"{name}.bias": stored(bias, model_dtype)})
+
+
+def _pack_scales(
+    name: str, scale: Scale, shape: tuple[int, ...], scheme: Scheme, model_dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The weight's scales, global scale and zero points as they are stored, by suffix."""
+    spec, packed = scheme.weights, {}
+    if spec.scale_format == "e4m3":
+        if scale.global_ is None:
+            raise ValueError(f"{name} has no global scale, and scheme {scheme.name!r} needs one")
+        _check_scale(f"{name}.weight_global_scale", scale.global_, (1,), signed=False)
+        packed["weight_global_scale"] = stored(scale.global_, torch.float32)
+    key = f"{name}.weight_scale"
+    _check_scale(key, scale.s0, shape, signed=spec.dtype == "int")
+    packed["weight_scale"] = _pack_scale(key, scale.s0, spec, model_dtype, packed.get("weight_global_scale"))
+    if spec.has_zero_points:
+        packed["weight_zero_point"] = _pack_zero_points(f"{name}.weight_zero_point", scale.zero, scale.s0, spec)
+    return packed
 
 
 def cache_scale(key: str, scale: torch.Tensor) -> torch.Tensor:

@@ -289,7 +289,7 @@ class UsedWeightFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: TensorSpec, numel: int, weight: Tensor, *scale: Tensor | None) -> Tensor:
+    def forward(ctx: Any, spec: TensorSpec, numel: int, weight: Tensor, *scale: Any) -> Tensor:
         ctx.save_for_backward(weight, *scale)
         ctx.spec, ctx.factor = spec, lsq_factor(numel, spec)
         return kernels.fake_quantize(weight, Quantizer(Scale(*scale), spec, weight.dtype))

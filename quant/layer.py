@@ -41,6 +41,8 @@ class QuantLayer(nn.Module):
             dropped; None where nothing is.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     weight_s0: nn.Parameter
     weight_theta: nn.Parameter | None
     weight_global: nn.Parameter | None
@@ -81,10 +83,12 @@ class QuantLayer(nn.Module):
         self.num_experts = 0
         self.projections: tuple[str, ...] = ()
         self.scheme = scheme
+        assert isinstance(replaced.weight, nn.Parameter)
         self.weight = replaced.weight
         self.bias = getattr(replaced, "bias", None)
         parts = (*weight, *((None, None) if input is None else input[:2]))
         for name, part in zip(SCALE_PARAMETERS, parts, strict=True):
+            assert part is None or isinstance(part, nn.Parameter)
             self.register_parameter(name, part)
         self.weight_fake_quant = True
         self.input_fake_quant = scheme.activations is not None

@@ -22,6 +22,7 @@ from quant.export import (
     unpack_weight,
     unpack_zero,
 )
+from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
 Layout = Literal["compressed", "vllm_fp8", "dequantized"]
@@ -63,23 +64,22 @@ def linear_tensors(
     layout: Layout,
     name: str,
     weight: torch.Tensor,
-    weight_scale: torch.Tensor,
+    scale: Scale,
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     scheme: Scheme,
     dtype: torch.dtype,
-    *,
-    weight_global: torch.Tensor | None = None,
-    weight_zero: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What stands for one Linear on disk, in CPU memory; arguments and errors of :func:`quant.export.pack_linear`."""
-    extra = {"weight_global": weight_global, "weight_zero": weight_zero}
-    packed = pack_linear(name, weight, weight_scale, input_scale, bias, scheme, dtype, **extra)
+    """What stands for one Linear on disk, in CPU memory.
+
+    It has the parameters and errors of :func:`quant.export.pack_linear`, whose result it rearranges.
+    """
+    packed = pack_linear(name, weight, scale, input_scale, bias, scheme, dtype)
     if layout != "dequantized":
         return {f"{name}.{_suffix(layout, scheme, key.removeprefix(f'{name}.'))}": t for key, t in packed.items()}
     by_suffix = {key.removeprefix(f"{name}."): tensor for key, tensor in packed.items()}
     codes, zero = unpack_weight(by_suffix, scheme), unpack_zero(by_suffix, scheme)
-    tensors = {f"{name}.weight": dequantized_weight(codes, weight_scale.cpu(), scheme.weights, dtype, zero)}
+    tensors = {f"{name}.weight": dequantized_weight(codes, scale.s0.cpu(), scheme.weights, dtype, zero)}
     return tensors | ({} if bias is None else {f"{name}.bias": packed[f"{name}.bias"]})
 
 

@@ -81,8 +81,7 @@ def prepare(
     simulated = _use_fp8_gemm(quant_linears) if fp8_gemm else []
     replaced: dict[str, QuantLayer] = {**quant_linears}
     for name, embedding in embeddings.items():
-        replaced[name], group = _quant_embedding(name, embedding, schemes[name], learn_weight_scale)
-        model.set_submodule(name, replaced[name])
+        replaced[name], group = _replace_embedding(model, name, embedding, schemes[name], learn_weight_scale)
         of_weights.append(group)
     layers = {name: replaced[name] for name in schemes}  # in module order
     order = {name: index for index, name in enumerate(layers)}
@@ -120,14 +119,16 @@ def _check_not_tied(
             raise ValueError(f"{' and '.join(users[id(layer.weight)])} share one weight; leave {name} unquantised")
 
 
-def _quant_embedding(
-    name: str, embedding: nn.Embedding, scheme: Scheme, learn: bool
+def _replace_embedding(
+    model: nn.Module, name: str, embedding: nn.Embedding, scheme: Scheme, learn: bool
 ) -> tuple[QuantEmbedding, ScaleGroup]:
     try:
         group = embedding_group(name, embedding, scheme.weights, learn)
-        return QuantEmbedding(embedding, scheme, weight=group.scale), group
+        layer = QuantEmbedding(embedding, scheme, weight=group.scale)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    model.set_submodule(name, layer)
+    return layer, group
 
 
 def _replace(

@@ -69,6 +69,9 @@ class TensorSpec:
             )
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+        self._check_kind_of_scale()
+
+    def _check_kind_of_scale(self) -> None:
         if self.dtype == "fp4_e2m1" and (self.granularity != "group" or self.group_size not in _FP4_GROUPS):
             raise ValueError(
                 f"fp4_e2m1 has groups of 16 (NVFP4) or 32 (MXFP4), got granularity={self.granularity!r} and "

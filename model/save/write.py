@@ -18,7 +18,6 @@ from quant import QuantLayer
 from quant.export import cache_scale
 from quant.kv_cache import QuantCache
 from quant.layouts import linear_tensors
-from quant.spec import FP8_TENSOR
 
 # Of parameters that are gathered together. Less is slower: a large one cannot come while a few small ones are written.
 GATHER_BYTES = 32 * 2**20
@@ -151,18 +150,16 @@ def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
         return
     layer = item.module
     assert isinstance(layer, QuantLayer)
-    spec, zero, above = layer.scheme.weights, layer.weight_zero, layer.weight_global
-    scale, input_scale = layer.weight_scale(), layer.input_scale()
+    scale = layer.scale_of_weight._replace(s0=layer.weight_scale(), theta=None)
+    input_scale = layer.input_scale()
     for name, part in item.linears.items():
         yield linear_tensors(
             item.layout,
             name,
             part.weight(layer.weight.detach()),
-            part.scale(scale, spec),
+            part.of_scale(scale, layer.scheme.weights),
             input_scale,
             layer.bias,
             layer.scheme,
             layer.weight.dtype,
-            weight_global=None if above is None else part.scale(above, FP8_TENSOR),
-            weight_zero=None if zero is None else part.scale(zero, spec),
         )

@@ -3,6 +3,9 @@
 //     In                             eight neighbouring elements of the input, as loaded
 //     load<kWide>(i, n)              loads those at i, i + 1, ..., of which the tensor has n
 //     apply<kWide>(in, i, n, ...)    computes and stores the results
+//
+// Each says by itself what it loads: a base class for the few lines that several have alike would hide from the reader
+// of an operation how much it reads.
 
 #pragma once
 

@@ -1,4 +1,10 @@
-"""The operators in terms of the reference, for where nothing can be compiled, and as what the kernels must equal."""
+"""The operators in terms of the reference, for where nothing can be compiled, and as what the kernels must equal.
+
+The functions have the parameters of the operators' schemas (:mod:`quant.kernels.registration`), each part of a scale by
+itself.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,19 +112,9 @@ def fake_quantize_backward(
     return grad_x.reshape(x.shape), (grad_scale.reshape(s0.shape) * learned * factor).to(theta.dtype)
 
 
-def fake_quantize_backward_(
-    grad: Tensor,
-    x: Tensor,
-    s0: Tensor,
-    theta: Tensor | None,
-    grid: int,
-    scale_dtype: torch.dtype,
-    factor: float,
-    theta_gradient: bool,
-    zero: Tensor | None = None,
-) -> Tensor:
-    """The gradient of theta; that of ``x`` takes the place of ``grad``."""
-    grad_x, grad_theta = fake_quantize_backward(grad, x, s0, theta, grid, scale_dtype, factor, theta_gradient, zero)
+def fake_quantize_backward_(grad: Tensor, *arguments: Any) -> Tensor:
+    """The gradient of theta; that of ``x`` takes the place of ``grad``. Arguments of :func:`fake_quantize_backward`."""
+    grad_x, grad_theta = fake_quantize_backward(grad, *arguments)
     grad.copy_(grad_x)
     return grad_theta
 

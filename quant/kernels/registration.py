@@ -144,7 +144,7 @@ def _quantized_tokens(x: Tensor, grid: int, _symmetric: bool) -> tuple[Tensor, T
     return codes, x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int8)
 
 
-for _name, _fake in {
+_FAKES: dict[str, Callable[..., Any]] = {
     "effective_scale": lambda s0, *_: _like(s0),
     "quantize": _quantized,
     "quantize_with_values": lambda x, *rest: (*_quantized(x, *rest), _like(x)),
@@ -165,7 +165,8 @@ for _name, _fake in {
     "fake_quantize_tokens": lambda x, *_: _like(x),
     "fake_quantized_tokens": lambda x, *_: _like(x),
     "fake_quantize_tokens_backward": lambda grad, x, *_: _like(x),
-}.items():
+}
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"deepqat::{_name}", _fake)
 
 

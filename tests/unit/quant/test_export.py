@@ -13,6 +13,7 @@ from quant import export
 from quant.config import quantization_config
 from quant.packing import pack_int32, pack_nibbles, packed_columns, unpack_int32, unpack_nibbles
 from quant.reference import absmax_scale, dequantize, effective_scale, fake_quant, quantize
+from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
 BITS = (2, 3, 4, 8)
@@ -71,13 +72,11 @@ def packed(scheme: Scheme, rows: int, columns: int, **options):
     tensors = export.pack_linear(
         "a.b",
         weight,
-        scale,
+        Scale(scale, global_=global_scale, zero=zero),
         input_scale_of(scheme),
         None,
         scheme,
         torch.bfloat16,
-        weight_global=global_scale,
-        weight_zero=zero,
     )
     return {key.removeprefix("a.b."): tensor for key, tensor in tensors.items()}, weight, scale, zero
 
@@ -133,9 +132,8 @@ def test_a_packed_linear_decompresses_to_the_fake_quantised_weight(scheme, bias,
         rows = 128 * random.randrange(1, 4)
     weight, scale, global_scale, zero = weight_and_scale(scheme, rows, columns)
     input_scale, bias = input_scale_of(scheme), weight[:, 0] if bias else None
-    tensors = export.pack_linear(
-        "a.b", weight, scale, input_scale, bias, scheme, weight.dtype, weight_global=global_scale, weight_zero=zero
-    )
+    stored = Scale(scale, global_=global_scale, zero=zero)
+    tensors = export.pack_linear("a.b", weight, stored, input_scale, bias, scheme, weight.dtype)
 
     planned = {f"a.b.{key}": value for key, value in export.packed_shapes(columns, rows, scheme, weight.dtype).items()}
     planned |= {} if bias is None else {"a.b.bias": (torch.bfloat16, (rows,))}
@@ -265,21 +263,13 @@ def test_scales_at_the_ends_of_their_formats():
     mxfp4, nvfp4 = SCHEMES["mxfp4"], SCHEMES["nvfp4"]
     weight = torch.zeros(1, 128)
     ends = torch.tensor([[2.0**-127, 2.0**-126, 1.0, 2.0**127]])
-    tensors = export.pack_linear("a", weight, ends, None, None, mxfp4, torch.bfloat16)
+    tensors = export.pack_linear("a", weight, Scale(ends), None, None, mxfp4, torch.bfloat16)
     assert tensors["a.weight_scale"].tolist() == [[0, 1, 127, 254]]
     assert torch.equal(export.unpack_scale(tensors["a.weight_scale"], mxfp4.weights), ends)
     global_scale = torch.tensor([1234.567])
     codes = torch.tensor([[2.0**-9, 2.0**-6, 1.0, 448.0]]).to(torch.float8_e4m3fn)
-    tensors = export.pack_linear(
-        "a",
-        weight[:, :64],
-        codes.float() / global_scale,
-        None,
-        None,
-        nvfp4,
-        torch.bfloat16,
-        weight_global=global_scale,
-    )
+    scale = Scale(codes.float() / global_scale, global_=global_scale)
+    tensors = export.pack_linear("a", weight[:, :64], scale, None, None, nvfp4, torch.bfloat16)
     assert torch.equal(tensors["a.weight_scale"].float(), codes.float())
 
 
@@ -312,7 +302,7 @@ def test_unusable_scales_and_weights_are_named():
     ]
     for weight, weight_scale, input_scale, scheme, message in cases:
         with pytest.raises(ValueError, match=message):
-            export.pack_linear("x.q", weight, weight_scale, input_scale, None, scheme, torch.bfloat16)
+            export.pack_linear("x.q", weight, Scale(weight_scale), input_scale, None, scheme, torch.bfloat16)
 
 
 def test_unusable_zero_points_are_named():
@@ -326,7 +316,7 @@ def test_unusable_zero_points_are_named():
         (torch.full((8, 2), 0.5), "x.q.weight_zero_point has 0.5, expected"),
     ):
         with pytest.raises(ValueError, match=message):
-            export.pack_linear("x.q", weight, scale, None, None, scheme, torch.bfloat16, weight_zero=zero)
+            export.pack_linear("x.q", weight, Scale(scale, zero=zero), None, None, scheme, torch.bfloat16)
     state, *_ = packed(scheme, 8, 256)
     with pytest.raises(ValueError, match=r"weight_zero_point has shape \(2, 2\), 8 rows at 4 bits mean \(1, 2\)"):
         export.unpack_zero(state | {"weight_zero_point": torch.zeros(2, 2, dtype=torch.int32)}, scheme)
