@@ -69,7 +69,7 @@ class LMHead(nn.Module):
 
 
 class PlainHead(LMHead, nn.Linear):
-    """Of an nn.Linear."""
+    """The head that stands in place of an nn.Linear."""
 
     def __init__(self, linear: nn.Linear) -> None:
         """Takes over the Parameter objects of ``linear``, so that tied ones stay tied and partitioned ones so."""
@@ -84,7 +84,7 @@ class PlainHead(LMHead, nn.Linear):
 
 
 class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: its forward takes no offsets
-    """Of a QuantLinear, whose input is not quantised."""
+    """The head that stands in place of a QuantLinear whose input is not quantised."""
 
     def __init__(self, linear: QuantLinear) -> None:
         """Takes over the Parameter objects and the switch of ``linear``, in whose place it stands from now on."""

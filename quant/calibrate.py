@@ -38,7 +38,7 @@ _CHUNK = 2**20  # elements that the search holds in fp32 at a time, in a few cop
 
 @dataclass(frozen=True)
 class Ranges:
-    """What first scales are to fit.
+    """How first scales are chosen.
 
     Attributes:
         weights: ``absmax``: the largest magnitude; ``mse``: the squared error is smallest; ``auto``: ``mse`` for
@@ -58,7 +58,7 @@ class Ranges:
         return self.weights == "mse" or (self.weights == "auto" and spec.dtype == "int" and spec.bits <= 3)
 
     def signs(self, spec: TensorSpec) -> bool:
-        """Whether the scales of a weight may be negative. A zero point makes use of every code without."""
+        """Whether the scales of a weight may be negative. With a zero point there is no need: every code is used."""
         return self.signed and spec.dtype == "int" and spec.symmetric
 
 
@@ -91,7 +91,8 @@ def combine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """fp32 scales that the largest magnitude fits, from the combined statistics ``[2, *scale shape]``.
+    """The fp32 scales with which the largest magnitude still fits the grid, from the combined statistics ``[2, *scale
+    shape]``.
 
     Signed ones map it to ``qmin``, the code that has no counterpart. Asymmetric ones fit the whole range.
     """
@@ -137,8 +138,8 @@ def partial_errors(
 
 
 def scales_from_errors(stats: Tensor, errors: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """fp32 scales of the smallest squared error from the combined statistics and errors; negative where the largest
-    magnitude is positive if they are to be signed."""
+    """The fp32 scales that have the smallest squared error, from the combined statistics and errors. A ``signed`` scale
+    is negative where the largest magnitude is a positive value."""
     best = errors.argmin(0, keepdim=True)
     return torch.stack(_candidates(stats, spec, signed)).gather(0, best).squeeze(0)
 

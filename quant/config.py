@@ -114,7 +114,7 @@ def quantization_args(spec: TensorSpec) -> dict[str, Any]:
 
 
 def ignore_patterns(skipped: Iterable[str], quantized: Iterable[str], routers: Iterable[str] = ()) -> list[str]:
-    """The ``ignore`` list that keeps ``skipped`` Linears out and no ``quantized`` one.
+    """The ``ignore`` list: it matches every ``skipped`` Linear and no ``quantized`` one.
 
     MoE routers are listed by the end of their names, anchored: they are Linears to vLLM, which would quantise them
     silently, and ``gate`` without an anchor also catches ``gate_proj``.
@@ -129,7 +129,7 @@ def ignore_patterns(skipped: Iterable[str], quantized: Iterable[str], routers: I
 
 
 def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "") -> list[str]:
-    """Few entries of ``targets`` or ``ignore`` that match all of ``names`` and none of ``others``.
+    """A short list for ``targets`` or ``ignore`` that matches all of ``names`` and none of ``others``.
 
     Names that differ only in numbers (of layers, of experts) share an anchored pattern: for all numbers if no other
     name is like them, else for the numbers of their layers: a list of every expert of every layer would be megabytes.

@@ -63,7 +63,7 @@ class LinearPart:
         return whole if self.expert is None else whole[self.expert].narrow(0, self.first_row, self.out_features)
 
     def scale(self, whole: Tensor, spec: TensorSpec) -> Tensor:
-        """In the shape of a Linear's scale, a view of the layer's scale of weights."""
+        """The part of the layer's scale that is this Linear's: a view, in the shape that the scale of a Linear has."""
         if self.expert is None:
             return whole
         if whole.dim() == 1:
@@ -72,7 +72,7 @@ class LinearPart:
         return whole[self.expert].narrow(0, self.first_row // size, self.out_features // size)
 
     def of_scale(self, whole: Scale, spec: TensorSpec) -> Scale:
-        """The same of every part of the layer's scale."""
+        """This Linear's part of everything that belongs to the layer's scale, see :meth:`scale`."""
         s0, theta, above, zero = whole
         return Scale(
             self.scale(s0, spec),
@@ -83,8 +83,8 @@ class LinearPart:
 
 
 def linears_of(name: str, layer: nn.Module) -> Iterator[LinearPart]:
-    """The Linears that ``layer``, a module called ``name``, is in a checkpoint: itself, or those of each expert in
-    turn."""
+    """The Linears that a checkpoint has in place of ``layer``, a module called ``name``: the layer itself, or, of a
+    stack, the Linears of each expert in turn."""
     projections: tuple[str, ...] = getattr(layer, "projections", ())
     out_features, in_features = int(layer.out_features), int(layer.in_features)  # type: ignore[arg-type]
     if not projections:

@@ -283,7 +283,7 @@ def _used_input(ctx: Any, saved: _Saved, *, after: Tensor) -> Tensor:
 
 
 class UsedWeightFunction(torch.autograd.Function):
-    """A fake-quantised weight by itself, for a layer whose product is not a plain GEMM. The caller holds the copy.
+    """Fake-quantises a weight for a layer whose product is not a plain GEMM. The caller holds the fake-quantised copy.
 
     ``apply(spec, numel, weight, *scale)``, where ``numel`` weights share one scale. It saves the Parameters.
     """

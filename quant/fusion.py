@@ -20,7 +20,7 @@ _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.(?P<projection>gate_p
 
 
 def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, across_experts: bool) -> list[list[str]]:
-    """The layers in sets that serving fuses, each name in one set, sets and names in module order.
+    """Sort the layers into the sets that serving fuses; each name is in one set, sets and names are in module order.
 
     Raises:
         ValueError: the layers of a set have several schemes, or only some have one.
@@ -36,7 +36,7 @@ def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, acr
 
 
 def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
-    """Schemes by name of the layer, in module order, from those by name of the Linear in a checkpoint.
+    """Turn schemes by name of the Linear in a checkpoint into schemes by name of the layer, in module order.
 
     Raises:
         ValueError: the Linears of one layer's stacked experts have several schemes, or only some have one.

@@ -83,7 +83,7 @@ class _Entry:
 
 
 class SharedInput:
-    """Hands the quantised input of the first of some layers to the others; a plain object that they share.
+    """Hands the quantised input from the first of the layers that read it to the others; all of them hold this object.
 
     The entry is dropped when the last layer has taken it, and replaced when another tensor comes: between two forwards
     nothing is held.
@@ -107,7 +107,7 @@ class SharedInput:
         return entry.value if entry.wanted == wanted else make()
 
     def drop(self) -> None:
-        """Hold nothing: all layers have taken it, or the scale changed after a forward that did not get to its end."""
+        """Forget the entry: all layers have taken it, or the scale changed after an unfinished forward."""
         self._entry = None
 
 

@@ -41,7 +41,7 @@ _EAGER = "eager_attention_forward"
 
 
 class QuantCache(nn.Module):
-    """The keys, or the values, of one layer through the grid of the cache and back.
+    """Takes the keys, or the values, of one layer to the grid of the cache and back.
 
     A theta that trains gets a gradient of zeros while nothing is quantised. Its gradient has the factor of LSQ, whose
     numel is the features of a token (KV heads times their size), as for the input of a Linear.

@@ -106,7 +106,7 @@ class QuantLayer(nn.Module):
         return (*stack, self.out_features, self.in_features)
 
     def forget_codes(self) -> None:
-        """The weight or a scale changed."""
+        """Drop everything that was made of the weight or a scale: they have changed."""
         self._weight_codes = None
         if self.shared_input is not None:
             self.shared_input.drop()
@@ -120,7 +120,7 @@ class QuantLayer(nn.Module):
 
     @property
     def scale_of_input(self) -> Scale | None:
-        """The same of the input's scale; None where none is stored."""
+        """The Parameters of the input's scale likewise; None where none is stored."""
         return None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
 
     @torch.no_grad()

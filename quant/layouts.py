@@ -32,7 +32,7 @@ _PER_TENSOR = SCHEMES["fp8_static"]
 
 
 def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
-    """Whether a model with layers of these schemes can be written so.
+    """Check that a model with layers of these schemes can be written in this layout.
 
     Raises:
         ValueError: no such layout, or it cannot hold one of the schemes.

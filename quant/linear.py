@@ -93,7 +93,7 @@ class QuantLinear(QuantLayer):
     def used_weight(self) -> Tensor:
         """The weight ``[out, in]`` as the forward multiplies it now, differentiable.
 
-        A caller whose product is not a plain GEMM multiplies it himself.
+        It is for a caller that does not want a plain GEMM of it.
         """
         if not self.weight_fake_quant:
             if self.weight_theta is None or not torch.is_grad_enabled():

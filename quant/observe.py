@@ -32,7 +32,7 @@ class _Recomputing:
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Around a backward: activation checkpointing runs forwards in it that were seen before, which are not counted."""
+    """Put this around a backward: the forwards that activation checkpointing repeats in it are not counted again."""
     _Recomputing.now = True
     try:
         yield

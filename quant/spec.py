@@ -110,7 +110,7 @@ class TensorSpec:
 
     @property
     def scale_format(self) -> ScaleFormat:
-        """What a stored scale can be, to which the forward rounds it.
+        """The numbers that a stored scale can be; the forward rounds the scale to one of them.
 
         ``float32``; ``model``, the dtype of the model's weights; ``e4m3``, divided by a second scale per tensor, the
         global scale (NVFP4); ``e8m0``, a power of two (MXFP4).
@@ -231,7 +231,7 @@ SCHEMES: dict[str, Scheme] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """What a recipe calls by one name.
+    """What a recipe means by one name.
 
     Attributes:
         linear: of the Linears; None where they stay as they are.

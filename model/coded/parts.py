@@ -35,7 +35,7 @@ def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) ->
 
 
 def dequantize_whole(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """What the bytes of :func:`quantize_part` of all parts stand for, 1-D, in the weight's dtype."""
+    """The values that the bytes of all parts (:func:`quantize_part`) stand for, 1-D, in the weight's dtype."""
     dtype = torch.float8_e4m3fn if quantizer.spec.dtype == "fp8_e4m3" else torch.int8
     return kernels.dequantize(codes.view(dtype), quantizer)
 
@@ -43,7 +43,7 @@ def dequantize_whole(codes: Tensor, quantizer: Quantizer) -> Tensor:
 def part_gradients_(
     grad: Tensor, flat: Tensor, start: int, numel: int, quantizer: Quantizer, *, factor: float
 ) -> Tensor | None:
-    """Gradients of part of a weight and of its theta from that with respect to the quantised weight.
+    """Turn the gradient of part of a quantised weight into those of the weight and of its theta.
 
     Args:
         grad: the gradient with respect to the quantised elements, fp32, 1-D. That of the weight takes its place, with

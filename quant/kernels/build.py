@@ -129,7 +129,7 @@ def _architectures() -> list[str]:
 
 
 def _digest(flags: list[str]) -> str:
-    """Of everything that the library depends on."""
+    """A digest of everything that the library depends on."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.glob("*.[ch]*")):
         if source.suffix in (".h", ".cpp", ".cu"):

@@ -13,7 +13,7 @@ _FLOAT_GRIDS = {"fp8_e4m3": 0, "fp4_e2m1": 1}
 
 
 def grid_of(spec: TensorSpec) -> int:
-    """The number by which the operators know a grid."""
+    """The number that stands for the grid of ``spec`` in calls of the operators."""
     return _FLOAT_GRIDS.get(spec.dtype, spec.bits)
 
 
@@ -144,7 +144,7 @@ def _per_run(scale: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def masked_(grad: Tensor, mask: Tensor) -> Tensor:
-    """``grad``, contiguous, made zero where the mask of :func:`quantize` says outside."""
+    """Make ``grad``, which is contiguous, zero where the mask of :func:`quantize` says that an element is outside."""
     ensure_ready()
     _OPS.masked_(grad, mask)
     return grad
