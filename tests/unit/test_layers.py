@@ -1,10 +1,11 @@
-"""Folders import each other only downwards: ``launch -> engine -> {model, data, quant}`` and ``model -> quant``.
+"""Who may import whom: folders only downwards, and the rooms of engine/ only those that their row names.
 
-Read from the sources, so that an import inside a function or under TYPE_CHECKING counts too.
+Imports are read from the sources, so that one inside a function or under TYPE_CHECKING counts too.
 """
 
 import ast
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,19 @@ MAY_IMPORT = {
     "launch": {"engine", "model", "data", "quant"},
 }
 PROJECT = {*MAY_IMPORT, "tests", "benchmarks"}
+# The folders of engine/ are its rooms. The files that lie in engine/ itself are the corridor: it imports rooms, and no
+# room imports it.
+ROOMS = {
+    "losses": set(),
+    "verify": set(),
+    "recipe": {"losses"},
+    "cluster": {"recipe"},
+    "session": {"cluster", "losses", "recipe"},
+    "quantisation": {"session"},
+    "checkpoint": {"recipe", "session"},
+    "evaluation": {"losses", "quantisation", "session"},
+    "memory": {"losses", "recipe", "session"},
+}
 # Numerics and data must run, and be tested, where there is no cluster.
 WITHOUT_DEEPSPEED = ("quant", "data")
 
@@ -45,7 +59,17 @@ def violations(source: str, module: str) -> list[str]:
             problems.append(f"{module}, line {line}: {folder}/ must not import {name}")
         if other == "deepspeed" and folder in WITHOUT_DEEPSPEED:
             problems.append(f"{module}, line {line}: {folder}/ must not import DeepSpeed")
+        room = room_of(module)
+        if room is not None and name.startswith("engine.") and room_of(name) not in {room, *ROOMS[room]}:
+            problems.append(f"{module}, line {line}: engine/{room}/ must not import {name}")
     return problems
+
+
+def room_of(name: str) -> str | None:
+    """The room that a module of engine/ lies in; None in the corridor and outside of engine/."""
+    folder, _, below = name.partition(".")
+    room = below.partition(".")[0]
+    return room if folder == "engine" and room in ROOMS else None
 
 
 def sources() -> dict[str, str]:
@@ -56,10 +80,32 @@ def sources() -> dict[str, str]:
     }
 
 
-def test_folders_import_downwards_only() -> None:
+def test_folders_and_rooms_import_what_their_rows_name() -> None:
     modules = sources()
     assert {name.split(".")[0] for name in modules} == set(MAY_IMPORT)
     assert [problem for name, text in modules.items() for problem in violations(text, name)] == []
+
+
+def test_every_folder_and_every_room_has_its_row() -> None:
+    """And every row has its folder."""
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} <= PROJECT
+    assert {path.parent.name for path in (ROOT / "engine").glob("*/*.py")} == set(ROOMS)
+
+
+@pytest.mark.parametrize("kind", ["unit", "distributed"])
+def test_tests_mirror_the_source(kind: str) -> None:
+    """A folder with tests has the path of the folder that they test. What ranks run lies under scripts/ beside them."""
+    tests = ROOT / "tests" / kind
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")} - {Path()}
+    assert len(folders) > 5 and [str(folder) for folder in sorted(folders) if not (ROOT / folder).is_dir()] == []
+    scripts = {path.parent for path in tests.rglob("scripts/*.py")}
+    assert [str(folder) for folder in scripts if not any(folder.parent.glob("test_*.py"))] == []
+
+
+def test_rows_do_not_form_a_circle() -> None:
+    TopologicalSorter(MAY_IMPORT).prepare()
+    TopologicalSorter(ROOMS).prepare()
+    assert set().union(*ROOMS.values()) <= set(ROOMS)
 
 
 def test_modules_do_not_import_in_circles() -> None:
@@ -87,6 +133,10 @@ def test_modules_do_not_import_in_circles() -> None:
         ("quant.linear", "from ..model import zero"),
         ("engine.loop", "from launch import train"),
         ("engine.loop", "import tests.tiny as tiny"),
+        ("engine.losses.kd", "from engine.recipe.recipe import Recipe"),
+        ("engine.recipe.reading", "def f():\n    from engine.cluster.join import connect"),
+        ("engine.session.data", "from ..schedule import Schedule"),
+        ("engine.evaluation.held_out", "from engine import state"),
     ],
 )
 def test_a_violation_is_found(module: str, source: str) -> None:
@@ -100,6 +150,10 @@ def test_a_violation_is_found(module: str, source: str) -> None:
         ("model.build", "import deepspeed\nfrom quant import QuantLinear"),
         ("engine.session.data", "from data import Loader\nfrom model.zero import stage"),
         ("data.chat", "import modelling\nfrom datasets import quant"),
+        ("engine.memory.plan", "from engine.memory.table import GB\nfrom engine.session.optimizer import classify"),
+        ("engine.losses.kd", "from . import teacher\nfrom model.head import LMHead"),
+        ("engine.loop", "from engine.checkpoint.save import LATEST\nfrom engine import schedule"),
+        ("launch.train", "from engine.loop import Loop\nimport engine.recipe.reading"),
     ],
 )
 def test_what_the_rule_allows_passes(module: str, source: str) -> None:
