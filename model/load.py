@@ -256,7 +256,7 @@ def _missing(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, 
     for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
         present.setdefault(id(tensors[piece.name]), {})[piece.start] = piece.numel
     missing: list[str] = []
-    unique = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    unique = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     for identity, name in reversed(unique.items()):
         there = present.get(identity, {})
         if sum(there.values()) < full_numel(tensors[name]):
