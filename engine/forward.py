@@ -1,6 +1,7 @@
 """One micro-batch through student and teacher to its losses."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -8,11 +9,12 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from data.loader import MicroBatch, model_inputs
-from engine.losses.chunked import LossResult, Teacher, chunked_losses
+from engine.losses.chunked import LossResult, chunked_losses
 from engine.losses.objective import Objective
+from engine.losses.teacher import Sight
 from engine.offload import OnHost
 from engine.session.session import Session
-from model.ranks import raise_everywhere
+from model.zero import gathered
 
 
 class ForwardResult(NamedTuple):
@@ -22,6 +24,35 @@ class ForwardResult(NamedTuple):
     total: Tensor
     sums: dict[str, Tensor]
     output: ModelOutput
+
+
+@dataclass
+class _LossesAtHead:
+    """The task of the student's lm_head: the losses of a micro-batch, computed while its weight is whole."""
+
+    labels: Tensor
+    asked: Sight | None
+    objective: Objective
+    scale: float
+    gradient_scale: float
+    diagnostics: bool
+    result: LossResult | None = None
+
+    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The total, to be differentiated; ``result`` has the rest."""
+        with gathered(self.asked.parameters if self.asked is not None else ()):
+            self.result = chunked_losses(
+                hidden,
+                weight,
+                bias,
+                self.labels,
+                self.asked.teacher if self.asked is not None else None,
+                self.objective,
+                scale=self.scale,
+                gradient_scale=self.gradient_scale,
+                diagnostics=self.diagnostics,
+            )
+        return self.result.total
 
 
 def forward_losses(
@@ -45,45 +76,13 @@ def forward_losses(
     """
     inputs: dict[str, Any] = {**model_inputs(batch), "use_cache": False}
     asked = session.teacher.look(inputs, batch) if session.teacher is not None and distil else None
-    result: LossResult | None = None
     gradient_scale = session.loss_scale.value if session.loss_scale is not None else 1.0
-
-    def losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: Teacher | None) -> LossResult:
-        return chunked_losses(
-            hidden,
-            weight,
-            bias,
-            batch["labels"],
-            teacher,
-            objective,
-            scale=scale,
-            gradient_scale=gradient_scale,
-            diagnostics=diagnostics and teacher is not None,
-        )
-
-    def task(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        nonlocal result
-        if asked is None:
-            result = losses(hidden, weight, bias, None)
-        else:
-            with asked(weight, bias) as teacher:
-                result = losses(hidden, weight, bias, teacher)
-        return result.total
-
+    task = _LossesAtHead(batch["labels"], asked, objective, scale, gradient_scale, diagnostics and asked is not None)
     assert session.head is not None, "losses need a session for training"
     offload = session.recipe.train.activation_offload and torch.is_grad_enabled()
     with session.head.computing(task), OnHost() if offload else nullcontext():
         output = session.engine(**inputs)
-    assert result is not None, "the model's forward does not end in its lm_head"
-    if not session.head_checked:
-        # A model that goes on from its logits (a softcap, a factor) in a way that its configuration does not show.
-        same = torch.equal(output.logits.detach(), result.total.detach()) or not result.total.isfinite()
-        raise_everywhere(
-            None
-            if same
-            else f"{type(session.model).__name__} changes its logits after lm_head: losses from the hidden states are "
-            "not supported for it"
-        )
-        session.head_checked = True
+    assert task.result is not None, "the model's forward does not end in its lm_head"
+    session.head.check(output.logits, type(session.model).__name__)
     # The output, not what the task returned: under stage 3 the engine's hooks hang on it.
-    return ForwardResult(output.logits, result.sums, output)
+    return ForwardResult(output.logits, task.result.sums, output)

@@ -1,18 +1,27 @@
-"""lm_head as the place where the losses are computed.
+"""lm_head as the place where a model gives out something else than logits: its losses, or its hidden states.
 
-transformers' forward ends in lm_head and returns what it gives as ``logits``. An :class:`LMHead` can be asked to
-compute something else from the hidden states that it gets, for the time of one forward: so the model's own forward
-stays what runs (with the auxiliary loss of a MoE, and whatever a model does around its layers), under ZeRO-3 the
-engine's hooks gather the weight for it and reduce its gradient, and no [tokens, vocabulary] tensor has to exist.
+transformers' forward ends in lm_head and returns what it gives as ``logits``. Here a :class:`StandIn` in its place
+gives something else, so that the model's own forward stays what runs (with the auxiliary loss of a MoE, and whatever a
+model does around its layers) and no [tokens, vocabulary] tensor has to exist:
+
+* an :class:`LMHead` keeps the Parameters and computes a task with them for the time of a forward. So the losses of
+  training are computed: under ZeRO-3 the engine's hooks gather the weight for it and reduce its gradient.
+* a :class:`HiddenStates` has none. A model that only runs forward, whose lm_head somebody else gathers and calls,
+  returns its hidden states.
+
+Either works for models alone that return as logits just what lm_head gave: :func:`changes_logits` reads that from their
+configuration, and :meth:`StandIn.check` sees it in their first forward.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from model.ranks import raise_everywhere
 from quant import QuantLinear
 
 Task = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -30,10 +39,66 @@ CHANGES_LOGITS = {
 }
 
 
-class LMHead(nn.Module):
+def hidden_states(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The task of an lm_head whose model shall return its hidden states."""
+    return hidden
+
+
+class StandIn(nn.Module):
+    """A module in lm_head's place that gives something else than logits."""
+
+    _checked = False
+    _given: Tensor | None = None  # the last that was given, until it has been checked
+
+    def give(self, instead: Tensor) -> Tensor:
+        """Return ``instead``, which :meth:`check` expects to find in the model's output."""
+        if not self._checked:
+            self._given = instead.detach()
+        return instead
+
+    def check(self, logits: Tensor, model: str) -> None:
+        """Check that a model returned as its logits what this module gave it; a collective in the first call alone.
+
+        What is not finite proves nothing, and passes.
+
+        Args:
+            logits: of the model's output.
+            model: name of its class, for the error.
+
+        Raises:
+            RankError: on every rank: it goes on from its logits (a softcap, a factor) in a way that its configuration
+                does not show.
+        """
+        if self._checked:
+            return
+        given, self._given = self._given, None
+        logits = logits.detach()
+        if given is None:  # the forward did not come past here
+            same = not logits.isfinite().all()
+        else:
+            same = given.shape == logits.shape and torch.equal(given, logits.to(given.dtype))
+            same = same or not given.isfinite().all()
+        raise_everywhere(
+            None
+            if same
+            else f"{model} changes its logits after lm_head in a way that its configuration does not show: expected "
+            "logits that are lm_head's output"
+        )
+        self._checked = True
+
+
+class HiddenStates(StandIn):
+    """Stands where lm_head was taken out: the model returns its hidden states as logits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input``."""
+        return self.give(input)
+
+
+class LMHead(StandIn):
     """The model's output layer, which computes something else while :meth:`computing`.
 
-    Of a quantised output layer the weight is fake-quantised once, for all that is computed from it.
+    The weight of a quantised output layer is fake-quantised once, for all that is computed from it.
 
     Attributes:
         in_features, out_features: of the layer.
@@ -54,7 +119,7 @@ class LMHead(nn.Module):
         """``input`` [..., H] to logits [..., V], or to what the task makes of it."""
         if self._task is None:
             return super().forward(input)
-        return self._task(input, self.used_weight(), self.bias)
+        return self.give(self._task(input, self.used_weight(), self.bias))
 
     @contextmanager
     def computing(self, task: Task) -> Iterator[None]:
@@ -79,7 +144,7 @@ class PlainHead(LMHead, nn.Linear):
         self.train(linear.training)
 
     def used_weight(self) -> Tensor:
-        """The Parameter."""
+        """The Parameter itself."""
         return self.weight
 
 
@@ -99,7 +164,7 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
         self.weight_fake_quant = linear.weight_fake_quant
 
     def used_weight(self) -> Tensor:
-        """Fake-quantised."""
+        """The weight, fake-quantised."""
         return QuantLinear.used_weight(self)
 
 
@@ -124,8 +189,10 @@ def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
     """Name and module of the model's output embedding.
 
     Raises:
-        ValueError: there is none, or it is no plain nn.Linear, quantised or not.
+        ValueError: the model changes its logits after it, there is none, or it is no plain nn.Linear, quantised or not.
     """
+    if problem := changes_logits(model.config):
+        raise ValueError(problem)
     module = model.get_output_embeddings()
     if type(module) not in (nn.Linear, PlainHead, QuantLinear, QuantHead):
         raise ValueError(
@@ -142,10 +209,8 @@ def install_head(model: PreTrainedModel) -> LMHead:
     After ``quant.prepare`` (which quantises plain Linears) and before ``deepspeed.initialize`` (which hooks modules).
 
     Raises:
-        ValueError: see :func:`output_head` and :func:`changes_logits`.
+        ValueError: see :func:`output_head`.
     """
-    if problem := changes_logits(model.config):
-        raise ValueError(problem)
     name, linear = output_head(model)
     if isinstance(linear, LMHead):
         return linear
@@ -154,51 +219,22 @@ def install_head(model: PreTrainedModel) -> LMHead:
     return head
 
 
-def remove_head(model: PreTrainedModel) -> LMHead:
-    """Take lm_head out of a model that only runs forward: it then returns its hidden states as logits.
+def take_out_head(model: PreTrainedModel) -> tuple[nn.Module, HiddenStates]:
+    """Take the output embedding, of whatever class, out of a model that only runs forward.
 
-    Under ZeRO-3 nothing gathers the weight then but who computes with it (``model.zero.gathered``). Before
-    ``deepspeed.initialize``.
+    Under ZeRO-3 nothing gathers its Parameters from then on but who calls it (``model.zero.gathered``), on as many
+    hidden states at a time as the caller wants logits of. Before ``deepspeed.initialize``, for a model that
+    :func:`changes_logits` finds nothing wrong with.
 
-    Raises:
-        ValueError: see :func:`install_head`.
-    """
-    head = install_head(model)
-    model.set_submodule(output_head(model)[0], nn.Identity())
-    return head
-
-
-class PassThrough(nn.Module):
-    """Stands where lm_head stood: the model returns its hidden states as logits.
-
-    Attributes:
-        seen: what went through last; whoever has looked at it forgets it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Tensor | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``input``."""
-        self.seen = input
-        return input
-
-
-def detach_head(model: PreTrainedModel) -> tuple[nn.Module, PassThrough]:
-    """Take the output embedding, of whatever class, out of a model that only runs forward, and what stands there now.
-
-    As after :func:`remove_head`, nothing but who calls it gathers its Parameters, and it is called on as many hidden
-    states at a time as the caller wants logits of.
+    Returns:
+        The output embedding, and what stands in its place.
 
     Raises:
-        ValueError: there is none; see also :func:`changes_logits`.
+        ValueError: there is none.
     """
-    if problem := changes_logits(model.config):
-        raise ValueError(problem)
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output embedding: expected a causal language model")
-    passed = PassThrough()
-    model.set_submodule(next(name for name, child in model.named_modules() if child is head), passed)
-    return head, passed
+    stand_in = HiddenStates()
+    model.set_submodule(next(name for name, child in model.named_modules() if child is head), stand_in)
+    return head, stand_in

@@ -18,8 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from data.samples import IGNORE
 from engine.losses.chunked import row_blocks
 from engine.session.engines import initialize_frozen
-from model.head import PassThrough, changes_logits, detach_head
-from model.ranks import RankError, errors_on_all_ranks, is_main, raise_everywhere, rank, reduce_over_ranks, world_size
+from model.head import HiddenStates, changes_logits, take_out_head
+from model.ranks import RankError, errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
 from model.zero import gathered
 
 CHUNK_TOKENS = 512  # of logits that exist at a time
@@ -64,13 +64,14 @@ class ScoringModel:
         head: lm_head, which nothing gathers but this class; an ``nn.Identity`` where the model keeps its own.
         device: where batches go.
         context: tokens that the model was made for, None if its configuration does not say.
+        stand_in: stands in the body where ``head`` stood; None where the model keeps its own.
     """
 
     body: nn.Module
     head: nn.Module
     device: torch.device
     context: int | None
-    _unchecked: PassThrough | None = None
+    stand_in: HiddenStates | None
 
     @torch.no_grad()
     def log_likelihoods(self, inputs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +86,8 @@ class ScoringModel:
             RankError: the model goes on from its logits in a way that its configuration does not show.
         """
         hidden = self.body(input_ids=inputs, attention_mask=mask, use_cache=False).logits  # [B, T, H]
-        self._check(hidden)
+        if self.stand_in is not None:
+            self.stand_in.check(hidden, type(self.body).__name__)
         valid = labels != IGNORE
         rows, targets = hidden[valid], labels[valid]  # [N, H], [N]
         found = torch.empty(len(targets), dtype=torch.float32, device=rows.device)
@@ -101,20 +103,6 @@ class ScoringModel:
                     greedy[at] = some.argmax(-1, keepdim=True).eq(wanted).squeeze(-1)
         return found, greedy
 
-    def _check(self, hidden: Tensor) -> None:
-        """That the model returns what goes into lm_head, the first time; a collective then."""
-        if self._unchecked is None:
-            return
-        seen, self._unchecked.seen = self._unchecked.seen, None
-        same = seen is not None and seen.shape == hidden.shape and torch.equal(seen, hidden.to(seen.dtype))
-        raise_everywhere(
-            None
-            if same or not hidden.isfinite().all()
-            else f"{type(self.body).__name__} changes its logits after lm_head in a way that its configuration does "
-            "not show: expected logits that are lm_head's output"
-        )
-        self._unchecked = None
-
 
 def scoring_model(
     model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
@@ -125,9 +113,9 @@ def scoring_model(
     """
     context = context_length(model.config)
     with errors_on_all_ranks(ValueError):
-        head, passed = (nn.Identity(), None) if changes_logits(model.config) else detach_head(model)
+        head, stand_in = (nn.Identity(), None) if changes_logits(model.config) else take_out_head(model)
     head.requires_grad_(False).eval()
-    return ScoringModel(initialize_frozen(model, ds_config or {}), head, device, context, passed)
+    return ScoringModel(initialize_frozen(model, ds_config or {}), head, device, context, stand_in)
 
 
 def context_length(config: PretrainedConfig) -> int | None:

@@ -1,19 +1,18 @@
 """Who the student is distilled from: another model, the student itself without fake quant, or a cache on disk.
 
-Each teacher is asked twice per micro-batch. :meth:`Teacher.look` runs whatever forward it takes, before the student's,
-and keeps hidden states, not logits. What it returns is entered inside the student's lm_head, where the losses are
-computed, and gives the teacher as :func:`engine.losses.chunked.chunked_losses` takes it. Under ZeRO stage 3 a model's
-lm_head is gathered there, once per micro-batch, and by all ranks, whether they have a valid token or not.
+:meth:`Teacher.look` runs whatever forward a micro-batch takes, before the student's, and keeps hidden states, not
+logits. The losses are computed inside the student's lm_head, from what it returned. Under ZeRO stage 3 the lm_head of
+another model is gathered there, once per micro-batch, by all ranks, whether they have a valid token or not.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import Parameter
 from transformers import PreTrainedTokenizerBase
 
 from data.loader import MicroBatch
@@ -21,19 +20,28 @@ from data.samples import IGNORE
 from data.teacher_cache import TeacherCache
 from engine.losses import chunked as losses
 from engine.losses.kd import TopK
-from model.head import LMHead
-from model.zero import forward_only, gathered
+from model.head import LMHead, hidden_states
+from model.zero import forward_only
 from quant import Quantization
 
-AtHead = Callable[[Tensor, Tensor | None], AbstractContextManager[losses.Teacher]]
-"""weight and bias of the student's lm_head -> the teacher, for the time of a block"""
+
+class Sight(NamedTuple):
+    """What a teacher says about a micro-batch.
+
+    Attributes:
+        teacher: as :func:`engine.losses.chunked.chunked_losses` takes it.
+        parameters: what has to be gathered around that call, beyond the student's lm_head.
+    """
+
+    teacher: losses.Teacher
+    parameters: Sequence[Parameter] = ()
 
 
 class Teacher(ABC):
     """A source of distributions over the vocabulary."""
 
     @abstractmethod
-    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> AtHead:
+    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
         """See what the teacher has to say about a micro-batch; a collective.
 
         Args:
@@ -48,29 +56,20 @@ class ModelTeacher(Teacher):
 
     Attributes:
         module: the model (an engine under stage 3), without its lm_head: it returns hidden states as logits.
-        head: its lm_head, which nothing gathers but this class.
+        head: its lm_head, which nothing gathers but who computes with what :meth:`look` returns.
         vocabulary: see :class:`engine.losses.chunked.TeacherHidden`.
     """
 
     module: nn.Module
-    head: LMHead
+    head: nn.Linear
     vocabulary: int | None
 
-    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> AtHead:
-        """Run the model."""
-        hidden = self.hidden(inputs)
-        return lambda weight, bias: self.at_head(hidden)
-
-    @torch.no_grad()
-    def hidden(self, inputs: dict[str, Any]) -> Tensor:
-        """What goes into lm_head, [B, T, H]; a collective under stage 3."""
-        return self.module(**inputs).logits
-
-    @contextmanager
-    def at_head(self, hidden: Tensor) -> Iterator[losses.TeacherHidden]:
-        """lm_head whole inside the block; a collective under stage 3."""
-        with gathered(self.head.parameters()):
-            yield losses.TeacherHidden(hidden, self.head.weight, self.head.bias, self.vocabulary)
+    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
+        """Run the model; a collective under stage 3."""
+        with torch.no_grad():
+            hidden = self.module(**inputs).logits  # [B, T, H]
+        teacher = losses.TeacherHidden(hidden, self.head.weight, self.head.bias, self.vocabulary)
+        return Sight(teacher, list(self.head.parameters()))
 
 
 @dataclass
@@ -85,7 +84,7 @@ class SelfTeacher(Teacher):
     quantization: Quantization
 
     @torch.no_grad()
-    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> AtHead:
+    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
         """Run the student as it was: eval mode, nothing quantised, no observer watching; then all as before."""
         modules = self.quantization.modules
         state = self.quantization.fake_quant_state()
@@ -96,17 +95,16 @@ class SelfTeacher(Teacher):
         for module in modules.values():
             module.input_observer = None
         try:
-            with self.head.computing(lambda hidden, weight, bias: hidden), forward_only(self.engine):
+            with self.head.computing(hidden_states), forward_only(self.engine):
                 hidden = self.engine(**inputs).logits
         finally:
             for name, module in modules.items():
                 module.input_observer = observers[name]
             self.quantization.restore_fake_quant(state)
             self.engine.train(was_training)
-        # The head's own weight, not the one that the student's losses are computed with, which may be quantised.
-        return lambda weight, bias: nullcontext(
-            losses.TeacherHidden(hidden, self.head.weight.detach(), _detached(bias))
-        )
+        # The head's own weight, not the one that the student's losses are computed with, which may be quantised. It is
+        # whole where they are computed, and no gradient flows to it through a teacher.
+        return Sight(losses.TeacherHidden(hidden, self.head.weight, self.head.bias))
 
 
 @dataclass
@@ -115,7 +113,7 @@ class CachedTeacher(Teacher):
 
     cache: TeacherCache
 
-    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> AtHead:
+    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
         """Read the rows of the batch's samples: their valid positions, in order, are those of the batch.
 
         Raises:
@@ -133,12 +131,7 @@ class CachedTeacher(Teacher):
             )
         log_probs, indices, log_tail = (tensor.to(labels.device) for tensor in self.cache.top_k(rows))
         top = TopK(log_probs, indices, log_tail)
-        tokens = self.cache.manifest.vocabulary
-        return lambda weight, bias: nullcontext(losses.TeacherTopK(top, tokens if tokens != len(weight) else None))
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
+        return Sight(losses.TeacherTopK(top, self.cache.manifest.vocabulary))
 
 
 def first_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:

@@ -24,7 +24,7 @@ from engine.session.context import DTYPES
 from engine.session.student import empty_student, quantise_student
 from model.build import build_model
 from model.experts import ExpertMLPs
-from model.head import LMHead, QuantHead, install_head, output_head, remove_head
+from model.head import LMHead, QuantHead, hidden_states, install_head, output_head, take_out_head
 from quant import Quantization
 
 META = torch.device("meta")
@@ -46,7 +46,7 @@ class MetaTeacher:
     """A teacher that is a model of its own, and its lm_head, which has been taken out of it."""
 
     model: PreTrainedModel
-    head: LMHead
+    head: nn.Linear
 
 
 def meta_student(recipe: Recipe) -> MetaStudent:
@@ -86,7 +86,8 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
         attn_implementation=_attention(recipe),
         experts=recipe.model.experts,
     )
-    head = remove_head(model)
+    _, head = output_head(model)
+    take_out_head(model)
     for module in (model, head):
         module.requires_grad_(False).eval()
     model.config.output_router_logits = False
@@ -185,7 +186,7 @@ def _teacher_at_head(
         return TeacherTopK(TopK(log_probs, torch.empty(shape, dtype=torch.int64, device=META), log_probs[:, 0]))
     assert hidden is not None
     if kind == "self":
-        return TeacherHidden(hidden, student.head.weight.detach())
+        return TeacherHidden(hidden, student.head.weight)
     assert teacher is not None
     common = min(teacher.head.out_features, student.head.out_features)
     same = teacher.head.out_features == student.head.out_features
@@ -205,7 +206,7 @@ def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
         return record_step(teacher.model, partial(forward, teacher.model), backward=False)
     student.model.eval()
     try:
-        with student.quantization.paused(), student.head.computing(lambda hidden, weight, bias: hidden):
+        with student.quantization.paused(), student.head.computing(hidden_states):
             return record_step(student.model, partial(forward, student.model), backward=False)
     finally:
         student.model.train()

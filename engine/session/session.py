@@ -50,8 +50,6 @@ class Session:
     """What runs after the last backward of every optimizer step, before the update; may be collectives."""
     loss_scale: LossScale | None
     """The loss scale of a run in fp16; None in other dtypes."""
-    head_checked: bool = False
-    """Whether a forward has shown that the model returns what lm_head gives."""
 
 
 def build_session(

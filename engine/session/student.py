@@ -14,7 +14,7 @@ from engine.session.context import DTYPES
 from engine.session.optimizer import set_learnable
 from model.build import build_model
 from model.experts import ExpertMLPs
-from model.head import changes_logits, output_head
+from model.head import output_head
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, listed, say
 from model.scales import load_scales, renew_weight_scales, write_scales
@@ -139,8 +139,6 @@ def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
 
 def _check_head(model: PreTrainedModel, recipe: Recipe) -> None:
     """Refuse, before weights are read, a model whose losses cannot be computed from its hidden states."""
-    if problem := changes_logits(model.config):
-        raise ValueError(problem)
     name, _ = output_head(model)
     exempt = recipe.quant.exempt
     if recipe.quant.lm_head is None and not any(re.fullmatch(pattern, name) for pattern in exempt):

@@ -13,7 +13,7 @@ from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES, RunContext
 from engine.session.engines import initialize_frozen
 from model.build import build_model
-from model.head import changes_logits, output_head, remove_head
+from model.head import output_head, take_out_head
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, rank, say, world_size
 
@@ -45,10 +45,8 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
         experts=recipe.model.experts,
     )
     with errors_on_all_ranks(ValueError):
-        if problem := changes_logits(model.config):
-            raise ValueError(f"loss.teacher: {path}: {problem}")
-        _, linear = output_head(model)
         try:
+            _, linear = output_head(model)
             vocabulary = common_vocabulary(context.tokenizer, logits, linear.out_features)
         except ValueError as error:
             raise ValueError(f"loss.teacher: {path}: {error}") from error
@@ -59,8 +57,8 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
         )
     report = load_weights(model, path, method=recipe.model.load)
     say(f"teacher: {report.summary()}")
-    its_head = remove_head(model).requires_grad_(False)
-    return ModelTeacher(initialize_frozen(model, context.ds_config), its_head, vocabulary)
+    take_out_head(model)
+    return ModelTeacher(initialize_frozen(model, context.ds_config), linear.requires_grad_(False), vocabulary)
 
 
 def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> CachedTeacher:

@@ -26,6 +26,7 @@ from engine.session.context import start_ranks
 from engine.session.data import build_loader
 from engine.session.teacher import load_teacher
 from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
+from model.zero import gathered
 
 
 def check_recipe(recipe: Recipe, out: Path | None) -> Path:
@@ -138,12 +139,14 @@ def _manifest(
 @torch.no_grad()
 def _rows_of(teacher: ModelTeacher, batch: MicroBatch, manifest: Manifest, recipe: Recipe) -> dict[str, np.ndarray]:
     """What the cache keeps of the valid positions of a batch, row-major; a collective."""
-    hidden = teacher.hidden({**model_inputs(batch), "use_cache": False})
+    sight = teacher.look({**model_inputs(batch), "use_cache": False}, batch)
+    found = sight.teacher
+    assert isinstance(found, TeacherHidden)
     valid = batch["labels"] != IGNORE
     pieces: list[dict[str, Tensor]] = []
-    with teacher.at_head(hidden) as found:
+    with gathered(sight.parameters):
         size = recipe.loss.chunk_tokens
-        for some, labels in zip(hidden[valid].split(size), batch["labels"][valid].split(size), strict=True):
+        for some, labels in zip(found.hidden[valid].split(size), batch["labels"][valid].split(size), strict=True):
             pieces += _rows_of_chunk(found, some, labels, manifest)
     names = pieces[0] if pieces else ()  # a batch without targets
     return {name: torch.cat([piece[name] for piece in pieces]).cpu().numpy() for name in names}

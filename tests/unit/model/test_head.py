@@ -1,5 +1,7 @@
 """lm_head as a module that computes what it is asked to, inside the model's own forward."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,8 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, GraniteC
 
 from engine.losses.chunked import TeacherHidden, chunked_losses
 from engine.losses.objective import Objective
-from model.head import PlainHead, changes_logits, install_head, output_head, remove_head
+from model.head import HiddenStates, PlainHead, changes_logits, hidden_states, install_head, output_head, take_out_head
+from model.ranks import RankError
 from tests.tiny import tiny_model
 
 KINDS = ("qwen3", "llama", "qwen3_moe")
@@ -83,8 +86,8 @@ def test_a_task_lasts_as_long_as_its_block(seed):
     head = install_head(model)
     ids, _ = batch_of(model, seed)
     logits = model(ids).logits
-    with pytest.raises(ZeroDivisionError), head.computing(lambda *given: given[0]):
-        with pytest.raises(RuntimeError, match="must not nest"), head.computing(lambda *given: given[0]):
+    with pytest.raises(ZeroDivisionError), head.computing(hidden_states):
+        with pytest.raises(RuntimeError, match="must not nest"), head.computing(hidden_states):
             pass
         assert model(ids).logits.shape[-1] == model.config.hidden_size
         raise ZeroDivisionError
@@ -95,7 +98,8 @@ def test_a_model_without_its_head_returns_hidden_states(seed):
     model = tiny("llama", tied=True, seed=seed)
     ids, labels = batch_of(model, seed)
     logits = model(ids).logits
-    head = remove_head(model)
+    head, stand_in = take_out_head(model)
+    assert type(stand_in) is HiddenStates and model.get_output_embeddings() is stand_in
     hidden = model(ids).logits
     assert torch.equal(F.linear(hidden, head.weight), logits) and head.weight is model.model.embed_tokens.weight
     teacher = TeacherHidden(hidden, head.weight)
@@ -135,3 +139,30 @@ def test_install_refuses_what_it_cannot_compute():
     model.lm_head = Other(48, 301)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM is a Other, expected an nn\.Linear"):
         output_head(model)
+
+
+@pytest.mark.parametrize("taken_out", [False, True])
+def test_a_model_that_goes_on_from_its_logits_is_refused_once_it_has_run(seed, taken_out):
+    """Whichever module stands in lm_head's place, its check sees what the model made of what it gave."""
+    model = tiny("llama", seed=seed)
+    ids, _ = batch_of(model, seed)
+    stand_in = take_out_head(model)[1] if taken_out else install_head(model)
+    with nullcontext() if taken_out else stand_in.computing(hidden_states):
+        logits = model(ids).logits
+    with pytest.raises(RankError, match="Llama changes its logits after lm_head in a way"):
+        stand_in.check(0.5 * logits, "Llama")
+    with nullcontext() if taken_out else stand_in.computing(hidden_states):
+        logits = model(ids).logits
+    stand_in.check(logits, "Llama")
+    stand_in.check(0.5 * logits, "Llama")  # the first forward has shown it
+
+
+def test_a_forward_that_passes_by_its_head_is_refused_and_one_that_is_not_finite_proves_nothing(seed):
+    model = tiny("llama", seed=seed)
+    ids, _ = batch_of(model, seed)
+    stand_in = take_out_head(model)[1]
+    with pytest.raises(RankError, match="changes its logits"):
+        stand_in.check(torch.zeros(2, 7, 48), "Llama")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    stand_in.check(model(ids).logits, "Llama")

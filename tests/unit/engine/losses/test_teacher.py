@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.losses.chunked import chunked_losses
+from engine.losses.objective import Objective
 from engine.losses.teacher import SelfTeacher
 from model.head import install_head
 from quant import get_scheme, prepare
@@ -35,18 +37,29 @@ def test_the_forward_is_the_originals_and_nothing_changes(student):
     before = quantization.fake_quant_state()
     codes = {name: layer._weight_codes for name, layer in quantization.layers.items()}
     assert any(code is not None for code in codes.values()) and len(set(before.values())) == 2
-    at_head = SelfTeacher(model, head, quantization).look({"input_ids": ids}, {})
-    with at_head(head.weight, head.bias) as teacher:
-        assert not teacher.hidden.requires_grad and not teacher.weight.requires_grad
-        found, expected = F.linear(teacher.hidden, teacher.weight).float(), original(input_ids=ids).logits.float()
-        # The same arithmetic, 0 where BLAS gives the same bits again; with layer 0 left quantised 0.06 to 0.12.
-        assert (found - expected).norm() < 0.01 * expected.norm()
+    sight = SelfTeacher(model, head, quantization).look({"input_ids": ids}, {})
+    teacher = sight.teacher
+    assert not sight.parameters and not teacher.hidden.requires_grad
+    found, expected = F.linear(teacher.hidden, teacher.weight).float(), original(input_ids=ids).logits.float()
+    # The same arithmetic, 0 where BLAS gives the same bits again; with layer 0 left quantised 0.06 to 0.12.
+    assert (found - expected).norm() < 0.01 * expected.norm()
     assert quantization.fake_quant_state() == before and model.training and quantization.observing
     for group, state in zip(quantization.input_groups, states, strict=True):
         for name, value in group.observer.state_dict().items():
             assert torch.equal(value, state[name]), f"{group.owner}: the observer saw the teacher's pass ({name})"
     for name, layer in quantization.layers.items():
         assert layer._weight_codes is codes[name], name
+
+
+def test_no_gradient_flows_to_the_weight_that_the_teacher_is_computed_with(student):
+    model, quantization, _ = student
+    head = install_head(model)
+    ids = torch.randint(0, 300, (2, 9))
+    sight = SelfTeacher(model, head, quantization).look({"input_ids": ids}, {})
+    hidden, weight = sight.teacher.hidden.clone().requires_grad_(), head.weight.detach().clone() * 1.1
+    objective = Objective(lm_weight=0.0, kd_weight=1.0)
+    chunked_losses(hidden, weight, None, ids, sight.teacher, objective).total.backward()
+    assert hidden.grad.abs().sum() > 0 and head.weight.requires_grad and head.weight.grad is None
 
 
 def test_everything_is_restored_after_an_error_too(student):
