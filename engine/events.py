@@ -1,14 +1,106 @@
-"""The events of a recipe as actions of the loop: one line of YAML does what one line of Python would."""
+"""The events of a recipe, as actions of the loop: what its schedule says, evaluation, and checkpoints.
 
+One line of YAML under ``schedule`` does what one line of Python would.
+"""
+
+import math
 import operator
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from engine.checkpoint.save import CheckpointError, mark_if_best, save_checkpoint
+from engine.evaluation.held_out import evaluate
 from engine.recipe.events import EventRecipe, parse_condition
+from engine.recipe.recipe import Recipe
 from engine.schedule import Schedule
 from engine.state import LoopState
+from engine.step import held_out_losses
+from model.ranks import say
 from quant import Quantization
 
 RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+
+def add_recipe_events(schedule: Schedule[LoopState], recipe: Recipe) -> None:
+    """Add all events of a recipe.
+
+    An evaluation is the first event of its step, so that others see what it found, and a checkpoint the last, so that
+    it holds what others did.
+    """
+    start = recipe.quant.fake_quant_start
+    if start != 0:
+        # Observers have nobody to watch for in a run that never quantises.
+        schedule.at(0, lambda state: state.quant.disable(observe=not recipe.never_quantises()))
+    if start > 0:
+        schedule.at(start, lambda state: state.quant.enable())
+    if recipe.eval.every:
+        schedule.every(recipe.eval.every, _evaluate_unless_stopping)
+    for event in recipe.schedule:
+        add_event(schedule, event)
+    if recipe.train.checkpoint_every:
+        schedule.every(recipe.train.checkpoint_every, _try_to_save, last=True)
+
+
+def evaluate_held_out(state: LoopState) -> None:
+    """Losses on the held-out samples as the model would be served now, into the state and TensorBoard; a collective.
+
+    Nothing happens where the recipe evaluates nothing, or this step has been evaluated already.
+    """
+    if not state.recipe.eval.every or state.evaluated_step == state.step or state.held_out is None:
+        return
+    session, objective = state.session, state.objective()
+    calibration = state.loader.first(max(1, state.recipe.quant.calibration_batches))
+    means = evaluate(
+        session, state.quant, state.held_out, calibration, lambda batch: held_out_losses(session, batch, objective)
+    )
+    losses = objective.report(means)
+    state.evaluation = {name.replace("loss/", "eval/"): value for name, value in losses.items()}
+    state.evaluation["eval/perplexity"] = math.exp(min(means["lm"], 700.0))
+    state.first_evaluation = state.first_evaluation or state.evaluation
+    state.evaluated_step = state.step
+    state.log(state.evaluation)
+    figures = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in state.evaluation.items())
+    say(f"step {state.step}: held-out {figures}")
+
+
+def _evaluate_unless_stopping(state: LoopState) -> None:
+    assert state.last is not None
+    if not state.last.stop_requested:
+        evaluate_held_out(state)
+
+
+def checkpoints(recipe: Recipe) -> Path:
+    """The directory of a run's training checkpoints."""
+    return Path(recipe.output_dir) / "checkpoints"
+
+
+def save(state: LoopState) -> None:
+    """Save a training checkpoint, and mark it as the best where its evaluation is; a collective.
+
+    Raises:
+        CheckpointError: on every rank: it could not be written.
+    """
+    directory, keep, best = checkpoints(state.recipe), state.recipe.train.keep_checkpoints, state.recipe.eval.best
+    levers = state.session.levers
+    levers.evaluation, levers.left_out = state.evaluation, state.skipped.in_a_row
+    save_checkpoint(state.session, directory, state.step, keep=keep)
+    state.saved_step = state.step
+    state.metrics.flush()
+    metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
+    if state.evaluated_step == state.step and metric in state.evaluation:
+        mark_if_best(directory, state.step, metric, state.evaluation[metric], keep=keep)
+
+
+def _try_to_save(state: LoopState) -> None:
+    """A checkpoint on the way: the run and the checkpoints before outlive its failure (a full disk)."""
+    train = state.recipe.train
+    if state.step == train.steps:
+        return  # the end of the run saves the last one
+    try:
+        save(state)
+    except CheckpointError as error:
+        at = state.step + train.checkpoint_every
+        say(f"warning: {error}; training goes on, the next attempt is at step {min(at, train.steps)}")
 
 
 def add_event(schedule: Schedule[LoopState], event: EventRecipe) -> None:

@@ -1,36 +1,80 @@
-"""What the loop tells people about a step, and about the run when it ends."""
+"""What people are told about a run: the progress bar, TensorBoard, and the last lines when it ends."""
 
 import math
+import re
 from pathlib import Path
 
+import numpy as np
+from matplotlib.figure import Figure
+
 from engine.checkpoint.save import best_checkpoint
-from engine.metrics import Progress, Summary, peak_memory_bytes
+from engine.memory.measured import MemoryWatch, write_measured
+from engine.metrics import Metrics, Progress, Summary, peak_memory_bytes
+from engine.quantisation.statistics import QuantStats
 from engine.state import LoopState, StepResult
 from model.ranks import is_main, say, world_size
 
+_LAYER = re.compile(r"(?:.*\.)?layers\.(?P<index>\d+)\.(?P<place>.+)")
+_EXPERT = re.compile(r"\.\d+\.")
 
-def report_step(state: LoopState, progress: Progress, seconds: float) -> None:
-    """The figures of the step that was just done to the progress bar and TensorBoard."""
-    last = state.last
-    assert last is not None
-    speed = last.tokens / world_size() / seconds
-    progress.step({"loss": last.losses["loss/total"], "tok/s/dev": speed})
-    if state.step % state.recipe.train.log_every:
-        return
+
+class RunReport:
+    """Reports a run while it trains."""
+
+    def __init__(self, state: LoopState, resident: int) -> None:
+        """``resident``: bytes that the process held before there was a model."""
+        self._summary = Summary()
+        self._progress = Progress.start(state.recipe.train.steps, state.step)
+        self._memory: MemoryWatch | None = None
+        self._resident = resident
+
+    def step(self, state: LoopState, seconds: float) -> None:
+        """A step is done, and took ``seconds``: its figures to the progress bar and TensorBoard."""
+        last = state.last
+        assert last is not None
+        if self._memory is None:  # it watches the second step: the first is not like the others
+            self._memory = MemoryWatch(state.model, state.session.engine.optimizer)
+        self._summary.step(last.losses, last.tokens, last.valid_tokens)
+        speed = last.tokens / world_size() / seconds
+        self._progress.step({"loss": last.losses["loss/total"], "tok/s/dev": speed})
+        if last.quantization is not None:
+            log_quantization(last.quantization, state.metrics, state.step)
+        if state.step % state.recipe.train.log_every == 0:
+            state.log(_figures(state, last, speed))
+
+    def trained(self, state: LoopState) -> None:
+        """The last step is done: end the progress bar, and write what the run held in memory."""
+        self._progress.close()
+        if self._memory is not None and is_main():
+            write_measured(Path(state.recipe.output_dir), self._memory, state.session.device, self._resident)
+
+    def end(self, state: LoopState, checkpoints: Path) -> None:
+        """The last lines that a person reads, and the run's results to TensorBoard, whose files are closed."""
+        if is_main() and self._summary.steps:
+            state.metrics.results(state.recipe, {**self._summary.last, **state.evaluation})
+            peak = peak_memory_bytes(state.session.device)
+            evaluations = (state.first_evaluation, state.evaluation)
+            skipped = state.session.engine.skipped_steps
+            say(self._summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluations=evaluations))
+        if is_main() and (line := best_line(checkpoints)):
+            say(line)
+        state.metrics.close()
+
+
+def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, float]:
+    """The scalars of a step that are logged, by tag."""
     engine = state.session.engine
     rates = {f"lr/{group['name']}": group["lr"] for group in engine.optimizer.param_groups}
-    state.log(
-        {
-            **last.losses,
-            **rates,
-            **_grad_norms(last),
-            "train/tokens_per_second_per_device": speed,
-            "train/peak_memory_gib": peak_memory_bytes(state.session.device) / 2**30,
-            "train/skipped_steps": engine.skipped_steps,
-            **({"train/loss_scale": last.loss_scale} if last.loss_scale is not None else {}),
-            "train/epoch": state.loader.epoch_of(state.step),
-        }
-    )
+    return {
+        **last.losses,
+        **rates,
+        **_grad_norms(last),
+        "train/tokens_per_second_per_device": speed,
+        "train/peak_memory_gib": peak_memory_bytes(state.session.device) / 2**30,
+        "train/skipped_steps": engine.skipped_steps,
+        **({"train/loss_scale": last.loss_scale} if last.loss_scale is not None else {}),
+        "train/epoch": state.loader.epoch_of(state.step),
+    }
 
 
 def _grad_norms(step: StepResult) -> dict[str, float]:
@@ -45,19 +89,6 @@ def _grad_norms(step: StepResult) -> dict[str, float]:
     return norms
 
 
-def report_end(state: LoopState, summary: Summary, checkpoints: Path) -> None:
-    """The last lines that a person reads, and the run's results to TensorBoard, whose files are closed."""
-    if is_main() and summary.steps:
-        state.metrics.results(state.recipe, {**summary.last, **state.evaluation})
-        peak = peak_memory_bytes(state.session.device)
-        evaluations = (state.first_evaluation, state.evaluation)
-        skipped = state.session.engine.skipped_steps
-        say(summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluations=evaluations))
-    if is_main() and (line := best_line(checkpoints)):
-        say(line)
-    state.metrics.close()
-
-
 def best_line(checkpoints: Path) -> str | None:
     """What the end of a run says of the best checkpoint in a directory, None where none was marked."""
     try:
@@ -65,3 +96,60 @@ def best_line(checkpoints: Path) -> str | None:
     except ValueError as error:  # everything else is done and written
         return f"warning: {error}"
     return None if best is None else f"best checkpoint: {checkpoints / best.name}, {best.metric} {best.value:.4f}"
+
+
+def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
+    """Histograms over the layers, the worst of them as scalars, and a picture of the weights' errors by layer.
+
+    A model has hundreds of layers, and with experts thousands: a card for each would be read by nobody.
+    """
+    errors = {name: decibels(one.error) for name, one in stats.weights.items()}
+    clipped = {name: one.clipped for name, one in stats.weights.items()}
+    by_tag = {
+        "quant/weight_scales_log2": [np.log2(one.scale) for one in stats.weights.values()],
+        "quant/input_scales_log2": [np.log2(scale) for scale in stats.input_scales.values()],
+        "quant/clipped_weights": list(clipped.values()),
+        "quant/clipped_inputs": list(stats.clipped_inputs.values()),
+        "quant/weight_error_db": list(errors.values()),
+    }
+    for tag, values in by_tag.items():
+        metrics.histogram(tag, values, step)
+    worst = {}
+    if stats.weights:  # not where the KV cache alone is quantised
+        worst = {
+            "quant/weight_error_db_worst": max(errors.values()),
+            "quant/clipped_weights_most": max(clipped.values()),
+        }
+        metrics.picture("quant/weight_error_by_layer", lambda: error_picture(errors, step), step)
+    if stats.clipped_inputs:
+        worst["quant/clipped_inputs_most"] = max(stats.clipped_inputs.values())
+    metrics.log(worst, step)
+
+
+def decibels(relative_error: float) -> float:
+    """A ratio of squares in dB; -100 and less are shown as -100 (an error of 0)."""
+    return float(10 * np.log10(max(relative_error, 1e-10)))
+
+
+def error_picture(errors: dict[str, float], step: int) -> Figure:
+    """Weights' errors in dB: decoder layers from left to right, the places of a layer below each other.
+
+    Experts of a layer share a square, which shows their mean. Layers outside of the decoder (lm_head) are left out.
+    """
+    squares: dict[tuple[str, int], list[float]] = {}
+    for name, error in errors.items():
+        if match := _LAYER.fullmatch(name):
+            squares.setdefault((_EXPERT.sub(".*.", match["place"]), int(match["index"])), []).append(error)
+    places = list(dict.fromkeys(place for place, _ in squares))
+    depth = 1 + max((index for _, index in squares), default=0)
+    values = np.full((max(1, len(places)), depth), np.nan)
+    for (place, index), found in squares.items():
+        values[places.index(place), index] = np.mean(found)
+    figure = Figure(figsize=(max(5.5, 3 + 0.2 * depth), 1.2 + 0.35 * len(places)), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(values, aspect="auto", cmap="viridis")
+    axes.set_yticks(range(len(places)), places)
+    axes.set_xlabel("decoder layer")
+    axes.set_title(f"error of the weights, step {step}", fontsize="medium")
+    figure.colorbar(image, ax=axes, label="dB")
+    return figure

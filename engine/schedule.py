@@ -44,11 +44,13 @@ def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float
 class Schedule(Generic[State]):
     """Events: actions that run before a given step, after every so many, or once when a condition holds.
 
-    Events of one step run in the order they were added.
+    After a step come the events of every so many steps, then those with a condition, then those that asked to be last;
+    each kind in the order in which they were added.
     """
 
     before: list[tuple[int, Action]] = field(default_factory=list)
     after: list[tuple[int, Action]] = field(default_factory=list)
+    last: list[tuple[int, Action]] = field(default_factory=list)
     conditional: list[tuple[Condition, Action]] = field(default_factory=list)
     met: list[int] = field(default_factory=list)
     """Which of ``conditional`` have run, by position: a checkpoint keeps it, so that a resumed run does not repeat
@@ -60,11 +62,14 @@ class Schedule(Generic[State]):
             raise ValueError(f"an event at step {step}: steps count from 0")
         self.before.append((step, action))
 
-    def every(self, steps: int, action: Action) -> None:
-        """Run ``action(state)`` after every ``steps``-th optimizer step."""
+    def every(self, steps: int, action: Action, *, last: bool = False) -> None:
+        """Run ``action(state)`` after every ``steps``-th optimizer step.
+
+        ``last``: after all other events of the step, so that it sees what they did.
+        """
         if steps < 1:
             raise ValueError(f"an event every {steps} steps: expected 1 or more")
-        self.after.append((steps, action))
+        (self.last if last else self.after).append((steps, action))
 
     def when(self, condition: Condition, action: Action) -> None:
         """Run ``action(state)`` once, after the first step at which ``condition(state)`` is true."""
@@ -92,4 +97,7 @@ class Schedule(Generic[State]):
         for index, (condition, action) in enumerate(self.conditional):
             if index not in self.met and condition(state):
                 self.met.append(index)
+                action(state)
+        for interval, action in self.last:
+            if done % interval == 0:
                 action(state)

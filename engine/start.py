@@ -7,7 +7,7 @@ from engine.checkpoint.save import LATEST, Checkpoint, check_resumable, load_che
 from engine.cluster.nodes import check_shared
 from engine.events import check_events
 from engine.export import check_export
-from engine.losses.objective import DIAGNOSTICS
+from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import Metrics
 from engine.quantisation.calibrate import calibrate_inputs
 from engine.quantisation.switches import FakeQuant
@@ -22,13 +22,13 @@ from engine.state import LoopState
 from model.ranks import errors_on_all_ranks, is_main, say
 
 
-def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[str]) -> LoopState:
+def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[NamedTokenLoss]) -> LoopState:
     """Ranks, data, model, scales, and the checkpoint where the run goes on from one; a collective.
 
     Args:
         recipe: the run.
         schedule: its events, of which a resumed run has met some.
-        token_losses: names of the losses of a user's own.
+        token_losses: the user's own.
 
     Raises:
         RecipeError: what is wrong before there is a process group.
@@ -45,7 +45,9 @@ def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Seque
     session = build_session(recipe, context, loader.samples)
     with errors_on_all_ranks(ValueError):
         groups = [group["name"] for group in session.engine.optimizer.param_groups]
-        check_events(recipe.schedule, session.quantization, groups, _measured(recipe, token_losses))
+        check_events(
+            recipe.schedule, session.quantization, groups, _measured(recipe, [loss.name for loss in token_losses])
+        )
     with errors_on_all_ranks(OSError):
         if is_main():
             save_recipe(recipe, output / "recipe.yaml")
@@ -63,7 +65,15 @@ def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Seque
     saved = step if checkpoint is not None else None
     levers = session.levers
     state = LoopState(
-        session, quant, loader, held_out, metrics, step=step, evaluation=levers.evaluation, saved_step=saved
+        session,
+        quant,
+        loader,
+        held_out,
+        metrics,
+        token_losses,
+        step=step,
+        evaluation=levers.evaluation,
+        saved_step=saved,
     )
     state.skipped.in_a_row = levers.left_out
     return state

@@ -1,6 +1,6 @@
 """The run as it stands: what the loop keeps from step to step, and what an action of a schedule gets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +9,9 @@ from data.held_out import HeldOut
 from data.loader import Loader
 from engine.cluster.signals import StopRequests
 from engine.faults import SkippedSteps
+from engine.losses.objective import NamedTokenLoss, Objective
 from engine.metrics import Metrics
+from engine.quantisation.statistics import QuantStats
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.recipe import Recipe
 from engine.session.session import Session
@@ -33,6 +35,8 @@ class StepResult:
     """A signal asked at least one rank to stop; the same on all ranks."""
     loss_scale: float | None
     """That of the step, in fp16."""
+    quantization: QuantStats | None
+    """Statistics of the quantisation, in the steps that measure them."""
 
 
 @dataclass
@@ -44,6 +48,8 @@ class LoopState:
     loader: Loader
     held_out: HeldOut | None
     metrics: Metrics
+    token_losses: Sequence[NamedTokenLoss] = ()
+    """The user's own losses."""
     step: int = 0
     """Optimizer steps done."""
     last: StepResult | None = None
@@ -72,6 +78,12 @@ class LoopState:
     def model(self) -> torch.nn.Module:
         """The student; under stage 3 its Parameters are partitioned."""
         return self.session.model
+
+    def objective(self) -> Objective:
+        """What is minimised now: the recipe's losses and the user's own, with the weights that events have set."""
+        levers = self.session.levers
+        own = tuple(self.token_losses)
+        return self.recipe.loss.objective(lm=levers.lm_weight, kd=levers.kd_weight, token_losses=own)
 
     def log(self, values: Mapping[str, float]) -> None:
         """Write values to TensorBoard at the current step."""

@@ -88,7 +88,7 @@ def quantise_student(
     model.config.output_router_logits = recipe.learnable.router
     model.config.use_cache = False
     if recipe.train.activation_checkpointing:
-        # Their inputs go to host memory in engine.forward: transformers' own `offload` does not run on a CPU.
+        # Their inputs go to host memory in engine.step: transformers' own `offload` does not run on a CPU.
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
         _compile_layers(model)

@@ -1,0 +1,261 @@
+"""One optimizer step: count the tokens, accumulate gradients, update, report; and one micro-batch to its losses."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.loader import MicroBatch, model_inputs, real_tokens, valid_tokens
+from engine.faults import nan_unless_finite
+from engine.losses.chunked import LossResult, chunked_losses
+from engine.losses.objective import ROUTER_AUX, Objective
+from engine.losses.teacher import CachedTeacher, Sight, Teacher
+from engine.offload import OnHost
+from engine.quantisation.statistics import watching
+from engine.schedule import lr_factor
+from engine.session.optimizer import SCALE_GROUPS, trained_scales
+from engine.session.session import Session
+from engine.state import LoopState, StepResult
+from model.ranks import RankError, reduce_over_ranks, world_size
+from model.zero import backward, gathered, global_gradient_norm, gradient_norm
+from quant import recomputing, weights_changed
+
+
+def train_step(state: LoopState) -> StepResult:
+    """One optimizer step: every micro-batch forward and backward, then the update; a collective.
+
+    Raises:
+        RankError: on every rank: no token has a target, or too many steps in a row were not finite.
+    """
+    batches = state.loader.step(state.step)
+    valid, tokens = _count(state, batches)
+    _set_learning_rates(state)
+    objective = state.objective()
+    measures = _is_due(state, state.recipe.train.quant_stats_every) and state.quant.enabled
+    with watching(state.quant, wanted=measures) as watch:
+        seen = state.quant.seen()
+        sums = _accumulate(state, batches, objective, valid)
+        update = _update(state, measures=measures)
+        if update.skipped:
+            state.quant.restore_seen(seen)
+        else:
+            state.quant.stepped()
+        own = torch.stack(list(sums.values()))
+        _record_skipped(state, own, skipped=update.skipped)
+    means, stop_requested = _reduce(state, own, valid)
+    losses = objective.report(dict(zip(sums, means, strict=True)))
+    return StepResult(losses, valid, tokens, *update, stop_requested, watch.stats)
+
+
+def _is_due(state: LoopState, every: int) -> bool:
+    """Whether the step that begins is one of every ``every`` steps; 0: none is."""
+    return every > 0 and (state.step + 1) % every == 0
+
+
+def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
+    """Tokens of the step over all ranks: those with a target, and all but padding; a collective."""
+    counts = torch.tensor([valid_tokens(batches), sum(map(real_tokens, batches))], device=state.session.device)
+    valid, tokens = reduce_over_ranks(counts).tolist()
+    if valid == 0:  # the same on every rank, after the reduction
+        raise RankError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
+    return valid, tokens
+
+
+def _set_learning_rates(state: LoopState) -> None:
+    """Set the schedule's learning rate of this step in every parameter group.
+
+    Scales rest while their fake quant is off or they are frozen, and warm up from the step in which it starts.
+    """
+    optim, levers = state.recipe.optim, state.session.levers
+    factor = lr_factor(
+        state.step,
+        total=state.recipe.train.steps,
+        warmup=optim.warmup_steps,
+        kind=optim.schedule,
+        min_ratio=optim.min_lr_ratio,
+        decay=optim.decay_steps,
+    )
+    # From the recipe, not from the optimizer's state: a resumed run follows the recipe that it is given.
+    peaks = levers.peaks()
+    for group in state.session.engine.optimizer.param_groups:
+        name = group["name"]
+        if name in SCALE_GROUPS:
+            warm = (levers.scale_steps[name] + 1) / max(1, optim.warmup_steps)
+            group["lr"] = peaks[name] * min(factor, warm) * state.quant.learning(name)
+        else:
+            group["lr"] = peaks[name] * factor
+
+
+def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Objective, valid: int) -> dict[str, Tensor]:
+    """Forward and backward of every micro-batch; the sums of their losses over this rank's tokens, by part."""
+    session, engine = state.session, state.session.engine
+    diagnostics = _is_due(state, state.recipe.loss.diagnostics_every)
+    if session.loss_scale is not None:
+        engine.optimizer.loss_scale = session.loss_scale.value
+    sums: dict[str, Tensor] = {}
+    for batch in batches:
+        on_device = {name: tensor.to(session.device) for name, tensor in batch.items()}
+        losses = training_losses(session, on_device, objective, valid=valid, diagnostics=diagnostics)
+        sums = {name: sums.get(name, 0) + value for name, value in losses.sums.items()}
+        with recomputing():
+            backward(engine, nan_unless_finite(losses.total))
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()  # counts the micro-batch; the last one's is the update
+    return sums
+
+
+class Update(NamedTuple):
+    """What became of the gradients; see :class:`engine.state.StepResult`."""
+
+    grad_norm: float | None
+    scale_grad_norm: float | None
+    skipped: bool
+    loss_scale: float | None
+
+
+def _update(state: LoopState, *, measures: bool) -> Update:
+    """Let the optimizer step with the gradients of all micro-batches; a collective.
+
+    ``measures``: measure the norm of the scales' gradients too.
+    """
+    session, engine = state.session, state.session.engine
+    loss_scale = session.loss_scale.value if session.loss_scale is not None else None
+    skipped_before = engine.skipped_steps
+    for finish in session.after_backward:
+        finish()
+    scale_norm = gradient_norm(trained_scales(session.model)) / (loss_scale or 1.0) if measures else None
+    engine.step()
+    weights_changed(session.model)
+    return Update(global_gradient_norm(engine), scale_norm, engine.skipped_steps > skipped_before, loss_scale)
+
+
+def _record_skipped(state: LoopState, losses: Tensor, *, skipped: bool) -> None:
+    """Tell the loss scale, and who counts the steps that were left out; a collective if this one was."""
+    scale = state.session.loss_scale
+    lowered = scale is not None and scale.stepped(overflow=skipped)
+    state.skipped.record(state.step, skipped, losses, state.loader, lowered=lowered)
+
+
+def _reduce(state: LoopState, sums: Tensor, valid: int) -> tuple[list[float], bool]:
+    """Means of the losses over all ranks' tokens, and whether a rank wishes to stop, in one reduction."""
+    wish = float(state.stop_requests.requested)
+    *means, wishes = reduce_over_ranks(torch.cat([sums / valid, sums.new_tensor([wish])])).tolist()
+    return means, wishes > 0
+
+
+class MicroBatchLosses(NamedTuple):
+    """The losses of a micro-batch.
+
+    Attributes:
+        total: scalar, scaled, attached to the graph.
+        sums: over the valid tokens, without weights, detached; by part (those of
+            :meth:`engine.losses.objective.Objective.parts`, and the router's auxiliary loss).
+    """
+
+    total: Tensor
+    sums: dict[str, Tensor]
+
+
+def training_losses(
+    session: Session, batch: MicroBatch, objective: Objective, *, valid: int, diagnostics: bool = False
+) -> MicroBatchLosses:
+    """The losses of a micro-batch that trains; a collective.
+
+    Args:
+        session: the run.
+        batch: of the loader, on the device.
+        objective: which losses.
+        valid: tokens with a target in the whole optimizer step, over all ranks and micro-batches. DeepSpeed divides by
+            the accumulation steps and averages over the ranks, which this number counts already.
+        diagnostics: measure the distance to the teacher too, where one is asked.
+    """
+    train = session.recipe.train
+    return _micro_batch(
+        session,
+        batch,
+        objective,
+        session.teacher if objective.kd_weight > 0 else None,
+        scale=world_size() * train.gradient_accumulation_steps / valid,
+        diagnostics=diagnostics,
+        to_host=train.activation_offload,
+    )
+
+
+@torch.no_grad()
+def held_out_losses(session: Session, batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
+    """The sums of the losses of a micro-batch that does not train, see :class:`MicroBatchLosses`; a collective."""
+    # A cache holds training samples, none of those that are held out.
+    teacher = session.teacher if not isinstance(session.teacher, CachedTeacher) else None
+    return _micro_batch(session, batch, objective, teacher if objective.kd_weight > 0 else None).sums
+
+
+def _micro_batch(
+    session: Session,
+    batch: MicroBatch,
+    objective: Objective,
+    teacher: Teacher | None,
+    *,
+    scale: float = 1.0,
+    diagnostics: bool = False,
+    to_host: bool = False,
+) -> MicroBatchLosses:
+    """A micro-batch through the teacher, then through the student to its losses, inside the student's lm_head.
+
+    Args:
+        session, batch, objective: as of :func:`training_losses`.
+        teacher: to distil from; None: nothing is distilled.
+        scale: factor of the total.
+        diagnostics: measure the distance to the teacher.
+        to_host: what recomputed blocks keep for backward goes to host memory.
+    """
+    assert session.head is not None, "losses need a session for training"
+    inputs: dict[str, Any] = {**model_inputs(batch), "use_cache": False}
+    sight = teacher.look(inputs, batch) if teacher is not None else None
+    gradient_scale = session.loss_scale.value if session.loss_scale is not None else 1.0
+    task = _LossesAtHead(batch["labels"], sight, objective, scale, gradient_scale, diagnostics and sight is not None)
+    with session.head.computing(task), OnHost() if to_host else nullcontext():
+        output = session.engine(**inputs)
+    assert task.result is not None, "the model's forward does not end in its lm_head"
+    session.head.check(output.logits, type(session.model).__name__)
+    # The output, not what the task returned: under stage 3 the engine's hooks hang on it.
+    total, sums = output.logits, task.result.sums
+    if session.recipe.learnable.router:
+        sums[ROUTER_AUX] = torch.zeros_like(sums["lm"])
+        if (aux := getattr(output, "aux_loss", None)) is not None:
+            # A mean over the micro-batch, as transformers defines it; weighted by its tokens like the rest.
+            aux = aux * session.model.router_aux_loss_coef * valid_tokens([batch])
+            sums[ROUTER_AUX] = aux.detach().float()
+            total = total + aux * scale
+    return MicroBatchLosses(total, sums)
+
+
+@dataclass
+class _LossesAtHead:
+    """The task of the student's lm_head: the losses of a micro-batch, computed while its weight is whole."""
+
+    labels: Tensor
+    sight: Sight | None
+    objective: Objective
+    scale: float
+    gradient_scale: float
+    diagnostics: bool
+    result: LossResult | None = None
+
+    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The total, to be differentiated; ``result`` has the rest."""
+        with gathered(self.sight.parameters if self.sight is not None else ()):
+            self.result = chunked_losses(
+                hidden,
+                weight,
+                bias,
+                self.labels,
+                self.sight.teacher if self.sight is not None else None,
+                self.objective,
+                scale=self.scale,
+                gradient_scale=self.gradient_scale,
+                diagnostics=self.diagnostics,
+            )
+        return self.result.total
