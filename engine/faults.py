@@ -30,7 +30,7 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def record(self, step: int, skipped: bool, losses: Tensor, loader: Loader, *, lowered: bool = False) -> None:
-        """After step ``step`` (from 0); a collective if it was skipped.
+        """Take note of how step ``step`` (from 0) ended; a collective if it was skipped.
 
         Args:
             step: number of the step.

@@ -45,13 +45,13 @@ class Metrics:
                 self.writer.add_scalar(name, float(value), step)
 
     def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
-        """Add a histogram; of finite values only, and none of none."""
+        """Add a histogram of the finite values; nothing where there are none."""
         finite = np.array([value for value in values if math.isfinite(value)])
         if self.writer is not None and len(finite):
             self.writer.add_histogram(tag, finite, step)
 
     def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
-        """Add what ``draw`` gives, which is called on rank 0 only."""
+        """Add the picture that ``draw`` gives; it is called on rank 0 only."""
         if self.writer is not None:
             self.writer.add_figure(tag, draw(), step)
 
@@ -69,7 +69,7 @@ class Metrics:
             self.writer.flush()
 
     def close(self) -> None:
-        """Write out what is buffered, and no more."""
+        """Write out what is buffered; nothing can be added afterwards."""
         if self.writer is not None:
             self.writer.close()
 
@@ -92,7 +92,7 @@ class Progress:
 
     @classmethod
     def start(cls, total: int, done: int) -> "Progress":
-        """A bar on rank 0; elsewhere one that shows nothing."""
+        """A bar on rank 0; on other ranks one that shows nothing."""
         return cls(
             tqdm(total=total, initial=done, desc="train", unit="step", disable=not is_main(), dynamic_ncols=True)
         )
@@ -103,7 +103,7 @@ class Progress:
         self.bar.update(1)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """End the bar, which stays on the screen as it is."""
         self.bar.close()
 
 
@@ -127,7 +127,7 @@ class Summary:
         self.last |= losses  # some are measured in some steps only
 
     def text(self, *, devices: int, skipped: int, peak_bytes: int, evaluations: tuple[Mapping, Mapping]) -> str:
-        """The summary, a line per thing; ``evaluations`` are the first and the last."""
+        """The summary, a line per figure; ``evaluations`` are the first and the last of the run."""
         seconds = time.perf_counter() - self.started
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens ({self.valid_tokens:,} with a target) in "
@@ -141,7 +141,7 @@ class Summary:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that this process held so far: the allocator's on CUDA, resident (ru_maxrss, in KiB) on CPU."""
+    """The most bytes that this process held so far: those of the allocator on CUDA, resident ones on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it counts KiB on Linux

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class OnHost(saved_tensors_hooks):
-    """Around a forward: tensors that it saves for backward lie in host memory until then; Parameters stay.
+    """A context around a forward: tensors that it saves for backward lie in host memory until then; Parameters stay.
 
     On a CPU they are there already, and nothing is copied.
     """
@@ -30,7 +30,7 @@ class OnHost(saved_tensors_hooks):
         return tensor.device, self.to_host(tensor)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """``tensor`` in host memory."""
+        """A copy of ``tensor`` in host memory, or itself where it is there already."""
         if tensor.device.type == "cpu":
             return tensor
         kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

@@ -91,7 +91,7 @@ class HiddenStates(StandIn):
     """Stands where lm_head was taken out: the model returns its hidden states as logits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input``."""
+        """Return ``input``, the hidden states."""
         return self.give(input)
 
 

@@ -29,15 +29,15 @@ class Comparison:
 
     @property
     def schemes(self) -> list[str]:
-        """Names, in the order in which they came."""
+        """The names of the schemes, in the order in which they came."""
         return list(dict.fromkeys([*self.ptq, *self.qat]))
 
     def measures(self) -> list[str]:
-        """What is compared: all that was measured of the unquantised model, but for what says the same again."""
+        """The names of the figures that are compared: all of the unquantised model but the redundant ones."""
         return [name for name in self.bf16.measurements if name not in REDUNDANT]
 
     def problems(self) -> list[str]:
-        """Why figures cannot be compared, one sentence each: missing somewhere, or measured in another way."""
+        """Why figures cannot be compared, one sentence each: one is missing, or was measured in another way."""
         found = []
         for other in (*self.ptq.values(), *self.qat.values()):
             for name in self.measures():
@@ -51,7 +51,7 @@ class Comparison:
         return found
 
     def rows(self, measure: str) -> list[tuple[str, ...]]:
-        """Cells below :data:`HEADER`: the unquantised model, then a row per scheme."""
+        """The rows of a table under :data:`HEADER`: the unquantised model, then a row per scheme."""
         bf16 = self.bf16.measurements[measure]
         size = self.bf16.weights_bytes
         rows: list[tuple[str, ...]] = [("bf16", shown(bf16), "", "", "", shown_size(size), "")]
@@ -81,7 +81,7 @@ def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | 
 
 
 def shown(found: Measurement) -> str:
-    """Four digits, and the standard error where there is one."""
+    """A figure with four digits, and its standard error where there is one."""
     value = f"{found.value:,.0f}" if abs(found.value) >= 1000 else f"{found.value:#.4g}"
     return value if found.stderr is None else f"{value} ±{found.stderr:.2g}"
 
@@ -95,12 +95,12 @@ def shown_share(bf16: Measurement, ptq: Measurement | None, qat: Measurement | N
 
 
 def shown_size(size: int) -> str:
-    """Bytes in MB or GB of 1000s."""
+    """A size in MB (10^6 bytes) or GB (10^9 bytes)."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def table(comparison: Comparison) -> str:
-    """For a terminal: a block per measure, columns aligned."""
+    """The comparison as text for a terminal: a block per figure, with aligned columns."""
     blocks = []
     for measure in comparison.measures():
         cells = [HEADER, *comparison.rows(measure)]
@@ -114,14 +114,14 @@ def table(comparison: Comparison) -> str:
 
 
 def heading(comparison: Comparison, measure: str) -> str:
-    """What was measured, and how."""
+    """The line above a table: what was measured, and how."""
     found = comparison.bf16.measurements[measure]
     better = "higher" if found.higher_is_better else "lower"
     return f"{measure} ({better} is better): {found.conditions}"
 
 
 def markdown(comparison: Comparison) -> str:
-    """The same as tables of a Markdown file."""
+    """The comparison as tables of a Markdown file."""
     blocks = ["# bf16, PTQ, QAT"]
     for measure in comparison.measures():
         cells = [HEADER, ("---", *("---:" for _ in HEADER[1:])), *comparison.rows(measure)]
@@ -146,7 +146,7 @@ def _escaped(cell: str) -> str:
 
 
 def plot(comparison: Comparison, path: Path) -> None:
-    """A PNG: a panel per measure; per scheme PTQ and QAT, joined by a line, beside the level of bf16."""
+    """Write a PNG with a panel per figure: PTQ and QAT of each scheme, joined by a line, and the level of bf16."""
     from matplotlib.figure import Figure  # takes a second to import; without pyplot no window is needed
 
     measures, schemes = comparison.measures(), comparison.schemes
@@ -203,7 +203,7 @@ def _join(axes: object, comparison: Comparison, measure: str) -> None:
 
 
 def write_comparison(comparison: Comparison, directory: Path) -> Sequence[Path]:
-    """``compare.md`` and ``compare.png``; their paths."""
+    """Write ``compare.md`` and ``compare.png``, and return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     text, picture = directory / "compare.md", directory / "compare.png"
     text.write_text(markdown(comparison), encoding="utf-8")

@@ -42,7 +42,7 @@ class Perplexity:
     words: int
     bytes: int
     log_likelihood: float
-    """Sum over the tokens, nats."""
+    """The sum over the tokens, in nats."""
 
     @property
     def per_token(self) -> float:
@@ -65,7 +65,7 @@ class Perplexity:
         return -self.log_likelihood / self.bytes / math.log(2)
 
     def measurements(self, conditions: str) -> dict[str, Measurement]:
-        """All of them by name; ``conditions`` says how they were measured."""
+        """All perplexities by name; ``conditions`` says how they were measured."""
         figures = {
             "perplexity per token": self.per_token,
             "perplexity per word": self.per_word,
@@ -85,7 +85,7 @@ class EvalText:
     prefix: int
     """The token that stands before the text."""
     digest: str
-    """Of the text, to tell whether two models were evaluated on the same one."""
+    """A checksum of the text, which tells whether two models were evaluated on the same one."""
 
 
 def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> EvalText:

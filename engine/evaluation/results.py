@@ -35,12 +35,12 @@ class Evaluation:
 
 
 def weights_size(directory: str | Path) -> int:
-    """Bytes of the safetensors files of a checkpoint."""
+    """The bytes of the safetensors files of a checkpoint."""
     return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
 
 
 def write_evaluations(path: str | Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write them as JSON, aside first, so that an interrupted write leaves what was there."""
+    """Write evaluations as JSON, aside first, so that an interrupted write leaves what was there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.writing")

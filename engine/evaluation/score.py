@@ -26,14 +26,19 @@ CHUNK_TOKENS = 512  # of logits that exist at a time
 
 
 class Window(NamedTuple):
-    """``targets`` are predicted after the last ``len(targets)`` tokens of ``inputs``."""
+    """Tokens that the model sees; ``targets`` are predicted after the last ``len(targets)`` tokens of ``inputs``."""
 
     inputs: list[int]
     targets: list[int]
 
 
 class Score(NamedTuple):
-    """``log_likelihood``: sum over the targets, nats. ``greedy``: whether each target is the most likely token."""
+    """What a window has got.
+
+    Attributes:
+        log_likelihood: the sum over the targets, in nats.
+        greedy: whether each target is the most likely token.
+    """
 
     log_likelihood: float
     greedy: bool
@@ -75,7 +80,7 @@ class ScoringModel:
 
     @torch.no_grad()
     def log_likelihoods(self, inputs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each label that is not -100, row-major: log-likelihood (fp32), and whether it is the most likely token.
+        """For each label but -100, row-major: its log-likelihood (fp32), and whether it is the most likely token.
 
         A collective under stage 3: ranks without labels call it too.
 
@@ -166,7 +171,7 @@ def score_windows(model: ScoringModel, windows: Sequence[Window], *, batch_size:
 
 
 def _collate(windows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
-    """inputs, labels, attention mask, [B, T] int64, padded right."""
+    """Windows as a batch: inputs, labels and attention mask, each [B, T] int64, padded on the right."""
     shape = (len(windows), max(len(window.inputs) for window in windows))
     inputs = torch.zeros(shape, dtype=torch.long)
     labels = torch.full(shape, IGNORE)

@@ -61,7 +61,7 @@ class Tasks:
         batch_size: int,
         dtype: str,
     ) -> dict[str, Measurement]:
-        """Each metric of each task, by ``task metric``; of a group that has a mean, that alone. A collective.
+        """Each metric of each task, by ``task metric``; a group that has a mean gives that alone. A collective.
 
         Args:
             model: whose predictions.
@@ -90,14 +90,14 @@ class Tasks:
         return measurements
 
     def _reported(self) -> list[str]:
-        """Tasks, and groups instead of theirs where they have a mean."""
+        """The names that results are given for: tasks, and groups with a mean instead of their tasks."""
         groups = self.loaded["groups"]
         within = {child for name, group in groups.items() if group.has_aggregation for child in self._members(name)}
         means = [name for name, group in groups.items() if group.has_aggregation]
         return [name for name in [*means, *self.loaded["tasks"]] if name not in within]
 
     def _members(self, group: str) -> set[str]:
-        """All tasks and groups below a group."""
+        """The names of all tasks and groups below a group."""
         children = set(self.loaded["group_map"].get(group, []))
         return children.union(*(self._members(child) for child in children))
 
@@ -165,7 +165,7 @@ def load_tasks(
 
 
 def _manager(names: Sequence[str], task_dir: Path | None) -> TaskManager:
-    """Of the tasks in ``task_dir``, or of the harness' own (which takes ten seconds to look through)."""
+    """A manager of the tasks in ``task_dir``, or of the harness' own (which takes ten seconds to look through)."""
     if task_dir is None:
         manager, known = TaskManager(), "a task of lm-evaluation-harness; with --task_dir those of a folder are taken"
     elif task_dir.is_dir():
@@ -229,7 +229,7 @@ def _prepare(name: str, task: Task, limit: int | None, num_fewshot: int | None) 
 
 
 def _seed() -> None:
-    """As lm-evaluation-harness does: some tasks shuffle their choices with the global generators."""
+    """Seed as lm-evaluation-harness does: some tasks shuffle their choices with the global generators."""
     random.seed(0)
     np.random.seed(FEWSHOT_SEED)
 
@@ -249,12 +249,12 @@ class ServedModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """End of text."""
+        """The token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """The token that stands before a text without context."""
         bos = self.tokenizer.bos_token_id
         return bos if bos is not None else self.tokenizer.eos_token_id
 
@@ -295,7 +295,7 @@ class ServedModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Refused by :func:`load_tasks`."""
+        """Never called: :func:`load_tasks` refuses tasks in which the model writes text."""
         raise NotImplementedError("tasks in which the model writes text are not run")
 
     def _score(self, windows: list[Window], label: str) -> list[Any]:

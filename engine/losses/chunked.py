@@ -51,7 +51,10 @@ class TeacherHidden:
 
 
 class TeacherTopK(NamedTuple):
-    """A cached teacher: a row of ``top`` for each valid position, row-major; ``vocabulary`` as above."""
+    """A cached teacher: a row of ``top`` for each valid position, row-major.
+
+    ``vocabulary`` means the same as for a :class:`TeacherHidden`.
+    """
 
     top: TopK
     vocabulary: int | None = None
@@ -199,12 +202,12 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32; fp64 for a model in fp64."""
+    """The dtype that losses are computed in: fp32, and fp64 for a model in fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Rows of a chunk of logits [C, V] that are worked through at a time."""
+    """The rows of a chunk of logits [C, V], in blocks that are worked through at a time."""
     limit = BLOCK_ELEMENTS.get(logits.device.type, BLOCK_ELEMENTS["cuda"])
     size = max(1, limit // logits.shape[1])
     return (slice(start, start + size) for start in range(0, logits.shape[0], size))
@@ -234,7 +237,7 @@ BlockTeacher = Callable[[slice], Tensor | TopK | None]
 
 
 def _teacher_rows(teacher: Teacher | None, positions: Tensor) -> Callable[[slice], BlockTeacher]:
-    """A chunk of positions to a function that gives the teacher of a block of its rows."""
+    """A function of a chunk of positions, which gives one of a block of its rows: what the teacher says of them."""
     if teacher is None:
         return lambda chunk: lambda block: None
     if isinstance(teacher, TeacherTopK):
@@ -321,7 +324,7 @@ class _Gradients:
             self.bias.add_(logits.sum(0, dtype=_work_dtype(logits.dtype)))
 
     def times(self, factor: Tensor) -> Sequence[Tensor | None]:
-        """All of them multiplied by a scalar, in the model's dtype; to be called once."""
+        """Hand out the gradients, multiplied by a scalar, in the model's dtype; to be called once."""
         hidden, weight, bias = (
             None if tensor is None else _multiplied(tensor, factor, self.dtype)
             for tensor in (self.hidden, self.weight, self.bias)

@@ -51,12 +51,19 @@ from torch import Tensor
 KD_KINDS = ("kl", "rkl", "cakld", "kd", "mse", "kl_top_k", "r_kl_top_k")
 TOP_K_KINDS = ("kl_top_k", "r_kl_top_k")
 CACHED_KINDS = ("kl_top_k",)
-"""What a cached teacher can serve: it holds nothing of the tokens outside its own K but their mass."""
+"""The kinds that a cached teacher allows: of the tokens outside its own K it holds nothing but their mass."""
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """One distillation loss. ``temperature`` is of ``kd``, ``top_k`` and ``tail`` are of the kinds on K tokens."""
+    """One distillation loss.
+
+    Attributes:
+        kind: one of the kinds above.
+        temperature: of the kind ``kd``; the others have none.
+        top_k: K, of the kinds on K tokens.
+        tail: one more bucket for all other tokens, of the kinds on K tokens.
+    """
 
     kind: str = "cakld"
     temperature: float = 1.0
@@ -224,5 +231,5 @@ def _on_top_k(
 
 
 def _log_tail(log_probs: Tensor, indices: Tensor) -> Tensor:
-    """Logarithm of the probability of all tokens but ``indices``; not log(1 - p(S)), which cancels. [R]"""
+    """The logarithm [R] of the probability of all tokens but ``indices``; log(1 - p(S)) would cancel."""
     return log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)

@@ -135,7 +135,7 @@ class CachedTeacher(Teacher):
 
 
 def first_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:
-    """Where two tokenizers disagree on what a token id means: the first such id, None if there is none."""
+    """The first token id that means different things to two tokenizers, as a sentence; None if there is none."""
     first, second = ({id: token for token, id in each.get_vocab().items()} for each in (ours, theirs))
     for id in sorted(first.keys() | second.keys()):
         if first.get(id) != second.get(id):
@@ -144,7 +144,7 @@ def first_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerB
 
 
 def common_vocabulary(tokenizer: PreTrainedTokenizerBase, student: int, teacher: int) -> int | None:
-    """How many token ids two models of one tokenizer are compared on; None: all, as they have equally many.
+    """How many token ids two models of one tokenizer are compared on; None if on all, as they have equally many.
 
     Models pad their vocabularies beyond the tokenizer's, and what they say of that padding means nothing. Where both
     have the same size it is compared all the same: then the losses are those of whole distributions.

@@ -56,13 +56,15 @@ def test_events_run_at_their_steps_in_order():
     schedule: Schedule[list] = Schedule()
     schedule.at(2, lambda seen: seen.append("at 2"))
     schedule.at(2, lambda seen: seen.append("then"))
+    schedule.every(4, lambda seen: seen.append("last"), last=True)
+    schedule.when(lambda seen: "then" in seen, lambda seen: seen.append("once"))
     schedule.every(2, lambda seen: seen.append("every 2"))
     seen: list = []
     for step in range(5):
         schedule.run_before(step, seen)
         seen.append(step)
         schedule.run_after(step + 1, seen)
-    assert seen == [0, 1, "every 2", "at 2", "then", 2, 3, "every 2", 4]
+    assert seen == [0, 1, "every 2", "at 2", "then", 2, "once", 3, "every 2", "last", 4]
 
 
 def test_impossible_events():
