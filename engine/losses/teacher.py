@@ -86,21 +86,12 @@ class SelfTeacher(Teacher):
     @torch.no_grad()
     def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
         """Run the student as it was: eval mode, nothing quantised, no observer watching; then all as before."""
-        modules = self.quantization.modules
-        state = self.quantization.fake_quant_state()
-        observers = {name: module.input_observer for name, module in modules.items()}
         was_training = self.engine.training
         self.engine.eval()
-        self.quantization.set_fake_quant(weights=False, activations=False)
-        for module in modules.values():
-            module.input_observer = None
         try:
-            with self.head.computing(hidden_states), forward_only(self.engine):
+            with self.quantization.paused(), self.head.computing(hidden_states), forward_only(self.engine):
                 hidden = self.engine(**inputs).logits
         finally:
-            for name, module in modules.items():
-                module.input_observer = observers[name]
-            self.quantization.restore_fake_quant(state)
             self.engine.train(was_training)
         # The head's own weight, not the one that the student's losses are computed with, which may be quantised. It is
         # whole where they are computed, and no gradient flows to it through a teacher.
