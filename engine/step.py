@@ -47,7 +47,14 @@ def train_step(state: LoopState) -> StepResult:
         _record_skipped(state, own, skipped=update.skipped)
     means, stop_requested = _reduce(state, own, valid)
     losses = objective.report(dict(zip(sums, means, strict=True)))
-    return StepResult(losses, valid, tokens, *update, stop_requested, watch.stats)
+    return StepResult(
+        losses,
+        valid_tokens=valid,
+        tokens=tokens,
+        **update._asdict(),
+        stop_requested=stop_requested,
+        quantization=watch.stats,
+    )
 
 
 def _is_due(state: LoopState, every: int) -> bool:

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.loader import MicroBatch
+from data.loader import Loader, MicroBatch
 from engine.loop import Loop, LoopState
+from engine.losses.objective import LossChunk
 from engine.recipe.reading import load_recipe
 from launch.exits import clean_exit
 from model.ranks import barrier, is_main, rank
@@ -37,32 +38,43 @@ STOP = 2  # the step in which a signal comes, counted from 1
 BALLAST = "ballast"  # a file on the disk that fills up
 
 
-class BadLoss(Loop):
+def with_bad_loss(loop: Loop, steps: tuple[int, ...]) -> Loop:
     """Rank 1's loss is infinite in some steps, its gradients are not."""
+    now = 0
 
-    steps: tuple[int, ...] = ()
+    @loop.every(1)
+    def count(state: LoopState) -> None:
+        nonlocal now
+        now = state.step
 
-    def _train_step(self, state: LoopState) -> Any:
-        self.now = state.step
-        return super()._train_step(state)
+    @loop.token_loss("bad", weight=1.0)
+    def bad(chunk: LossChunk) -> Tensor:
+        value = 0.0 * chunk.student.sum(-1)
+        return value + torch.inf if rank() == 1 and now in steps else value
 
-    def _loss(self, state: LoopState, batch: MicroBatch, valid: int) -> tuple[Tensor, dict[str, Tensor]]:
-        total, sums = super()._loss(state, batch, valid)
-        if rank() == 1 and self.now in self.steps:
-            return total + torch.inf, {name: value + torch.inf for name, value in sums.items()}
-        return total, sums
+    return loop
 
 
-class Raises(Loop):
-    """Rank 1 finds a defect in the second micro-batch of a step."""
+class Defect(dict):
+    """A micro-batch that cannot be brought to the device."""
 
-    calls = 0
+    def items(self) -> Any:
+        """Raise instead of giving out the tensors."""
+        raise ZeroDivisionError("planted in the middle of a step")
 
-    def _loss(self, state: LoopState, batch: MicroBatch, valid: int) -> tuple[Tensor, dict[str, Tensor]]:
-        self.calls += 1
-        if rank() == 1 and self.calls == 4:
-            raise ZeroDivisionError("planted in the middle of a step")
-        return super()._loss(state, batch, valid)
+
+class WithDefect(Loader):
+    """The batches of a loader, the second of which is a defect in each step on rank 1."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.__dict__ = loader.__dict__
+
+    def step(self, k: int) -> list[MicroBatch]:
+        """The micro-batches of step ``k``."""
+        batches = super().step(k)
+        if rank() == 1:
+            batches[1] = Defect(batches[1])
+        return batches
 
 
 def main() -> None:
@@ -71,7 +83,13 @@ def main() -> None:
     directory = Path(arguments[0])
     if arguments[1:] == ["raise"]:
         with clean_exit():
-            Raises(load_recipe(directory / "raise_3.yaml")).run()
+            loop = Loop(load_recipe(directory / "raise_3.yaml"))
+
+            @loop.at(1)
+            def plant(state: LoopState) -> None:
+                state.loader = WithDefect(state.loader)
+
+            loop.run()
         return
     keep(directory, "straight", Loop(load_recipe(directory / "straight.yaml")))
     signalled(directory)
@@ -92,7 +110,7 @@ def keep(directory: Path, name: str, loop: Loop) -> None:
 
 def resumed(loop: Loop) -> Loop:
     """The same run, from its latest checkpoint."""
-    return type(loop)(replace(loop.recipe, train=replace(loop.recipe.train, resume=True)))
+    return Loop(replace(loop.recipe, train=replace(loop.recipe.train, resume=True)))
 
 
 def signalled(directory: Path) -> None:
@@ -181,8 +199,8 @@ def fill(checkpoints: Path) -> None:
 
 def not_finite(directory: Path, name: str) -> None:
     """One step of which rank 1's loss is infinite: nothing may move in it."""
-    loop = BadLoss(load_recipe(directory / f"not_finite_{name}.yaml"))
-    loop.steps, states = (1,), []
+    loop = with_bad_loss(Loop(load_recipe(directory / f"not_finite_{name}.yaml")), (1,))
+    states: list[tuple[Any, ...]] = []
 
     def remember(state: LoopState) -> None:
         optimizer = state.session.engine.optimizer
@@ -216,8 +234,7 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def stops(directory: Path) -> None:
     """Infinite losses in one step, and then in more than are allowed in a row."""
-    loop = BadLoss(load_recipe(directory / "stops.yaml"))
-    loop.steps = (0, 2, 3, 4)
+    loop = with_bad_loss(Loop(load_recipe(directory / "stops.yaml")), (0, 2, 3, 4))
     write(directory, "stops", {"error": failure(loop.run)})
     collect()
 
