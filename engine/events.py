@@ -46,7 +46,7 @@ def evaluate_held_out(state: LoopState) -> None:
 
     Nothing happens where the recipe evaluates nothing, or this step has been evaluated already.
     """
-    if not state.recipe.eval.every or state.evaluated_step == state.step or state.held_out is None:
+    if not state.recipe.eval.every or state.evaluations.step == state.step or state.held_out is None:
         return
     session, objective = state.session, state.objective()
     calibration = state.loader.first(max(1, state.recipe.quant.calibration_batches))
@@ -54,12 +54,11 @@ def evaluate_held_out(state: LoopState) -> None:
         session, state.quant, state.held_out, calibration, lambda batch: held_out_losses(session, batch, objective)
     )
     losses = objective.report(means)
-    state.evaluation = {name.replace("loss/", "eval/"): value for name, value in losses.items()}
-    state.evaluation["eval/perplexity"] = math.exp(min(means["lm"], 700.0))
-    state.first_evaluation = state.first_evaluation or state.evaluation
-    state.evaluated_step = state.step
-    state.log(state.evaluation)
-    figures = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in state.evaluation.items())
+    results = {name.replace("loss/", "eval/"): value for name, value in losses.items()}
+    results["eval/perplexity"] = math.exp(min(means["lm"], 700.0))
+    state.evaluations.record(state.step, results)
+    state.log(results)
+    figures = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in results.items())
     say(f"step {state.step}: held-out {figures}")
 
 
@@ -81,13 +80,11 @@ def save(state: LoopState) -> None:
         CheckpointError: on every rank: it could not be written.
     """
     directory, keep, best = checkpoints(state.recipe), state.recipe.train.keep_checkpoints, state.recipe.eval.best
-    levers = state.session.levers
-    levers.evaluation, levers.left_out = state.evaluation, state.skipped.in_a_row
-    save_checkpoint(state.session, directory, state.step, keep=keep)
+    save_checkpoint(state.session, state.owners, directory, state.step, keep=keep)
     state.saved_step = state.step
     state.metrics.flush()
     metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
-    if state.evaluated_step == state.step and metric in state.evaluation:
+    if state.evaluations.step == state.step and metric in state.evaluation:
         mark_if_best(directory, state.step, metric, state.evaluation[metric], keep=keep)
 
 

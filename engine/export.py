@@ -62,7 +62,7 @@ def export_trained(session: Session, quant: FakeQuant, batches: Iterable[MicroBa
     nobody watched the inputs.
     """
     compressed = not session.recipe.never_quantises() or quant.enabled
-    if compressed and quant.stale:
+    if compressed and quant.any_stale:
         say("the last steps trained without fake quant: measuring the scales for the export again")
         quant.measure(batches)
     export(session, session.recipe.export_dir(), compressed=compressed)

@@ -5,6 +5,8 @@ DeepSpeed leaves such a step out by itself, on all ranks together, since it look
 moments nor step counts of Adam move then.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,14 @@ class SkippedSteps:
         self.limit = limit
         """``train.max_skipped_steps``."""
         self.in_a_row = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The steps in a row, up to the last, that were left out; for a checkpoint."""
+        return {"in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.in_a_row = state["in_a_row"]
 
     def record(self, step: int, skipped: bool, losses: Tensor, loader: Loader, *, lowered: bool = False) -> None:
         """Take note of how step ``step`` (from 0) ended; a collective if it was skipped.

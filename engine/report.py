@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from engine.checkpoint.save import best_checkpoint
+from engine.checkpoint.find import best_checkpoint
 from engine.memory.measured import MemoryWatch, write_measured
 from engine.metrics import Metrics, Progress, Summary, peak_memory_bytes
 from engine.quantisation.statistics import QuantStats
@@ -53,7 +53,7 @@ class RunReport:
         if is_main() and self._summary.steps:
             state.metrics.results(state.recipe, {**self._summary.last, **state.evaluation})
             peak = peak_memory_bytes(state.session.device)
-            evaluations = (state.first_evaluation, state.evaluation)
+            evaluations = (state.evaluations.first, state.evaluation)
             skipped = state.session.engine.skipped_steps
             say(self._summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluations=evaluations))
         if is_main() and (line := best_line(checkpoints)):

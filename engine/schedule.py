@@ -6,7 +6,7 @@ runs once, the first time.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -56,6 +56,14 @@ class Schedule(Generic[State]):
     """Which of ``conditional`` have run, by position: a checkpoint keeps it, so that a resumed run does not repeat
     them."""
 
+    def state_dict(self) -> dict[str, list[int]]:
+        """Which events with a condition have run, for a checkpoint."""
+        return {"met": list(self.met)}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.met = list(state["met"])
+
     def at(self, step: int, action: Action) -> None:
         """Run ``action(state)`` once, when ``step`` optimizer steps are done and before the next begins."""
         if step < 0:
@@ -84,13 +92,13 @@ class Schedule(Generic[State]):
             )
 
     def run_before(self, step: int, state: State) -> None:
-        """Run what is due before ``step``."""
+        """Run the events that are due before ``step``."""
         for due, action in self.before:
             if due == step:
                 action(state)
 
     def run_after(self, done: int, state: State) -> None:
-        """Run what is due after ``done`` steps in all."""
+        """Run the events that are due after ``done`` steps in all."""
         for interval, action in self.after:
             if done % interval == 0:
                 action(state)

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.checkpoint.save import LATEST, Checkpoint, check_resumable, load_checkpoint, verify_checkpoint
+from engine.checkpoint.find import LATEST, Checkpoint, check_resumable, verify_checkpoint
+from engine.checkpoint.load import load_checkpoint
+from engine.checkpoint.owners import Owners
 from engine.cluster.nodes import check_shared
+from engine.evaluation.held_out import HeldOutResults
 from engine.events import check_events
 from engine.export import check_export
+from engine.faults import SkippedSteps
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import Metrics
-from engine.quantisation.calibrate import calibrate_inputs
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import save_recipe
@@ -19,7 +22,7 @@ from engine.session.context import start_ranks
 from engine.session.data import build_loader
 from engine.session.session import build_session
 from engine.state import LoopState
-from model.ranks import errors_on_all_ranks, is_main, say
+from model.ranks import errors_on_all_ranks, is_main
 
 
 def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[NamedTokenLoss]) -> LoopState:
@@ -52,31 +55,31 @@ def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Seque
         if is_main():
             save_recipe(recipe, output / "recipe.yaml")
     quant = FakeQuant(session)
-    if recipe.quant.fake_quant_start != 0:
-        session.levers.stale["input"] = set(session.uncalibrated)
-    elif session.uncalibrated and checkpoint is None:
-        say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
-        batches = loader.first(recipe.quant.calibration_batches)
-        calibrate_inputs(session.engine, session.quantization, session.uncalibrated, batches, session.device)
+    if checkpoint is None and recipe.quant.fake_quant_start == 0:  # else observers watch until fake quant starts
+        quant.calibrate(loader.first(recipe.quant.calibration_batches))
     session.engine.train()
-    step = load_checkpoint(session, checkpoint) if checkpoint is not None else 0
-    schedule.met = session.levers.met
-    metrics = Metrics(output / "tensorboard", output / "recipe.yaml", done=step)
-    saved = step if checkpoint is not None else None
-    levers = session.levers
-    state = LoopState(
+    evaluations, skipped = HeldOutResults(), SkippedSteps(recipe.train.max_skipped_steps)
+    owners: Owners = {
+        **session.owners(),
+        "fake_quant": quant,
+        "schedule": schedule,
+        "evaluations": evaluations,
+        "skipped_steps": skipped,
+    }
+    step = load_checkpoint(session, owners, checkpoint) if checkpoint is not None else 0
+    return LoopState(
         session,
         quant,
         loader,
         held_out,
-        metrics,
+        Metrics(output / "tensorboard", output / "recipe.yaml", done=step),
+        evaluations,
+        skipped,
+        owners,
         token_losses,
         step=step,
-        evaluation=levers.evaluation,
-        saved_step=saved,
+        saved_step=step if checkpoint is not None else None,
     )
-    state.skipped.in_a_row = levers.left_out
-    return state
 
 
 def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:

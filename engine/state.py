@@ -7,7 +7,9 @@ import torch
 
 from data.held_out import HeldOut
 from data.loader import Loader
+from engine.checkpoint.owners import Owners
 from engine.cluster.signals import StopRequests
+from engine.evaluation.held_out import HeldOutResults
 from engine.faults import SkippedSteps
 from engine.losses.objective import NamedTokenLoss, Objective
 from engine.metrics import Metrics
@@ -48,26 +50,22 @@ class LoopState:
     loader: Loader
     held_out: HeldOut | None
     metrics: Metrics
+    evaluations: HeldOutResults
+    """What the evaluations so far have found."""
+    skipped: SkippedSteps
+    """Counts the steps that were left out."""
+    owners: Owners
+    """What of the run a checkpoint keeps beside DeepSpeed's state, by name."""
     token_losses: Sequence[NamedTokenLoss] = ()
     """The user's own losses."""
     step: int = 0
     """Optimizer steps done."""
     last: StepResult | None = None
     """Result of the last step."""
-    evaluation: dict[str, float] = field(default_factory=dict)
-    """Results of the last evaluation."""
-    first_evaluation: dict[str, float] = field(default_factory=dict)
-    """Results of the first evaluation of this process."""
-    evaluated_step: int | None = None
-    """Step of the last evaluation."""
     saved_step: int | None = None
     """Step of the checkpoint that this run wrote last, or was resumed from."""
     stopped: bool = False
     stop_requests: StopRequests = field(default_factory=StopRequests)
-    skipped: SkippedSteps = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.skipped = SkippedSteps(self.recipe.train.max_skipped_steps)
 
     @property
     def recipe(self) -> Recipe:
@@ -78,6 +76,11 @@ class LoopState:
     def model(self) -> torch.nn.Module:
         """The student; under stage 3 its Parameters are partitioned."""
         return self.session.model
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """Results of the last evaluation."""
+        return self.evaluations.last
 
     def objective(self) -> Objective:
         """What is minimised now: the recipe's losses and the user's own, with the weights that events have set."""

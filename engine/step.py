@@ -36,11 +36,12 @@ def train_step(state: LoopState) -> StepResult:
     objective = state.objective()
     measures = _is_due(state, state.recipe.train.quant_stats_every) and state.quant.enabled
     with watching(state.quant, wanted=measures) as watch:
-        seen = state.quant.seen()
+        seen = state.session.quantization.seen()
         sums = _accumulate(state, batches, objective, valid)
         update = _update(state, measures=measures)
         if update.skipped:
-            state.quant.restore_seen(seen)
+            # Its inputs may be NaN, which a maximum would keep.
+            state.session.quantization.restore_seen(seen)
         else:
             state.quant.stepped()
         own = torch.stack(list(sums.values()))
@@ -90,7 +91,7 @@ def _set_learning_rates(state: LoopState) -> None:
     for group in state.session.engine.optimizer.param_groups:
         name = group["name"]
         if name in SCALE_GROUPS:
-            warm = (levers.scale_steps[name] + 1) / max(1, optim.warmup_steps)
+            warm = (state.quant.scale_steps[name] + 1) / max(1, optim.warmup_steps)
             group["lr"] = peaks[name] * min(factor, warm) * state.quant.learning(name)
         else:
             group["lr"] = peaks[name] * factor

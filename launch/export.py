@@ -10,7 +10,8 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from engine.checkpoint.save import load_checkpoint, read_checkpoint, verify_checkpoint
+from engine.checkpoint.find import read_checkpoint, verify_checkpoint
+from engine.checkpoint.load import load_checkpoint
 from engine.export import check_export, export_trained
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError
@@ -48,8 +49,9 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
         found = read_checkpoint(checkpoint)
     verify_checkpoint(found)
     session = build_session(recipe, context)
-    load_checkpoint(session, found)
-    export_trained(session, FakeQuant(session))
+    quant = FakeQuant(session)
+    load_checkpoint(session, {**session.owners(), "fake_quant": quant}, found)
+    export_trained(session, quant)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ CHUNK_BYTES = 1 << 24
 
 
 class _Stream:
-    """What ``torch.save`` writes to: after the first error bytes are only counted, so that it comes to its end.
+    """A file that ``torch.save`` writes to. After the first error it only counts bytes, so that torch.save comes to its
+    end.
 
     An exception inside torch.save would come out as a RuntimeError about an unexpected position in the archive.
     """
@@ -50,7 +51,7 @@ class _Stream:
         return size
 
     def flush(self) -> None:
-        """Nothing: :meth:`close` writes everything through."""
+        """Do nothing: :meth:`close` writes everything through."""
 
     def close(self) -> None:
         if self._file is None:
@@ -99,14 +100,14 @@ class CheckedFiles(CheckpointEngine):
         self.failure = self.failure or f"{name}: {error.strerror or error}"
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read an object. Only for directories that a user trusts as much as code: DeepSpeed pickles its classes."""
+        """Read an object. Directories must be trusted as much as code: DeepSpeed pickles its classes."""
         return torch.load(path, map_location=map_location, weights_only=False)
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Nothing: the directory is there."""
+        """Do nothing: the directory is there."""
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Nothing: the caller renames the directory."""
+        """Do nothing: the caller renames the directory."""
         return True
 
 

@@ -37,7 +37,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @torch.no_grad()
 def load_resharded(session: Session, path: Path, layouts: list[list[OptimizerPiece]], stage: int) -> None:
-    """Parameters, masters, moments, step counts and the engine's counters from a checkpoint of ``len(layouts)`` ranks.
+    """Load parameters, masters, moments, step counts and the engine's counters of ``len(layouts)`` old ranks.
 
     Args:
         session: the new run, as set up.
@@ -78,7 +78,7 @@ def _only(path: Path, pattern: str) -> Path:
 
 
 class _Masters:
-    """What one rank's optimizer left, mapped into memory."""
+    """The optimizer's file of one old rank, mapped into memory."""
 
     def __init__(self, file: Path, stage: int) -> None:
         saved = torch.load(file, mmap=True, weights_only=False)["optimizer_state_dict"]
@@ -92,7 +92,7 @@ class _Masters:
 
 
 def _load_masters(session: Session, sources: list[_Masters], layouts: list[list[OptimizerPiece]]) -> None:
-    """This rank's pieces of masters and moments, and the step counts of their groups."""
+    """Copy this rank's pieces of masters and moments, and the step counts of their groups, from the old files."""
     wrapper = session.engine.optimizer
     flats, state = flat_masters(wrapper), wrapper.state
     old_pieces: dict[str, list[tuple[_Masters, OptimizerPiece]]] = {}
@@ -137,7 +137,7 @@ def _parts(old: list[tuple[_Masters, OptimizerPiece]], key: str) -> Iterator[tup
 
 
 def _copy(target: Tensor, start: int, parts: Iterator[tuple[int, Tensor]]) -> int:
-    """Copy what overlaps with elements ``start`` and following; how many elements that were."""
+    """Copy what overlaps with ``target``, which begins at element ``start``; returns how many elements that were."""
     copied = 0
     for begin, part in parts:
         low, high = max(start, begin), min(start + target.numel(), begin + part.numel())
@@ -148,7 +148,7 @@ def _copy(target: Tensor, start: int, parts: Iterator[tuple[int, Tensor]]) -> in
 
 
 def _load_frozen_partitions(session: Session, states: list[dict[str, Any]]) -> None:
-    """Frozen parameters of stage 3, such as the initial scales; they are in no optimizer."""
+    """Load the frozen parameters of stage 3, such as the initial scales, which are in no optimizer."""
     for name, parameter in session.model.named_parameters():
         if parameter.requires_grad or not is_partitioned(parameter):
             continue
@@ -161,7 +161,7 @@ def _load_frozen_partitions(session: Session, states: list[dict[str, Any]]) -> N
 
 
 def reseed(seed: int, step: int) -> None:
-    """Random states of a rank that was none before: a function of the recipe's seed, the step and the rank.
+    """Seed the generators of a rank that was none before, by the recipe's seed, the step and the rank.
 
     They cannot be those of the old ranks, whose number was another; a run that is resumed twice gets them twice.
     """
@@ -171,10 +171,22 @@ def reseed(seed: int, step: int) -> None:
         seeder(word)
 
 
-def merge_observers(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What all old ranks saw of one input: the maximum for every new rank, the counts for rank 0 alone.
+def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Make of the files of all old ranks the one that this new rank loads (:mod:`engine.checkpoint.owners`).
 
-    So that a maximum, and a sum, over the new ranks are what they would have been over the old ones.
+    The owners' states are the same on every rank, but for what the observers of the quantisation have seen.
+    """
+    owners = states[0]["owners"]
+    quantization = owners["quantization"]
+    seen = [state["owners"]["quantization"]["observers"] for state in states]
+    merged = {owner: merge_observers([one[owner] for one in seen]) for owner in quantization["observers"]}
+    return {**states[0], "owners": {**owners, "quantization": {**quantization, "observers": merged}}}
+
+
+def merge_observers(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Merge what all old ranks saw of one input: every new rank gets the maximum, rank 0 alone the counts,
+
+    so that a maximum, and a sum, over the new ranks are what they would have been over the old ones.
     """
     absmax = torch.stack([state["absmax"] for state in states]).amax()
     share = 1 if rank() == 0 else 0

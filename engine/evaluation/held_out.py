@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,6 +13,33 @@ from engine.quantisation.switches import FakeQuant
 from engine.session.session import Session
 from model.ranks import reduce_over_ranks
 from model.zero import forward_only
+
+
+@dataclass
+class HeldOutResults:
+    """What the evaluations of a run have found: means over the held-out tokens, by the name that is logged.
+
+    Attributes:
+        last: of the last evaluation, before a resume too: conditions of a schedule look at it.
+        first: of the first evaluation of this process.
+        step: optimizer steps done at the last evaluation of this process, None before there was one.
+    """
+
+    last: dict[str, float] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    step: int | None = None
+
+    def record(self, step: int, results: dict[str, float]) -> None:
+        """Add an evaluation after ``step`` optimizer steps."""
+        self.last, self.first, self.step = results, self.first or results, step
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Plain values, for a checkpoint."""
+        return {"last": self.last}
+
+    def load_state_dict(self, state: Mapping[str, dict[str, float]]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.last = state["last"]
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Fake quant on and off while training: what ``state.quant`` offers to a schedule."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from data.loader import MicroBatch
 from engine.quantisation.calibrate import calibrate_inputs, observed_input_scales
 from engine.session.session import Session
+from model.ranks import say
 from model.scales import follow_weights, renew_weight_scales, write_scales
 from model.zero import reset_moments, reset_optimizer_state, zero_parameters
 from quant import ScaleGroup, weights_changed
@@ -31,6 +32,23 @@ class FakeQuant:
         self.session = session
         self.quantization = session.quantization
         self.levers = session.levers
+        self.scale_steps = dict.fromkeys(THETA_GROUPS.values(), 0)
+        """Optimizer steps with fake quant since the scales were measured, by parameter group."""
+        self.stale: dict[str, set[str]] = {"weight": set(), "input": set(session.uncalibrated)}
+        """Owners of the groups whose scales do not fit the model as it is, weights and inputs: those of an earlier
+        model, and inputs that were never calibrated."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint. What is on is kept by the quantization itself."""
+        return {
+            "scale_steps": dict(self.scale_steps),
+            "stale": {kind: set(owners) for kind, owners in self.stale.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.scale_steps = dict(state["scale_steps"])
+        self.stale = {kind: set(owners) for kind, owners in state["stale"].items()}
 
     @property
     def enabled(self) -> bool:
@@ -38,9 +56,9 @@ class FakeQuant:
         return any(weights or inputs for weights, inputs in self.quantization.fake_quant_state().values())
 
     @property
-    def stale(self) -> bool:
-        """Whether the model has trained since the scale of a resting group was measured."""
-        return any(self.levers.stale.values())
+    def any_stale(self) -> bool:
+        """Whether there is a scale that does not fit the model as it is."""
+        return any(self.stale.values())
 
     def enable(self, *, weights: bool = True, activations: bool = True, layers: str | None = None) -> None:
         """Fake quant as said in all layers, or in those whose whole name the regex ``layers`` matches.
@@ -71,14 +89,6 @@ class FakeQuant:
         """Start or stop watching inputs; starting forgets what was seen before."""
         self.quantization.observe(on)
 
-    def seen(self) -> dict[str, dict[str, Any]]:
-        """What the observers have seen so far, for :meth:`restore_seen`."""
-        return self.quantization.seen()
-
-    def restore_seen(self, seen: dict[str, dict[str, Any]]) -> None:
-        """Forget what was seen since: inputs of a step that was left out may be NaN, which a maximum would keep."""
-        self.quantization.restore_seen(seen)
-
     def freeze_scales(self, on: bool = True, *, weights: bool = True, activations: bool = True) -> None:
         """Learned scales rest from now on, or train again, with fresh moments."""
         for kind, chosen in (("weight", weights), ("input", activations)):
@@ -103,9 +113,20 @@ class FakeQuant:
         learn = self.session.recipe.learnable
         active = self._active()
         for kind, group in THETA_GROUPS.items():
-            self.levers.scale_steps[group] += bool(active[kind])
+            self.scale_steps[group] += bool(active[kind])
             if learn.weight or learn.norm or learn.router:  # else the model stays what the scales were measured on
-                self.levers.stale[kind] |= set(self._groups(kind)) - active[kind]
+                self.stale[kind] |= set(self._groups(kind)) - active[kind]
+
+    def calibrate(self, batches: Iterable[MicroBatch]) -> None:
+        """Measure the input scales that no checkpoint gave, before the first step; a collective.
+
+        ``batches``: ``quant.calibration_batches`` of the training, on every rank.
+        """
+        if not self.stale["input"]:
+            return
+        say(f"calibrating activations on {self.session.recipe.quant.calibration_batches} micro-batches per rank")
+        self._calibrate(self.stale["input"], batches)
+        self.stale["input"] = set()
 
     def measure(self, batches: Iterable[MicroBatch] = ()) -> None:
         """Measure every stale scale again, so that an export has what the model needs; a collective.
@@ -113,7 +134,7 @@ class FakeQuant:
         Args:
             batches: measure inputs that no observer watches.
         """
-        self._begin({kind: set(owners) for kind, owners in self.levers.stale.items()}, batches)
+        self._begin({kind: set(owners) for kind, owners in self.stale.items()}, batches)
 
     @contextmanager
     def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
@@ -122,7 +143,7 @@ class FakeQuant:
         Args:
             batches: measure inputs that no observer watched.
         """
-        self._write(self.levers.stale, batches)
+        self._write(self.stale, batches)
         try:
             with self.quantization.paused():
                 self.quantization.set_fake_quant(weights=True, activations=True)
@@ -149,12 +170,12 @@ class FakeQuant:
 
     def _begin(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
         """Groups come into use: start the thetas of those that are stale anew, and measure their scales."""
-        stale = {kind: owners[kind] & self.levers.stale[kind] for kind in owners}
+        stale = {kind: owners[kind] & self.stale[kind] for kind in owners}
         for kind, begun in stale.items():
             self._restart(kind, begun)
         self._write(stale, batches)
         for kind, measured in stale.items():
-            self.levers.stale[kind] -= measured
+            self.stale[kind] -= measured
 
     def _rest(self, owners: dict[str, set[str]]) -> None:
         """Groups go out of use: without moments their thetas stay where they are; their observers begin anew."""
@@ -174,10 +195,13 @@ class FakeQuant:
         if owners["weight"]:
             renew_weight_scales(self.quantization, owners["weight"])
         if owners["input"] and batches is not None and not self.quantization.observing:
-            calibrate_inputs(self.session.engine, self.quantization, owners["input"], batches, self.session.device)
+            self._calibrate(owners["input"], batches)
         elif owners["input"]:
             write_scales(self.quantization.input_groups, observed_input_scales(self.quantization, owners["input"]))
         weights_changed(self.session.model)
+
+    def _calibrate(self, owners: set[str], batches: Iterable[MicroBatch]) -> None:
+        calibrate_inputs(self.session.engine, self.quantization, owners, batches, self.session.device)
 
     def _thetas(self, kind: str, owners: set[str]) -> list[Parameter]:
         groups = self._groups(kind)
@@ -189,4 +213,4 @@ class FakeQuant:
         zero_parameters(self.session.engine.optimizer, thetas)
         if owners == self._groups(kind).keys():
             reset_optimizer_state(self.session.engine.optimizer, THETA_GROUPS[kind])
-            self.levers.scale_steps[THETA_GROUPS[kind]] = 0
+            self.scale_steps[THETA_GROUPS[kind]] = 0

@@ -34,7 +34,9 @@ class RunContext:
 
 
 def start_ranks(recipe: Recipe) -> RunContext:
-    """Process group, DeepSpeed configuration and tokenizer.
+    """Start the process group, and give what does not need a model yet; a collective.
+
+    Kernels are prepared and random generators seeded on the way.
 
     Raises:
         RecipeError: the DeepSpeed configuration is wrong; on every rank, before there is a process group.
@@ -69,7 +71,7 @@ def init_ranks() -> torch.device:
 
 
 def _not_on_this_machine(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[str]:
-    """What the recipe asks for and DeepSpeed cannot do here, a line each; before there is a process group."""
+    """Say what the recipe asks for and DeepSpeed cannot do on this machine, a line each."""
     accelerator = get_accelerator()
     if recipe.model.dtype == "float16" and not accelerator.is_fp16_supported():
         yield (

@@ -16,7 +16,12 @@ from model.ranks import errors_on_all_ranks, is_main, rank, say, world_size
 
 
 def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Loader, HeldOut | None]:
-    """Samples, sharded by rank and grouped into optimizer steps; and those held out, None if the recipe has none."""
+    """Read the samples; a collective.
+
+    Returns:
+        The loader, which shares the training samples out over ranks and optimizer steps; and the samples that are held
+        out, None if the recipe holds none out.
+    """
     settings = recipe.data
     if settings.packing:
         _check_packing(recipe)
@@ -47,7 +52,7 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
 
 
 def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of the student's checkpoint; an error on every rank if there is none."""
+    """Read the tokenizer of the student's checkpoint. Raises RankError on every rank if there is none."""
     with errors_on_all_ranks(OSError, ValueError):
         return AutoTokenizer.from_pretrained(
             recipe.model.path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
@@ -55,7 +60,7 @@ def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> list[Sample]:
-    """Tokenised samples of some files, every rank its own copy; an error on every rank if a line is bad."""
+    """Read and tokenise files, every rank for itself. Raises RankError on every rank if a line is bad."""
     settings = recipe.data
     with errors_on_all_ranks(OSError, ValueError):
         if settings.kind == "text":
@@ -76,7 +81,7 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
 
 
 def _check_packing(recipe: Recipe) -> None:
-    """Refuse to pack for a model that would see across the borders of samples; an error on every rank."""
+    """Refuse to pack for a model that would see across the borders of samples. Raises RankError on every rank."""
     attention = recipe.model.attn_implementation
     with errors_on_all_ranks(OSError, ValueError):
         config = AutoConfig.from_pretrained(

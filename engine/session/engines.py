@@ -1,4 +1,4 @@
-"""Models become DeepSpeed's: the student's engine with its optimizer, and models that only run forward."""
+"""Makes DeepSpeed engines: the student's, with its optimizer, and those of models that only run forward."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from model.zero import forget_secondary_copies, keep_frozen_fp32, stage
 
 
 def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
-    """The student's engine with its optimizer."""
+    """Make the student's engine with its optimizer; a collective."""
     with errors_on_all_ranks(ValueError):
         # In every other case an optimizer of DeepSpeed's stands around this one, which skips such steps by itself.
         unguarded = stage(ds_config) == 0 and recipe.model.dtype == "float32"
@@ -39,7 +39,11 @@ def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrai
 
 
 def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.Module:
-    """A model that only runs forward: an engine without an optimizer under stage 3, elsewhere the plain module."""
+    """Freeze a model that only runs forward.
+
+    Returns:
+        Under stage 3 an engine without an optimizer, on the other stages the module itself.
+    """
     model.requires_grad_(False)
     model.eval()
     model.config.use_cache = False

@@ -1,46 +1,41 @@
-"""What a schedule moves during a run, as one value that checkpoints keep."""
+"""What the events of a schedule have set instead of the recipe's values."""
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.recipe.recipe import Recipe
-from engine.session.optimizer import SCALE_GROUPS, peak_learning_rates
+from engine.session.optimizer import peak_learning_rates
 
 
 @dataclass
 class Levers:
-    """Loss weights, learning rates and scales as the events so far have left them.
+    """Loss weights, peak learning rates and resting scales as the events so far have set them, over the recipe's.
 
     Attributes:
         recipe: holds wherever no event has set anything else. A resumed run follows the recipe that it is given.
         loss_weights: set by an event: ``lm``, ``kd``.
         peak_rates: peak learning rates set by an event, by parameter group.
-        frozen: parameter groups of scales that rest although their fake quant is on.
-        scale_steps: optimizer steps with fake quant since the scales were measured, by parameter group.
-        stale: owners of the weight groups and of the input groups whose scales are those of an earlier model.
-        met: events with a condition that have run, by position.
-        evaluation: results of the last evaluation, which conditions look at.
-        left_out: steps in a row, up to the last, that were not finite.
+        frozen: parameter groups of scales that do not train although their fake quant is on.
     """
 
     recipe: Recipe
     loss_weights: dict[str, float] = field(default_factory=dict)
     peak_rates: dict[str, float] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
-    scale_steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SCALE_GROUPS, 0))
-    stale: dict[str, set[str]] = field(default_factory=lambda: {"weight": set(), "input": set()})
-    met: list[int] = field(default_factory=list)
-    evaluation: dict[str, float] = field(default_factory=dict)
-    left_out: int = 0
 
-    def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "recipe"}
+    def state_dict(self) -> dict[str, Any]:
+        """What events have set: plain values, for a checkpoint."""
+        return {
+            "loss_weights": dict(self.loss_weights),
+            "peak_rates": dict(self.peak_rates),
+            "frozen": set(self.frozen),
+        }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` gave."""
-        for name, value in state.items():
-            setattr(self, name, value)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.loss_weights, self.peak_rates = dict(state["loss_weights"]), dict(state["peak_rates"])
+        self.frozen = set(state["frozen"])
 
     def set_peak_rates(self, **rates: float) -> None:
         """Peak learning rates by parameter group from now on; the curve over the steps goes on.

@@ -10,6 +10,7 @@ by twice what its gradients were multiplied with. On stage 0 it knows other sett
 scale, and :class:`LossScale` sets it before each step.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class LossScale:
 
     @classmethod
     def from_config(cls, fp16: dict[str, Any]) -> "LossScale":
-        """Of the ``fp16`` section of a DeepSpeed configuration, with DeepSpeed's defaults and meaning of the keys."""
+        """The scale that the ``fp16`` section of a DeepSpeed configuration asks for, with DeepSpeed's defaults."""
         fp16 = {key: value for key, value in fp16.items() if value != "auto"}  # which means the default
         static = float(fp16.get("loss_scale", 0))
         if static:
@@ -55,12 +56,12 @@ class LossScale:
             self.good_steps, self.value = 0, 2 * self.value
         return False
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """What moves, for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
-    def load(self, state: dict[str, float]) -> None:
-        """Go on from what :meth:`state` gave; a scale that does not move stays what it is."""
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from what :meth:`state_dict` gave; a scale that does not move stays what it is."""
         if self.window is None:
             return
         self.value, self.good_steps = state["value"], int(state["good_steps"])

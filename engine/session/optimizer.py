@@ -23,7 +23,7 @@ SCALE_EPS = 1e-15
 
 @dataclass(frozen=True)
 class OwnedParameter:
-    """A Parameter, the first name that it has in the model, and what it is: weight, embedding, bias, norm, router,
+    """A Parameter with the first name that it has in the model, and its kind: weight, embedding, bias, norm, router,
     weight_scale, act_scale or frozen."""
 
     name: str
@@ -154,7 +154,7 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
 
 
 def peak_learning_rates(optim: OptimRecipe) -> dict[str, float]:
-    """What the schedule multiplies, by name of the parameter group."""
+    """The peak learning rate of each parameter group, which the schedule multiplies with its factor of the step."""
 
     def own(value: float | None, otherwise: float) -> float:
         return otherwise if value is None else value
@@ -178,7 +178,7 @@ class SkippingAdamW(torch.optim.AdamW):
     overflow = False
 
     def step(self, closure=None):
-        """One step, or none."""
+        """Make a step, unless a gradient is not finite."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         self.overflow = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         return None if self.overflow else super().step(closure)

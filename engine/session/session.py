@@ -29,9 +29,12 @@ from model.scales import release_scales
 from quant import Quantization
 
 
-@dataclass
+@dataclass(frozen=True)
 class Session:
-    """A run that is ready to train: the student in its engine, its quantisation, the teacher, the levers."""
+    """A run that is ready to train: the student in its engine, its quantisation, the teacher, the levers.
+
+    It is built once, complete; what moves while training moves inside of these.
+    """
 
     recipe: Recipe
     ds_config: dict[str, Any]
@@ -50,6 +53,11 @@ class Session:
     """What runs after the last backward of every optimizer step, before the update; may be collectives."""
     loss_scale: LossScale | None
     """The loss scale of a run in fp16; None in other dtypes."""
+
+    def owners(self) -> dict[str, Levers | Quantization | LossScale]:
+        """What of the session a resumed run needs beside DeepSpeed's state, by the name that checkpoints keep it by."""
+        loss_scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
+        return {"levers": self.levers, "quantization": self.quantization, **loss_scale}
 
 
 def build_session(

@@ -28,7 +28,7 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_pr
 def build_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, Quantization]:
-    """The student with weights loaded, Linears quantised and what trains switched on; scales hold no values yet.
+    """Build the student, load its weights, quantise it and switch on what trains; its scales hold no values yet.
 
     ``losses``: whether the session will compute losses, which not every model's lm_head allows.
     """
@@ -48,7 +48,11 @@ def build_student(
 def empty_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, dict[str, Scheme]]:
-    """The student before its weights are read, and the schemes of lm_head and embeddings by their names in it."""
+    """Build the student without its weights.
+
+    Returns:
+        The model, and the schemes that the recipe gives to lm_head and embeddings, by their names in the model.
+    """
     model = build_model(
         recipe.model.path,
         ds_config,
@@ -121,7 +125,7 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
 
 
 def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
-    """The schemes of lm_head and of the embeddings, by their names in the model."""
+    """Find the schemes that the recipe gives to lm_head and embeddings, by their names in the model."""
     modules = {id(module): name for name, module in model.named_modules()}
     chosen = {
         "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),
@@ -149,7 +153,7 @@ def _check_head(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
-    """Whether this run multiplies codes. ``auto`` does where a GPU has fp8 tensor cores.
+    """Whether this run multiplies codes. ``quant.compute: auto`` does so where a GPU has fp8 tensor cores.
 
     Raises:
         ValueError: the recipe asks for it on a GPU without them.
@@ -166,8 +170,11 @@ def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """torch.compile each decoder layer by itself, in place: they share one graph, so compiling does not take longer
-    with their number. Layers with experts stay as they are: which tokens an expert gets is known only at run time."""
+    """Compile each decoder layer by itself with torch.compile, in place.
+
+    Layers share one graph, so that compiling takes no longer where there are more of them. Layers with experts stay as
+    they are: which tokens an expert gets is known only at run time.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     dense = [layer for layer in layers if not any(isinstance(part, ExpertMLPs) for part in layer.modules())]
     for layer in dense:
@@ -178,7 +185,7 @@ def _compile_layers(model: PreTrainedModel) -> None:
 def _keep_weight_codes(recipe: Recipe, ds_config: dict[str, Any], quantization: Quantization) -> None:
     """Quantise weights once per optimizer step where they stay resident and several micro-batches use them.
 
-    Costs a byte per weight. Under stage 3 a weight is there only while its layer runs.
+    The codes take a byte per weight. Under stage 3 nothing is kept: a weight is there only while its layer runs.
     """
     keep = stage(ds_config) < 3 and recipe.train.gradient_accumulation_steps > 1
     for layer in quantization.layers.values():

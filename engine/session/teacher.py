@@ -19,16 +19,16 @@ from model.ranks import errors_on_all_ranks, rank, say, world_size
 
 
 def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeacher:
-    """A frozen model to distil from; under stage 3 an engine without an optimizer.
+    """Load the frozen model to distil from; a collective.
 
     Args:
         recipe: the run; ``loss.teacher`` is the directory of the teacher's checkpoint.
         context: what :func:`engine.session.context.start_ranks` gave.
-        logits: how many the student has per token.
+        logits: how many logits the student has per token.
 
     Raises:
-        RankError: on every rank: its tokenizer is another one, or lacks, it has no logit for a token, or its logits are
-            not what lm_head gives.
+        RankError: on every rank: the teacher has no tokenizer or another one, it has no logit for a token, or its
+            logits are not what its lm_head gives.
     """
     path = recipe.loss.teacher
     assert path is not None, "the recipe's teacher is no model"
@@ -62,10 +62,10 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
 
 
 def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> CachedTeacher:
-    """The cache that the recipe names, checked against the samples of this run; a collective.
+    """Open the cache that the recipe names, and check that it was made of the samples of this run; a collective.
 
     Raises:
-        RankError: on every rank: it is damaged, or of something else.
+        RankError: on every rank: the cache is damaged, or was made of something else.
     """
     directory, top_k = recipe.loss.teacher_cache, recipe.loss.top_k
     assert directory is not None, "the recipe's teacher is no cache"

@@ -30,7 +30,10 @@ from model.zero import gathered
 
 
 def check_recipe(recipe: Recipe, out: Path | None) -> Path:
-    """The directory to write, ``loss.teacher_cache`` by default; refuses what cannot become a cache, before any work.
+    """Refuse, before any work, a recipe that cannot give a cache.
+
+    Returns:
+        The directory to write: ``out``, or by default ``loss.teacher_cache``.
 
     Raises:
         RecipeError: one line per problem.
@@ -138,7 +141,7 @@ def _manifest(
 
 @torch.no_grad()
 def _rows_of(teacher: ModelTeacher, batch: MicroBatch, manifest: Manifest, recipe: Recipe) -> dict[str, np.ndarray]:
-    """What the cache keeps of the valid positions of a batch, row-major; a collective."""
+    """Run the teacher and find what the cache keeps of a batch's valid positions, in row-major order; a collective."""
     sight = teacher.look({**model_inputs(batch), "use_cache": False}, batch)
     found = sight.teacher
     assert isinstance(found, TeacherHidden)
@@ -155,7 +158,7 @@ def _rows_of(teacher: ModelTeacher, batch: MicroBatch, manifest: Manifest, recip
 def _rows_of_chunk(
     teacher: TeacherHidden, hidden: Tensor, labels: Tensor, manifest: Manifest
 ) -> list[dict[str, Tensor]]:
-    """The rows of a chunk of positions, block by block."""
+    """Find what the cache keeps of some positions, a block of them at a time."""
     bias = None if teacher.bias is None else teacher.bias[: manifest.vocabulary]
     logits = F.linear(hidden, teacher.weight[: manifest.vocabulary], bias)
     pieces = []
@@ -176,7 +179,7 @@ def _rows_of_chunk(
 
 
 def _write(writer: Writer, offsets: np.ndarray, batch: MicroBatch, found: dict[str, np.ndarray]) -> None:
-    """Each sample's rows to their place."""
+    """Write what was found of a batch, each sample's rows to their place."""
     start = 0
     for sample in batch["sample_ids"].tolist():
         stop = start + int(offsets[sample + 1] - offsets[sample])

@@ -100,7 +100,7 @@ def test_levers_refuse_what_would_do_nothing_or_harm():
     assert levers.peaks()["weights"] == 0.0 and levers.peaks()["norms"] == recipe.optim.lr
     assert (levers.lm_weight, levers.kd_weight) == (0.0, 0.5)
     again = Levers(recipe)
-    again.load(levers.state())
+    again.load_state_dict(levers.state_dict())
     assert again == levers
     for call, message in [
         (lambda: levers.set_peak_rates(scales=1.0), "scales: 1.0, expected 0 or more, of a group out of weights,"),

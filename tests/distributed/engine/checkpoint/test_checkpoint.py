@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.save import LATEST, read_checkpoint
+from engine.checkpoint.find import LATEST, read_checkpoint
 from tests.distributed.engine.checkpoint.scripts.checkpoint import KILLED, SPOILED, STOPS
 from tests.distributed.launcher import launch, run_ranks
 from tests.distributed.recipes import STEPS, write_chats, write_ds_config, write_recipe

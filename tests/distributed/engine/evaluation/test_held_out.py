@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from engine.checkpoint.save import best_checkpoint
+from engine.checkpoint.find import best_checkpoint
 from engine.session.optimizer import SCALE_EPS
 from tests.distributed.engine.evaluation.scripts.held_out import KNOBS, STOP
 from tests.distributed.launcher import run_ranks

@@ -205,7 +205,7 @@ def not_finite(directory: Path, name: str) -> None:
     def remember(state: LoopState) -> None:
         optimizer = state.session.engine.optimizer
         moments = getattr(optimizer, "optimizer", optimizer).state
-        warm = state.session.levers.scale_steps["weight_scales"]
+        warm = state.quant.scale_steps["weight_scales"]
         states.append((whole_parameters(state.model), copy.deepcopy(list(moments.values())), warm))
 
     for step in (1, 2):

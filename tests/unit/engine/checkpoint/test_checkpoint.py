@@ -9,17 +9,15 @@ import pytest
 import torch
 
 from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text
-from engine.checkpoint.save import (
+from engine.checkpoint.find import (
     Best,
-    CheckpointError,
-    _make_current,
     best_checkpoint,
     check_resumable,
     find_checkpoint,
-    mark_if_best,
     read_checkpoint,
     verify_checkpoint,
 )
+from engine.checkpoint.save import CheckpointError, _make_current, mark_if_best
 from engine.recipe.checks import RecipeError
 from engine.recipe.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.recipe.reading import save_recipe

@@ -43,5 +43,5 @@ def test_going_on_from_its_state_is_as_if_it_had_not_stopped(stop):
     first, whole = LossScale.from_config(config), values(LossScale.from_config(config), overflows)
     begun = values(first, overflows[:stop])
     second = LossScale.from_config(config)
-    second.load(first.state())
+    second.load_state_dict(first.state_dict())
     assert begun + values(second, overflows[stop:]) == whole

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.save import LATEST
+from engine.checkpoint.find import LATEST
 from engine.loop import Loop, LoopState
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe

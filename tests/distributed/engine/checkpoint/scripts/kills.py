@@ -18,7 +18,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  imported by the
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-from engine.checkpoint.save import LATEST
+from engine.checkpoint.find import LATEST
 from launch.train import main as train
 from tests.distributed.forked import Job
 from tests.distributed.fp16_cpu import allow_fp16_on_cpu

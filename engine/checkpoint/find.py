@@ -1,0 +1,189 @@
+"""Which checkpoint is meant, whether it is whole, and whether a recipe may go on from it."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.checkpoint.files import file_crc32
+from engine.recipe.checks import RecipeError
+from engine.recipe.reading import load_recipe
+from engine.recipe.recipe import Recipe
+from model.ranks import errors_on_all_ranks, rank, world_size
+
+LATEST = "latest"
+BEST = "best.json"
+STEPS = "step_????????"
+# Keys of the recipe's data section that may differ in a resumed run: what is not trained on, and how a step's rows are
+# shared out.
+MOVABLE = {"eval", "micro_batch_size"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A step directory whose files are there with their sizes."""
+
+    path: Path
+    step: int
+    """Optimizer steps done."""
+    world_size: int
+    stage: int
+    files: dict[str, tuple[int, int]]
+    """Bytes and CRC-32 of every file, by its name."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """What ``best.json`` says."""
+
+    name: str
+    """Name of the step directory."""
+    step: int
+    metric: str
+    value: float
+
+
+def find_checkpoint(directory: Path, which: bool | str = True) -> Checkpoint:
+    """Find the checkpoint that a recipe's ``train.resume`` means: True (the latest), ``best``, or a directory's name.
+
+    Raises:
+        ValueError: there is none, or it is not whole.
+    """
+    if which == "best":
+        best = best_checkpoint(directory)
+        if best is None:
+            raise ValueError(f"{directory} has no {BEST}: no checkpoint was marked as the best")
+        return read_checkpoint(directory / best.name)
+    if isinstance(which, str):
+        return read_checkpoint(directory / which)
+    pointer = directory / LATEST
+    if not pointer.is_file():
+        raise ValueError(
+            f"{directory} has no checkpoint to resume from (no file {LATEST}); set train.resume: false to start anew"
+        )
+    return read_checkpoint(directory / pointer.read_text(encoding="utf-8").strip())
+
+
+def best_checkpoint(directory: Path) -> Best | None:
+    """Read which checkpoint was marked last as the best, None if none was. Raises ValueError if the file is damaged."""
+    path = directory / BEST
+    if not path.is_file():
+        return None
+    try:
+        best = Best(**json.loads(path.read_text(encoding="utf-8")))
+        return Best(str(best.name), int(best.step), str(best.metric), float(best.value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged: expected name, step, metric and value ({error}); remove it, and the next evaluated "
+            "checkpoint is the best one"
+        ) from error
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read the manifest of a step directory, and compare the size of every file with it.
+
+    Raises:
+        ValueError: it is not there or not whole; names the file, and the checkpoint before it.
+    """
+    problem = _manifest_problem(path)
+    if problem is not None:
+        raise ValueError(f"{path} {problem}{_offer(path)}")
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    files = {name: (entry[0], entry[1]) for name, entry in state["files"].items()}
+    return Checkpoint(path, state["step"], state["world_size"], state["stage"], files)
+
+
+def _manifest_problem(path: Path) -> str | None:
+    """Say what is wrong with a step directory, as far as names and sizes tell; None if nothing is."""
+    if not path.is_dir():
+        return "is not there"
+    try:
+        files = json.loads((path / "state.json").read_text(encoding="utf-8"))["files"]
+    except OSError:
+        return "is not a whole checkpoint: it has no state.json"
+    except (KeyError, TypeError, ValueError):
+        return "is damaged: state.json is not what was written"
+    for name, (size, _) in files.items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError:
+            return f"is damaged: {name} is missing"
+        if found != size:
+            return f"is damaged: {name} has {found:,} bytes, expected {size:,}"
+    return None
+
+
+def _offer(path: Path) -> str:
+    """Name the newest step directory before a damaged one that looks whole, as the end of the error's text."""
+    older = (other for other in sorted(path.parent.glob(STEPS), reverse=True) if other.name < path.name)
+    whole = next((other for other in older if _manifest_problem(other) is None), None)
+    if whole is None:
+        return "; there is no whole checkpoint before it"
+    return f"; the one before it is {whole.name}: set train.resume to {whole.name} to go on from there"
+
+
+def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
+    """Find what is to be resumed, and refuse before any work what cannot be resumed as it was.
+
+    Raises:
+        RecipeError: there is no whole checkpoint, or its batches were others: the data cursor is a step, so the samples
+            of a step must stay the same, however many ranks share them.
+    """
+    try:
+        found = find_checkpoint(directory, recipe.train.resume)
+        best_checkpoint(directory)  # the first checkpoint to be written needs it
+        before = load_recipe(found.path / "recipe.yaml")
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"train.resume: {error}") from error
+    old, new = asdict(before.data), asdict(recipe.data)
+    # Files may be moved, but not renamed, left out or added.
+    old["train"], new["train"] = ([Path(file).name for file in data["train"]] for data in (old, new))
+    keys = [key for key in new if key not in MOVABLE and old[key] != new[key]]
+    changed = [f"data.{key} (was {old[key]!r}, is {new[key]!r})" for key in keys]
+    changed += _rows_problem(before, found.world_size, recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    # Scales of one scheme have shapes that fit another, and each group of the optimizer its parameters.
+    knobs = [("model", "dtype"), ("model", "experts")]
+    knobs += [("quant", name) for name in ("scheme", "schemes", "rules", "lm_head", "embedding", "exempt")]
+    # Observers have a histogram or none; a theta corrects a fixed scale or the absmax of its step.
+    knobs += [("quant", "input_range"), ("quant", "scales_follow_weights")]
+    knobs += [("learnable", name) for name in asdict(recipe.learnable)]
+    for section, name in knobs:
+        was, now = (getattr(getattr(one, section), name) for one in (before, recipe))
+        if was != now:
+            changed.append(f"{section}.{name} (was {was!r}, is {now!r})")
+    if changed:
+        raise RecipeError(f"train.resume: {found.path} cannot be continued with other {', '.join(changed)}")
+    return found
+
+
+def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) -> list[str]:
+    """Say what to set so that a step takes as many rows as it did; nothing if it does."""
+    was = before.data.micro_batch_size * before.train.gradient_accumulation_steps * old_world
+    now = recipe.data.micro_batch_size * recipe.train.gradient_accumulation_steps * world
+    if was == now:
+        return []
+    rows = f"rows per step (were {was}, are {now} = data.micro_batch_size * train.gradient_accumulation_steps * ranks)"
+    if was % world:
+        fitting = ", ".join(str(count) for count in range(1, was + 1) if was % count == 0)
+        return [f"{rows}: {was} rows do not share out over {world} ranks, expected one of {fitting}"]
+    micro = recipe.data.micro_batch_size
+    micro = micro if (was // world) % micro == 0 else 1
+    expected = f"data.micro_batch_size {micro} and train.gradient_accumulation_steps {was // world // micro}"
+    return [f"{rows}: with {world} rank(s) set for example {expected}"]
+
+
+def verify_checkpoint(checkpoint: Checkpoint) -> None:
+    """Compare the CRC-32 of every file, before anything is unpickled; a collective, in which ranks share the files out.
+
+    Raises:
+        RankError: names a file that is not what was written, and the checkpoint before it.
+    """
+    with errors_on_all_ranks(OSError, ValueError):
+        # By size, so that the share of every rank is about the same.
+        names = sorted(checkpoint.files, key=lambda name: (checkpoint.files[name][0], name))
+        for name in names[rank() :: world_size()]:
+            if file_crc32(checkpoint.path / name) != checkpoint.files[name][1]:
+                raise ValueError(
+                    f"{checkpoint.path} is damaged: the content of {name} is not what was written (CRC-32)"
+                    f"{_offer(checkpoint.path)}"
+                )
