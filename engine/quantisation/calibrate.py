@@ -16,9 +16,14 @@ from quant.reference import absmax_scale
 
 
 def observed_input_scales(quantization: Quantization, owners: Set[str] | None = None) -> dict[str, Tensor]:
-    """Static activation scales from what the observers of all ranks saw; by owner of the scale group.
+    """Find static activation scales from what the observers of all ranks saw; a collective.
 
-    A collective. fp32 tensors of shape (1,), equal on every rank. Of the groups of ``owners`` only, if given.
+    Args:
+        quantization: knows the groups of inputs and their observers.
+        owners: of the groups that are wanted; all of them without it.
+
+    Returns:
+        fp32 tensors of shape (1,), equal on every rank, by owner of the group.
 
     Raises:
         RankError: on every rank, naming layers whose inputs were never seen or held NaN or Inf.
@@ -32,21 +37,26 @@ def observed_input_scales(quantization: Quantization, owners: Set[str] | None = 
     absmax = torch.where(torch.isnan(absmax), torch.inf, absmax)
     absmax = reduce_over_ranks(absmax, dist.ReduceOp.MAX)
     values = dict(zip((group.owner for group in groups), absmax.tolist(), strict=True))
-    bad = [owner for owner, value in values.items() if not math.isfinite(value)]
-    unseen = [owner for owner, value in values.items() if value == 0]
+    _check_seen(values)
+    if quantization.ranges.inputs == "absmax":
+        return {group.owner: absmax_scale(torch.tensor([values[group.owner]]), group.spec) for group in groups}
+    return {group.owner: _from_histogram(group, quantization.ranges) for group in groups}
+
+
+def _check_seen(absmax: dict[str, float]) -> None:
+    """Refuse the largest magnitudes of inputs, over all ranks, that no scale can be made of. Raises RankError."""
+    bad = [owner for owner, value in absmax.items() if not math.isfinite(value)]
+    unseen = [owner for owner, value in absmax.items() if value == 0]
     problems = []
     if bad:
         problems.append(f"inputs with NaN or Inf: {', '.join(bad[:20])}")
     if unseen:
         problems.append(f"inputs that no batch reached, or that are all zero: {', '.join(unseen[:20])}")
     raise_everywhere("; ".join(problems) or None)
-    if quantization.ranges.inputs == "absmax":
-        return {group.owner: absmax_scale(torch.tensor([values[group.owner]]), group.spec) for group in groups}
-    return {group.owner: _from_histogram(group, quantization.ranges) for group in groups}
 
 
 def _from_histogram(group: ScaleGroup, ranges: Ranges) -> Tensor:
-    """The scale that all ranks' histograms together ask for; a collective."""
+    """Find the scale that all ranks' histograms together ask for; a collective."""
     assert group.observer is not None and group.observer.histogram is not None
     counts = reduce_over_ranks(group.observer.histogram.to(group.s0.device))
     return scale_from_histogram(counts, ranges, group.spec)

@@ -107,6 +107,16 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
             writer.write(0, {"offsets": offsets})
         writer.close()
     barrier()
+    _finish(partial, out, manifest)
+    say(
+        f"teacher cache: {manifest.positions:,} positions of {manifest.samples:,} samples, {manifest.top_k} tokens "
+        f"each, in {out}"
+    )
+    return manifest
+
+
+def _finish(partial: Path, out: Path, manifest: Manifest) -> None:
+    """Add the checksums of what all ranks have written, and give the cache its name; a collective."""
     with errors_on_all_ranks(OSError):
         mine = teacher_cache.checksums(partial, manifest, rank(), world_size())
     shares = gather_objects(mine)
@@ -115,11 +125,6 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
             merged = {name: dict(item for share in shares for item in share[name].items()) for name in mine}
             sums = {name: [blocks[index] for index in sorted(blocks)] for name, blocks in merged.items()}
             teacher_cache.finish(partial, out, dataclasses.replace(manifest, checksums=sums))
-    say(
-        f"teacher cache: {manifest.positions:,} positions of {manifest.samples:,} samples, {manifest.top_k} tokens "
-        f"each, in {out}"
-    )
-    return manifest
 
 
 def _manifest(
