@@ -22,7 +22,7 @@ from engine.losses import chunked as losses
 from engine.losses.kd import TopK
 from model.head import LMHead, hidden_states
 from model.zero import forward_only
-from quant import Quantization
+from quant import Quantization, QuantLinear
 
 
 class Sight(NamedTuple):
@@ -56,12 +56,12 @@ class ModelTeacher(Teacher):
 
     Attributes:
         module: the model (an engine under stage 3), without its lm_head: it returns hidden states as logits.
-        head: its lm_head, which nothing gathers but who computes with what :meth:`look` returns.
+        head: its lm_head, which is gathered only while the losses are computed with what :meth:`look` returns.
         vocabulary: see :class:`engine.losses.chunked.TeacherHidden`.
     """
 
     module: nn.Module
-    head: nn.Linear
+    head: nn.Linear | QuantLinear
     vocabulary: int | None
 
     def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:

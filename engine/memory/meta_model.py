@@ -25,7 +25,7 @@ from engine.session.student import empty_student, quantise_student
 from model.build import build_model
 from model.experts import ExpertMLPs
 from model.head import LMHead, QuantHead, hidden_states, install_head, output_head, take_out_head
-from quant import Quantization
+from quant import Quantization, QuantLinear
 
 META = torch.device("meta")
 MASKED = ("sdpa", "eager")  # they take a mask; the others read from position_ids where a sample ends
@@ -46,7 +46,7 @@ class MetaTeacher:
     """A teacher that is a model of its own, and its lm_head, which has been taken out of it."""
 
     model: PreTrainedModel
-    head: nn.Linear
+    head: nn.Linear | QuantLinear
 
 
 def meta_student(recipe: Recipe) -> MetaStudent:
