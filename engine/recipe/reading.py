@@ -42,7 +42,7 @@ def _parser() -> ArgumentParser:
 
 
 def _check_keys(path: str) -> None:
-    """Refuse what jsonargparse lets pass in a YAML file: a key twice, an unknown key without a value, an empty section.
+    """Refuse what jsonargparse lets pass in a YAML file: a key twice, a key without a value, the name of a class.
 
     Raises:
         RecipeError: names file, line and key; one line per problem.
@@ -81,26 +81,34 @@ def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterato
             else:
                 yield line, f"{prefix}{key}: expected keys and values below it (leave the section out for its defaults)"
         else:
-            for item, item_type, path in _items(value, known[key], f"{prefix}{key}"):
-                yield from _key_problems(item, item_type, prefix=f"{path}.")
+            yield from _value_problems(value, known[key], f"{prefix}{key}", line)
         seen.add(key)
 
 
-def _items(node: yaml.Node, kind: Any, path: str) -> Iterator[tuple[yaml.MappingNode, type, str]]:
-    """The mappings that stand for dataclasses inside a list, a dictionary or an optional value, each with its path."""
-    inner = next((part for part in get_args(kind) if is_dataclass(part)), None)
-    if inner is None:
+def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterator[tuple[int, str]]:
+    """Problems of a value of type ``kind``: nothing where something must stand, and sections that are none.
+
+    jsonargparse takes null for any type. A text in place of a section names a class to it, which it imports: a recipe
+    is plain data, so such a text must not get that far.
+    """
+    parts = get_args(kind)
+    if node.tag == "tag:yaml.org,2002:null":
+        if type(None) not in parts and kind is not type(None):
+            yield line, f"{path}: null, expected a value (leave the key out for its default)"
         return
-    named: list[tuple[yaml.Node, str]] = []
-    if isinstance(node, yaml.SequenceNode):
-        named = [(item, f"{path}[{index}]") for index, item in enumerate(node.value)]
-    elif isinstance(node, yaml.MappingNode) and get_origin(kind) is dict:
-        named = [(item, f"{path}.{name.value}") for name, item in node.value]
-    elif isinstance(node, yaml.MappingNode):
-        named = [(node, path)]
-    for item, its_path in named:
-        if isinstance(item, yaml.MappingNode):
-            yield item, cast(type, inner), its_path
+    if get_origin(kind) is list and isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _value_problems(item, parts[0], f"{path}[{index}]", item.start_mark.line + 1)
+    elif get_origin(kind) is dict and isinstance(node, yaml.MappingNode):
+        for name, item in node.value:
+            yield from _value_problems(item, parts[1], f"{path}.{name.value}", name.start_mark.line + 1)
+    elif types := [part for part in (kind, *parts) if is_dataclass(part)]:
+        if isinstance(node, yaml.MappingNode):
+            yield from _key_problems(node, cast(type, types[0]), prefix=f"{path}.")
+        else:
+            yield line, f"{path}: expected keys and values below it"
+    elif containers := [part for part in parts if get_origin(part) in (list, dict)]:
+        yield from _value_problems(node, containers[0], path, line)  # such a value, or null
 
 
 def _option_keys() -> list[str]:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -219,6 +219,55 @@ def test_print_config_is_a_recipe(tmp_path: Path) -> None:
 def test_bad_keys_in_the_file(tmp_path: Path, extra: str, line: int, said: str) -> None:
     path = write(tmp_path, extra + "\n")
     assert refusal("--config", str(path))[0].startswith(f"{path}, line {line}: {said}")
+
+
+def knobs() -> list[tuple[str, str, bool]]:
+    """Every section and key of a recipe, and whether its type has None; a key outside all sections has section ""."""
+    found = []
+    for section in dataclasses.fields(Recipe):
+        keys = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else ()
+        found += [(section.name, key.name, type(None) in get_args(key.type)) for key in keys]
+        if not keys:
+            found.append(("", section.name, type(None) in get_args(section.type)))
+    return found
+
+
+@pytest.mark.parametrize(("section", "key", "takes_null"), knobs())
+def test_a_key_without_a_value_is_refused_unless_its_type_has_none(tmp_path, section, key, takes_null) -> None:
+    """Every key that there is, so that a new one cannot be forgotten."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{section}:\n  {key}:\n" if section else f"{key}:\n")
+    said = "\n".join(refusal("--config", str(path)))
+    line, name = (2, f"{section}.{key}") if section else (1, key)
+    assert (f"{path}, line {line}: {name}: null, expected a value" in said) is not takes_null
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "name"),
+    [
+        ("schedule: [evil_module.Evil]", 1, "schedule[0]"),
+        ("schedule:\n- at: 1\n  lr: {weights: }", 3, "schedule[0].lr.weights"),
+        ("quant:\n  rules: [evil_module.Evil]", 2, "quant.rules[0]"),
+        ("quant:\n  schemes: {mine: evil_module.Evil}", 2, "quant.schemes.mine"),
+        ("quant:\n  schemes:\n    mine:\n      weights: evil_module.Evil", 4, "quant.schemes.mine.weights"),
+        ("quant:\n  schemes:\n    mine:\n      activations: evil_module.Evil", 4, "quant.schemes.mine.activations"),
+        (
+            "quant:\n  schemes:\n    mine: {weights: {class_path: evil_module.Evil}}",
+            3,
+            "quant.schemes.mine.weights.class_path",
+        ),
+        ("model: evil_module.Evil", 1, "model"),
+        ("data: {train: [evil.jsonl, null]}", 1, "data.train[1]"),
+    ],
+)
+def test_a_recipe_is_plain_data_that_imports_nothing(tmp_path, monkeypatch, text: str, line: int, name: str) -> None:
+    (tmp_path / "evil_module.py").write_text("raise SystemExit('imported')\nclass Evil: pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text + "\n")
+    assert refusal("--config", str(path))[0].startswith(f"{path}, line {line}: {name}: ")
+    assert "evil_module" not in sys.modules
 
 
 @pytest.mark.parametrize("content", [b"", b"- 1\n", b"text\n", b"\xff\xfe\x00"])
