@@ -287,6 +287,11 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
             f"data_types.grad_accum_dtype is {written!r}: stage 0 accumulates in {own} only; leave it out or use "
             "stage 1"
         ]
+    if written not in ("auto", "fp32", own):
+        return [
+            f"data_types.grad_accum_dtype is {written!r}, expected fp32 (the default) or {own}: DeepSpeed would add up "
+            "gradients in any type that torch has"
+        ]
     types.setdefault("grad_accum_dtype", "fp32")
     return []
 
@@ -318,18 +323,27 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
     DeepSpeed would say so only after the process group has started, or not at all.
     """
     problems = []
-    if config.get("zero_optimization", {}).get("stage", "auto") == "auto":
+    zero = config.get("zero_optimization", {})
+    given = zero.get("stage", "auto")
+    if given == "auto":
         # DeepSpeed takes a missing stage for 0: every rank would hold everything, and at scale run out of memory.
         problems.append("zero_optimization.stage: missing, expected 0, 1, 2 or 3")
+    elif isinstance(given, bool):  # DeepSpeed takes true for 1
+        problems.append(f"zero_optimization.stage: {given!r}, expected 0, 1, 2 or 3")
+    if zero.get("load_from_fp32_weights", True) is not True:
+        problems.append(
+            "zero_optimization.load_from_fp32_weights: leave it out: a resumed run would go on from rounded weights, "
+            "not from the optimizer's fp32 copies"
+        )
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
-        if config.get("zero_optimization", {}).get(key):
+        if zero.get(key):
             problems.append(
                 f"zero_optimization.{key}: leave it out: it rounds what is gathered for the forward, scales too (by "
                 "way of fp16), but not what is gathered for the export, so that another model would be exported than "
                 "the one that was trained"
             )
     for key, why in _REFUSED_NVME.items():
-        section = config.get("zero_optimization", {}).get(key) or {}
+        section = zero.get(key) or {}
         if isinstance(section, dict) and section.get("device") == "nvme":
             problems.append(f"zero_optimization.{key}.device: 'nvme', expected cpu or none: {why}")
     if config.get("bf16", {}).get("check_grad_overflow", True) is not True:

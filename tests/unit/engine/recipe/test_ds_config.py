@@ -239,6 +239,18 @@ def test_every_key_that_deepspeed_reads_is_sorted() -> None:
         ({}, ": zero_optimization.stage: missing, expected 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": "auto"}}, ": zero_optimization.stage: missing, expected 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 7}}, ": zero_optimization.stage: Input should be 0, 1, 2"),
+        ({"zero_optimization": {"stage": True}}, ": zero_optimization.stage: True, expected 0, 1, 2 or 3"),
+        (
+            {"zero_optimization": {"stage": 3, "load_from_fp32_weights": False}},
+            ": zero_optimization.load_from_fp32_weights: leave it out: a resumed run would go on from rounded weights",
+        ),
+        *(
+            (
+                {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": dtype}},
+                f": data_types.grad_accum_dtype is {dtype!r}, expected fp32 (the default) or bf16",
+            )
+            for dtype in ("int8", "fp16", "fp64", None, 32)
+        ),
         ({"zero_optimization": {"stage": 3, "stge": 1}}, ": zero_optimization.stge: Extra inputs are not permitted"),
         ({"zero_optimization": {"stage": 3}, "bf16": {"on": 1}}, ": bf16.on: Extra inputs are not permitted, found 1"),
         (
