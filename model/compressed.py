@@ -30,7 +30,7 @@ from quant.prepare import prepare
 from quant.quantization import Quantization
 from quant.rules import Rule
 from quant.scale_groups import ScaleGroup
-from quant.spec import Scheme
+from quant.spec import Scheme, TensorSpec
 
 
 def load_compressed(
@@ -56,7 +56,7 @@ def load_compressed(
 
     Raises:
         RankError: no quantization_config or one with other numerics; a damaged file; keys that are missing, unexpected
-            or of another shape: all of them named.
+            or of another shape: all of them named; a scale that is not finite, zero, or (but for integers) negative.
     """
     directory, device = Path(directory), device or torch.device("cpu")
     with errors_on_all_ranks(OSError, ValueError):
@@ -150,7 +150,7 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
             target.copy_(read_tensor(reader, checkpoint.tensors[key]))
         for name, key in caches.items():
             scale = read_tensor(reader, checkpoint.tensors[key]).float()
-            quantization.caches[name].input_s0.copy_(_reshaped(key, scale, (1,)))
+            quantization.caches[name].input_s0.copy_(_usable(key, scale, (1,)))
         for name, layer in quantization.layers.items():
             tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys[name].items()}
             _fill_layer(name, layer, tensors, scales)
@@ -187,13 +187,13 @@ def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], 
     spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
     global_scale = None
     if "weight_global_scale" in tensors:
-        global_scale = _reshaped(f"{name}.weight_global_scale", tensors["weight_global_scale"].float(), (1,))
+        global_scale = _usable(f"{name}.weight_global_scale", tensors["weight_global_scale"].float(), (1,))
         scales["weight_global_scale"][name] = global_scale
     scale = unpack_scale(tensors["weight_scale"], spec, global_scale)
-    scales["weight_scale"][name] = _reshaped(f"{name}.weight_scale", scale, spec.scale_shape(shape))
+    scales["weight_scale"][name] = _usable(f"{name}.weight_scale", scale, spec.scale_shape(shape), spec)
     if layer.scheme.static_input is not None:
         scale = unpack_scale(tensors["input_scale"], layer.scheme.static_input)
-        scales["input_scale"][name] = _reshaped(f"{name}.input_scale", scale, (1,))
+        scales["input_scale"][name] = _usable(f"{name}.input_scale", scale, (1,))
     codes = unpack_weight(tensors, layer.scheme)
     if tuple(codes.shape) != shape:
         raise CheckpointError(f"{name} has a weight of shape {tuple(codes.shape)} on disk, expected {shape}")
@@ -207,9 +207,21 @@ def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], 
     layer.weight.copy_(weight)
 
 
-def _reshaped(key: str, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _usable(key: str, scale: torch.Tensor, shape: tuple[int, ...], weight: TensorSpec | None = None) -> torch.Tensor:
+    """The scale in ``shape``, which it must fit, once it is known to be one that a quantiser can have.
+
+    ``weight``: how the weight is quantised, where the scale is a weight's. Those of integers may be negative, and in
+    e4m3 a scale far below the largest one of its layer is 0.
+    """
     if scale.numel() != torch.Size(shape).numel():
         raise CheckpointError(f"{key} has shape {tuple(scale.shape)}, expected {shape}")
+    good, expected = torch.isfinite(scale) & (scale > 0), "finite and positive"
+    if weight is not None and weight.dtype == "int":
+        good, expected = torch.isfinite(scale) & (scale != 0), "finite and not 0"
+    elif weight is not None and weight.scale_format == "e4m3":
+        good, expected = torch.isfinite(scale) & (scale >= 0), "finite and not negative"
+    if not bool(good.all()):
+        raise CheckpointError(f"{key} must be {expected}, got {scale[~good].flatten()[:4].tolist()}")
     return scale.reshape(shape)
 
 
