@@ -4,7 +4,7 @@
 #   make quickstart    train, quantise, export and verify a small model
 #   make test          all tests but the large counts
 #   make test-full     all tests
-#   make test-nvcc     the kernels for every architecture that is promised, where there is a compiler
+#   make test-nvcc     the CUDA kernels: compiled for every architecture that is promised, and emulated on the CPU
 #   make test-eval     those of the extra "eval", which is installed into .venv-eval
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
@@ -33,9 +33,11 @@ test-full: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 	.ci/eval $(VENV)
 
-# The kernels for every architecture that is promised, where there is a compiler.
+# The CUDA kernels, where there is a compiler: nvcc for every architecture that is promised, g++ for the emulation. Both
+# take a minute and more, so that `make test` leaves them out.
 test-nvcc: $(STAMP)
-	$(VENV)/bin/python -m pytest tests/unit/quant/kernels/test_nvcc.py -k compile
+	$(VENV)/bin/python -m pytest -n 2 tests/unit/quant/kernels/test_nvcc.py tests/unit/quant/kernels/test_cuda_emulation.py \
+	    -k "compile or few"
 
 test-eval: $(STAMP)
 	.ci/eval $(VENV)

@@ -38,7 +38,9 @@ def compare(tmp_path_factory) -> Path:
     return program
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(100, marks=pytest.mark.full)])
+# The compiler takes a minute; `make test-nvcc` runs the few rounds by themselves.
+@pytest.mark.full
+@pytest.mark.parametrize("rounds", [pytest.param(4, id="few"), pytest.param(100, id="many")])
 def test_emulated_cuda_kernels_equal_the_cpu_kernels(compare, rounds, seed):
     result = subprocess.run([str(compare), str(seed), str(rounds)], check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
