@@ -20,7 +20,7 @@ from quant.calibrate import (
     scales_from_stats,
     zero_points_from_stats,
 )
-from quant.observe import Observer
+from quant.observe import MAGNITUDES, Observer
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant, inside_range
 from quant.spec import TensorSpec
 
@@ -210,31 +210,46 @@ def test_scales_from_histograms(spec, dtype, seed):
 
     With rare outliers, as inputs have: absmax is then a poor scale for integers, and fine for e4m3.
     """
-    x = torch.randn(64, 1024) * random.uniform(1e-3, 1e3)
-    x[torch.rand_like(x) < 1e-4] *= 30
-    x = x.to(dtype)
-    observer = Observer(spec, histogram=True)
-    for part in x.split(20):
-        observer.update(part, None)
-    resumed = Observer(spec, histogram=True)
-    resumed.load_state_dict(observer.state_dict())
-    assert torch.equal(resumed.histogram, observer.histogram) and int(observer.histogram.sum()) == x.numel()
-    x = x.float()
-    for percentile in (50.0, 99.9, 100.0):
-        ranges = Ranges(inputs="percentile", percentile=percentile)
-        index = max(1, math.ceil(percentile / 100 * x.numel()))
-        expected = absmax_scale(x.abs().flatten().kthvalue(index).values.view(1), spec)
-        torch.testing.assert_close(scale_from_histogram(observer.histogram, ranges, spec), expected, rtol=0.02, atol=0)
-    best = scale_from_histogram(observer.histogram, Ranges(inputs="mse"), spec)
+    ratios = []
+    for _ in range(8):
+        x = torch.randn(64, 1024) * random.uniform(1e-3, 1e3)
+        x[torch.rand_like(x) < 1e-4] *= 30
+        x = x.to(dtype)
+        observer = Observer(spec, histogram=True)
+        for part in x.split(20):
+            observer.update(part, None)
+        resumed = Observer(spec, histogram=True)
+        resumed.load_state_dict(observer.state_dict())
+        assert torch.equal(resumed.histogram, observer.histogram) and int(observer.histogram.sum()) == x.numel()
+        x = x.float()
+        for percentile in (50.0, 99.9, 100.0):
+            ranges = Ranges(inputs="percentile", percentile=percentile)
+            index = max(1, math.ceil(percentile / 100 * x.numel()))
+            expected = absmax_scale(x.abs().flatten().kthvalue(index).values.view(1), spec)
+            found = scale_from_histogram(observer.histogram, ranges, spec)
+            torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
+        ratios.append(error_by_histogram(x, observer, spec))
+    # A draw may lie 7% above the least error, where midpoints of bins and numbers of e4m3 meet; the mean is 0.5%.
+    assert sum(ratios) / len(ratios) < 1.03
+
+
+def error_by_histogram(x: torch.Tensor, observer: Observer, spec: TensorSpec) -> float:
+    """The squared error of the scale that the histogram asks for, over the least of all scales that are tried."""
 
     def error(scale: torch.Tensor) -> float:
-        return (fake_quant(x, scale, spec) - x).square().sum().item()
+        return (fake_quant(x, scale, spec) - x).double().square().sum().item()
 
+    best = scale_from_histogram(observer.histogram, Ranges(inputs="mse"), spec)
     largest = absmax_scale(x.abs().amax().view(1), spec)
-    tried = [error(largest * step / 50) for step in range(5, 51)]
-    assert error(best) < 1.05 * min(tried)
+    least = min(error(largest * step / 50) for step in range(5, 51))
+    # The distance to the nearest number of the grid changes by no more than the value does: moving all values to the
+    # midpoints of their bins moves the norm of the error by the norm of those moves, there and back.
+    bins = (x.abs().bfloat16().view(torch.int16) >> 2).long()
+    moves = (x.abs() - MAGNITUDES[bins]).double().norm().item()
+    assert math.sqrt(error(best)) <= math.sqrt(least) + 2 * moves
     if spec == INT8:
         assert error(best) <= error(largest)
+    return error(best) / least
 
 
 def test_the_observer_adds_up(seed):
