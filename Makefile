@@ -5,6 +5,7 @@
 #   make test          all tests but the large counts
 #   make test-full     all tests
 #   make test-nvcc     the CUDA kernels: compiled for every architecture that is promised, and emulated on the CPU
+#   make test-wheel    a wheel, installed alone in a fresh environment
 #   make test-eval     those of the extra "eval", which is installed into .venv-eval
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
@@ -19,7 +20,7 @@ export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
 test test-full test-eval: export OMP_NUM_THREADS = 1
 
-.PHONY: quickstart test test-full test-nvcc test-eval lint typecheck
+.PHONY: quickstart test test-full test-nvcc test-wheel test-eval lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -38,6 +39,9 @@ test-full: $(STAMP)
 test-nvcc: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 tests/unit/quant/kernels/test_nvcc.py tests/unit/quant/kernels/test_cuda_emulation.py \
 	    -k "compile or few"
+
+test-wheel: $(STAMP)
+	$(VENV)/bin/python -m pytest tests/distributed/test_wheel.py
 
 test-eval: $(STAMP)
 	.ci/eval $(VENV)

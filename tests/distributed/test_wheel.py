@@ -18,6 +18,7 @@ from tests.distributed.recipes import write_chats
 from tests.root import ROOT
 from tests.tiny import tiny_checkpoint
 
+pytestmark = pytest.mark.full  # most of a minute; `make test-wheel` runs it by itself
 FOLDERS = ("data", "ds_configs", "engine", "launch", "model", "quant")
 STEPS = 2
 
