@@ -55,6 +55,7 @@ def check_destination(source: Path, out: Path, size: int, overwrite: bool) -> No
 
 
 def write_index(shards: list[list[Item]], files: list[str], directory: Path) -> None:
+    """Write the index that says which of several files holds each key; a single file needs none."""
     if len(files) == 1:
         return
     weight_map = {key: file for file, shard in zip(files, shards, strict=True) for item in shard for key in item.shapes}
