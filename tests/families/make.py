@@ -1,0 +1,179 @@
+"""Tiny random checkpoints of every family, made from transformers' own configuration classes.
+
+A configuration is made small by the names of its knobs (:data:`SMALL`), so that a family needs no lines of its own
+unless it has a rule that these numbers break, or a quirk of a published model that is to be tried. Composite
+configurations are made small part by part.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.tiny import tiny_tokenizer
+
+VOCABULARY = 307
+# By the name of the knob. Widths are multiples of 32 where groups of weights need it, and heads differ from key heads.
+SMALL: dict[str, Any] = {
+    # width and depth
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "lru_width", "hidden_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_dim"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
+    "word_embed_proj_dim": 64,
+    "hidden_size_per_layer_input": 32,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    # attention
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "global_head_dim", "query_pre_attn_scalar"), 16),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "block_size", "window_size"), 8),
+    "rotary_dim": 8,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    # experts
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "moe_k", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "shared_experts_intermediate_size",
+            "expert_ffn_hidden_size",
+            "moe_ffn_hidden_size",
+        ),
+        32,
+    ),
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "router_hidden_size": 32,
+    # recurrences and convolutions
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_dt_rank", "time_step_rank"), 8),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 1),
+    "n_mamba_heads": 2,
+    "mamba_d_ssm": 128,
+    "conv_kernel": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    "linear_num_heads": 4,
+    "altup_num_inputs": 2,
+    "laurel_rank": 8,
+    # parts of composite models that see or hear
+    "depth": 2,
+    "embed_dim": 64,
+    "image_size": 32,
+    "patch_size": 8,
+    "out_hidden_size": 64,
+    "projection_dim": 64,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "vision_output_dim": 64,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One family, or one quirk of its published models.
+
+    Attributes:
+        name: of the variant; it begins with the family's.
+        model_type: as config.json names it.
+        knobs: values of the configuration that differ from :data:`SMALL`.
+        parts: the same for each part of a composite configuration, by its name (``text_config``, ...).
+    """
+
+    name: str
+    model_type: str
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def config(self) -> PretrainedConfig:
+        """The tiny configuration."""
+        return shrunk(self.model_type, self.knobs, self.parts)
+
+    def model(self, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """A model with random weights, the same for the same seed, as the class that a published config.json names."""
+        config = self.config()
+        causal = self.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not composite(config)
+        auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        torch.manual_seed(seed)
+        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        randomise(model, seed)
+        return model.to(dtype).eval()
+
+    def checkpoint(self, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
+        """Write a checkpoint as ``save_pretrained`` does, with a tokenizer."""
+        self.model(seed=seed, dtype=dtype).save_pretrained(directory)
+        tiny_tokenizer().save_pretrained(directory)
+        return directory
+
+
+def composite(config: PretrainedConfig) -> bool:
+    """Whether ``config`` is made of parts, of which one is the language model."""
+    return config.get_text_config() is not config
+
+
+def shrunk(model_type: str, knobs: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> PretrainedConfig:
+    """The configuration of ``model_type`` with small sizes, and ``knobs`` and ``parts`` over them."""
+    cls = CONFIG_MAPPING[model_type]
+    values = {key: value for key, value in SMALL.items() if key in _knobs_of(cls)}
+    for name, part in (getattr(cls, "sub_configs", None) or {}).items():
+        own = dict(parts.get(name, {}))
+        kind = own.pop("model_type", None) or getattr(part, "model_type", "")
+        if kind in CONFIG_MAPPING:  # not AutoConfig: which class that becomes is for ``parts`` to say
+            values[name] = shrunk(kind, own, {}).to_dict()
+        elif own:
+            values[name] = own
+    return cls(**{**values, **knobs})
+
+
+def _knobs_of(cls: type) -> set[str]:
+    return {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Make a fresh model's weights tell: matrices large enough for logits to differ, norms and biases not neutral."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in _floating(model):
+        spread = parameter.std().item() if parameter.numel() > 1 else 0.0
+        if spread == 0:  # norms, biases, gates: whatever constant they begin with
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        elif parameter.ndim > 1 and spread < 0.1:
+            parameter *= 0.1 / spread
+    for name, buffer in model.named_buffers():
+        if "bias" in name and buffer.is_floating_point():  # corrections of the choice of experts
+            buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
+
+
+def _floating(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, value) for name, value in model.named_parameters() if value.is_floating_point())
