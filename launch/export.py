@@ -30,12 +30,23 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="a step directory that train.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; it must not hold anything yet")
     parser.add_argument("--format", choices=get_args(Layout), help="layout of the files; that of the recipe by default")
+    parser.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="run the Python files of the model's directory; a checkpoint's own recipe cannot ask for that",
+    )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher appends it
     arguments = parser.parse_args()
     with clean_exit():
         if not (arguments.checkpoint / "recipe.yaml").is_file():
             raise RecipeError(f"{arguments.checkpoint} is not a training checkpoint: it has no recipe.yaml")
         recipe = load_recipe(arguments.checkpoint / "recipe.yaml")
+        if recipe.model.trust_remote_code and not arguments.trust_remote_code:
+            raise RecipeError(
+                f"model.trust_remote_code: the recipe in {arguments.checkpoint} asks to run the Python files of "
+                f"{recipe.model.path}: read them, then give --trust_remote_code; only the command line may"
+            )
+        recipe.model.trust_remote_code = arguments.trust_remote_code
         recipe.export.dir = str(arguments.out)
         recipe.export.format = arguments.format or recipe.export.format
         export_checkpoint(recipe, arguments.checkpoint)

@@ -1,11 +1,12 @@
 """The files of a training checkpoint: written through to the disk, with a checksum, and never raising on one rank only.
+Reading one runs no code (:func:`read_object`), whoever wrote it.
 
 DeepSpeed writes through a checkpoint engine, an interface that it offers for other storage. :class:`CheckedFiles` is
 one for plain files that does three things more than DeepSpeed's own:
 
 - it counts bytes and a CRC-32 as they are written, which the checkpoint's manifest then holds. CRC-32 finds what
   storage does to a file (cut short, a block of zeros, a flipped bit) at more than 1 GB/s per rank; it is not against
-  anybody's intent, which pickled files could not withstand anyway;
+  anybody's intent;
 - it calls fsync before it counts a file as written: after a power loss, a renamed directory may else hold empty files;
 - it keeps an error to itself. ``engine.save_checkpoint`` is a collective, and a rank that raised in the middle of it
   (its disk is full) would leave the others waiting. The caller asks all ranks after it
@@ -13,12 +14,15 @@ one for plain files that does three things more than DeepSpeed's own:
 """
 
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+
+from model.zero import CHECKPOINT_CLASSES
 
 CHUNK_BYTES = 1 << 24
 
@@ -100,8 +104,8 @@ class CheckedFiles(CheckpointEngine):
         self.failure = self.failure or f"{name}: {error.strerror or error}"
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read an object. Directories must be trusted as much as code: DeepSpeed pickles its classes."""
-        return torch.load(path, map_location=map_location, weights_only=False)
+        """Read an object for DeepSpeed, see :func:`read_object`."""
+        return read_object(Path(path), map_location=map_location)
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Do nothing: the directory is there."""
@@ -109,6 +113,33 @@ class CheckedFiles(CheckpointEngine):
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Do nothing: the caller renames the directory."""
         return True
+
+
+def read_object(path: Path, *, map_location: Any = None, mmap: bool = False) -> Any:
+    """Read what ``torch.save`` wrote into a file: tensors, plain values and the few classes that DeepSpeed keeps.
+
+    A pickle is a program. torch's restricted unpickler runs none: it makes only what is on a list, which has no
+    function that does anything.
+
+    Args:
+        path: the file.
+        map_location: as of ``torch.load``.
+        mmap: map tensors into memory instead of reading them.
+
+    Raises:
+        ValueError: the file cannot be read, or holds anything else; names the file and what that is.
+    """
+    try:
+        with torch.serialization.safe_globals(list(CHECKPOINT_CLASSES)):
+            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+    except Exception as error:  # a file of any content leads the unpickler anywhere
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+        what = f"asks for {found[1]}" if found else f"cannot be read ({said})"
+        raise ValueError(
+            f"{path} {what}: expected tensors and plain values, as DeepQAT writes them; anything else could run code, "
+            "and is not loaded"
+        ) from error
 
 
 def sync_directory(directory: Path) -> None:

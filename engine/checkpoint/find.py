@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.checkpoint.files import file_crc32
+from engine.checkpoint.files import file_crc32, read_object
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
@@ -14,6 +15,7 @@ from model.ranks import errors_on_all_ranks, rank, world_size
 LATEST = "latest"
 BEST = "best.json"
 STEPS = "step_????????"
+STEP_NAME = r"step_\d{8}"
 # Keys of the recipe's data section that may differ in a resumed run: what is not trained on, and how a step's rows are
 # shared out.
 MOVABLE = {"eval", "micro_batch_size"}
@@ -61,7 +63,10 @@ def find_checkpoint(directory: Path, which: bool | str = True) -> Checkpoint:
         raise ValueError(
             f"{directory} has no checkpoint to resume from (no file {LATEST}); set train.resume: false to start anew"
         )
-    return read_checkpoint(directory / pointer.read_text(encoding="utf-8").strip())
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    if not re.fullmatch(STEP_NAME, name):
+        raise ValueError(f"{pointer} is damaged: {name[:40]!r}, expected a name like step_00001000")
+    return read_checkpoint(directory / name)
 
 
 def best_checkpoint(directory: Path) -> Best | None:
@@ -71,8 +76,10 @@ def best_checkpoint(directory: Path) -> Best | None:
         return None
     try:
         best = Best(**json.loads(path.read_text(encoding="utf-8")))
-        return Best(str(best.name), int(best.step), str(best.metric), float(best.value))
-    except (TypeError, ValueError) as error:
+        if not re.fullmatch(STEP_NAME, str(best.name)):
+            raise ValueError(f"name is {best.name!r}")
+        return Best(best.name, int(best.step), str(best.metric), float(best.value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged: expected name, step, metric and value ({error}); remove it, and the next evaluated "
             "checkpoint is the best one"
@@ -85,38 +92,50 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ValueError: it is not there or not whole; names the file, and the checkpoint before it.
     """
-    problem = _manifest_problem(path)
-    if problem is not None:
-        raise ValueError(f"{path} {problem}{_offer(path)}")
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    files = {name: (entry[0], entry[1]) for name, entry in state["files"].items()}
-    return Checkpoint(path, state["step"], state["world_size"], state["stage"], files)
-
-
-def _manifest_problem(path: Path) -> str | None:
-    """Say what is wrong with a step directory, as far as names and sizes tell; None if nothing is."""
-    if not path.is_dir():
-        return "is not there"
     try:
-        files = json.loads((path / "state.json").read_text(encoding="utf-8"))["files"]
+        return _read_manifest(path)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}{_offer(path)}") from error
+
+
+def _read_manifest(path: Path) -> Checkpoint:
+    """Read the manifest of a step directory. Raises ValueError with what is wrong, as far as names and sizes tell."""
+    if not path.is_dir():
+        raise ValueError("is not there")
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        step, ranks, stage = (int(state[key]) for key in ("step", "world_size", "stage"))
+        files = {str(name): (int(size), int(crc32)) for name, (size, crc32) in state["files"].items()}
+        good = step >= 0 and 1 <= ranks <= len(files) and stage in range(4)
+        if not good or any(Path(name).name != name for name in files):  # nothing outside of the directory
+            raise ValueError
     except OSError:
-        return "is not a whole checkpoint: it has no state.json"
-    except (KeyError, TypeError, ValueError):
-        return "is damaged: state.json is not what was written"
+        raise ValueError("is not a whole checkpoint: it has no state.json") from None
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        raise ValueError("is damaged: state.json is not what was written") from None
     for name, (size, _) in files.items():
         try:
             found = (path / name).stat().st_size
         except OSError:
-            return f"is damaged: {name} is missing"
+            raise ValueError(f"is damaged: {name} is missing") from None
         if found != size:
-            return f"is damaged: {name} has {found:,} bytes, expected {size:,}"
-    return None
+            raise ValueError(f"is damaged: {name} has {found:,} bytes, expected {size:,}")
+    return Checkpoint(path, step, ranks, stage, files)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a step directory is whole, as far as names and sizes tell."""
+    try:
+        _read_manifest(path)
+    except ValueError:
+        return False
+    return True
 
 
 def _offer(path: Path) -> str:
     """Name the newest step directory before a damaged one that looks whole, as the end of the error's text."""
     older = (other for other in sorted(path.parent.glob(STEPS), reverse=True) if other.name < path.name)
-    whole = next((other for other in older if _manifest_problem(other) is None), None)
+    whole = next((other for other in older if _is_whole(other)), None)
     if whole is None:
         return "; there is no whole checkpoint before it"
     return f"; the one before it is {whole.name}: set train.resume to {whole.name} to go on from there"
@@ -173,10 +192,14 @@ def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) ->
 
 
 def verify_checkpoint(checkpoint: Checkpoint) -> None:
-    """Compare the CRC-32 of every file, before anything is unpickled; a collective, in which ranks share the files out.
+    """Compare the CRC-32 of every file, and read those that hold tensors as far as their names and shapes.
+
+    So a file that would run code is refused before DeepSpeed opens it. A collective, in which ranks share the files
+    out.
 
     Raises:
-        RankError: names a file that is not what was written, and the checkpoint before it.
+        RankError: names a file that is not what was written, and the checkpoint before it; or one that asks for more
+            than tensors and plain values.
     """
     with errors_on_all_ranks(OSError, ValueError):
         # By size, so that the share of every rank is about the same.
@@ -187,3 +210,5 @@ def verify_checkpoint(checkpoint: Checkpoint) -> None:
                     f"{checkpoint.path} is damaged: the content of {name} is not what was written (CRC-32)"
                     f"{_offer(checkpoint.path)}"
                 )
+            if name.endswith(".pt"):
+                read_object(checkpoint.path / name, mmap=True)

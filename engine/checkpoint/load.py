@@ -1,7 +1,6 @@
 """Loading a training checkpoint into a session, at the number of ranks that wrote it or at another one."""
 
-import torch
-
+from engine.checkpoint.files import CheckedFiles, read_object
 from engine.checkpoint.find import Checkpoint
 from engine.checkpoint.owners import Owners, check_owners, from_flat_layout, load_owners, restore_random_states
 from engine.checkpoint.reshard import load_resharded, merge_ranks, reseed
@@ -31,7 +30,7 @@ def load_checkpoint(session: Session, owners: Owners, checkpoint: Checkpoint) ->
                 f"{stage(session.ds_config)}: set deepspeed in the recipe to what it was"
             )
         files = [checkpoint.path / f"rank_{old}.pt" for old in ([rank()] if same else range(checkpoint.world_size))]
-        states = [from_flat_layout(torch.load(file, weights_only=True)) for file in files]
+        states = [from_flat_layout(read_object(file)) for file in files]
         check_owners(owners, states[0])
         if not same and checkpoint.stage > 0:
             layouts = [[OptimizerPiece(*piece) for piece in state["pieces"]] for state in states]
@@ -60,6 +59,7 @@ def _load_engine(session: Session, checkpoint: Checkpoint) -> None:
     DeepSpeed loads those of the old recipe, but a resumed run follows the recipe that it is given.
     """
     settings = [{key: group[key] for key in OPTIMIZER_KNOBS} for group in session.engine.optimizer.param_groups]
+    session.engine.checkpoint_engine = CheckedFiles()  # DeepSpeed's own would run whatever a file tells it to
     session.engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
     for group, own in zip(session.engine.optimizer.param_groups, settings, strict=True):
         group.update(own)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.checkpoint.files import read_object
 from engine.session.session import Session
 from model.ranks import rank
 from model.zero import (
@@ -55,12 +56,12 @@ def load_resharded(session: Session, path: Path, layouts: list[list[OptimizerPie
     _load_masters(session, masters, layouts)
     if stage == 3:
         files = [path / f"zero_pp_rank_{old}_mp_rank_00_model_states.pt" for old in _ranks(layouts)]
-        states = [torch.load(file, mmap=True, weights_only=False) for file in files]
+        states = [read_object(file, mmap=True) for file in files]
         _load_frozen_partitions(session, states)
         buffers = {name: states[0]["module"][name] for name in states[0]["buffer_names"]}
         session.model.load_state_dict(buffers, strict=False)
     else:
-        states = [torch.load(path / "mp_rank_00_model_states.pt", mmap=True, weights_only=False)]
+        states = [read_object(path / "mp_rank_00_model_states.pt", mmap=True)]
         session.model.load_state_dict(states[0]["module"])
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(session.engine, counter, states[0][counter])
@@ -81,7 +82,7 @@ class _Masters:
     """The optimizer's file of one old rank, mapped into memory."""
 
     def __init__(self, file: Path, stage: int) -> None:
-        saved = torch.load(file, mmap=True, weights_only=False)["optimizer_state_dict"]
+        saved = read_object(file, mmap=True)["optimizer_state_dict"]
         self.fp32: list[Tensor] = saved["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
         inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         self.state: dict[int, dict[str, Tensor]] = inner["state"]

@@ -27,6 +27,7 @@ from model.zero.build import (
 from model.zero.gather import forward_only, gathered, whole_values
 from model.zero.on_main import ReceiveBuffer, gathered_on_main
 from model.zero.optimizer import (
+    CHECKPOINT_CLASSES,
     OptimizerPiece,
     backward,
     flat_masters,
@@ -54,6 +55,7 @@ from model.zero.parameters import (
 )
 
 __all__ = [
+    "CHECKPOINT_CLASSES",
     "WHOLE_ELEMENTS",
     "WHOLE_ELEMENTS_IN_ALL",
     "OptimizerPiece",

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import (
     safe_get_full_grad,
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -26,6 +29,10 @@ from model.zero.parameters import (
     partition_of,
     zeros_of_partition,
 )
+
+# The classes of its own that DeepSpeed 0.19 pickles into a checkpoint, whatever the stage and the types: plain values
+# with names.
+CHECKPOINT_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
 
 
 def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:

@@ -1,14 +1,20 @@
 """Checkpoints as files: the manifest, what is damaged and what is offered instead, what is kept."""
 
+import io
 import json
+import os
+import pickle
 import random
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
-from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text
+from engine.checkpoint.files import CheckedFiles, file_crc32, read_object, replace_text
 from engine.checkpoint.find import (
     Best,
     best_checkpoint,
@@ -263,3 +269,103 @@ def test_what_the_saved_scales_and_the_optimizer_are_of_must_stay(tmp_path, chan
     change(wanted)
     with pytest.raises(RecipeError, match=re.escape(expected)):
         check_resumable(wanted, tmp_path)
+
+
+class Evil:
+    """Makes a directory where it is unpickled, as an attacker's class would."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file of a checkpoint another content, and the manifest its size and CRC-32."""
+    path.write_bytes(content)
+    manifest = path.parent / "state.json"
+    state = json.loads(manifest.read_text())
+    state["files"][path.name] = (len(content), file_crc32(path))
+    manifest.write_text(json.dumps(state))
+
+
+def test_a_file_that_would_run_code_is_refused_by_name_and_runs_nothing(tmp_path):
+    path, mark = write_step(tmp_path, 1), tmp_path / "ran"
+    buffer = io.BytesIO()
+    torch.save({"tensor": torch.rand(3), "more": Evil(mark)}, buffer)
+    replace_file(path / "b.pt", buffer.getvalue())
+    checkpoint = read_checkpoint(path)
+    asks = re.escape(f"{path}/b.pt asks for posix.mkdir: ") + ".*could run code, and is not loaded"
+    for read in (
+        lambda: verify_checkpoint(checkpoint),
+        lambda: CheckedFiles().load(path / "b.pt"),  # what DeepSpeed reads with
+        lambda: read_object(path / "b.pt", mmap=True),
+    ):
+        with pytest.raises((RankError, ValueError), match=asks):
+            read()
+    replace_file(path / "b.pt", pickle.dumps(Evil(mark)))  # as torch wrote until 1.6
+    with pytest.raises(RankError, match=r"b\.pt cannot be read"):
+        verify_checkpoint(read_checkpoint(path))
+    assert not mark.exists()
+
+
+def test_what_deepspeed_keeps_of_its_own_is_read(tmp_path):
+    values = {"scaler": LossScaler(8.0), "stage": ZeroStageEnum.gradients, "at": fragment_address(3, 4)}
+    torch.save(values, tmp_path / "file.pt")
+    found = read_object(tmp_path / "file.pt")
+    assert found["scaler"].cur_scale == 8.0 and (found["stage"], found["at"]) == (values["stage"], values["at"])
+
+
+def test_mutated_files_are_refused_by_name(tmp_path, seed):
+    """With a right CRC-32: somebody meant it. What still loads has other numbers in its tensors."""
+    path = write_step(tmp_path, 1)
+    content = (path / "b.pt").read_bytes()
+    refused = 0
+    for _ in range(60):
+        changed = bytearray(content)
+        if random.random() < 0.3:
+            del changed[random.randrange(len(changed)) :]
+        for _ in range(random.choice([1, 4, 40])):
+            if changed:
+                changed[random.randrange(min(len(changed), random.choice([600, 10**6])))] = random.randrange(256)
+        replace_file(path / "b.pt", bytes(changed))
+        try:
+            verify_checkpoint(read_checkpoint(path))
+        except RankError as error:
+            assert f"{path}/b.pt" in str(error)
+            refused += 1
+    assert refused > 10
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"files": {"../../a.pt": [3, 4]}},
+        {"files": {"/etc/passwd": [3, 4]}},
+        {"files": {"a.pt": 3}},
+        {"files": []},
+        {"world_size": 10**12},
+        {"world_size": 0},
+        {"stage": "weights"},
+        {"step": None},
+        {"step": float("inf")},
+    ],
+)
+def test_a_manifest_says_only_what_was_written(tmp_path, values):
+    path = write_step(tmp_path, 1)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | values))
+    with pytest.raises(ValueError, match=r"is damaged: state\.json is not what was written"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("text", ["../../elsewhere", "", "/etc", "step_1"])
+def test_a_pointer_leads_to_a_step_of_its_directory(tmp_path, text):
+    write_step(tmp_path, 1)
+    (tmp_path / "latest").write_text(text)
+    with pytest.raises(ValueError, match=r"latest is damaged: .*, expected a name like step_00001000"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "best.json").write_text(json.dumps({"name": text, "step": 1, "metric": "eval/lm", "value": 1.0}))
+    with pytest.raises(ValueError, match=r"best\.json is damaged"):
+        best_checkpoint(tmp_path)
