@@ -18,6 +18,7 @@ from engine.recipe.checks import RecipeError
 from engine.recipe.reading import save_recipe
 from engine.recipe.recipe import Recipe
 from engine.schedule import Schedule
+from engine.session.borders import check_borders
 from engine.session.context import start_ranks
 from engine.session.data import build_loader
 from engine.session.session import build_session
@@ -46,6 +47,8 @@ def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Seque
     # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
     loader, held_out = build_loader(recipe, context.tokenizer)
     session = build_session(recipe, context, loader.samples)
+    if recipe.data.packing:
+        check_borders(session, loader.samples)
     with errors_on_all_ranks(ValueError):
         groups = [group["name"] for group in session.engine.optimizer.param_groups]
         check_events(

@@ -75,6 +75,14 @@ def events_switch_what_the_scheme_quantises(recipe: Sections) -> Iterator[str]:
             yield from need(bool(quant.linear_schemes()), key, event.fake_quant, expected)
 
 
+def flash_attention_packs_a_row_at_a_time(recipe: Sections) -> Iterator[str]:
+    """Flash attention reads where packed samples end in batches of one row alone."""
+    attention, rows = recipe.model.attn_implementation, recipe.data.micro_batch_size
+    if recipe.data.packing and attention.startswith("flash_attention"):
+        expected = f"1 with data.packing and model.attn_implementation {attention}, which reads borders in one row"
+        yield from need(rows == 1, "data.micro_batch_size", rows, expected)
+
+
 def an_evaluation_has_samples(recipe: Sections) -> Iterator[str]:
     """Evaluation during training needs samples that are held out or given."""
     every = recipe.eval.every
@@ -183,6 +191,7 @@ RULES: tuple[Callable[[Sections], Iterator[str]], ...] = (
     a_student_that_teaches_itself_is_frozen,
     events_happen_during_the_run,
     events_switch_what_the_scheme_quantises,
+    flash_attention_packs_a_row_at_a_time,
     an_evaluation_has_samples,
     checkpoints_fall_on_evaluations,
     the_best_checkpoint_is_chosen_by_a_loss_that_is_measured,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.chat import read_chat
 from data.held_out import HeldOut, split
@@ -10,7 +10,6 @@ from data.loader import Loader
 from data.samples import Sample
 from data.text import read_text
 from engine.cluster.nodes import check_same_samples
-from engine.recipe.checks import RecipeError
 from engine.recipe.recipe import Recipe
 from model.ranks import errors_on_all_ranks, is_main, rank, say, world_size
 
@@ -23,8 +22,6 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
         out, None if the recipe holds none out.
     """
     settings = recipe.data
-    if settings.packing:
-        _check_packing(recipe)
     training = read_samples(recipe, tokenizer, settings.train)
     held_out: list[Sample] = []
     with errors_on_all_ranks(ValueError):
@@ -78,28 +75,3 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
         )
         say(f"data: {counts.summary()}")
         return samples
-
-
-def _check_packing(recipe: Recipe) -> None:
-    """Refuse to pack for a model that would see across the borders of samples. Raises RankError on every rank."""
-    attention = recipe.model.attn_implementation
-    with errors_on_all_ranks(OSError, ValueError):
-        config = AutoConfig.from_pretrained(
-            recipe.model.path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
-        )
-        # Layers that carry a state from token to token read no borders.
-        other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if other:
-            raise RecipeError(
-                f"data.packing: true, expected false: {recipe.model.path} has layers of the kinds {sorted(other)}, "
-                "which do not keep packed samples apart"
-            )
-        # transformers: masks for these; flash attention reads borders from position_ids in batches of one row.
-        if attention in ("sdpa", "eager", "flex_attention"):
-            return
-        if not attention.startswith("flash_attention") or recipe.data.micro_batch_size > 1:
-            raise RecipeError(
-                f"data.packing: true, expected false: with model.attn_implementation {attention} and "
-                f"data.micro_batch_size {recipe.data.micro_batch_size} packed samples would see each other; packing "
-                "works with sdpa, eager and flex_attention, and with flash_attention_2 at data.micro_batch_size 1"
-            )

@@ -5,12 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM
 
 from tests.distributed.launcher import launch, run_ranks
 from tests.distributed.recipes import write_chats, write_recipe
+from tests.distributed.variants import NO_TEACHER
 from tests.root import ROOT
-from tests.tiny import tiny_checkpoint
+from tests.tiny import tiny_checkpoint, tiny_tokenizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
 RANKS = 2
@@ -25,7 +27,29 @@ EXPECTED = {
     "teacher_vocabulary": ("loss.teacher", "{base}/other", "300", "301", "290"),
     "damaged_weights": ("{base}/damaged_weights/model.safetensors",),
     "no_scales": ("{base}/empty", "safetensors"),
+    "samples_seen": ("data.packing: true, expected false: model.path", "{base}/state", "the one before them in a row"),
+    "samples_seen_by_teacher": ("data.packing: true, expected false: loss.teacher", "{base}/state", "in a row"),
 }
+
+
+def tiny_state_checkpoint(directory: Path) -> Path:
+    """An LFM2, whose convolutions carry a state from token to token, with the tokenizer of the other models."""
+    config = Lfm2Config(
+        vocab_size=301,
+        hidden_size=48,
+        intermediate_size=83,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    Lfm2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +76,8 @@ def base(tmp_path_factory):
     config = AutoConfig.from_pretrained(other)
     config.vocab_size = 290
     config.save_pretrained(other)
+    state = tiny_state_checkpoint(base / "state")
+    packed = {"data": {"packing": True}}
     sections = {
         "bad_line": {"data": {"train": [str(base / "bad_line.jsonl")]}},
         "few_samples": {"data": {"train": [str(base / "few.jsonl")]}},
@@ -62,6 +88,8 @@ def base(tmp_path_factory):
         "teacher_vocabulary": {"loss": {"teacher": str(other)}},
         "damaged_weights": {"model": {"path": str(base / "damaged_weights")}},
         "no_scales": {"quant": {"scales": str(base / "empty")}},
+        "samples_seen": {"model": {"path": str(state)}, "loss": NO_TEACHER, **packed},
+        "samples_seen_by_teacher": {"loss": {"teacher": str(state)}, **packed},
     }
     assert sections.keys() == EXPECTED.keys()
     for name, values in sections.items():

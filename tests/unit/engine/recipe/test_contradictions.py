@@ -18,6 +18,11 @@ BROKEN = {
         "quant.scheme": "w4a16_g32",
         "schedule": [EventRecipe(at=1, fake_quant="activations")],
     },
+    "flash_attention_packs_a_row_at_a_time": {
+        "data.packing": True,
+        "data.micro_batch_size": 2,
+        "model.attn_implementation": "flash_attention_2",
+    },
     "an_evaluation_has_samples": {"eval.every": 2},
     "checkpoints_fall_on_evaluations": {"eval.every": 2, "data.held_out": 5, "train.checkpoint_every": 3},
     "the_best_checkpoint_is_chosen_by_a_loss_that_is_measured": {"eval.best": "kd"},

@@ -12,7 +12,6 @@ from data.loader import Loader
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 from engine.session.data import build_loader
-from model.ranks import RankError
 from tests.tiny import TEXT, tiny_checkpoint
 
 
@@ -64,38 +63,3 @@ def test_weights_of_text_files(folder):
     assert set(names) == {"a.txt", "b.txt"} and names == sorted(names)
     taken = [names[loader.step(k)[0]["sample_ids"][0]] for k in range(len(names))]
     assert abs(taken.count("a.txt") - taken.count("b.txt")) <= 1
-
-
-@pytest.mark.parametrize(
-    ("attention", "rows", "packs"),
-    [
-        ("eager", 2, True),
-        ("sdpa", 2, True),
-        ("flash_attention_2", 1, True),
-        ("flash_attention_2", 2, False),
-        ("another", 1, False),
-    ],
-)
-def test_packing_is_refused_where_samples_would_see_each_other(attention, rows, packs, folder):
-    data = {"packing": True, "micro_batch_size": rows}
-    if packs:
-        build(folder, model={"attn_implementation": attention}, **data)
-        return
-    with pytest.raises(
-        RankError, match=rf"data\.packing: true, expected false: with .* {attention} and .* {rows} packed"
-    ):
-        build(folder, model={"attn_implementation": attention}, **data)
-
-
-def test_packing_is_refused_for_layers_that_carry_a_state(folder, tmp_path):
-    config = json.loads((folder / "model" / "config.json").read_text())
-    changed = tmp_path / "model"
-    changed.mkdir()
-    for file in (folder / "model").iterdir():
-        (changed / file.name).write_bytes(file.read_bytes())
-    (changed / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention", "full_attention"]}))
-    for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    with pytest.raises(RankError, match=r"has layers of the kinds \['linear_attention'\]"):
-        build(tmp_path, packing=True)
-    build(tmp_path)
