@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model import zero
 from model.experts import Form, arrange_experts
 from model.ranks import errors_on_all_ranks, raise_everywhere
+from model.towers import empty_model, take_out_towers
 
 
 def build_model(
@@ -67,9 +68,10 @@ def build_model(
         _check_dtype(ds_config, dtype)
         config = _read_config(path, trust_remote_code, quantized)
         with _parameters_on_meta(dtype), no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model = empty_model(
                 config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
             )
+            take_out_towers(model)
             arrange_experts(model, experts)
         # no_init_weights switches off the method that ties them.
         model.tie_weights()

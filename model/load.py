@@ -225,11 +225,11 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
         CheckpointError: the files do not hold each tensor of the model exactly once; names everything.
     """
     checkpoint = read_headers(path)
-    names = Names(model)
+    names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
     tensors = own_tensors(model)
     problems = _Problems(files=checkpoint.problems)
     layouts = _layouts(names, {*checkpoint.tensors, *checkpoint.lost}, problems)
-    ignored = _ignored(model)
+    ignored = keys_left_unread(model)
     reads: list[_Read] = []
     # By identity, as a tied parameter has several names, and by where it begins there: the name and its key.
     filled: dict[tuple[int, int], tuple[str, str]] = {}
@@ -242,7 +242,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
                 if by != key and name == piece.name:
                     problems.twice.append(f"{names.linear(piece) or name} (in {by} and in {key})")
                 reads.append(_Read(source, piece, target, by if by != key else None))
-        elif key in layouts and layout is None and not ignored.search(key):
+        elif key in layouts and layout is None and not (ignored.search(key) or names.is_left_out(key)):
             problems.unexpected.append(key)
     problems.missing += _missing(names, tensors, layouts)
     if text := problems.text():
@@ -290,8 +290,8 @@ def _fits(source: DiskTensor, layout: Layout, tensors: dict[str, Tensor], proble
     return False
 
 
-def _ignored(model: PreTrainedModel) -> re.Pattern[str]:
-    """Keys that a checkpoint may hold for nothing: what the model's class lists, and buffers that are computed."""
+def keys_left_unread(model: PreTrainedModel) -> re.Pattern[str]:
+    """A pattern of keys that a checkpoint may hold for nothing: what the model's class lists, and buffers that are computed."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     patterns += [f"^{re.escape(name)}$" for name, _ in model.named_non_persistent_buffers()]
     return re.compile("|".join(f"({pattern})" for pattern in patterns))

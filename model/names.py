@@ -13,7 +13,7 @@ by looking at the experts, so that it does not matter that these have been repla
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Container, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from model.experts import ExpertMLPs, StackedMLPs
+from model.towers import left_out
 from model.zero import full_shape
 from quant import SCALE_PARAMETERS
 
@@ -65,6 +66,29 @@ class Layout(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
+class Place(NamedTuple):
+    """Where a tensor of ours lies on disk, or a part of it.
+
+    Attributes:
+        key: of the tensor on disk.
+        shape: its shape.
+        start: the element of our tensor at which it begins.
+    """
+
+    key: str
+    shape: Shape
+    start: int
+
+
+class _Rows(NamedTuple):
+    """The rows of one of our tensors that a key of a checkpoint holds: its name, the element where they begin, and their
+    shape."""
+
+    name: str
+    start: int
+    shape: Shape
+
+
 class UnsupportedConversionError(ValueError):
     """Raised for a key from whose tensor transformers would compute something, instead of moving it."""
 
@@ -74,9 +98,11 @@ class Names:
 
     Args:
         model: as ``build_model`` returns it, also after ``quant.prepare``.
+        on_disk: shapes by key of a checkpoint's tensors. Where the model has several of these one behind another in a
+            tensor, they say where each begins; without them such keys are refused.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, on_disk: Mapping[str, Shape] | None = None):
         rules = get_model_conversion_mapping(model)
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -96,6 +122,8 @@ class Names:
         self._stackings = [(rule, rule.reverse_transform()) for rule in stacking]
         self._sources: dict[str, list[tuple[list[str], str]]] = {}
         self._expert_of = {p: re.compile(_expert_pattern(p)) for rule in stacking for p in rule.source_patterns}
+        self._left_out = left_out(model)
+        self._rows = self._concatenated(on_disk or {})
 
     def layout(self, key: str) -> Layout | None:
         """What the tensor ``key`` of a checkpoint holds; None if nothing in the model.
@@ -103,11 +131,7 @@ class Names:
         Raises:
             UnsupportedConversionError: transformers would compute something from this tensor for this model.
         """
-        renamed = apply_renamings(key, self._renamings)
-        name, pattern = self._converted_name(renamed, self._converters)
-        if name not in self._theirs and key in self._theirs:
-            # The spelling of the model itself, which a rule for another one met.
-            name, pattern = self._converted_name(key, [])
+        renamed, name, pattern = self._find(key)
         if name in self._theirs:
             if pattern is not None:
                 return self._converted(key, renamed, name, pattern)
@@ -130,6 +154,31 @@ class Names:
             key = self._expert_key(self._experts[name]) or name
         return apply_renamings(key, self._reverse_renamings)
 
+    def places(self, name: str) -> list[Place]:
+        """Where our parameter or buffer ``name`` lies on disk: in one tensor, or in several one behind another."""
+        parts = [(start, key) for key, (whole, start, _) in self._rows.items() if whole == name]
+        if parts:
+            return [Place(key, self._rows[key].shape, start) for start, key in sorted(parts)]
+        return [Place(self.key(name), self.own[name], 0)]
+
+    def stack(self, name: str, keys: Container[str]) -> str | None:
+        """The key of the one tensor that holds our stack of experts ``name``, where that is how they lie on disk.
+
+        None where each expert has tensors of its own: the only form in which transformers reads them quantised, and
+        the one that is written unless ``keys``, those of the checkpoint that was trained, have the stack.
+        """
+        fused = next((expert.fused for expert in self._experts.values() if expert.piece.name == name), None)
+        if fused is None:
+            return None
+        key = apply_renamings(fused, self._reverse_renamings)
+        return key if key in keys or not self._stacked_from(fused) else None
+
+    def is_left_out(self, key: str) -> bool:
+        """Whether the tensor ``key`` of a checkpoint belongs to a part that was taken out of the model."""
+        renamed = apply_renamings(key, self._renamings)
+        spellings = [key, renamed, f"{self._prefix}.{renamed}"]
+        return any(one == part or one.startswith(f"{part}.") for part in self._left_out for one in spellings)
+
     def linear(self, piece: Piece) -> str | None:
         """The name of the Linear's weight that a piece is in a stack of experts; None where it is in none."""
         return next(
@@ -151,6 +200,37 @@ class Names:
         """Name in transformers' model, and the source pattern of the converter that matched, if one did."""
         return rename_source_key(renamed, [], converters, self._prefix, self._theirs)
 
+    def _find(self, key: str) -> tuple[str, str, str | None]:
+        """``key`` renamed, its name in transformers' model, and the source pattern of the converter that matched."""
+        renamed = apply_renamings(key, self._renamings)
+        name, pattern = self._converted_name(renamed, self._converters)
+        if name not in self._theirs and key in self._theirs:
+            # The spelling of the model itself, which a rule for another one met.
+            name, pattern = self._converted_name(key, [])
+        return renamed, name, pattern
+
+    def _concatenated(self, on_disk: Mapping[str, Shape]) -> dict[str, _Rows]:
+        """The keys whose tensors lie one behind another in a tensor of ours: its name, and where each begins."""
+        rules = [rule for rule in self._converters if _is_concatenation(rule)]
+        patterns = {pattern: (index, rule) for rule in rules for index, pattern in enumerate(rule.source_patterns)}
+        parts: dict[str, dict[int, str]] = defaultdict(dict)
+        number: dict[str, int] = {}
+        for key in on_disk if patterns else ():
+            _, name, pattern = self._find(key)
+            if name in self._theirs and pattern in patterns:
+                index, rule = patterns[pattern]
+                parts[name][index], number[name] = key, len(rule.source_patterns)
+        rows: dict[str, _Rows] = {}
+        for name, keys in parts.items():
+            ordered = [keys[index] for index in sorted(keys)]
+            whole = (sum(on_disk[key][0] for key in ordered), *on_disk[ordered[0]][1:])
+            if len(ordered) == number[name] and whole == self.own[name]:
+                start = 0
+                for key in ordered:
+                    rows[key] = _Rows(name, start, on_disk[key])
+                    start += math.prod(on_disk[key])
+        return rows
+
     def _whole(self, name: str) -> Layout:
         shape = self.own[name]
         return Layout(shape, (Piece(name, 0, shape),))
@@ -160,6 +240,9 @@ class Names:
 
         None for an expert that the model does not have.
         """
+        if key in self._rows:
+            _, start, shape = self._rows[key]
+            return Layout(shape, (Piece(name, 0, shape, start),))
         converter = self._by_pattern[pattern]
         expert = self._expert_of[pattern].search(renamed) if pattern in self._expert_of else None
         if name not in self._fused or expert is None:
@@ -269,6 +352,12 @@ def _is_stacking(converter: WeightConverter) -> bool:
     several = len(converter.source_patterns) > 1
     expected = [(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]
     return len(kinds) == len(converter.operations) and kinds == expected and len(converter.target_patterns) == 1
+
+
+def _is_concatenation(converter: WeightConverter) -> bool:
+    """Whether a converter does nothing but put tensors one behind another along their first dimension."""
+    kinds = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
+    return kinds == [(Concatenate, 0)] and len(converter.target_patterns) == 1
 
 
 def _expert_pattern(pattern: str) -> str:

@@ -1,0 +1,120 @@
+"""The class that a checkpoint is, and of a composite one the part that reads text.
+
+A composite checkpoint (Qwen3.5, Gemma 3, LLaVA, ...) has a text model and towers beside it: vision or audio encoders,
+projectors. The class that its config.json names is built, so that names, and the forward of text, are that class's own.
+Its towers are taken out before any parameter has memory: they take no part in a forward of text, nothing of them is
+trained or quantised, and an export copies their tensors from the source's files, bit for bit.
+"""
+
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
+
+
+class Tower(nn.Module):
+    """Stands where a part was taken out of the model that a forward of text does not need.
+
+    Args:
+        name: of the part in the model.
+        kind: name of its class.
+    """
+
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__()
+        self.part = f"{name} ({kind})"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"the forward reads .{name} of {self.part}, {_NOT_BUILT}") from None
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """Raise RuntimeError: nobody calls this while a model reads text, or the model is not supported."""
+        raise RuntimeError(f"the forward calls {self.part}, {_NOT_BUILT}")
+
+
+_NOT_BUILT = "which is no part of its text model and was not built: this model cannot be trained on text alone"
+
+
+def is_composite(config: PretrainedConfig) -> bool:
+    """Whether a configuration has that of a text model in it, beside those of towers."""
+    return config.get_text_config() is not config
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of transformers that ``architectures`` of config.json names; None where it names none for this
+    configuration: of remote code, or nothing at all."""
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, PreTrainedModel) and type(config) is named.config_class:
+            return named
+    return None
+
+
+def empty_model(config: PretrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+    """Build the model that ``config`` describes, towers and all, wherever new parameters land.
+
+    A composite one is of the class that the checkpoint names, any other the causal language model of its type.
+
+    Args:
+        config: of the checkpoint.
+        trust_remote_code: whether its own Python code may be run.
+        options: of ``from_config``: ``dtype``, ``attn_implementation``.
+    """
+    if is_composite(config):
+        kind = model_class(config) or next(
+            (of[type(config)] for of in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING) if type(config) in of),
+            None,
+        )
+        if kind is not None:
+            return kind._from_config(config, **options)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+
+
+def take_out_towers(model: PreTrainedModel) -> None:
+    """Replace what is not of the text model by :class:`Tower`, in place; nothing in a model that is not composite.
+
+    The text model is what ``get_decoder`` returns, with the embeddings and lm_head. Parameters that stand alone beside
+    it (``image_newline``) become None.
+    """
+    if not is_composite(model.config):
+        return
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    kept = {name for name, module in model.named_modules() if any(module is part for part in parts)}
+    above = {"", *(".".join(pieces[:end]) for name in kept for pieces in [name.split(".")] for end in range(len(pieces)))}
+    above -= kept
+    for name, module in list(model.named_modules()):
+        if name not in above:
+            continue
+        for child_name, child in list(module.named_children()):
+            path = f"{name}.{child_name}".lstrip(".")
+            if path not in above | kept and next(iter(child.state_dict()), None) is not None:
+                module.add_module(child_name, Tower(path, type(child).__name__))
+        for own in [key for key, parameter in module._parameters.items() if parameter is not None]:
+            module._parameters[own] = None
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """Names of the modules and parameters that :func:`take_out_towers` took out of ``model``."""
+    modules = dict(model.named_modules())
+    found = [name for name, module in modules.items() if isinstance(module, Tower)]
+    beside = dict.fromkeys(name.rpartition(".")[0] for name in [*found, text_part(model)] if name)  # type: ignore[arg-type]
+    for parent in beside:
+        own = modules[parent]._parameters
+        found += [f"{parent}.{name}".lstrip(".") for name, parameter in own.items() if parameter is None]
+    return found
+
+
+def text_part(model: nn.Module) -> str:
+    """Name of the text model in a composite one; empty where the whole model reads text."""
+    if not isinstance(model, PreTrainedModel) or not is_composite(model.config):
+        return ""
+    decoder = model.get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder), "")
