@@ -11,7 +11,7 @@ from engine.recipe.recipe import Recipe
 from engine.recipe.sections import parse_size
 from engine.session.session import Session
 from model.ranks import say
-from model.save import export_model
+from model.save import check_plan, export_model
 from quant.layouts import check_layout
 
 
@@ -37,6 +37,19 @@ def check_export(recipe: Recipe) -> None:
         raise RecipeError(f"export.dir: {str(directory)!r}: {problem}")
 
 
+def check_exportable(session: Session) -> None:
+    """Refuse before training a model whose export nobody could load; a collective, errors as of
+    :func:`model.save.export_model`."""
+    recipe = session.recipe
+    check_plan(
+        session.model,
+        None if recipe.never_quantises() else session.quantization,
+        recipe.model.path,
+        layout=recipe.export.format,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+
+
 def export(session: Session, directory: Path, *, compressed: bool = True) -> None:
     """Write the model into ``directory``, in the recipe's layout or as it is; errors as of
     :func:`model.save.export_model`."""
@@ -48,6 +61,7 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
         directory,
         layout=recipe.export.format,
         max_shard_size=parse_size(recipe.export.max_shard_size),
+        trust_remote_code=recipe.model.trust_remote_code,
     )
     size = report.bytes / 1e6
     files = f"{len(report.files)} file{'s' * (len(report.files) != 1)}"

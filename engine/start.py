@@ -9,7 +9,7 @@ from engine.checkpoint.owners import Owners
 from engine.cluster.nodes import check_shared
 from engine.evaluation.held_out import HeldOutResults
 from engine.events import check_events
-from engine.export import check_export
+from engine.export import check_export, check_exportable
 from engine.faults import SkippedSteps
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import Metrics
@@ -47,6 +47,8 @@ def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Seque
     # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
     loader, held_out = build_loader(recipe, context.tokenizer)
     session = build_session(recipe, context, loader.samples)
+    if recipe.export.enabled:
+        check_exportable(session)
     if recipe.data.packing:
         check_borders(session, loader.samples)
     with errors_on_all_ranks(ValueError):

@@ -19,7 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.build import build_model
-from model.names import Names, module_name_on_disk, own_tensors
+from model.load import keys_left_unread, missing_keys
+from model.names import Names, Piece, module_name_on_disk, own_tensors
 from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
@@ -139,15 +140,16 @@ def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLayer) -> dict
 def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint) -> None:
     """Copy everything that is on disk into the model, each key once."""
     keys = {name: quantized_keys(model, name, layer) for name, layer in quantization.layers.items()}
-    plain = _plain_tensors(model, quantization)
     caches = {name: _cache_key(cache_keys(model, name), checkpoint) for name in quantization.caches}
-    _check_keys(checkpoint, {*plain, *caches.values(), *(key for own in keys.values() for key in own.values())})
+    packed = {*caches.values(), *(key for own in keys.values() for key in own.values())}
+    plain = _plain_tensors(model, quantization, checkpoint, packed)
     kinds = ("weight_scale", "weight_zero_point", "input_scale", "weight_global_scale")
     scales: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds}
     with Reader() as reader, torch.no_grad():
-        for key, target in plain.items():
-            _expect_shape(checkpoint.tensors[key], tuple(target.shape))
-            target.copy_(read_tensor(reader, checkpoint.tensors[key]))
+        for key, targets in plain.items():
+            values = read_tensor(reader, checkpoint.tensors[key]).view(-1)
+            for piece, target in targets:
+                target.view(-1)[piece.start :][: piece.numel].copy_(values[piece.offset :][: piece.numel])
         for name, key in caches.items():
             scale = read_tensor(reader, checkpoint.tensors[key]).float()
             quantization.caches[name].input_s0.copy_(_usable(key, scale, (1,)))
@@ -170,15 +172,38 @@ def _cache_key(spellings: list[str], checkpoint: Checkpoint) -> str:
     return next((key for key in spellings if key in checkpoint.tensors), spellings[0])
 
 
-def _plain_tensors(model: PreTrainedModel, quantization: Quantization) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that are stored as they are, by key on disk; of tied names only the first."""
-    names = Names(model)
+def _plain_tensors(
+    model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint, packed: set[str]
+) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
+    """What is stored as it is, by key on disk: the parameters and buffers that it holds, or parts of them.
+
+    Args:
+        model, quantization, checkpoint: of the directory.
+        packed: keys of codes and scales, which must be there too.
+
+    Raises:
+        CheckpointError: keys that are missing, unexpected or of another shape: all of them named.
+    """
+    names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
     quantized = {f"{name}.weight" for name in quantization.layers}
-    first: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in own_tensors(model).items():
-        if name not in quantized:
-            first.setdefault(id(tensor), (names.key(name), tensor))
-    return dict(first.values())
+    own = {name: tensor for name, tensor in own_tensors(model).items() if name not in quantized}
+    layouts = {key: names.layout(key) for key in (checkpoint.tensors.keys() | checkpoint.lost) - packed}
+    unread = keys_left_unread(model)
+    unexpected = [key for key, found in layouts.items() if found is None and not unread.search(key)]
+    problems = list(checkpoint.problems)
+    for kind, found in (
+        ("missing", [*(packed - checkpoint.tensors.keys() - checkpoint.lost), *missing_keys(names, own, layouts)]),
+        ("unexpected", [key for key in unexpected if not names.is_left_out(key)]),
+    ):
+        if found:
+            problems.append(f"{kind}: {listed(sorted(found))}")
+    for key, layout in layouts.items():
+        if layout is not None and key in checkpoint.tensors and checkpoint.tensors[key].shape != layout.shape:
+            tensor = checkpoint.tensors[key]
+            problems.append(f"{tensor.file}: {key} has shape {tensor.shape}, expected {layout.shape}")
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return {key: [(piece, own[piece.name]) for piece in layout.pieces] for key, layout in layouts.items() if layout}
 
 
 def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], scales: dict[str, dict]) -> None:
@@ -241,20 +266,3 @@ def read_tensor(reader: Reader, tensor: DiskTensor) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     reader.read(tensor, 0, whole.view(-1))
     return whole
-
-
-def _check_keys(checkpoint: Checkpoint, expected: set[str]) -> None:
-    problems = list(checkpoint.problems)
-    for kind, keys in (
-        ("missing", expected - checkpoint.tensors.keys() - checkpoint.lost),
-        ("unexpected", checkpoint.tensors.keys() - expected),
-    ):
-        if keys:
-            problems.append(f"{kind}: {listed(sorted(keys))}")
-    if problems:
-        raise CheckpointError("\n".join(problems))
-
-
-def _expect_shape(tensor: DiskTensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise CheckpointError(f"{tensor.file}: {tensor.key} has shape {tensor.shape}, expected {shape}")

@@ -244,13 +244,13 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
                 reads.append(_Read(source, piece, target, by if by != key else None))
         elif key in layouts and layout is None and not (ignored.search(key) or names.is_left_out(key)):
             problems.unexpected.append(key)
-    problems.missing += _missing(names, tensors, layouts)
+    problems.missing += missing_keys(names, tensors, layouts)
     if text := problems.text():
         raise CheckpointError(f"the weights in {path} do not fill {type(model).__name__}:\n{text}")
     return reads
 
 
-def _missing(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout | None]) -> list[str]:
+def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout | None]) -> list[str]:
     """Keys of our tensors, or parts of them, that the files do not have. A tied tensor counts under its first name."""
     present: dict[int, dict[int, int]] = {}  # by identity: elements, by where they begin
     for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
@@ -291,7 +291,8 @@ def _fits(source: DiskTensor, layout: Layout, tensors: dict[str, Tensor], proble
 
 
 def keys_left_unread(model: PreTrainedModel) -> re.Pattern[str]:
-    """A pattern of keys that a checkpoint may hold for nothing: what the model's class lists, and buffers that are computed."""
+    """A pattern of keys that a checkpoint may hold for nothing: those that the model's class lists, and computed
+    buffers."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     patterns += [f"^{re.escape(name)}$" for name, _ in model.named_non_persistent_buffers()]
     return re.compile("|".join(f"({pattern})" for pattern in patterns))

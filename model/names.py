@@ -13,7 +13,7 @@ by looking at the experts, so that it does not matter that these have been repla
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -81,8 +81,7 @@ class Place(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The rows of one of our tensors that a key of a checkpoint holds: its name, the element where they begin, and their
-    shape."""
+    """Rows of one of our tensors that are a tensor on disk: our name, the element where they begin, and their shape."""
 
     name: str
     start: int
@@ -111,6 +110,7 @@ class Names:
         self.own = {name: tuple(full_shape(tensor)) for name, tensor in own_tensors(model).items()}
         self._experts = _expert_tensors(model)
         self._fused = _fused_layouts(self._experts)
+        self._fused_of = {expert.piece.name: expert.fused for expert in self._experts.values()}
         # The names that transformers' own model has, and that its rules lead to.
         arranged = {expert.piece.name for expert in self._experts.values()}
         self._theirs = dict.fromkeys([*(name for name in self.own if name not in arranged), *self._fused], True)
@@ -161,17 +161,20 @@ class Names:
             return [Place(key, self._rows[key].shape, start) for start, key in sorted(parts)]
         return [Place(self.key(name), self.own[name], 0)]
 
-    def stack(self, name: str, keys: Container[str]) -> str | None:
-        """The key of the one tensor that holds our stack of experts ``name``, where that is how they lie on disk.
+    def stack(self, name: str) -> tuple[str, bool] | None:
+        """The key that a tensor with all experts has on disk, and whether transformers reads them in no other form.
 
-        None where each expert has tensors of its own: the only form in which transformers reads them quantised, and
-        the one that is written unless ``keys``, those of the checkpoint that was trained, have the stack.
+        None where ``name`` is no weight of experts of ours.
         """
-        fused = next((expert.fused for expert in self._experts.values() if expert.piece.name == name), None)
-        if fused is None:
+        if name not in self._fused_of:
             return None
-        key = apply_renamings(fused, self._reverse_renamings)
-        return key if key in keys or not self._stacked_from(fused) else None
+        fused = self._fused_of[name]
+        return apply_renamings(fused, self._reverse_renamings), not self._stacked_from(fused)
+
+    def is_unknown(self, key: str) -> bool:
+        """Whether the tensor ``key`` of a checkpoint holds nothing that the model has."""
+        _, name, _ = self._find(key)
+        return name not in self._theirs and key not in self._experts
 
     def is_left_out(self, key: str) -> bool:
         """Whether the tensor ``key`` of a checkpoint belongs to a part that was taken out of the model."""

@@ -49,13 +49,16 @@ def is_composite(config: PretrainedConfig) -> bool:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of transformers that ``architectures`` of config.json names; None where it names none for this
-    configuration: of remote code, or nothing at all."""
+    """The class of transformers that a checkpoint is: the one that ``architectures`` of its config.json names, or the
+    usual one of its type where that is none for such a configuration. None for a type that only its own code knows."""
     for name in config.architectures or ():
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and type(config) is named.config_class:
             return named
-    return None
+    mappings = [MODEL_FOR_MULTIMODAL_LM_MAPPING] if is_composite(config) else []
+    mappings.append(MODEL_FOR_CAUSAL_LM_MAPPING)
+    usual: Any = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
+    return usual
 
 
 def empty_model(config: PretrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
@@ -68,13 +71,8 @@ def empty_model(config: PretrainedConfig, *, trust_remote_code: bool = False, **
         trust_remote_code: whether its own Python code may be run.
         options: of ``from_config``: ``dtype``, ``attn_implementation``.
     """
-    if is_composite(config):
-        kind = model_class(config) or next(
-            (of[type(config)] for of in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING) if type(config) in of),
-            None,
-        )
-        if kind is not None:
-            return kind._from_config(config, **options)
+    if is_composite(config) and (kind := model_class(config)) is not None:
+        return kind._from_config(config, **options)
     return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
@@ -88,7 +86,10 @@ def take_out_towers(model: PreTrainedModel) -> None:
         return
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     kept = {name for name, module in model.named_modules() if any(module is part for part in parts)}
-    above = {"", *(".".join(pieces[:end]) for name in kept for pieces in [name.split(".")] for end in range(len(pieces)))}
+    above = {
+        "",
+        *(".".join(pieces[:end]) for name in kept for pieces in [name.split(".")] for end in range(len(pieces))),
+    }
     above -= kept
     for name, module in list(model.named_modules()):
         if name not in above:
@@ -105,7 +106,7 @@ def left_out(model: nn.Module) -> list[str]:
     """Names of the modules and parameters that :func:`take_out_towers` took out of ``model``."""
     modules = dict(model.named_modules())
     found = [name for name, module in modules.items() if isinstance(module, Tower)]
-    beside = dict.fromkeys(name.rpartition(".")[0] for name in [*found, text_part(model)] if name)  # type: ignore[arg-type]
+    beside = dict.fromkeys(name.rpartition(".")[0] for name in [*found, text_part(model)] if name)
     for parent in beside:
         own = modules[parent]._parameters
         found += [f"{parent}.{name}".lstrip(".") for name, parameter in own.items() if parameter is None]

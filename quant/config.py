@@ -31,6 +31,7 @@ def quantization_config(
     kv_cache: TensorSpec | None = None,
     *,
     no_linears: Iterable[str] = (),
+    anywhere: bool = False,
 ) -> dict[str, Any]:
     """The ``quantization_config`` of a model.
 
@@ -40,6 +41,7 @@ def quantization_config(
             and predicts noise.
         kv_cache: of keys and values; None where they stay as they are.
         no_linears: those of the layers that ``Linear`` does not name: embeddings, and lm_head, which is none to vLLM.
+        anywhere: see :func:`name_patterns`.
 
     Raises:
         ValueError: a scheme has no format.
@@ -49,9 +51,10 @@ def quantization_config(
         # Nothing but the KV cache is quantised. transformers takes the first group for the experts of a MoE without
         # asking whether there is one: here is one, for Linears of which ``ignore`` names all.
         schemes = [SCHEMES["fp8_static"]]
-    targets = {scheme: _targets(layers, scheme) for scheme in schemes}
+    targets = {scheme: _targets(layers, scheme, anywhere) for scheme in schemes}
     if len(schemes) == 1:
-        targets = {schemes[0]: ["Linear", *no_linears]}
+        named = name_patterns(no_linears, (), anywhere=True) if anywhere else no_linears
+        targets = {schemes[0]: ["Linear", *named]}
     formats = {export_format(scheme) for scheme in layers.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -72,7 +75,7 @@ def quantization_config(
     }
 
 
-def _targets(layers: Mapping[str, Scheme], scheme: Scheme) -> list[str]:
+def _targets(layers: Mapping[str, Scheme], scheme: Scheme, anywhere: bool) -> list[str]:
     """Patterns for the layers of ``scheme``; where the experts of a MoE layer share it, one for all of them."""
     of_experts: dict[str, set[Scheme]] = {}
     for name, its in layers.items():
@@ -87,7 +90,7 @@ def _targets(layers: Mapping[str, Scheme], scheme: Scheme) -> list[str]:
             (mine if its == scheme else others)[name] = None
         else:
             (whole if its == scheme else others)[expert["experts"]] = None
-    return name_patterns(mine, others) + name_patterns(whole, others, r"\..+")
+    return name_patterns(mine, others, anywhere=anywhere) + name_patterns(whole, others, r"\..+", anywhere=anywhere)
 
 
 def quantization_args(spec: TensorSpec) -> dict[str, Any]:
@@ -113,7 +116,14 @@ def quantization_args(spec: TensorSpec) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def ignore_patterns(skipped: Iterable[str], quantized: Iterable[str], routers: Iterable[str] = ()) -> list[str]:
+def ignore_patterns(
+    skipped: Iterable[str],
+    quantized: Iterable[str],
+    routers: Iterable[str] = (),
+    copied: Iterable[str] = (),
+    *,
+    anywhere: bool = False,
+) -> list[str]:
     """The ``ignore`` list: it matches every ``skipped`` Linear and no ``quantized`` one.
 
     MoE routers are listed by the end of their names, anchored: they are Linears to vLLM, which would quantise them
@@ -123,12 +133,31 @@ def ignore_patterns(skipped: Iterable[str], quantized: Iterable[str], routers: I
         skipped: module names of the Linears that stay as they are.
         quantized: module names of the layers that are quantised.
         routers: module names of the MoE routers.
+        copied: names of modules that stay as they are with all that is in them, wherever a reader has them.
+        anywhere: see :func:`name_patterns`.
     """
+    quantized = list(quantized)
     ends = dict.fromkeys(f"re:.*{re.escape('.'.join(name.split('.')[-2:]))}$" for name in routers)
-    return list(ends) + name_patterns(skipped, quantized)
+    whole = [_inside(name, quantized) for name in copied]
+    return list(ends) + whole + name_patterns(skipped, quantized, anywhere=anywhere)
 
 
-def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "") -> list[str]:
+def _inside(module: str, others: Iterable[str]) -> str:
+    """A pattern for a module and all that is in it, by the end of its name, or by all of it where the end would catch
+    one of ``others``."""
+    names = module.split(".")
+    short = names[-2:] if names[-1].isdigit() else names[-1:]
+    pattern = rf"{_ANYWHERE}{re.escape('.'.join(short))}(?:\..*)?$"
+    if any(re.match(pattern, other) for other in others):
+        pattern = rf"{re.escape(module)}(?:\..*)?$"
+    return f"re:{pattern}"
+
+
+# What may stand before a name that begins where the model of text does.
+_ANYWHERE = r"(?:.*\.)?"
+
+
+def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *, anywhere: bool = False) -> list[str]:
     """A short list for ``targets`` or ``ignore`` that matches all of ``names`` and none of ``others``.
 
     Names that differ only in numbers (of layers, of experts) share an anchored pattern: for all numbers if no other
@@ -138,23 +167,32 @@ def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "") ->
         names: module names.
         others: module names.
         end: a regex that follows each name.
+        anywhere: whether readers may have the modules inside another one: there are patterns only, for any place.
     """
+    others = list(others)
     alike, strangers = _by_numbers(names), _by_numbers(others)
+    exact = not end and not anywhere
     entries = []
     for parts, numbers in alike.items():
         taken = strangers.get(parts, {})
         layers = dict.fromkeys(number[:1] for number in numbers)
-        if len(parts) == 1 and not end:
+        if len(parts) == 1 and exact:
             entries.append(parts[0])
         elif not taken:
             entries.append(_pattern(parts, [r"\d+"] * (len(parts) - 1), end))
         elif len(numbers) > 1 and not layers.keys() & {number[:1] for number in taken}:
             listed = "|".join(number for (number,) in layers)
             entries.append(_pattern(parts, [f"(?:{listed})", *[r"\d+"] * (len(parts) - 2)], end))
-        elif end:
+        elif not exact:
             entries += [_pattern(parts, number, end) for number in numbers]
         else:
             entries += ["".join(_woven(parts, number)) for number in numbers]
+    if not anywhere:
+        return entries
+    entries = [entry.replace("re:", f"re:{_ANYWHERE}", 1) for entry in entries]
+    for entry in entries:
+        if caught := next((other for other in others if re.match(entry.removeprefix("re:"), other)), None):
+            raise ValueError(f"no pattern tells {entry.removeprefix('re:')} from {caught}: give both one scheme")
     return entries
 
 

@@ -95,6 +95,8 @@ def layout_config(
     routers: Iterable[str],
     kv_cache: TensorSpec | None = None,
     no_linears: Iterable[str] = (),
+    copied: Iterable[str] = (),
+    anywhere: bool = False,
 ) -> dict[str, Any] | None:
     """The ``quantization_config`` of config.json, or None where the checkpoint is a plain one.
 
@@ -105,11 +107,15 @@ def layout_config(
         routers: module names of the MoE routers.
         kv_cache: of keys and values; None where they stay as they are.
         no_linears: those of the layers that are embeddings or the model's head.
+        copied: names on disk of modules beside the model, which are not quantised with all that is in them; for
+            ``vllm_fp8`` those of the Linears in them.
+        anywhere: readers may have the model inside another one: the names are those inside it.
     """
     if layout == "dequantized":
         return None
     if layout == "compressed":
-        return quantization_config(layers, ignore_patterns(skipped, layers, routers), kv_cache, no_linears=no_linears)
+        ignore = ignore_patterns(skipped, layers, routers, copied, anywhere=anywhere)
+        return quantization_config(layers, ignore, kv_cache, no_linears=no_linears, anywhere=anywhere)
     scheme = next(iter(layers.values()))
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     if scheme.static_input is not None:
@@ -117,4 +123,4 @@ def layout_config(
     if scheme.weights.granularity == "block":
         config["weight_block_size"] = [scheme.weights.group_size, scheme.weights.group_size]
     # Whole names only: vLLM knows no patterns here.
-    return config | {"ignored_layers": list(dict.fromkeys([*routers, *skipped]))}
+    return config | {"ignored_layers": list(dict.fromkeys([*routers, *skipped, *copied]))}

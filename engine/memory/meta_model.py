@@ -90,7 +90,7 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
     take_out_head(model)
     for module in (model, head):
         module.requires_grad_(False).eval()
-    model.config.output_router_logits = False
+    model.config.get_text_config().output_router_logits = False
     _balance_routing(model)
     return MetaTeacher(model, head)
 

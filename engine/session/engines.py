@@ -46,8 +46,9 @@ def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.M
     """
     model.requires_grad_(False)
     model.eval()
-    model.config.use_cache = False
-    model.config.output_router_logits = False
+    config = model.config.get_text_config()
+    config.use_cache = False
+    config.output_router_logits = False
     if stage(ds_config) < 3:
         return model
     forget_secondary_copies(model)

@@ -89,8 +89,9 @@ def quantise_student(
     partition_new_parameters(model, ds_config)
     set_learnable(model, recipe.learnable)
     # transformers computes the router's auxiliary loss in its forward; without a trainable router nobody would use it.
-    model.config.output_router_logits = recipe.learnable.router
-    model.config.use_cache = False
+    config = model.config.get_text_config()
+    config.output_router_logits = recipe.learnable.router
+    config.use_cache = False
     if recipe.train.activation_checkpointing:
         # Their inputs go to host memory in engine.step: transformers' own `offload` does not run on a CPU.
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})

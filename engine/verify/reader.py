@@ -46,6 +46,7 @@ from model.names import module_name_on_disk
 from model.ranks import listed
 from model.scales import cache_keys
 from model.shards import Reader, read_headers
+from model.towers import empty_model, model_class
 from quant import Quantization, QuantLayer, Scheme, TensorSpec
 from quant.config import quantization_args
 from quant.embedding import QuantEmbedding
@@ -98,20 +99,20 @@ def load_theirs(
     options: dict[str, Any] = {"experts_implementation": "eager"} if moe else {}
     options |= {"dtype": torch.float32, "output_loading_info": True}
     trust = {"trust_remote_code": trust_remote_code}
-    auto: Any = AutoModelForCausalLM
+    kind: Any = _class_of(directory, **trust)
     if not_loaded(model, quantization) is None:
         if shifted := _has_zero_points(quantization):
             options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-        theirs, info = auto.from_pretrained(directory, local_files_only=True, **options, **trust)
+        theirs, info = kind.from_pretrained(directory, local_files_only=True, **options, **trust)
         if not shifted:
             theirs.hf_quantizer.compressor.decompress_model(theirs)
     else:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, **trust)
         del config.quantization_config
         with torch.device("meta"):
-            model_class = type(auto.from_config(config, **trust))
+            built: Any = type(empty_model(config, **trust))
         state = _decompressed(directory, model, quantization)
-        theirs, info = model_class.from_pretrained(None, config=config, state_dict=state, **options)
+        theirs, info = built.from_pretrained(None, config=config, state_dict=state, **options)
         _quantize_inputs(theirs, quantization)
     problems = []
     for kind, keys in info.items():
@@ -126,6 +127,11 @@ def load_theirs(
         if parameter.is_floating_point() and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
     return theirs.eval(), problems
+
+
+def _class_of(directory: Path, **trust: bool) -> Any:
+    """The class that the checkpoint says it is."""
+    return model_class(AutoConfig.from_pretrained(directory, local_files_only=True, **trust)) or AutoModelForCausalLM
 
 
 def _decompressed(directory: Path, model: PreTrainedModel, quantization: Quantization) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Checkpoints for transformers and serving engines, written from the partitions; ``export.py`` says how."""
 
-from model.save.export import ExportReport, export_model
+from model.save.export import ExportReport, check_plan, export_model
 from model.save.finish import is_router
 
-__all__ = ["ExportReport", "export_model", "is_router"]
+__all__ = ["ExportReport", "check_plan", "export_model", "is_router"]

@@ -25,8 +25,10 @@ from transformers import PreTrainedModel
 from model.load import garbage_kept
 from model.ranks import errors_on_all_ranks, is_main
 from model.save.finish import check_destination, copy_companions, publish, write_config, write_index
-from model.save.plan import plan_shards
+from model.save.loadable import check_loadable, check_written
+from model.save.plan import Item, plan_shards
 from model.save.write import write_shards
+from model.shards import read_headers
 from quant import Quantization
 from quant.layouts import Layout, check_layout
 
@@ -53,6 +55,30 @@ class ExportReport:
     peak_bytes: int
 
 
+def check_plan(
+    model: PreTrainedModel,
+    quantization: Quantization | None,
+    source_dir: str | Path,
+    *,
+    layout: Layout = "compressed",
+    trust_remote_code: bool = False,
+) -> None:
+    """Refuse before a run what could not be exported after it; a collective, with the arguments and errors of
+    :func:`export_model`."""
+    with errors_on_all_ranks(Exception):
+        if is_main():
+            shards = _plan(model, quantization, Path(source_dir), layout, 5 * 10**9)
+            check_loadable(Path(source_dir), shards, trust_remote_code=trust_remote_code)
+
+
+def _plan(
+    model: PreTrainedModel, quantization: Quantization | None, source: Path, layout: Layout, max_shard_size: int
+) -> list[list[Item]]:
+    if quantization is not None:
+        check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
+    return plan_shards(model, quantization, layout, max_shard_size, read_headers(source).tensors)
+
+
 @garbage_kept()
 def export_model(
     model: PreTrainedModel,
@@ -63,6 +89,7 @@ def export_model(
     layout: Layout = "compressed",
     max_shard_size: int = 5 * 10**9,
     overwrite: bool = False,
+    trust_remote_code: bool = False,
 ) -> ExportReport:
     """Write ``model`` as a checkpoint directory for transformers and, quantised, for vLLM and SGLang. A collective.
 
@@ -77,17 +104,17 @@ def export_model(
         max_shard_size: bytes of tensors in one file. A module's tensors stay together; a module larger than this gets a
             file of its own.
         overwrite: replace an ``out_dir`` that is not empty, as a whole, when the new one is complete.
+        trust_remote_code: whether Python code in ``source_dir`` may be run.
 
     Raises:
-        RankError: on every rank: the layout cannot hold a scheme, ``out_dir`` is there and not empty, the disk is too
+        RankError: on every rank: the layout cannot hold a scheme, the class that config.json names would not find its
+            weights in the files (see ``loadable.py``), ``out_dir`` is there and not empty, the disk is too
             small or becomes full, a scale is unusable. Nothing is left at ``out_dir`` then (or what was there before).
     """
     begin = time.perf_counter()
     source, out = Path(source_dir), Path(out_dir)
-    with errors_on_all_ranks(ValueError):
-        if quantization is not None:
-            check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
-        shards = plan_shards(model, quantization, layout, max_shard_size)
+    with errors_on_all_ranks(ValueError, OSError):
+        shards = _plan(model, quantization, source, layout, max_shard_size)
     total = sum(item.bytes for shard in shards for item in shard)
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     # Whatever goes wrong on rank 0 alone must reach the others, which are in the next collective already.
@@ -96,17 +123,19 @@ def export_model(
             raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
         if is_main():
             check_destination(source, out, total, overwrite)
+            check_loadable(source, shards, trust_remote_code=trust_remote_code)
             aside.mkdir()
     try:
         files, peak = write_shards(shards, aside)
         with errors_on_all_ranks(Exception):
             if is_main():
                 write_index(shards, files, aside)
-                write_config(model, quantization, layout, source, aside)
+                check_written(aside, shards)
+                write_config(model, quantization, layout, source, aside, shards)
                 copy_companions(source, aside)
                 publish(aside, out)
     finally:
         if is_main():
             shutil.rmtree(aside, ignore_errors=True)  # nothing there any more if it was published
-    tensors = sum(len(item.shapes) for shard in shards for item in shard)
-    return ExportReport(out, files, tensors, total, time.perf_counter() - begin, peak)
+    count = sum(len(item.shapes) for shard in shards for item in shard)
+    return ExportReport(out, files, count, total, time.perf_counter() - begin, peak)

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
-from model.save.plan import Item
+from model.save.plan import Item, copied_modules
 from model.shards import INDEX
+from model.towers import text_part
 from model.zero import full_shape
 from quant import Quantization, QuantLayer
 from quant.embedding import QuantEmbedding
@@ -64,9 +65,14 @@ def write_index(shards: list[list[Item]], files: list[str], directory: Path) -> 
 
 
 def write_config(
-    model: PreTrainedModel, quantization: Quantization | None, layout: Layout, source: Path, directory: Path
+    model: PreTrainedModel,
+    quantization: Quantization | None,
+    layout: Layout,
+    source: Path,
+    directory: Path,
+    shards: list[list[Item]],
 ) -> None:
-    """The source's config.json, with our dtype and quantization_config.
+    """The source's config.json, with our dtype and quantization_config, for the tensors in ``shards``.
 
     The file is carried over rather than written from ``model.config``: what training switches in memory (``use_cache``,
     the attention implementation) does not leak into it.
@@ -76,14 +82,25 @@ def write_config(
     # Older checkpoints spell it torch_dtype, which older readers need.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
-    if quantization is not None and (quantised := _quantization_config(model, quantization, layout)) is not None:
-        config["quantization_config"] = quantised
+    if quantization is not None:
+        quantised = _quantization_config(model, quantization, layout, shards)
+        if quantised is not None:
+            config["quantization_config"] = quantised
     _write_json(config, directory / "config.json")
 
 
-def _quantization_config(model: PreTrainedModel, quantization: Quantization, layout: Layout) -> dict[str, Any] | None:
+def _quantization_config(
+    model: PreTrainedModel, quantization: Quantization, layout: Layout, shards: list[list[Item]]
+) -> dict[str, Any] | None:
     """The ``quantization_config``, which names every module twice where that differs: as on disk, which vLLM sees, and
-    as transformers has it. None if the layout needs none."""
+    as transformers has it. None if the layout needs none.
+
+    The text model of a composite one has another place in every reader (``model.language_model.layers`` on disk and
+    in transformers, ``language_model.model.layers`` in vLLM, which does not translate patterns). There the names begin
+    where it does, and a pattern holds for any place.
+    """
+    part = text_part(model)
+    anywhere = bool(part) and layout == "compressed"
     skipped = [
         part.name
         for name, module in model.named_modules()
@@ -94,6 +111,8 @@ def _quantization_config(model: PreTrainedModel, quantization: Quantization, lay
 
     def spellings(modules: Iterable[str]) -> dict[str, str]:
         """Modules by each of their names."""
+        if anywhere:
+            return {module.removeprefix(f"{part}."): module for module in modules}
         return {name: module for module in modules for name in (module_name_on_disk(model, module), module)}
 
     schemes = {
@@ -106,7 +125,20 @@ def _quantization_config(model: PreTrainedModel, quantization: Quantization, lay
     ]
     named = spellings(name for name in no_linears if name in quantization.layers)
     kv_cache = next((cache.spec for cache in quantization.caches.values()), None)
-    return layout_config(layout, layers, spellings(skipped), spellings(routers), kv_cache, no_linears=list(named))
+    copied = copied_modules(shards)
+    if layout == "vllm_fp8":  # it knows whole names of Linears alone
+        plain = [item.copied for shard in shards for item in shard if item.copied and len(item.copied.shape) == 2]
+        copied = [tensor.key.removesuffix(".weight") for tensor in plain if tensor.key.endswith(".weight")]
+    return layout_config(
+        layout,
+        layers,
+        spellings(skipped),
+        spellings(routers),
+        kv_cache,
+        no_linears=list(named),
+        copied=copied,
+        anywhere=anywhere,
+    )
 
 
 def is_router(module: nn.Module) -> bool:

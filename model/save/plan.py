@@ -1,7 +1,7 @@
 """What becomes of every module on disk: a pure function of names and sizes, the same on every rank."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,9 +10,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.batches import batches
-from model.names import Names, module_name_on_disk
+from model.names import Names, Place, module_name_on_disk
+from model.save.shard_writer import KINDS
 from model.scales import cache_keys
-from model.zero import full_numel, full_shape, is_partitioned, is_whole
+from model.shards import DiskTensor
+from model.zero import full_numel, is_partitioned, is_whole
 from quant import SCALE_PARAMETERS, Quantization, QuantLayer
 from quant.experts import LinearPart, linears_of
 from quant.export import Shapes
@@ -31,18 +33,23 @@ class Item:
         shapes: dtype and shape of everything that will be written, by key on disk.
         layout: how a QuantLayer is written; None for every other module, which is written as it is.
         linears: of a QuantLayer, the Linears that it is on disk, by their names there.
-        plain: parameters and buffers that are written as they are, by key.
-        stacked: keys of the equal parts of the module's only parameter, in their order.
+        plain: parameters and buffers that are written as they are, and where.
+        stacked: keys of the equal parts of the module's only parameter, in their order; a single one is the whole of
+            it, which is written in parts.
+        fused: key of the one tensor that holds all ``linears`` of a stack of experts, in their order.
+        copied: a tensor of the source that is written as it lies there; no module has it.
     """
 
     name: str
-    module: nn.Module
+    module: nn.Module | None
     parameters: list[nn.Parameter]
     shapes: Shapes
     layout: Layout | None = None
     linears: Mapping[str, LinearPart] = field(default_factory=dict)
-    plain: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    plain: Sequence[tuple[torch.Tensor, Place]] = ()
     stacked: tuple[str, ...] = ()
+    fused: str | None = None
+    copied: DiskTensor | None = None
 
     @cached_property
     def bytes(self) -> int:
@@ -56,48 +63,134 @@ class Item:
 
 
 def plan_shards(
-    model: PreTrainedModel, quantization: Quantization | None, layout: Layout, max_shard_size: int
+    model: PreTrainedModel,
+    quantization: Quantization | None,
+    layout: Layout,
+    max_shard_size: int,
+    source: Mapping[str, DiskTensor],
 ) -> list[list[Item]]:
-    """Every module with tensors of its own, in module order, by the file that it goes to.
+    """Every module with tensors of its own, in module order, and what is copied, by the file that it goes to.
 
     A tied parameter is written once, under its first name. The items of a file have at most ``max_shard_size`` bytes
     together; one that is larger gets a file of its own.
+
+    Args:
+        model, quantization, layout, max_shard_size: of :func:`model.save.export_model`.
+        source: the tensors by key of the checkpoint that the model was loaded from.
+
+    Raises:
+        ValueError: experts that lie in one tensor on disk, and not so in the model.
     """
-    names = Names(model)
+    names = Names(model, {key: tensor.shape for key, tensor in source.items()})
     seen: set[int] = set()
     items = []
     for name, module in model.named_modules():
         if quantization is not None and name in quantization.layers:
-            items.append(_quantized_item(model, name, quantization.layers[name], layout))
+            items.append(_quantized_item(model, names, name, quantization.layers[name], layout, source))
         elif isinstance(module, QuantCache):
             if quantization is not None and layout != "dequantized":
                 items.append(_cache_item(cache_keys(model, name)[0], module))
         elif getattr(module, "projections", ()):
-            items.append(_stacked_item(model, name, module))
+            items.append(_stacked_item(model, names, name, module, source))
         else:
             items.append(_plain_item(names, name, module, seen))
+    items += [_copied_item(tensor) for tensor in not_read(model, names, source)]
     return list(batches((item for item in items if item.shapes), lambda item: item.bytes, max_shard_size))
 
 
-def _quantized_item(model: PreTrainedModel, name: str, layer: QuantLayer, layout: Layout) -> Item:
+def not_read(model: PreTrainedModel, names: Names, source: Mapping[str, DiskTensor]) -> list[DiskTensor]:
+    """The tensors of a checkpoint that the model has no use for, and others may: those of the towers beside its text
+    model, of heads for speculative decoding (MTP). Buffers that every reader computes are not among them."""
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    return [
+        tensor
+        for key, tensor in source.items()
+        if not key.endswith("rotary_emb.inv_freq") and key not in computed and names.is_unknown(key)
+    ]
+
+
+def copied_modules(shards: Iterable[Iterable[Item]]) -> list[str]:
+    """The modules, as they are called on disk, of which nothing is in the model and everything is copied: each at the
+    highest level where that is so (``model.visual``, ``mtp``, ``model.layers.61``)."""
+    items = [item for shard in shards for item in shard]
+    above = {key[:end] for item in items if item.copied is None for key in item.shapes for end in _ends(key)}
+    found: dict[str, None] = {}
+    for item in items:
+        if item.copied is not None:
+            highest = next((key[:end] for key in item.shapes for end in _ends(key) if key[:end] not in above), None)
+            if highest is not None:
+                found[highest] = None
+    return list(found)
+
+
+def _ends(key: str) -> list[int]:
+    """Where the names of the modules that hold a tensor end in its key, from the outermost on."""
+    return [index for index, character in enumerate(key) if character == "."]
+
+
+def _quantized_item(
+    model: PreTrainedModel,
+    names: Names,
+    name: str,
+    layer: QuantLayer,
+    layout: Layout,
+    source: Container[str],
+) -> Item:
     dtype = layer.weight.dtype
     linears = {module_name_on_disk(model, part.name): part for part in linears_of(name, layer)}
-    shapes: Shapes = {}
+    fused = _fused_key(names, name, layer, source)
+    parameters = list(layer.parameters(recurse=False))
+    if fused is not None and layout == "dequantized":
+        shapes: Shapes = {fused: (dtype, _stack_shape(layer))}
+        return Item(name, layer, parameters, shapes, layout=layout, linears=linears, fused=fused)
+    if (stack := names.stack(f"{name}.weight")) is not None and stack[1]:
+        raise ValueError(
+            f"{name}: transformers reads these experts as one tensor, {stack[0]}, which has no quantised form in "
+            f"layout {layout!r}: leave them as they are (quant.exempt with '.*\\.experts\\..+'), or write them with "
+            "export.format 'dequantized'"
+        )
+    shapes = {}
     for on_disk, part in linears.items():
         suffixes = linear_shapes(layout, part.in_features, part.out_features, layer.scheme, dtype)
         if layer.bias is not None:
             suffixes["bias"] = (dtype, (part.out_features,))
         shapes |= {f"{on_disk}.{suffix}": expected for suffix, expected in suffixes.items()}
-    return Item(name, layer, list(layer.parameters(recurse=False)), shapes, layout=layout, linears=linears)
+    return Item(name, layer, parameters, shapes, layout=layout, linears=linears)
 
 
-def _stacked_item(model: PreTrainedModel, name: str, module: nn.Module) -> Item:
+def _fused_key(names: Names, name: str, module: nn.Module, source: Container[str]) -> str | None:
+    """The key of the one tensor in which experts are written as they are: where the source has them so, or transformers
+    reads no other form.
+
+    Raises:
+        ValueError: it does not, and the model has each expert by itself.
+    """
+    key, only = names.stack(f"{name}.weight") or ("", False)
+    if getattr(module, "projections", ()):
+        return key if only or key in source else None
+    if only:
+        raise ValueError(
+            f"{name}: transformers reads these experts as one tensor, {key}, so they cannot be written one by one: set "
+            "model.experts to stacked"
+        )
+    return None
+
+
+def _stack_shape(stack: nn.Module) -> tuple[int, ...]:
+    return stack.num_experts, stack.out_features, stack.in_features  # type: ignore[return-value]
+
+
+def _stacked_item(model: PreTrainedModel, names: Names, name: str, module: nn.Module, source: Container[str]) -> Item:
     """A stack of experts that is written without scales: one that is not quantised, or a plain checkpoint."""
     stack = module.get_parameter("weight")
-    shapes: Shapes = {
-        f"{module_name_on_disk(model, part.name)}.weight": (stack.dtype, (part.out_features, part.in_features))
-        for part in linears_of(name, module)
-    }
+    fused = _fused_key(names, name, module, source)
+    if fused is not None:
+        shapes: Shapes = {fused: (stack.dtype, _stack_shape(module))}
+    else:
+        shapes = {
+            f"{module_name_on_disk(model, part.name)}.weight": (stack.dtype, (part.out_features, part.in_features))
+            for part in linears_of(name, module)
+        }
     return Item(name, module, [stack], shapes, stacked=tuple(shapes))
 
 
@@ -106,16 +199,26 @@ def _cache_item(key: str, cache: QuantCache) -> Item:
     return Item(key, cache, list(cache.parameters()), {key: (torch.float32, (1,))})
 
 
+def _copied_item(tensor: DiskTensor) -> Item:
+    if tensor.dtype not in KINDS:
+        raise ValueError(
+            f"{tensor.file}: {tensor.key} is no part of the model that was trained, and is {tensor.kind}, a dtype that "
+            "is not copied: remove it from the checkpoint"
+        )
+    return Item(tensor.key, None, [], {tensor.key: (tensor.dtype, tensor.shape)}, copied=tensor)
+
+
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> Item:
     """A module whose own parameters and persistent buffers are written as they are, but for scales of a QuantLayer."""
-    plain: dict[str, torch.Tensor] = {}
+    _fused_key(names, name, module, ())  # none of its own, or an error
+    plain: list[tuple[torch.Tensor, Place]] = []
     own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
     for suffix, tensor in own.items():
         scale = isinstance(module, QuantLayer) and suffix in SCALE_PARAMETERS
         if tensor is None or scale or suffix in module._non_persistent_buffers_set or id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        plain[names.key(f"{name}.{suffix}" if name else suffix)] = tensor
-    parameters = [tensor for tensor in plain.values() if isinstance(tensor, nn.Parameter)]
-    shapes: Shapes = {key: (tensor.dtype, tuple(full_shape(tensor))) for key, tensor in plain.items()}
+        plain += [(tensor, place) for place in names.places(f"{name}.{suffix}" if name else suffix)]
+    parameters = list({id(tensor): tensor for tensor, _ in plain if isinstance(tensor, nn.Parameter)}.values())
+    shapes: Shapes = {place.key: (tensor.dtype, place.shape) for tensor, place in plain}
     return Item(name, module, parameters, shapes, plain=plain)

@@ -41,6 +41,7 @@ class ShardWriter:
     def __init__(self, path: Path, shapes: Shapes) -> None:
         header, self._begin = _header(shapes)
         self._left = dict(shapes)
+        self._elements: dict[str, int] = {}  # still to come, of tensors that are written in parts
         self._unsynced = 0
         self._syncing: threading.Thread | None = None
         self._failure: OSError | None = None
@@ -74,6 +75,20 @@ class ShardWriter:
                 raise ValueError(f"{key} became {made}, planned was {planned}")
             del self._left[key]
             self._put(data[index * size : (index + 1) * size], self._begin[key])
+
+    def write_part(self, key: str, start: int, part: Tensor) -> None:
+        """Write a run of the tensor ``key``: all elements of ``part``, contiguous in CPU memory, from its element
+        ``start`` on. Parts may come in any order, and each once; errors as of :meth:`write`."""
+        dtype, shape = self._left[key]
+        left = self._elements.setdefault(key, math.prod(shape)) - part.numel()
+        if part.dtype != dtype or left < 0 or start + part.numel() > math.prod(shape):
+            raise ValueError(f"{key}: {part.numel()} of {part.dtype} from {start} on, planned was {(dtype, shape)}")
+        self._elements[key] = left
+        if not left:
+            del self._left[key]
+        if part.numel():
+            data = memoryview(part.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            self._put(data, self._begin[key] + start * dtype.itemsize)
 
     def finish(self) -> None:
         """Wait until everything is on disk.

@@ -1,5 +1,6 @@
 """Modules gathered on rank 0, packed, and written into the shards of the plan."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from model.batches import batches
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.save.plan import Item
 from model.save.shard_writer import ShardWriter
-from model.shards import SINGLE
+from model.shards import SINGLE, DiskTensor, Reader
 from model.zero import ReceiveBuffer, gathered_on_main
 from quant import QuantLayer
 from quant.export import cache_scale
@@ -106,8 +107,12 @@ class _Output:
             return
         try:
             for item in batch:
+                if item.copied is not None:
+                    self._copy(item.copied)
                 for keys, stack in _stacks(item):
                     self._writer.write_stack(keys, stack.cpu())
+                for key, start, part in _parts(item):
+                    self._writer.write_part(key, start, part.cpu().contiguous())
                 for tensors in _packed(item):
                     self._held.add(size := 0 if item.layout is None else sum(t.nbytes for t in tensors.values()))
                     for key, tensor in tensors.items():
@@ -115,6 +120,16 @@ class _Output:
                     self._held.add(-size)
         except Exception as error:
             self._failure = error
+
+    def _copy(self, tensor: DiskTensor) -> None:
+        assert self._writer is not None
+        with Reader(chunk_bytes=GATHER_BYTES) as reader:
+            for start, values in reader.chunks(tensor, 0, math.prod(tensor.shape)):
+                self._held.add(values.nbytes)
+                self._writer.write_part(tensor.key, start, values)
+                self._held.add(-values.nbytes)
+            if not math.prod(tensor.shape):
+                self._writer.write_part(tensor.key, 0, torch.empty(0, dtype=tensor.dtype))
 
     def finish(self) -> Exception | None:
         """Close the file; what went wrong, if something did."""
@@ -130,12 +145,26 @@ class _Output:
 
 def _stacks(item: Item) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
     """The equal parts of the only parameter of a stacked item, some MiB at a time: keys, and ``[keys, out, in]``."""
-    if item.stacked:
+    if len(item.stacked) > 1:
         stack = item.parameters[0].detach()
         parts = stack.view(len(item.stacked), -1, stack.shape[-1])
         some = max(1, GATHER_BYTES // parts[0].nbytes)
         for begin in range(0, len(parts), some):
             yield item.stacked[begin : begin + some], parts[begin : begin + some]
+
+
+def _parts(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """The parts of tensors that are not written at once: key, the element where the part begins, and its values."""
+    if len(item.stacked) == 1:
+        (key,), stack = item.stacked, item.parameters[0].detach()
+        some = max(1, GATHER_BYTES // max(1, stack[0].nbytes))
+        for begin in range(0, len(stack), some):
+            yield key, begin * stack[0].numel(), stack[begin : begin + some]
+    if item.fused is not None:
+        start = 0
+        for _, weight in _weights(item):
+            yield item.fused, start, weight["weight"]
+            start += weight["weight"].numel()
 
 
 def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
@@ -145,15 +174,22 @@ def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
         yield {item.name: cache_scale(item.name, item.module.input_scale())}
         return
     if item.layout is None:
-        for key, tensor in item.plain.items():
-            yield {key: tensor.detach().cpu().contiguous()}
+        for tensor, place in item.plain:
+            values = tensor.detach().cpu().contiguous().view(-1)
+            yield {place.key: values[place.start : place.start + math.prod(place.shape)].view(place.shape)}
         return
+    for name, tensors in _weights(item) if item.fused is None else ():
+        yield {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
+
+
+def _weights(item: Item) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Each Linear of a QuantLayer as it is on disk: its name, and its tensors by suffix, in CPU memory."""
     layer = item.module
-    assert isinstance(layer, QuantLayer)
+    assert isinstance(layer, QuantLayer) and item.layout is not None
     scale = layer.scale_of_weight._replace(s0=layer.weight_scale(), theta=None)
     input_scale = layer.input_scale()
     for name, part in item.linears.items():
-        yield linear_tensors(
+        tensors = linear_tensors(
             item.layout,
             name,
             part.weight(layer.weight.detach()),
@@ -163,3 +199,4 @@ def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
             layer.scheme,
             layer.weight.dtype,
         )
+        yield name, {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}

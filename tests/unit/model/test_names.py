@@ -13,7 +13,9 @@ from model.experts import Form
 from model.load import load_weights
 from model.names import Names, module_name_on_disk, own_tensors
 from model.ranks import RankError
+from model.save import export_model
 from quant.experts import StackedLinear, linears_of
+from tests.families.variants import VARIANTS
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -188,8 +190,34 @@ def test_base_model_keys_without_their_prefix_load(tmp_path: Path, seed: int):
 
 
 def test_a_conversion_that_computes_is_refused_by_name(tmp_path: Path, seed: int):
-    """kimi_linear concatenates three convolutions of the checkpoint into one."""
-    theirs = reference("kimi_linear", seed, num_experts=4, layer_types=["linear_attention", "full_attention"], **LATENT)
-    theirs.save_pretrained(tmp_path)
-    with pytest.raises(RankError, match=r"not supported.*q_conv1d\.weight \(transformers makes .* by Concatenate\)"):
+    """qwen3_vl_moe has its experts transposed on disk."""
+    VARIANTS["qwen3_vl_moe"].checkpoint(tmp_path, seed=seed)
+    with pytest.raises(RankError, match=r"not supported.*experts\.down_proj \(transformers makes .* by Transpose\)"):
+        load_weights(build(tmp_path), tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["kimi_linear", "olmo_hybrid", "bailing_hybrid"])
+def test_tensors_that_lie_behind_one_another_in_ours_are_read_and_written_as_they_were(
+    kind: str, tmp_path: Path, seed: int
+):
+    """Three convolutions of the checkpoint are one in the model."""
+    VARIANTS[kind].checkpoint(tmp_path / "source", seed=seed)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16).state_dict()
+    ours = build(tmp_path / "source", torch.bfloat16)
+    load_weights(ours, tmp_path / "source", progress=False)
+    convolutions = [name for name in own_tensors(ours) if "conv1d" in name]
+    assert convolutions
+    for name in convolutions:
+        assert torch.equal(own_tensors(ours)[name], theirs[name]), name
+    export_model(ours, None, tmp_path / "source", tmp_path / "export")
+    before, after = tensors_on_disk(tmp_path / "source"), tensors_on_disk(tmp_path / "export")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_part_that_is_missing_behind_others_is_an_error(tmp_path: Path, seed: int):
+    VARIANTS["olmo_hybrid"].checkpoint(tmp_path, seed=seed)
+    disk = tensors_on_disk(tmp_path)
+    lost = next(key for key in disk if "k_conv1d" in key)
+    save_file({key: value for key, value in disk.items() if key != lost}, tmp_path / "model.safetensors")
+    with pytest.raises(RankError, match=r"q_conv1d\.weight \(transformers makes .* by Concatenate\)"):
         load_weights(build(tmp_path), tmp_path, progress=False)

@@ -1,0 +1,118 @@
+"""Exports that transformers would not find its weights in are refused, whatever the family."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from engine.verify.check import compare_with_transformers
+from model.build import build_model
+from model.load import load_weights
+from model.ranks import RankError
+from model.save import check_plan, export_model
+from model.save.loadable import check_written
+from model.save.plan import plan_shards
+from model.scales import renew_weight_scales
+from model.shards import read_headers
+from quant import SCHEMES, prepare
+from quant.rules import DEFAULT_EXEMPT
+from tests.families.variants import VARIANTS
+from tests.tiny import tiny_checkpoint
+
+CPU = torch.device("cpu")
+# Their experts are one tensor on disk.
+FUSED = ["granitemoe", "granitemoeshared", "granitemoehybrid"]
+
+
+def loaded(source: Path, experts="stacked"):
+    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU, experts=experts)
+    load_weights(model, source, progress=False)
+    return model
+
+
+def quantised(model, scheme: str = "w4a16_g32", **options):
+    quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=False, learn_input_scale=False, **options)
+    renew_weight_scales(quantization)
+    return quantization
+
+
+def loads(directory: Path):
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_experts_that_are_one_tensor_on_disk_stay_one(kind: str, tmp_path: Path, seed: int):
+    source = VARIANTS[kind].checkpoint(tmp_path / "source", seed=seed)
+    model = loaded(source)
+    export_model(model, None, source, tmp_path / "plain")
+    before, after = (load_file(directory / "model.safetensors") for directory in (source, tmp_path / "plain"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+    quantization = quantised(model)
+    refusal = r"block_sparse_moe\.experts.*one tensor, .*input_linear\.weight, which has no quantised.*quant\.exempt"
+    with pytest.raises(RankError, match=refusal):
+        check_plan(model, quantization, source)
+    export_model(model, quantization, source, tmp_path / "dequantized", layout="dequantized")
+    after = load_file(tmp_path / "dequantized" / "model.safetensors")
+    assert before.keys() == after.keys()
+    quantization.set_fake_quant(weights=True, activations=False)
+    ids = torch.arange(10, 60)[None]
+    with torch.no_grad():
+        expected = loads(tmp_path / "dequantized")(ids).logits
+        # Sums of bf16 products in another order. An expert in another's place changes logits in the first digit.
+        torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_experts_that_are_exempt_are_exported_beside_quantised_layers(kind: str, tmp_path: Path, seed: int):
+    source = VARIANTS[kind].checkpoint(tmp_path / "source", seed=seed)
+    model = loaded(source)
+    quantization = quantised(model, exempt=(*DEFAULT_EXEMPT, r".*\.experts\..+"))
+    export_model(model, quantization, source, tmp_path / "export")
+    report = compare_with_transformers(tmp_path / "export", [torch.arange(10, 60)[None]])
+    assert report.ok, report.table()
+
+
+def test_the_other_form_of_experts_is_refused_where_disk_has_one_tensor(tmp_path: Path, seed: int):
+    source = VARIANTS["granitemoe"].checkpoint(tmp_path / "source", seed=seed)
+    with pytest.raises(RankError, match=r"experts\.0\.gate_proj.*one tensor.*set model\.experts to stacked"):
+        check_plan(loaded(source, "per_expert"), None, source)
+
+
+def test_the_source_decides_how_experts_are_written_where_transformers_reads_both(tmp_path: Path, seed: int):
+    tiny_checkpoint(tmp_path / "each", "qwen3_moe", seed=seed)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "each", dtype=torch.bfloat16)
+    theirs.config.save_pretrained(tmp_path / "fused")
+    save_file({k: v.contiguous() for k, v in theirs.state_dict().items()}, tmp_path / "fused" / "model.safetensors")
+    for name in ("each", "fused"):
+        model = loaded(tmp_path / name)
+        export_model(model, None, tmp_path / name, tmp_path / f"{name} export")
+        before, after = (load_file(tmp_path / d / "model.safetensors") for d in (name, f"{name} export"))
+        assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+        export_model(model, quantised(model, "w8a16_channel"), tmp_path / name, tmp_path / f"{name} int8")
+        loads(tmp_path / f"{name} int8")
+
+
+def test_a_class_that_would_not_find_its_weights_is_named(tmp_path: Path, seed: int):
+    """A family that nobody listed: config.json names a class with other keys than the export has."""
+    source = tiny_checkpoint(tmp_path / "source", "llama", seed=seed)
+    model = loaded(source)
+    config = source / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "LlamaForSequenceClassification"))
+    with pytest.raises(RankError, match=r"names LlamaForSequenceCl.*missing: score\.weight; unknown: lm_head"):
+        check_plan(model, None, source)
+
+
+def test_files_that_are_not_as_planned_are_an_error(tmp_path: Path, seed: int):
+    source = tiny_checkpoint(tmp_path / "source", "llama", seed=seed)
+    model = loaded(source)
+    shards = plan_shards(model, None, "compressed", 10**9, read_headers(source).tensors)
+    check_written(source, shards)
+    disk = load_file(source / "model.safetensors")
+    save_file({key: value for key, value in disk.items() if "norm" not in key}, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"not as planned: model\.layers\.0\.input_layernorm\.weight"):
+        check_written(source, shards)
