@@ -19,22 +19,33 @@ Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate 
 """
 
 import copy
-from collections.abc import Iterator
-from typing import Literal
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from model import zero
+from model.routers import routers_of
 from quant.experts import StackedLinear
 
 ATTRIBUTES = ("num_experts", "hidden_dim", "intermediate_dim", "act_fn")
 Form = Literal["stacked", "per_expert"]
+# In the keys of configurations that speak of experts, but not of how many there are to choose from.
+_NO_NUMBER = re.compile(r"tok|top|shared|group|size|dim|interval|freq|step|layer|zero")
 
 
 class ExpertMLPs(nn.Module):
     """The experts of one MoE layer; same signature and same results as transformers' eager fused module, bit for bit
-    where the matrix products are."""
+    where the matrix products are.
+
+    Attributes:
+        routers: names, in the model, of the modules and parameters that choose among them (:mod:`model.routers`).
+    """
+
+    routers: tuple[str, ...] = ()
 
     def __init__(self, num_experts: int, hidden_dim: int, intermediate_dim: int, act_fn: nn.Module):
         super().__init__()
@@ -147,7 +158,10 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
     Raises:
         ValueError: experts in a layout, or with a function, that this does not know, by class name.
     """
-    found = [(name, module) for name, module in model.named_modules() if _looks_like_experts(name, module)]
+    counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
+    found = [
+        (name, module) for name, module in model.named_modules() if _looks_like_experts(name, module, model, counts)
+    ]
     checked: set[type] = set()
     for name, fused in found:
         _check_layout(name, fused)
@@ -160,18 +174,105 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
             experts = StackedMLPs(*sizes, (fused.gate_up_proj, fused.down_proj))
         else:
             experts = PerExpertMLPs(*sizes)
+        block = name.rpartition(".")[0]
+        below = routers_of(
+            model.get_submodule(block), fused, num_experts=fused.num_experts, hidden_dim=fused.hidden_dim
+        )
+        experts.routers = tuple(f"{block}.{router}".lstrip(".") for router in below)
         experts.train(fused.training)
         zero.mark_leaf(experts)
         model.set_submodule(name, experts)
     return len(found)
 
 
-def _looks_like_experts(name: str, module: nn.Module) -> bool:
-    """Whether ``module`` holds several experts in some form: then it must be one that we know."""
-    if isinstance(module, nn.ModuleList):
-        return name.rpartition(".")[2] == "experts" and len(module) > 1
-    stacked = {key for key, parameter in module.named_parameters(recurse=False) if zero.full_shape(parameter)[2:]}
-    return bool(stacked) and (hasattr(module, "num_experts") or not stacked.isdisjoint({"gate_up_proj", "down_proj"}))
+def router_names(model: nn.Module) -> list[str]:
+    """Names of the modules and parameters that choose experts, of a model whose experts were arranged."""
+    return [name for module in model.modules() if isinstance(module, ExpertMLPs) for name in module.routers]
+
+
+def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: set[int]) -> bool:
+    """Whether ``module`` of ``model`` holds several experts in some form: then it must be one that we know.
+
+    Its name may say so, or that it holds as many alike parts as the configuration has experts (``counts``), or as many
+    as something beside it can choose from.
+    """
+    if isinstance(module, ExpertMLPs):
+        return False
+    own = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters(recurse=False)}
+    stacked = {key for key, shape in own.items() if len(shape) > 2}
+    if stacked and (hasattr(module, "num_experts") or not stacked.isdisjoint({"gate_up_proj", "down_proj"})):
+        return True
+    parts, widths = _alike_parts(module, own)
+    if parts > 1 and name.rpartition(".")[2] == "experts":
+        return True
+    blocks = list(_blocks_around(name))
+    if parts > 1 and blocks:  # else not inside a layer: the list of the layers themselves, say
+        return parts in counts or any(_is_chosen(model, block, name, parts, widths) for block in blocks[:-1] or blocks)
+    if isinstance(module, nn.Linear) or type(module).__module__.startswith("torch.nn"):
+        return False
+    # Matrices one below the other, [E * I, H], in a block of the layer.
+    matrices = [shape for shape in own.values() if len(shape) == 2]
+    return any(
+        rows > count and rows % count == 0 and _is_chosen(model, block, name, count, {width})
+        for rows, width in matrices
+        for count in counts
+        for block in blocks[:-1]
+    )
+
+
+def _alike_parts(module: nn.Module, own: Mapping[str, tuple[int, ...]]) -> tuple[int, set[int]]:
+    """How many matrices, or modules with matrices, of one shape ``module`` holds side by side, and the sides of these
+    matrices; 0 if it is no container.
+
+    ``own`` are the shapes of its parameters, where those of a stack have three dimensions.
+    """
+    shapes: list[tuple[int, ...]] = []
+    parts = 0
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        children = [
+            [tuple(zero.full_shape(parameter)) for parameter in child.parameters()] for child in module.children()
+        ]
+        if len(children) > 1 and children.count(children[0]) == len(children):
+            parts, shapes = len(children), [shape for shape in children[0] if len(shape) > 1]
+    elif isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        if len(set(own.values())) == 1:
+            parts, shapes = len(own), [shape for shape in own.values() if len(shape) > 1]
+    elif not type(module).__module__.startswith("torch.nn"):
+        stacks = [shape for shape in own.values() if len(shape) > 2]
+        parts, shapes = max((shape[0] for shape in stacks), default=0), [shape[1:] for shape in stacks]
+    return parts if shapes else 0, {side for shape in shapes for side in shape}
+
+
+def _blocks_around(name: str) -> Iterator[str]:
+    """Names of the modules around ``name``, the innermost first, up to the layer (``...layers.3``) that it is in."""
+    around = name.split(".")[:-1]
+    if any(part.isdigit() for part in around):
+        while around:
+            yield ".".join(around)
+            if around.pop().isdigit():
+                return
+
+
+def _is_chosen(model: nn.Module, block: str, name: str, parts: int, widths: set[int]) -> bool:
+    """Whether ``block`` has a matrix outside of ``name`` with a row per part, such as a router's, for inputs of one of
+    the ``widths``."""
+    shapes = {
+        tuple(zero.full_shape(parameter))
+        for other, parameter in model.get_submodule(block).named_parameters()
+        if not f"{block}.{other}".startswith(f"{name}.")
+    }
+    return any((parts, width) in shapes for width in widths)
+
+
+def _numbers_of_experts(values: Mapping[str, Any]) -> set[int]:
+    """The numbers of experts in a configuration, whatever its keys are called, in its parts too."""
+    found: set[int] = set()
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _numbers_of_experts(value)
+        elif type(value) is int and value > 1 and "expert" in key and not _NO_NUMBER.search(key):
+            found.add(value)
+    return found
 
 
 def _check_layout(name: str, module: nn.Module) -> None:
@@ -179,7 +280,7 @@ def _check_layout(name: str, module: nn.Module) -> None:
     problem = None
     missing = [attribute for attribute in ATTRIBUTES if not hasattr(module, attribute)]
     shapes = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters()}
-    if isinstance(module, nn.ModuleList):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         problem = "the model runs only those of the list that are hit"
     elif missing:
         problem = f"it has no attribute {', '.join(missing)}"
@@ -218,11 +319,11 @@ def _check_function(name: str, module: nn.Module) -> None:
         config._experts_implementation = "eager"
     values = {"num_experts": e, "hidden_dim": h, "intermediate_dim": i, "config": config}
     theirs.__dict__.update(values, gate_up_proj=gate_up, down_proj=down)
-    ours = StackedMLPs(e, h, i, module.get_submodule("act_fn"), (nn.Parameter(gate_up), nn.Parameter(down)))
-    for stack, weight in ((ours.gate_up_proj, gate_up), (ours.down_proj, down)):
-        del stack.weight  # while a model is built every Parameter lands on the meta device
-        stack.weight = weight  # type: ignore[assignment]
     try:
+        ours = StackedMLPs(e, h, i, module.get_submodule("act_fn"), (nn.Parameter(gate_up), nn.Parameter(down)))
+        for stack, weight in ((ours.gate_up_proj, gate_up), (ours.down_proj, down)):
+            del stack.weight  # while a model is built every Parameter lands on the meta device
+            stack.weight = weight  # type: ignore[assignment]
         result, expected = ours(inputs, chosen, weights), theirs(inputs, chosen, weights)
     except Exception as error:
         raise ValueError(

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.recipe.sections import LearnableRecipe, OptimRecipe
-from model.experts import ExpertMLPs
+from model.experts import router_names
 from model.zero import full_shape
 from quant import QuantCache, QuantEmbedding, QuantLayer
 
@@ -71,17 +71,11 @@ def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
 
 
 def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of the routers (and of a shared expert's gate), whatever their names.
-
-    In an MoE block these are the children that hold parameters themselves; experts and shared experts are MLPs, whose
-    parameters lie one level below.
-    """
-    for block in model.modules():
-        children = list(block.children())
-        if any(isinstance(child, ExpertMLPs) for child in children):
-            for child in children:
-                if next(child.parameters(recurse=False), None) is not None:
-                    yield from child.parameters()
+    """Parameters of what chooses experts, and of the gates of shared experts."""
+    for name in router_names(model):
+        parent, _, leaf = name.rpartition(".")
+        router = getattr(model.get_submodule(parent), leaf)
+        yield from router.parameters() if isinstance(router, nn.Module) else (router,)
 
 
 def trained_scales(model: nn.Module) -> list[nn.Parameter]:

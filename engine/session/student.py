@@ -13,7 +13,7 @@ from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES
 from engine.session.optimizer import set_learnable
 from model.build import build_model
-from model.experts import ExpertMLPs
+from model.experts import ExpertMLPs, router_names
 from model.head import output_head
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, listed, say
@@ -79,7 +79,7 @@ def quantise_student(
             recipe.quant.preset().linear,
             rules=recipe.quant.chosen_rules(),
             named=named,
-            exempt=recipe.quant.exempt,
+            exempt=[*recipe.quant.exempt, *_routers(model)],
             learn_weight_scale=recipe.learnable.weight_scale,
             learn_input_scale=recipe.learnable.act_scale,
             ranges=recipe.quant.ranges(),
@@ -99,6 +99,12 @@ def quantise_student(
         _compile_layers(model)
     _keep_weight_codes(recipe, ds_config, quantization)
     return quantization
+
+
+def _routers(model: PreTrainedModel) -> list[str]:
+    """Patterns of the routers, whatever they are called: one that is quantised sends tokens to other experts."""
+    modules = {name for name, _ in model.named_modules()}
+    return [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, Qwen3MoeConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from model.build import build_model
@@ -161,6 +161,77 @@ def test_experts_in_a_module_list_are_refused():
     model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])})
     with pytest.raises(ValueError, match=r"experts \(ModuleList\) is a mixture of experts"):
         arrange_experts(model, "stacked")
+
+
+EXPERTS, WIDTH, INNER = 6, 16, 10
+
+
+class Bank(nn.Module):
+    """The weights of all experts in a form of its own, below a name that says nothing."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        one = [nn.Linear(WIDTH, INNER, bias=False) for _ in range(EXPERTS)]
+        forms = {
+            "list": nn.ModuleList(one),
+            "dict": nn.ModuleDict({f"e{index}": linear for index, linear in enumerate(one)}),
+            "parameters": nn.ParameterList([linear.weight for linear in one]),
+            "stack": nn.Parameter(torch.empty(EXPERTS, INNER, WIDTH)),
+            "stack_turned": nn.Parameter(torch.empty(EXPERTS, WIDTH, INNER)),
+            "rows": nn.Parameter(torch.empty(EXPERTS * INNER, WIDTH)),
+        }
+        self.w = forms[form]
+
+
+class Chosen(nn.Module):
+    """A block whose picker scores the members of a bank."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.pick, self.bank = nn.Linear(WIDTH, EXPERTS), Bank(form)
+
+
+def odd_model(form: str, *, says: bool) -> LlamaForCausalLM:
+    """A Llama in whose second layer stands such a block; ``says``: its configuration knows of the experts."""
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    if says:
+        config.ffn_config = {"moe_num_experts": EXPERTS, "experts_per_tok": 2}
+    model = LlamaForCausalLM(config)
+    model.model.layers[1].add_module("odd", Chosen(form))
+    return model
+
+
+@pytest.mark.parametrize("says", (True, False), ids=("named", "unnamed"))
+@pytest.mark.parametrize("form", ("list", "dict", "parameters", "stack", "stack_turned", "rows"))
+def test_several_experts_in_an_unknown_form_are_refused_by_name(form: str, says: bool):
+    """Ranks would run other experts each, and their collectives would not meet."""
+    if form == "rows" and not says:
+        pytest.skip("rows of experts one below the other look like any matrix without their number")
+    model = odd_model(form, says=says)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.odd\.bank(\.w)? \(\w+\) is a mixture of experts"):
+        arrange_experts(model, "stacked")
+
+
+def test_dbrx_is_refused_by_name(tmp_path: Path):
+    """Its experts lie one below the other in matrices of two dimensions."""
+    config = AutoConfig.for_model(
+        "dbrx", d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=64,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4}, ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4},
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RankError, match=r"experts\.mlp \(DbrxExpertGLU\) is a mixture of experts .*not supported"):
+        build_model(tmp_path, {}, dtype=torch.float32, device=torch.device("cpu"), attn_implementation="eager")
+
+
+def test_several_parts_that_nobody_chooses_from_are_left_alone():
+    """Two attentions and two MLPs in a layer, a norm per head, a matrix per head: they run for every token."""
+    model = odd_model("list", says=False)
+    odd = model.model.layers[1].odd
+    odd.pick = nn.Linear(WIDTH, EXPERTS + 1)
+    odd.heads = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(EXPERTS + 1)])
+    assert arrange_experts(model, "stacked") == 0
 
 
 def test_other_modules_are_left_alone():
