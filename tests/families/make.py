@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.tiny import tiny_tokenizer
 
@@ -120,13 +119,17 @@ class Variant:
         """The tiny configuration."""
         return shrunk(self.model_type, self.knobs, self.parts)
 
-    def model(self, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """A model with random weights, the same for the same seed, as the class that a published config.json names."""
+    def class_of(self, config: PretrainedConfig) -> type[PreTrainedModel]:
+        """The class that a published config.json names."""
+        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if composite(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+        found: type[PreTrainedModel] = mapping[type(config)]
+        return found
+
+    def model(self, *, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str = "eager") -> PreTrainedModel:
+        """A model of that class with random weights, the same for the same seed."""
         config = self.config()
-        causal = self.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not composite(config)
-        auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
         torch.manual_seed(seed)
-        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = self.class_of(config)._from_config(config, dtype=torch.float32, attn_implementation=attention)
         randomise(model, seed)
         return model.to(dtype).eval()
 

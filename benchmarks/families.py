@@ -1,0 +1,127 @@
+"""Which causal language models of transformers can be trained here, found by training them.
+
+    python benchmarks/families.py [--only "qwen3" "gemma2"] [--keep DIRECTORY] [--write]
+
+Every variant of tests/families is made as a tiny random checkpoint and taken, on two ranks under ZeRO-3, through what a
+user does: load and export without quantising (same keys, same bytes), logits and gradients in fp32 against
+transformers, packed samples against each alone, 12 steps of fp8_static and of w4a16_g32 with an export that must load
+as the class in its config.json and verify. With ``--write`` the table goes to docs/models.md.
+
+What limits it: the sizes are tiny and the weights random. That a family works here says that its layers, names and
+layouts are handled, not how well it trains.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.distributed.launcher import launch  # noqa: E402
+from tests.families.variants import COMPOSITE, DENSE, EXPERTS, HYBRIDS, VARIANTS  # noqa: E402
+
+SCRIPT = ROOT / "tests" / "families" / "scripts" / "family.py"
+PAGE = ROOT / "docs" / "models.md"
+AT_A_TIME = 16  # variants per launch: a launch costs as much as two of them
+PATIENCE = 3600.0
+SECTIONS = (
+    ("Dense", DENSE),
+    ("Mixtures of experts", EXPERTS),
+    ("With recurrences or convolutions", HYBRIDS),
+    ("Composite: the text part trains, the others are passed through", COMPOSITE),
+)
+Stages = dict[str, str]
+
+
+def measure(names: Sequence[str], directory: Path) -> dict[str, Stages]:
+    """Outcomes by variant and stage; a launch that ends early is taken up behind the variant in which it did."""
+    left = list(names)
+    while left:
+        group = left[:AT_A_TIME]
+        print(f"{len(names) - len(left)} of {len(names)} done; next: {', '.join(group)}", flush=True)
+        try:
+            output = launch(SCRIPT, str(directory), *group, timeout=PATIENCE).stdout
+        except subprocess.TimeoutExpired as error:
+            output = str(error.output)
+        (directory / f"{group[0]}.log").write_text(output)
+        begun = [name for name in group if (directory / f"{name}.json").exists()]
+        if not begun:  # not even the checkpoint could be written
+            reason = f"wrong: the launch ended: {output[-300:]}"
+            (directory / f"{group[0]}.json").write_text(json.dumps({"stages": {"start": reason}}))
+            begun = group[:1]
+        left = [name for name in left if name not in begun]
+    found = {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
+    return {name: one["stages"] for name, one in found.items()}
+
+
+def verdict(stages: Stages) -> tuple[str, str]:
+    """What a user may expect of a variant, in a word or two, and why."""
+    wrong = [f"{stage}: {outcome}" for stage, outcome in stages.items() if outcome.startswith("wrong")]
+    if wrong:
+        return "wrong", wrong[0]
+    refused = {stage: outcome for stage, outcome in stages.items() if outcome.startswith("refused")}
+    packing = refused.pop("packed", None)
+    if refused:
+        return "refused", next(iter(refused.values())).removeprefix("refused: ")
+    return ("works without packing", "") if packing else ("works", "")
+
+
+def table(results: dict[str, Stages]) -> str:
+    """The page docs/models.md."""
+    import torch
+    import transformers
+
+    verdicts = {name: verdict(stages) for name, stages in results.items()}
+    counts = Counter(kind for kind, _ in verdicts.values())
+    lines = [
+        "# Which models work",
+        "",
+        "This page is written by `python benchmarks/families.py --write`: "
+        + ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        + f", of {len(verdicts)} variants (torch {torch.__version__.partition('+')[0]}, transformers "
+        f"{transformers.__version__}, two CPU ranks under ZeRO-3).",
+        "",
+        "Each variant is a tiny random checkpoint, made from transformers' own configuration class with a quirk of the",
+        "published models. *Works* means that loading and exporting it changes no byte, that logits and gradients in",
+        "fp32 are those of transformers, that 12 steps of `fp8_static` and of `w4a16_g32` run, and that both exports",
+        "load without a missing or an unexpected key as the class that their `config.json` names and compute what",
+        "training saw. *Works without packing* means that transformers' code of this family lets packed samples see",
+        "each other, so that `data.packing` is refused. To try a model that is not listed, see",
+        "[adding a model](adding_a_model.md).",
+    ]
+    for title, variants in SECTIONS:
+        rows = [variant.name for variant in variants if variant.name in verdicts]
+        lines += ["", f"## {title}", "", "| model | | why |", "| --- | --- | --- |"] if rows else []
+        lines += [f"| {name} | {verdicts[name][0]} | {_cell(verdicts[name][1])} |" for name in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")[:300]
+
+
+def main() -> None:
+    """Measure and print; write the page if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="VARIANT", default=list(VARIANTS))
+    parser.add_argument("--keep", type=Path, help="directory for checkpoints and logs; removed at the end by default")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = arguments.keep or Path(scratch)
+        directory.mkdir(parents=True, exist_ok=True)
+        results = measure(arguments.only, directory)
+    page = table(results)
+    print(page)
+    if arguments.write:
+        PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

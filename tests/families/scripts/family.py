@@ -1,0 +1,259 @@
+"""Launched on every rank: takes variants of the zoo through everything that a user would do with such a model.
+
+    scripts/family.py DIRECTORY VARIANT...
+
+Rank 0 writes ``DIRECTORY/<variant>.json``, after every stage anew, so that a run that ends in the middle shows where:
+``{"stages": {stage: outcome}, "finished": bool}``. An outcome is "ok", "refused: <the project's own error>" or
+"wrong: <what>"; what no error of the project's names is wrong too.
+"""
+
+import json
+import math
+import re
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.cluster.join import join_ranks
+from engine.loop import Loop
+from engine.recipe.reading import RecipeError
+from engine.verify.check import compare_with_transformers
+from model.build import build_model
+from model.load import load_weights
+from model.ranks import RankError, is_main, raise_everywhere
+from model.save import export_model
+from tests.distributed.garbage import collect
+from tests.distributed.recipes import write_chats, write_recipe
+from tests.families.make import Variant
+from tests.families.variants import VARIANTS
+
+REFUSALS = (RankError, RecipeError)
+STEPS = 12
+ZERO_3 = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+ZERO_0: dict[str, Any] = {"zero_optimization": {"stage": 0}}
+NO_TEACHER = {"kd_weight": 0.0, "teacher": None}
+# fp32 sums in another order, through two to six layers; a wrong factor, mask or position gives 1e-2 and more.
+ROUNDING = 2e-4
+UNREAD = re.compile(r"\.experts\.\d+\.\w+\.input_scale$")
+LENGTHS = (7, 11)  # of two samples that share a packed row
+
+
+class Wrong(AssertionError):
+    """Something is not as transformers has it, and nobody said so."""
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by key."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118 (it cannot be iterated)
+    return found
+
+
+def same_keys(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Raise unless both checkpoints hold the same keys and shapes."""
+    missing, unexpected = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
+    if missing or unexpected:
+        raise Wrong(f"{len(missing)} keys missing {missing[:2]}, {len(unexpected)} unexpected {unexpected[:2]}")
+    shapes = [key for key in theirs if ours[key].shape != theirs[key].shape]
+    if shapes:
+        raise Wrong(f"other shapes: {shapes[:3]}")
+
+
+def plain(source: Path, out: Path) -> None:
+    """Load under ZeRO-3, export without quantising: the same keys and the same bytes."""
+    model = build_model(source, ZERO_3, dtype=torch.bfloat16, device=torch.device("cpu"))
+    load_weights(model, source, progress=False)
+    export_model(model, None, source, out)
+    ours, theirs = tensors_of(out), tensors_of(source)
+    same_keys(ours, theirs)
+    other = [key for key in theirs if not torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8))]
+    if other:
+        raise Wrong(f"{len(other)} tensors changed: {other[:3]}")
+
+
+def exact(variant: Variant, source: Path, out: Path) -> None:
+    """Logits and gradients in fp32 against transformers' own model, read from the same file."""
+    theirs = variant.model(dtype=torch.float32)
+    model = build_model(source, ZERO_0, dtype=torch.float32, device=torch.device("cpu")).eval()
+    load_weights(model, source, progress=False)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(7, 300, (2, 24), generator=generator)
+    logits = []
+    for one in (theirs, model):
+        one.config.use_cache = False
+        result = one(input_ids=ids, use_cache=False).logits.float()
+        torch.nn.functional.cross_entropy(result[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        logits.append(result.detach())
+    error = ((logits[0] - logits[1]).abs().max() / logits[0].std()).item()
+    if not error < ROUNDING:
+        raise Wrong(f"logits differ by {error:.2g} of their standard deviation")
+    for one in (theirs, model):
+        for parameter in one.parameters():
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    export_model(model, None, source, out)
+    if is_main():
+        theirs.save_pretrained(out.with_name(f"{out.name}-theirs"))
+    raise_everywhere(None)
+    ours, expected = tensors_of(out), tensors_of(out.with_name(f"{out.name}-theirs"))
+    for key in expected.keys() & ours.keys():
+        if not expected[key].is_floating_point():
+            continue
+        size = expected[key].abs().max().item()
+        difference = (ours[key] - expected[key]).abs().max().item()
+        if not difference <= ROUNDING * max(size, 1e-3):
+            raise Wrong(f"gradient of {key} differs by {difference:.2g}, its largest is {size:.2g}")
+
+
+@torch.no_grad()
+def leaks(variant: Variant) -> float:
+    """How much the logits of two samples differ, packed into a row, from those of each alone; standard deviations."""
+    model = variant.model()
+    generator = torch.Generator().manual_seed(2)
+    samples = [torch.randint(7, 300, (1, length), generator=generator) for length in LENGTHS]
+    alone = [model(input_ids=sample, use_cache=False).logits[0].float() for sample in samples]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    try:
+        packed = model(input_ids=torch.cat(samples, 1), position_ids=positions, use_cache=False).logits[0].float()
+    except TypeError:  # a class that knows no position_ids
+        packed = model(input_ids=torch.cat(samples, 1), use_cache=False).logits[0].float()
+    apart = torch.cat(alone)
+    return ((packed - apart).abs().max() / apart.std()).item()
+
+
+def recipe_of(directory: Path, name: str, source: Path, chats: Path, **sections: Any) -> Path:
+    """A recipe of 12 steps in bf16 under ZeRO-3 with an export."""
+    defaults: dict[str, Any] = {
+        "loss": NO_TEACHER,
+        "train": {"steps": STEPS, "gradient_accumulation_steps": 1, "quant_stats_every": 0},
+        "export": {"enabled": True},
+    }
+    return write_recipe(directory, name, source, chats, stage=3, dtype="bfloat16", **{**defaults, **sections})
+
+
+def train(recipe: Path) -> None:
+    """Run it; its export must load as the class that its config.json names, and compute what training saw."""
+    loop = Loop.from_recipe(recipe)
+    state = loop.run()
+    state.session.engine.destroy()
+    export = Path(loop.recipe.output_dir) / "export"
+    config = json.loads((export / "config.json").read_text())
+    cls = getattr(transformers, config["architectures"][0])
+    loaded, info = cls.from_pretrained(export, output_loading_info=True, dtype=torch.float32)
+    # It decompresses experts as it loads them and computes with bf16 inputs: vLLM alone reads these scales.
+    left = {kind: [key for key in keys if not UNREAD.search(str(key))] for kind, keys in info.items()}
+    problems = {kind: sorted(keys)[:3] for kind, keys in left.items() if keys}
+    if problems:
+        raise Wrong(f"{cls.__name__} finds {problems}")
+    del loaded
+    batches = [torch.randint(7, 300, (2, 24), generator=torch.Generator().manual_seed(3))]
+    report = compare_with_transformers(export, batches)
+    if not report.ok:
+        raise Wrong(f"verify: {report.problems[0]}")
+
+
+class Progress:
+    """The outcomes of one variant's stages, written by rank 0 as they come."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.stages: dict[str, str] = {}
+
+    def run(self, stage: str, work: Callable[[], Any]) -> bool:
+        """Run a stage on all ranks, and write down how it ended; whether it was ok."""
+        self._write(stage, "wrong: the process ended")
+        try:
+            work()
+            outcome = "ok"
+        except REFUSALS as error:
+            outcome = f"refused: {error}"
+        except Wrong as error:
+            outcome = f"wrong: {error}"
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            outcome = f"wrong: {type(error).__name__} in {Path(place.filename).name}:{place.lineno}: {error}"
+        self._write(stage, outcome)
+        if outcome.startswith("wrong") and not is_main():
+            print(f"rank 1: {stage}: {outcome}", flush=True)
+        collect()
+        return outcome == "ok"
+
+    def note(self, stage: str, outcome: str) -> None:
+        """Write down an outcome that was found otherwise."""
+        self._write(stage, outcome)
+
+    def finish(self) -> None:
+        """Say that no stage is left."""
+        self._write(None, "", finished=True)
+
+    def _write(self, stage: str | None, outcome: str, finished: bool = False) -> None:
+        if stage is not None:
+            self.stages[stage] = outcome
+        if is_main():
+            self._file.write_text(json.dumps({"stages": self.stages, "finished": finished}, indent=1))
+
+
+def take_through(variant: Variant, directory: Path) -> None:
+    """All stages of one variant."""
+    progress = Progress(directory / f"{variant.name}.json")
+    home = directory / variant.name.replace(", ", "-").replace(" ", "_")
+    source, fp32 = home / "source", home / "source-fp32"
+    chats = home / "chats.jsonl"
+    if is_main():
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+        variant.checkpoint(source)
+        variant.checkpoint(fp32, dtype=torch.float32)
+        write_chats(chats)
+    raise_everywhere(None)
+    progress.run("plain", lambda: plain(source, home / "plain"))
+    progress.run("exact", lambda: exact(variant, fp32, home / "gradients"))
+    try:
+        leak = leaks(variant)
+    except Exception as error:  # transformers' own: no packing then, and what follows goes on
+        leak = math.inf
+        progress.note("leak", f"{type(error).__name__}: {error}")
+    else:
+        progress.note("leak", f"{leak:.2g}")
+    packed = {"data": {"packing": True, "micro_batch_size": 1}}
+    if leak > ROUNDING:
+        tried = recipe_of(home, "packed", source, chats, **packed)
+        if progress.run("packed", lambda: train(tried)):
+            progress.note("packed", "wrong: packed samples see each other, and training goes on")
+    for scheme in ("fp8_static", "w4a16_g32"):
+        sections = packed if scheme == "fp8_static" and leak <= ROUNDING else {}
+        recipe = recipe_of(home, scheme, source, chats, quant={"scheme": scheme, "calibration_batches": 2}, **sections)
+        progress.run(scheme, lambda recipe=recipe: train(recipe))
+    progress.finish()
+
+
+def main() -> None:
+    """Variants in the order given, one process group for all of them."""
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    directory = Path(arguments[0])
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    join_ranks()
+    for name in arguments[1:]:
+        take_through(VARIANTS[name], directory)
+    last = directory / f"{arguments[-1]}.json"
+    while not is_main() and not json.loads(last.read_text())["finished"]:
+        time.sleep(0.1)  # gloo may lose what was sent by a rank that ended
+
+
+if __name__ == "__main__":
+    main()
