@@ -19,6 +19,7 @@ from engine.schedule import lr_factor
 from engine.session.optimizer import SCALE_GROUPS, trained_scales
 from engine.session.session import Session
 from engine.state import LoopState, StepResult
+from model.head import LogitFunction
 from model.ranks import RankError, reduce_over_ranks, world_size
 from model.zero import backward, gathered, global_gradient_norm, gradient_norm
 from quant import recomputing, weights_changed
@@ -223,13 +224,20 @@ def _micro_batch(
     inputs: dict[str, Any] = {**model_inputs(batch), "use_cache": False}
     sight = teacher.look(inputs, batch) if teacher is not None else None
     gradient_scale = session.loss_scale.value if session.loss_scale is not None else 1.0
-    task = _LossesAtHead(batch["labels"], sight, objective, scale, gradient_scale, diagnostics and sight is not None)
+    task = _LossesAtHead(
+        batch["labels"],
+        sight,
+        objective,
+        scale,
+        gradient_scale,
+        diagnostics and sight is not None,
+        session.head.function,
+    )
     with session.head.computing(task), OnHost() if to_host else nullcontext():
         output = session.engine(**inputs)
     assert task.result is not None, "the model's forward does not end in its lm_head"
-    session.head.check(output.logits, type(session.model).__name__)
-    # The output, not what the task returned: under stage 3 the engine's hooks hang on it.
-    total, sums = output.logits, task.result.sums
+    total = session.head.taken(output.logits, type(session.model).__name__)
+    sums = task.result.sums
     if session.recipe.learnable.router:
         sums[ROUTER_AUX] = torch.zeros_like(sums["lm"])
         if (aux := getattr(output, "aux_loss", None)) is not None:
@@ -250,6 +258,7 @@ class _LossesAtHead:
     scale: float
     gradient_scale: float
     diagnostics: bool
+    function: LogitFunction
     result: LossResult | None = None
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -265,5 +274,6 @@ class _LossesAtHead:
                 scale=self.scale,
                 gradient_scale=self.gradient_scale,
                 diagnostics=self.diagnostics,
+                function=self.function,
             )
         return self.result.total

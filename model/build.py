@@ -30,8 +30,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from model import zero
 from model.experts import Form, arrange_experts
-from model.ranks import errors_on_all_ranks, raise_everywhere
-from model.towers import empty_model, take_out_towers
+from model.ranks import errors_on_all_ranks, raise_everywhere, say
+from model.towers import empty_model, model_class, take_out_towers
+
+AUTO = "auto"  # the attention that a class has
 
 
 def build_model(
@@ -41,7 +43,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str = AUTO,
     experts: Form = "stacked",
     quantized: bool = False,
 ) -> PreTrainedModel:
@@ -55,7 +57,8 @@ def build_model(
         dtype: of all parameters.
         device: of the buffers, and on stages 0-2 of the parameters.
         trust_remote_code: whether Python code in ``path`` may be run.
-        attn_implementation: as transformers names them ("sdpa", "eager", "flash_attention_2", ...).
+        attn_implementation: as transformers names them ("sdpa", "eager", "flash_attention_2", ...), or "auto": sdpa,
+            and eager where transformers refuses that for this class.
         experts: the form of MoE layers, see :mod:`model.experts`.
         quantized: the checkpoint is a compressed one, to be read by ``model.compressed``: build what it was before.
 
@@ -66,11 +69,12 @@ def build_model(
     path = Path(path)
     with errors_on_all_ranks(Exception):
         _check_dtype(ds_config, dtype)
-        config = _read_config(path, trust_remote_code, quantized)
+        config = read_config(path, trust_remote_code, quantized)
+        attention = attention_for(config, attn_implementation)
+        if attn_implementation == AUTO and attention != "sdpa":
+            say(f"attention: {attention}, for {type(config).__name__} has no sdpa; it takes more memory and time")
         with _parameters_on_meta(dtype), no_init_weights():
-            model = empty_model(
-                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-            )
+            model = empty_model(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code)
             take_out_towers(model)
             arrange_experts(model, experts)
         # no_init_weights switches off the method that ties them.
@@ -80,6 +84,17 @@ def build_model(
     raise_everywhere(_untied(model))
     check_rotary_buffers(model)
     return model
+
+
+def attention_for(config: PretrainedConfig, name: str) -> str:
+    """The attention implementation that ``name`` means for a model: "auto" is sdpa, or eager where its class has none.
+
+    A class that transformers does not know (remote code) is taken to have it.
+    """
+    if name != AUTO:
+        return name
+    kind = model_class(config)
+    return "sdpa" if kind is None or kind._supports_sdpa else "eager"
 
 
 def check_rotary_buffers(model: nn.Module) -> None:
@@ -110,7 +125,7 @@ def _check_dtype(ds_config: dict[str, Any], dtype: torch.dtype) -> None:
         )
 
 
-def _read_config(path: Path, trust_remote_code: bool, quantized: bool) -> PretrainedConfig:
+def read_config(path: Path, trust_remote_code: bool, quantized: bool) -> PretrainedConfig:
     """Read the model's configuration. Raises errors that say what a user can do about them."""
     file = path / "config.json"
     if not file.is_file():

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from model.build import build_model
+from model.build import AUTO, build_model
 from model.load import keys_left_unread, missing_keys
 from model.names import Names, Piece, module_name_on_disk, own_tensors
 from model.ranks import errors_on_all_ranks, listed
@@ -40,7 +40,7 @@ def load_compressed(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str = AUTO,
 ) -> tuple[PreTrainedModel, Quantization]:
     """Build the model of a compressed checkpoint and fill it; in eval mode, all fake quantisation on (but of 8-bit
     weights with zero points in bf16, which are as they come out of it), scales frozen.
@@ -53,7 +53,7 @@ def load_compressed(
         dtype: of the weights and of the computation. In bf16 dequantised weights are rounded as in training.
         device: where the model goes, CPU by default.
         trust_remote_code: whether Python code in ``directory`` may be run.
-        attn_implementation: as transformers names them.
+        attn_implementation: as of :func:`model.build.build_model`.
 
     Raises:
         RankError: no quantization_config or one with other numerics; a damaged file; keys that are missing, unexpected

@@ -9,13 +9,16 @@ model does around its layers) and no [tokens, vocabulary] tensor has to exist:
 * a :class:`HiddenStates` has none. A model that only runs forward, whose lm_head somebody else gathers and calls,
   returns its hidden states.
 
-Either works for models alone that return as logits just what lm_head gave: :func:`changes_logits` reads that from their
-configuration, and :meth:`StandIn.check` sees it in their first forward.
+Some models go on from what lm_head gave: they multiply the logits, or cap them softly. Their configuration proposes a
+:class:`LogitFunction`, and :func:`settle_function` finds out in a forward of two tokens whether the model computes just
+that. Then losses apply the function to the logits that they compute, and what the model makes of the losses themselves
+is left unused. Of all other models :meth:`StandIn.check` sees in their first forward that they change nothing.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +30,61 @@ from quant import QuantLinear
 Task = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """hidden states [B, T, H], weight [V, H], bias [V] or None -> what the model returns as its logits"""
 
-# By name, the value with which it changes nothing. Beside None, which never does.
-CHANGES_LOGITS = {
-    "final_logit_softcapping": None,  # gemma2, gemma3, nanochat, ...
-    "logits_soft_cap": None,  # recurrent_gemma
-    "output_logit_soft_cap": None,  # xlstm
-    "logit_scale": 1.0,  # cohere
-    "logits_scaling": 1.0,  # granite
-    "lm_head_multiplier": 1.0,  # falcon_h1
-    "output_multiplier": 1.0,
-}
+# Names in a configuration of what happens to logits after lm_head. None never does anything.
+CAPS = (
+    "final_logit_softcapping",  # gemma2, gemma3, gemma4, nanochat, ...
+    "logits_soft_cap",  # recurrent_gemma
+    "output_logit_soft_cap",  # xlstm
+)
+FACTORS = (
+    "logit_scale",  # cohere
+    "lm_head_multiplier",  # falcon_h1
+    "output_multiplier",
+)
+DIVISORS = ("logits_scaling",)  # granite
+# What goes through a model in the place of logits, to see what it makes of them: both signs, small and far beyond caps.
+PROBE = (-300.0, -40.0, -7.0, -1.0, -0.125, 0.0, 0.0625, 0.5, 3.0, 20.0, 90.0, 500.0)
+
+
+class LogitFunction(NamedTuple):
+    """What a model computes from the output z of its lm_head: ``factor z``, or ``cap tanh(factor z / cap)``."""
+
+    factor: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, output: Tensor) -> Tensor:
+        """``output`` of lm_head, of any shape, to logits of the same shape and dtype; itself where they are equal."""
+        if self == UNCHANGED:
+            return output
+        logits = output * self.factor
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    def chain_(self, gradient: Tensor, logits: Tensor) -> None:
+        """Turn the gradient of a loss with respect to ``logits`` into that with respect to lm_head's output, in place.
+
+        The derivative is ``factor``, with a cap times ``1 - tanh^2 = 1 - (logits / cap)^2``.
+        """
+        if self == UNCHANGED:
+            return
+        gradient.mul_(self.factor)
+        if self.cap is not None:
+            gradient.mul_((logits / self.cap).square_().neg_().add_(1.0))
+
+
+UNCHANGED = LogitFunction()
+
+
+def proposed_function(config: PretrainedConfig) -> LogitFunction:
+    """The function of logits that a configuration proposes; which one the model computes, only a forward shows."""
+    text = config.get_text_config()
+
+    def value(name: str) -> float:
+        found = getattr(text, name, None)
+        return 1.0 if found is None else float(found)
+
+    factor = math.prod(value(name) for name in FACTORS) / math.prod(value(name) for name in DIVISORS)
+    cap = next((float(found) for name in CAPS if (found := getattr(text, name, None)) is not None), None)
+    return LogitFunction(factor, cap)
 
 
 def hidden_states(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -45,16 +93,56 @@ def hidden_states(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class StandIn(nn.Module):
-    """A module in lm_head's place that gives something else than logits."""
+    """A module in lm_head's place that gives something else than logits.
 
+    Attributes:
+        function: what the model makes of the output of its lm_head, see :func:`settle_function`.
+    """
+
+    function = UNCHANGED
     _checked = False
+    _probing = False
     _given: Tensor | None = None  # the last that was given, until it has been checked
+    _caught: Tensor | None = None  # the last that was given, with the hooks of the module's call on it
 
     def give(self, instead: Tensor) -> Tensor:
-        """Return ``instead``, which :meth:`check` expects to find in the model's output."""
+        """Return ``instead``, which :meth:`taken` finds again behind the model's forward."""
+        if self._probing:
+            return instead.new_tensor(PROBE).expand(*instead.shape[:-1], -1)
         if not self._checked:
             self._given = instead.detach()
         return instead
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Around a forward of the model, so that :meth:`taken` has what was given, whatever the model makes of it."""
+        if self.function == UNCHANGED:
+            yield
+            return
+
+        def catch(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            self._caught = output
+
+        # The last hook: under stage 3 the engine's own, which wrap the output, must have run.
+        hook = self.register_forward_hook(catch)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def taken(self, logits: Tensor, model: str) -> Tensor:
+        """What this module gave in the forward that returned ``logits``; a collective in the first call alone.
+
+        Raises:
+            RankError: see :meth:`check`.
+        """
+        if self.function == UNCHANGED:
+            self.check(logits, model)
+            # The model's output, not what was given: under stage 3 the engine's hooks hang on it.
+            return logits
+        caught, self._caught = self._caught, None
+        assert caught is not None, f"the forward of {model} does not end in its lm_head, or was not within catching()"
+        return caught
 
     def check(self, logits: Tensor, model: str) -> None:
         """Check that a model returned as its logits what this module gave it; a collective in the first call alone.
@@ -128,7 +216,8 @@ class LMHead(StandIn):
             raise RuntimeError("lm_head computes a task already: these blocks must not nest")
         self._task = task
         try:
-            yield
+            with self.catching():
+                yield
         finally:
             self._task = None
 
@@ -168,31 +257,50 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
         return QuantLinear.used_weight(self)
 
 
-def changes_logits(config: PretrainedConfig) -> str | None:
-    """Why losses cannot be computed from the hidden states of a model: its logits are more than lm_head's output."""
-    text = config.get_text_config()
-    found = [
-        f"{name}: {value}"
-        for name, neutral in CHANGES_LOGITS.items()
-        if (value := getattr(text, name, None)) not in (None, neutral)
+@torch.no_grad()
+def settle_function(stand_in: StandIn, forward: Callable[[Tensor], Tensor], config: PretrainedConfig) -> None:
+    """Find out what a model makes of its lm_head's output, and set ``stand_in.function``; a collective if it does so.
+
+    Models whose configuration proposes nothing run no forward here.
+
+    Args:
+        stand_in: what stands in lm_head's place.
+        forward: runs the model on token ids [1, 2] and returns its logits.
+        config: the model's.
+
+    Raises:
+        RankError: on every rank: the model computes neither what its configuration proposes nor the identity.
+    """
+    proposed = proposed_function(config)
+    if proposed == UNCHANGED:
+        return
+    stand_in._probing = True
+    try:
+        found = forward(torch.ones(1, 2, dtype=torch.int64)).float()
+    finally:
+        stand_in._probing = False
+    probe = found.new_tensor(PROBE).expand(*found.shape[:-1], -1)
+    # Models compute it in their own dtype: bf16 rounds each of three operations by 2^-9 at most.
+    matching = [
+        function
+        for function in (proposed, UNCHANGED)
+        if found.shape == probe.shape and torch.allclose(found, function(probe), rtol=2**-6, atol=1e-6)
     ]
-    if not found:
-        return None
-    return (
-        f"{type(config).__name__} ({config.model_type}) changes its logits after lm_head ({', '.join(found)} in "
-        "config.json), expected logits that are lm_head's output: losses and distillation of such models are not "
-        "supported"
+    raise_everywhere(
+        None
+        if matching
+        else f"{type(config).__name__} ({config.model_type}) changes its logits after lm_head in another way than its "
+        f"configuration says ({proposed}): its losses cannot be computed from the hidden states"
     )
+    stand_in.function = matching[0]
 
 
 def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
     """Name and module of the model's output embedding.
 
     Raises:
-        ValueError: the model changes its logits after it, there is none, or it is no plain nn.Linear, quantised or not.
+        ValueError: there is none, or it is no plain nn.Linear, quantised or not.
     """
-    if problem := changes_logits(model.config):
-        raise ValueError(problem)
     module = model.get_output_embeddings()
     if type(module) not in (nn.Linear, PlainHead, QuantLinear, QuantHead):
         raise ValueError(
@@ -223,8 +331,7 @@ def take_out_head(model: PreTrainedModel) -> tuple[nn.Module, HiddenStates]:
     """Take the output embedding, of whatever class, out of a model that only runs forward.
 
     Under ZeRO-3 nothing gathers its Parameters from then on but who calls it (``model.zero.gathered``), on as many
-    hidden states at a time as the caller wants logits of. Before ``deepspeed.initialize``, for a model that
-    :func:`changes_logits` finds nothing wrong with.
+    hidden states at a time as the caller wants logits of. Before ``deepspeed.initialize``.
 
     Returns:
         The output embedding, and what stands in its place.

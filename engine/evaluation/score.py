@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from data.samples import IGNORE
 from engine.losses.chunked import row_blocks
 from engine.session.engines import initialize_frozen
-from model.head import HiddenStates, changes_logits, take_out_head
+from model.head import HiddenStates, settle_function, take_out_head
 from model.ranks import RankError, errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
 from model.zero import gathered
 
@@ -66,17 +66,17 @@ class ScoringModel:
 
     Attributes:
         body: the model (an engine under stage 3), which returns what goes into ``head`` as its logits.
-        head: lm_head, which nothing gathers but this class; an ``nn.Identity`` where the model keeps its own.
+        head: lm_head, which nothing gathers but this class.
         device: where batches go.
         context: tokens that the model was made for, None if its configuration does not say.
-        stand_in: stands in the body where ``head`` stood; None where the model keeps its own.
+        stand_in: stands in the body where ``head`` stood.
     """
 
     body: nn.Module
     head: nn.Module
     device: torch.device
     context: int | None
-    stand_in: HiddenStates | None
+    stand_in: HiddenStates
 
     @torch.no_grad()
     def log_likelihoods(self, inputs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,9 +90,9 @@ class ScoringModel:
         Raises:
             RankError: the model goes on from its logits in a way that its configuration does not show.
         """
-        hidden = self.body(input_ids=inputs, attention_mask=mask, use_cache=False).logits  # [B, T, H]
-        if self.stand_in is not None:
-            self.stand_in.check(hidden, type(self.body).__name__)
+        with self.stand_in.catching():
+            output = self.body(input_ids=inputs, attention_mask=mask, use_cache=False)
+        hidden = self.stand_in.taken(output.logits, type(self.body).__name__)  # [B, T, H]
         valid = labels != IGNORE
         rows, targets = hidden[valid], labels[valid]  # [N, H], [N]
         found = torch.empty(len(targets), dtype=torch.float32, device=rows.device)
@@ -101,7 +101,7 @@ class ScoringModel:
             for start in range(0, len(targets), CHUNK_TOKENS):
                 logits = self.head(rows[start : start + CHUNK_TOKENS])  # [C, V]
                 for block in row_blocks(logits):
-                    some = logits[block].float()
+                    some = self.stand_in.function(logits[block].float())
                     at = slice(start + block.start, start + block.start + len(some))
                     wanted = targets[at].unsqueeze(-1)
                     found[at] = some.gather(-1, wanted).squeeze(-1) - some.logsumexp(-1)
@@ -112,15 +112,14 @@ class ScoringModel:
 def scoring_model(
     model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
 ) -> ScoringModel:
-    """``model`` without its lm_head, frozen, and sharded if ``ds_config`` says so (it was then built under it).
-
-    Models that change their logits after lm_head keep it: whole logits of a batch exist then.
-    """
+    """``model`` without its lm_head, frozen, and sharded if ``ds_config`` says so (it was then built under it)."""
     context = context_length(model.config)
     with errors_on_all_ranks(ValueError):
-        head, stand_in = (nn.Identity(), None) if changes_logits(model.config) else take_out_head(model)
+        head, stand_in = take_out_head(model)
     head.requires_grad_(False).eval()
-    return ScoringModel(initialize_frozen(model, ds_config or {}), head, device, context, stand_in)
+    body = initialize_frozen(model, ds_config or {})
+    settle_function(stand_in, lambda ids: body(input_ids=ids.to(device), use_cache=False).logits, model.config)
+    return ScoringModel(body, head, device, context, stand_in)
 
 
 def context_length(config: PretrainedConfig) -> int | None:

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from data.samples import IGNORE
 from engine.losses.kd import TopK
 from engine.losses.objective import Objective, block_losses
+from model.head import UNCHANGED, LogitFunction
 
 # Elements of one fp32 block, by device: small enough for a core's cache, large enough that launching costs little.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
@@ -41,13 +42,14 @@ class TeacherHidden:
     """A teacher in memory: its hidden states before lm_head [..., H'], and its lm_head [V', H'], [V'].
 
     ``vocabulary``: the two are compared on token ids below it, each renormalised there; None: on all ids, which must
-    then be as many.
+    then be as many. ``function``: what the teacher makes of its lm_head's output.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None = None
     vocabulary: int | None = None
+    function: LogitFunction = UNCHANGED
 
 
 class TeacherTopK(NamedTuple):
@@ -81,6 +83,7 @@ def chunked_losses(
     scale: float = 1.0,
     gradient_scale: float = 1.0,
     diagnostics: bool = False,
+    function: LogitFunction = UNCHANGED,
 ) -> LossResult:
     """All losses of the positions whose label is not -100, see the module's docstring.
 
@@ -96,6 +99,7 @@ def chunked_losses(
             dtype times this, and divided by it when they are handed out. A power of two changes nothing else.
         diagnostics: also sum KL(p || q), KL(q || p) and how often both models' most likely token is the same; they need
             a teacher in memory.
+        function: what the student makes of its lm_head's output.
 
     Raises:
         ValueError: shapes that do not belong together, or a user's loss that returns something else than one number per
@@ -113,7 +117,7 @@ def chunked_losses(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     ]
     names = objective.parts(distils=teacher is not None, diagnostics=diagnostics)
-    job = _Job(objective, teacher, scale, gradient_scale, diagnostics, names, wanted)
+    job = _Job(objective, teacher, scale, gradient_scale, diagnostics, names, wanted, function)
     total, sums = _ChunkedLosses.apply(hidden, weight, bias, labels.flatten()[positions], positions, job)
     return LossResult(total, dict(zip(names, sums.unbind(), strict=True)))
 
@@ -145,6 +149,7 @@ class _Job(NamedTuple):
     Attributes:
         names: of the parts that are computed, in their order.
         wanted: whether hidden states, weight and bias need a gradient, in this order.
+        function: what the student makes of its lm_head's output.
     """
 
     objective: Objective
@@ -154,6 +159,7 @@ class _Job(NamedTuple):
     diagnostics: bool
     names: list[str]
     wanted: list[bool]
+    function: LogitFunction
 
     @property
     def factor(self) -> float:
@@ -245,18 +251,18 @@ def _teacher_rows(teacher: Teacher | None, positions: Tensor) -> Callable[[slice
         return lambda chunk: lambda block: TopK(*(tensor[chunk][block] for tensor in top))
     flat = teacher.hidden.reshape(-1, teacher.hidden.shape[-1])
     bias = teacher.bias[: teacher.vocabulary] if teacher.bias is not None else None
-    project = _Projection(teacher.weight[: teacher.vocabulary], bias)
+    project, function = _Projection(teacher.weight[: teacher.vocabulary], bias), teacher.function
 
     def of_chunk(chunk: slice) -> BlockTeacher:
         logits = project(flat.index_select(0, positions[chunk]))
-        return lambda block: logits[block].to(_work_dtype(logits.dtype))
+        return lambda block: function(logits[block].to(_work_dtype(logits.dtype)))
 
     return of_chunk
 
 
 def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tensor, job: _Job, values: Tensor) -> None:
     """Losses of R tokens into ``values`` [parts, R]; ``logits`` [R, V] become their gradient if one is wanted."""
-    student = logits.to(_work_dtype(logits.dtype))
+    student = job.function(logits.to(_work_dtype(logits.dtype)))
     gradient = torch.zeros_like(student) if any(job.wanted) else None
     block_losses(
         job.objective,
@@ -270,6 +276,7 @@ def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tens
         diagnostics=job.diagnostics,
     )
     if gradient is not None:
+        job.function.chain_(gradient, student)
         logits.copy_(gradient)
 
 

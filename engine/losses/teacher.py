@@ -20,7 +20,7 @@ from data.samples import IGNORE
 from data.teacher_cache import TeacherCache
 from engine.losses import chunked as losses
 from engine.losses.kd import TopK
-from model.head import LMHead, hidden_states
+from model.head import HiddenStates, LMHead, hidden_states
 from model.zero import forward_only
 from quant import Quantization, QuantLinear
 
@@ -55,20 +55,25 @@ class ModelTeacher(Teacher):
     """A model of its own, frozen.
 
     Attributes:
-        module: the model (an engine under stage 3), without its lm_head: it returns hidden states as logits.
+        module: the model (an engine under stage 3), without its lm_head.
+        stand_in: what stands there in its lm_head's place.
         head: its lm_head, which is gathered only while the losses are computed with what :meth:`look` returns.
         vocabulary: see :class:`engine.losses.chunked.TeacherHidden`.
     """
 
     module: nn.Module
+    stand_in: HiddenStates
     head: nn.Linear | QuantLinear
     vocabulary: int | None
 
     def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
         """Run the model; a collective under stage 3."""
-        with torch.no_grad():
-            hidden = self.module(**inputs).logits  # [B, T, H]
-        teacher = losses.TeacherHidden(hidden, self.head.weight, self.head.bias, self.vocabulary)
+        with torch.no_grad(), self.stand_in.catching():
+            logits = self.module(**inputs).logits
+        hidden = self.stand_in.taken(logits, "the teacher")  # [B, T, H]
+        teacher = losses.TeacherHidden(
+            hidden, self.head.weight, self.head.bias, self.vocabulary, self.stand_in.function
+        )
         return Sight(teacher, list(self.head.parameters()))
 
 
@@ -83,19 +88,32 @@ class SelfTeacher(Teacher):
     head: LMHead
     quantization: Quantization
 
-    @torch.no_grad()
     def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
         """Run the student as it was: eval mode, nothing quantised, no observer watching; then all as before."""
-        was_training = self.engine.training
-        self.engine.eval()
-        try:
-            with self.quantization.paused(), self.head.computing(hidden_states), forward_only(self.engine):
-                hidden = self.engine(**inputs).logits
-        finally:
-            self.engine.train(was_training)
+        logits = unquantised_forward(self.engine, self.head, self.quantization, inputs)
+        hidden = self.head.taken(logits, "the student")
         # The head's own weight, not the one that the student's losses are computed with, which may be quantised. It is
         # whole where they are computed, and no gradient flows to it through a teacher.
-        return Sight(losses.TeacherHidden(hidden, self.head.weight, self.head.bias))
+        function = self.head.function
+        return Sight(losses.TeacherHidden(hidden, self.head.weight, self.head.bias, function=function))
+
+
+@torch.no_grad()
+def unquantised_forward(
+    engine: nn.Module, head: LMHead, quantization: Quantization, inputs: dict[str, Any]
+) -> torch.Tensor:
+    """What the student in training returns as its logits where its lm_head gives hidden states; a collective.
+
+    It runs in eval mode, nothing is quantised and no observer watches; then all is as before.
+    """
+    was_training = engine.training
+    engine.eval()
+    try:
+        with quantization.paused(), head.computing(hidden_states), forward_only(engine):
+            logits: torch.Tensor = engine(**inputs).logits
+    finally:
+        engine.train(was_training)
+    return logits
 
 
 @dataclass

@@ -8,6 +8,7 @@ import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from engine.memory.meta_step import Event, record_step, representatives
 from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES
 from engine.session.student import empty_student, quantise_student
-from model.build import build_model
+from model.build import attention_for, build_model, read_config
 from model.experts import ExpertMLPs
 from model.head import LMHead, QuantHead, hidden_states, install_head, output_head, take_out_head
+from model.ranks import errors_on_all_ranks
 from quant import Quantization, QuantLinear
 
 META = torch.device("meta")
@@ -58,7 +60,9 @@ def meta_student(recipe: Recipe) -> MetaStudent:
     # On stage 0 nothing is partitioned. With one micro-batch per step no codes of weights are kept for the next one:
     # engine.memory.zero_states counts those. Nothing is computed, so nothing is compiled.
     train = dataclasses.replace(recipe.train, gradient_accumulation_steps=1, compile=False)
-    model_section = dataclasses.replace(recipe.model, attn_implementation=_attention(recipe))
+    attention = _attention(recipe, recipe.model.path)
+    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attn_implementation=attention))
+    model_section = dataclasses.replace(recipe.model, attn_implementation=attention_on_meta(attention))
     plain = dataclasses.replace(recipe, model=model_section, train=train)
     config = _stage_0(recipe)
     model, named = empty_student(plain, config, META)
@@ -83,7 +87,7 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
         dtype=DTYPES[recipe.model.dtype],
         device=META,
         trust_remote_code=recipe.model.trust_remote_code,
-        attn_implementation=_attention(recipe),
+        attn_implementation=attention_on_meta(_attention(recipe, str(recipe.loss.teacher))),
         experts=recipe.model.experts,
     )
     _, head = output_head(model)
@@ -95,8 +99,11 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
     return MetaTeacher(model, head)
 
 
-def _attention(recipe: Recipe) -> str:
-    return attention_on_meta(recipe.model.attn_implementation)
+def _attention(recipe: Recipe, path: str) -> str:
+    """The attention that the run will take for the model in ``path``. Raises RankError on every rank."""
+    with errors_on_all_ranks(Exception):
+        config = read_config(Path(path), recipe.model.trust_remote_code, False)
+    return attention_for(config, recipe.model.attn_implementation)
 
 
 def _stage_0(recipe: Recipe) -> dict[str, Any]:

@@ -38,8 +38,9 @@ class ModelRecipe:
     """Directory of the checkpoint: config.json, safetensors files, tokenizer. Relative to the current directory."""
     trust_remote_code: bool = False
     """Run the Python files that the checkpoint directory brings along. They can do anything: read them first."""
-    attn_implementation: str = "sdpa"
-    """Attention of transformers: sdpa, eager, flash_attention_2, ... (flash_attention_2 needs its own package)."""
+    attn_implementation: str = "auto"
+    """Attention of transformers: sdpa, eager, flash_attention_2 (which needs its own package), ...
+    auto: sdpa, or eager for the few models without it."""
     load: Literal["direct", "rank0"] = "direct"
     """direct: each rank reads only its own slices of the files; rank0: rank 0 reads all and sends, which is slow."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"

@@ -11,10 +11,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.samples import Sample
-from engine.losses.teacher import SelfTeacher, Teacher
+from engine.losses.teacher import SelfTeacher, Teacher, unquantised_forward
 from engine.recipe.recipe import Recipe
 from engine.session.context import RunContext
 from engine.session.engines import initialize_frozen, initialize_student
@@ -23,7 +24,7 @@ from engine.session.loss_scale import LossScale
 from engine.session.student import build_student, initial_scales
 from engine.session.teacher import load_teacher, open_cached_teacher
 from model.coded import gather_codes
-from model.head import LMHead, QuantHead, install_head, output_head
+from model.head import LMHead, QuantHead, install_head, output_head, settle_function
 from model.ranks import errors_on_all_ranks
 from model.scales import release_scales
 from quant import Quantization
@@ -92,6 +93,13 @@ def build_session(
     engine = initialize_student(recipe, ds_config, model) if optimizer else initialize_frozen(model, ds_config)
     if optimizer:
         release_scales(engine, quantization)
+    if head is not None:
+
+        def forward(ids: Tensor) -> Tensor:
+            inputs = {"input_ids": ids.to(device), "use_cache": False}
+            return unquantised_forward(engine, head, quantization, inputs)
+
+        settle_function(head, forward, model.config)
     if head is not None and teacher_kind == "self":
         teacher = SelfTeacher(engine, head, quantization)
     # The forms in which weights are gathered: the engine's hooks are there now, and no forward has run.

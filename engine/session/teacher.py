@@ -13,7 +13,7 @@ from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES, RunContext
 from engine.session.engines import initialize_frozen
 from model.build import build_model
-from model.head import output_head, take_out_head
+from model.head import output_head, settle_function, take_out_head
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, rank, say, world_size
 
@@ -57,8 +57,12 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
         )
     report = load_weights(model, path, method=recipe.model.load)
     say(f"teacher: {report.summary()}")
-    take_out_head(model)
-    return ModelTeacher(initialize_frozen(model, context.ds_config), linear.requires_grad_(False), vocabulary)
+    _, stand_in = take_out_head(model)
+    module = initialize_frozen(model, context.ds_config)
+    settle_function(
+        stand_in, lambda ids: module(input_ids=ids.to(context.device), use_cache=False).logits, model.config
+    )
+    return ModelTeacher(module, stand_in, linear.requires_grad_(False), vocabulary)
 
 
 def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> CachedTeacher:

@@ -5,6 +5,7 @@ file's tensors into them, fuse q/k/v and gate/up into one layer with one scale p
 kept), and have MoE routers as Linears.
 """
 
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -12,13 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.compressed import is_ignored, quantized_keys, read_quantization_config, read_tensor
-from model.names import module_name_on_disk
+from model.names import Names, module_name_on_disk, own_tensors
 from model.ranks import listed
 from model.save import is_router
 from model.scales import cache_keys
 from model.shards import Checkpoint, Reader, read_headers
 from quant import Quantization, QuantLayer
 from quant.export import packed_shapes, unpack_weight, weight_codes
+
+STORED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_files(directory: Path, model: PreTrainedModel, quantization: Quantization) -> list[str]:
@@ -84,12 +87,14 @@ def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: 
 
 
 def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
-    """The dtype in which the checkpoint stores what is not quantised; it is read from a norm."""
+    """The dtype in which the checkpoint stores what is not quantised: that of most of its other tensors."""
     checkpoint = read_headers(directory)
-    norm = next(name for name, parameter in model.named_parameters() if name.endswith("norm.weight"))
-    dtype = checkpoint.tensors[f"{module_name_on_disk(model, norm.removesuffix('.weight'))}.weight"].dtype
-    assert dtype is not None, "load_compressed has read it"
-    return dtype
+    names = Names(model)
+    found = (checkpoint.tensors.get(names.key(name)) for name, tensor in own_tensors(model).items())
+    dtypes = Counter(each.dtype for each in found if each is not None and each.dtype in STORED)
+    if not dtypes:
+        raise ValueError(f"{directory} holds no tensor that is not quantised")
+    return next(dtype for dtype, _ in dtypes.most_common() if dtype is not None)
 
 
 def _routers_not_ignored(directory: Path, model: PreTrainedModel) -> list[str]:

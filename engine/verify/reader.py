@@ -43,7 +43,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 from engine.verify.files import dtype_on_disk
 from model.compressed import quantized_keys, read_tensor
 from model.names import module_name_on_disk
-from model.ranks import listed
+from model.ranks import RankError, listed
 from model.scales import cache_keys
 from model.shards import Reader, read_headers
 from model.towers import empty_model, model_class
@@ -93,6 +93,9 @@ def load_theirs(
         directory: the checkpoint.
         model, quantization: what ``load_compressed(directory)`` returned.
         trust_remote_code: whether Python code in the directory may be run.
+
+    Raises:
+        RankError: transformers raises an error of its own.
     """
     # The eager experts multiply expert by expert, as we do; the default sums in another order.
     moe = any(is_expert(name) for name, _ in model.named_parameters())
@@ -103,7 +106,12 @@ def load_theirs(
     if not_loaded(model, quantization) is None:
         if shifted := _has_zero_points(quantization):
             options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-        theirs, info = kind.from_pretrained(directory, local_files_only=True, **options, **trust)
+        try:
+            theirs, info = kind.from_pretrained(directory, local_files_only=True, **options, **trust)
+        except Exception as error:  # whatever its class does while it loads
+            raise RankError(
+                f"transformers fails to load {directory} as {model.config.model_type}: {type(error).__name__}: {error}"
+            ) from error
         if not shifted:
             theirs.hf_quantizer.compressor.decompress_model(theirs)
     else:

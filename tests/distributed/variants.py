@@ -11,9 +11,11 @@ from engine.recipe.reading import load_recipe
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import load_result, plain_weights
 from tests.distributed.recipes import write_chats, write_recipe
+from tests.families.variants import VARIANTS
 from tests.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "engine" / "scripts" / "variants.py"
+TINY = ("qwen3", "llama", "qwen3_moe")
 EVEN = "even"  # a model whose sizes are multiples of 32
 NO_TEACHER = {"kd_weight": 0.0, "teacher": None}
 
@@ -24,7 +26,7 @@ class Variant:
 
     Attributes:
         sections: of its recipe, ``stage`` among them.
-        model: the architecture of a tiny checkpoint, or ``EVEN``.
+        model: the architecture of a tiny checkpoint, ``EVEN``, or the name of one of tests.families.
         dtype: of the model.
         action: a name in ``ACTIONS`` of the script that runs it.
     """
@@ -38,7 +40,9 @@ class Variant:
 def run_variants(directory: Path, variants: Mapping[str, Variant]) -> dict[str, Path]:
     """Launch all of them at once, in this order; the recipe of each by its name."""
     models = {
-        kind: tiny_checkpoint(directory / f"model-{kind}", "qwen3" if kind == EVEN else kind, even=kind == EVEN)
+        kind: VARIANTS[kind].checkpoint(directory / f"model-{kind}")
+        if kind in VARIANTS and kind not in TINY
+        else tiny_checkpoint(directory / f"model-{kind}", "qwen3" if kind == EVEN else kind, even=kind == EVEN)
         for kind in dict.fromkeys(variant.model for variant in variants.values())
     }
     data = write_chats(directory / "chats.jsonl")

@@ -30,6 +30,9 @@ RUNS = {
     "fields": Variant({"stage": 3, "train": {"steps": 2}}),
     "text": Variant({"stage": 2, "train": {"steps": 2}, "loss": NO_TEACHER}),
     "packed": Variant({"stage": 3, "train": {"steps": 2, "activation_checkpointing": True}, "data": {"packing": True}}),
+    # Logits go on after lm_head: through a soft cap, and times a factor. The teacher's do too.
+    "capped": Variant({"stage": 3}, "gemma2"),
+    "scaled": Variant({"stage": 1, "loss": {"kd": "rkl"}}, "cohere2"),
     # All samples calibrate: of the packed rows a rank has several samples, others than the other rank has.
     "calibrated_padded": Variant({**CALIBRATED, "quant": {"calibration_batches": 12}}, dtype="bfloat16"),
     "calibrated_packed": Variant({**CALIBRATED, **PACKED, "quant": {"calibration_batches": 16}}, dtype="bfloat16"),
@@ -99,6 +102,11 @@ def test_packed_rows_equal_a_plain_loop_with_the_mask_written_out(paths):
     batches = plain_loaders(load_recipe(paths["packed"]))[0].step(0)
     assert max(len(batch["sample_ids"]) for batch in batches) > 2, "two rows of one sample each"
     assert_equals_plain_loop(paths["packed"])
+
+
+@pytest.mark.parametrize("name", ("capped", "scaled"))
+def test_models_that_change_their_logits_equal_a_plain_loop(paths, name):
+    assert_equals_plain_loop(paths[name])
 
 
 def test_samples_of_packed_rows_calibrate_as_they_do_by_themselves(paths):

@@ -1,17 +1,30 @@
 """lm_head as a module that computes what it is asked to, inside the model's own forward."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig
+from transformers import Gemma2Config, GraniteConfig, LlamaConfig
 
 from engine.losses.chunked import TeacherHidden, chunked_losses
 from engine.losses.objective import Objective
-from model.head import HiddenStates, PlainHead, changes_logits, hidden_states, install_head, output_head, take_out_head
+from model.head import (
+    UNCHANGED,
+    HiddenStates,
+    LogitFunction,
+    PlainHead,
+    hidden_states,
+    install_head,
+    output_head,
+    proposed_function,
+    settle_function,
+    take_out_head,
+)
 from model.ranks import RankError
+from tests.families.variants import VARIANTS
 from tests.tiny import tiny_model
 
 KINDS = ("qwen3", "llama", "qwen3_moe")
@@ -106,32 +119,57 @@ def test_a_model_without_its_head_returns_hidden_states(seed):
     assert chunked_losses(hidden, head.weight, None, labels, teacher).sums["kd"] == 0
 
 
-@pytest.mark.parametrize(
-    "config, named",
-    [
-        (Gemma2Config(), "final_logit_softcapping: 30.0"),
-        (GraniteConfig(logits_scaling=8.0), "logits_scaling: 8.0"),
-        (CohereConfig(), "logit_scale: 0.0625"),
-    ],
-    ids=["gemma2", "granite", "cohere"],
-)
-def test_a_model_that_changes_its_logits_is_named(config, named):
-    problem = changes_logits(config)
-    assert problem and named in problem and config.model_type in problem
+@pytest.mark.parametrize("name", ["gemma2", "cohere2", "granite", "falcon_h1", "recurrent_gemma", "minicpm3", "llama"])
+@pytest.mark.parametrize("taken_out", [False, True])
+def test_the_function_of_logits_is_found_and_hidden_states_come_back(seed, name, taken_out):
+    """minicpm3's configuration has a factor that its class applies before lm_head; llama's says nothing."""
+    variant = VARIANTS[name]
+    model = variant.model(seed=seed, dtype=torch.float64)
+    # Random weights give logits near 0, where a soft cap is linear.
+    model.get_output_embeddings().weight.data *= 50
+    ids = torch.randint(3, 300, (2, 9))
+    expected = model(input_ids=ids, use_cache=False).logits
+    if taken_out:
+        head, stand_in = take_out_head(model)
+        block = stand_in.catching
+    else:
+        head = stand_in = install_head(model)
+        block = partial(stand_in.computing, hidden_states)
+
+    def forward(ids):
+        with block():
+            return model(input_ids=ids, use_cache=False).logits
+
+    settle_function(stand_in, forward, model.config)
+    assert (stand_in.function == UNCHANGED) == (name in ("minicpm3", "llama"))
+    with block():
+        logits = model(input_ids=ids, use_cache=False).logits
+    hidden = stand_in.taken(logits, name)
+    assert hidden.shape == (2, 9, 64)
+    # In fp32 where the class says so: recurrent_gemma, gemma2 and others cast.
+    torch.testing.assert_close(stand_in.function(F.linear(hidden, head.weight)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_neutral_values_change_no_logits():
+def test_a_configuration_that_says_something_else_than_its_class_does_is_refused(seed):
+    model = VARIANTS["granite"].model(seed=seed)
+    stand_in = take_out_head(model)[1]
+    model.config.logits_scaling = 8.5
+
+    def other(ids):
+        return model(input_ids=ids, use_cache=False).logits * 0.9
+
+    with pytest.raises(RankError, match=r"GraniteConfig \(granite\) changes its logits after lm_head in another way"):
+        settle_function(stand_in, other, model.config)
+
+
+def test_neutral_values_propose_nothing():
     for config in (LlamaConfig(), Gemma2Config(final_logit_softcapping=None), GraniteConfig(logits_scaling=1.0)):
-        assert changes_logits(config) is None
+        assert proposed_function(config) == UNCHANGED
+    assert proposed_function(Gemma2Config(final_logit_softcapping=30.0)) == LogitFunction(1.0, 30.0)
+    assert proposed_function(GraniteConfig(logits_scaling=8.0)) == LogitFunction(0.125)
 
 
-def test_install_refuses_what_it_cannot_compute():
-    config = CohereConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
-    )
-    with pytest.raises(ValueError, match="logit_scale"):
-        install_head(CohereForCausalLM(config))
-
+def test_output_head_takes_plain_linears_alone():
     class Other(nn.Linear):
         pass
 

@@ -12,6 +12,7 @@ from engine.losses import chunked as losses
 from engine.losses.chunked import TeacherHidden, TeacherTopK, chunked_losses
 from engine.losses.kd import KD_KINDS, TOP_K_KINDS, Distillation, TopK, distil, take_top_k, top_indices
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss, Objective
+from model.head import UNCHANGED, LogitFunction
 from tests.definitions import kd_loss, lm_loss
 
 
@@ -24,10 +25,19 @@ def spec_of(kind, vocabulary):
     return Distillation(kind)
 
 
+def logits_of(function, output):
+    """What transformers' models write: a factor, and a soft cap."""
+    logits = output * function.factor
+    return logits if function.cap is None else torch.tanh(logits / function.cap) * function.cap
+
+
 class Case:
     """Random hidden states, heads and labels of two models; fp64, a third of the positions without a target."""
 
-    def __init__(self, *, vocabulary=None, teacher_vocabulary=None, bias=None, dtype=torch.float64):
+    def __init__(
+        self, *, vocabulary=None, teacher_vocabulary=None, bias=None, dtype=torch.float64, functions=(UNCHANGED,) * 2
+    ):
+        self.functions = functions  # of the student's and the teacher's logits
         batch, length, width = random.randint(1, 3), random.randint(1, 9), random.randint(2, 12)
         self.vocabulary = vocabulary or random.randint(3, 40)
         self.teacher_vocabulary = teacher_vocabulary or self.vocabulary
@@ -42,6 +52,7 @@ class Case:
             torch.randn(batch, length, other).to(dtype),
             torch.randn(self.teacher_vocabulary, other).to(dtype),
             torch.randn(self.teacher_vocabulary).to(dtype) if self.bias_on else None,
+            function=functions[1],
         )
 
     @property
@@ -55,13 +66,14 @@ class Case:
     def exact(self, objective, common=None, scale=1.0):
         """Sums and gradients by the definitions in fp64."""
         leaves = [leaf.detach().double().requires_grad_() for leaf in self.leaves()]
-        student = F.linear(leaves[0][self.valid], *leaves[1:])
+        student = logits_of(self.functions[0], F.linear(leaves[0][self.valid], *leaves[1:]))
         bias = self.teacher.bias
         teacher = F.linear(
             self.teacher.hidden[self.valid].double(),
             self.teacher.weight.double(),
             None if bias is None else bias.double(),
         )
+        teacher = logits_of(self.functions[1], teacher)
         targets = self.labels[self.valid]
         sums = {"lm": lm_loss(student, targets).sum()}
         spec = objective.kd
@@ -81,8 +93,9 @@ class Case:
     def found(self, objective, *, teacher=None, scale=1.0):
         leaves = self.leaves()
         bias = leaves[2] if self.bias_on else None
+        teacher, function = teacher or self.teacher, self.functions[0]
         result = chunked_losses(
-            leaves[0], leaves[1], bias, self.labels, teacher or self.teacher, objective, scale=scale
+            leaves[0], leaves[1], bias, self.labels, teacher, objective, scale=scale, function=function
         )
         return result, torch.autograd.grad(result.total, leaves)
 
@@ -107,6 +120,17 @@ def test_equals_the_definition_in_value_and_gradient_of_all_inputs(seed, kind, r
     spec = spec_of(kind, case.vocabulary)
     for chunk in (1, 3, 1000):
         objective = Objective(0.7, 1.3, spec, chunk_tokens=chunk)
+        assert_equal(case.found(objective, scale=0.01), case.exact(objective, scale=0.01), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KD_KINDS)
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_models_that_change_their_logits_are_differentiated_through_that(seed, kind, cap):
+    """Student and teacher with functions of their own; the cap is one that random logits come close to."""
+    functions = LogitFunction(random.uniform(0.1, 3), cap), LogitFunction(random.uniform(0.1, 3), random.uniform(1, 5))
+    case = Case(functions=functions)
+    for chunk in (2, 1000):
+        objective = Objective(0.7, 1.3, spec_of(kind, case.vocabulary), chunk_tokens=chunk)
         assert_equal(case.found(objective, scale=0.01), case.exact(objective, scale=0.01), rtol=1e-8, atol=1e-9)
 
 
