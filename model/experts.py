@@ -20,7 +20,7 @@ Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate 
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,7 @@ from quant.experts import StackedLinear
 
 ATTRIBUTES = ("num_experts", "hidden_dim", "intermediate_dim", "act_fn")
 Form = Literal["stacked", "per_expert"]
+Function = Callable[[Tensor], Tensor]
 # In the keys of configurations that speak of experts, but not of how many there are to choose from.
 _NO_NUMBER = re.compile(r"tok|top|shared|group|size|dim|interval|freq|step|layer|zero")
 
@@ -41,18 +42,33 @@ class ExpertMLPs(nn.Module):
     """The experts of one MoE layer; same signature and same results as transformers' eager fused module, bit for bit
     where the matrix products are.
 
+    Args:
+        num_experts, hidden_dim, intermediate_dim: E, H and I.
+        act_fn: of the gate.
+        gated: what a class computes from gate and up, ``[rows, 2I]`` to ``[rows, I]``, where that is not
+            ``act_fn(gate) * up``: some clamp both.
+
     Attributes:
         routers: names, in the model, of the modules and parameters that choose among them (:mod:`model.routers`).
     """
 
     routers: tuple[str, ...] = ()
 
-    def __init__(self, num_experts: int, hidden_dim: int, intermediate_dim: int, act_fn: nn.Module):
+    def __init__(
+        self, num_experts: int, hidden_dim: int, intermediate_dim: int, act_fn: Function, gated: Function | None = None
+    ):
         super().__init__()
         self.num_experts = num_experts
         self.hidden_dim = hidden_dim
         self.intermediate_dim = intermediate_dim
         self.act_fn = act_fn
+        self._gated = gated
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What goes into down_proj, [rows, I], from the outputs of gate_proj and up_proj."""
+        if self._gated is None:
+            return self.act_fn(gate) * up
+        return self._gated(torch.cat([gate, up], dim=-1))
 
 
 class StackedMLPs(ExpertMLPs):
@@ -63,10 +79,11 @@ class StackedMLPs(ExpertMLPs):
         num_experts: int,
         hidden_dim: int,
         intermediate_dim: int,
-        act_fn: nn.Module,
+        act_fn: Function,
+        gated: Function | None,
         weights: tuple[nn.Parameter, nn.Parameter],
     ):
-        super().__init__(num_experts, hidden_dim, intermediate_dim, act_fn)
+        super().__init__(num_experts, hidden_dim, intermediate_dim, act_fn, gated)
         e, h, i = num_experts, hidden_dim, intermediate_dim
         self.gate_up_proj = StackedLinear(weights[0], (e, 2 * i, h), ("gate_proj", "up_proj"))
         self.down_proj = StackedLinear(weights[1], (e, h, i), ("down_proj",))
@@ -93,7 +110,7 @@ class StackedMLPs(ExpertMLPs):
         counts.index_add_(0, choices, torch.ones_like(choices, dtype=torch.int32))
         offsets = counts.cumsum(0, dtype=torch.int32)
         gate, up = self.gate_up_proj(hidden_states[order % tokens], offsets).chunk(2, dim=-1)
-        rows = self.down_proj(self.act_fn(gate) * up, offsets)
+        rows = self.down_proj(self.gated(gate, up), offsets)
         weights = top_k_weights.masked_fill(none, 0).t().reshape(-1)[order]
         rows = (rows * weights[:, None]).to(hidden_states.dtype)
         # Where the rows of each token ended up, in the order of their experts. Added one by one: a sum over K would
@@ -120,8 +137,10 @@ class ExpertMLP(nn.Module):
 class PerExpertMLPs(ExpertMLPs):
     """Children ``"0"`` to ``"E-1"`` are the experts' weights."""
 
-    def __init__(self, num_experts: int, hidden_dim: int, intermediate_dim: int, act_fn: nn.Module):
-        super().__init__(num_experts, hidden_dim, intermediate_dim, act_fn)
+    def __init__(
+        self, num_experts: int, hidden_dim: int, intermediate_dim: int, act_fn: Function, gated: Function | None = None
+    ):
+        super().__init__(num_experts, hidden_dim, intermediate_dim, act_fn, gated)
         for expert in range(num_experts):
             self.add_module(str(expert), ExpertMLP(hidden_dim, intermediate_dim))
 
@@ -144,7 +163,7 @@ class PerExpertMLPs(ExpertMLPs):
 
         output = torch.zeros_like(hidden_states)
         for expert, rows, token, weight in zip(self.experts(), inputs, token_groups, weight_groups, strict=True):
-            rows = expert.down_proj(self.act_fn(expert.gate_proj(rows)) * expert.up_proj(rows))
+            rows = expert.down_proj(self.gated(expert.gate_proj(rows), expert.up_proj(rows)))
             # A token chooses an expert at most once: no two of these additions meet, on any device.
             output.index_add_(0, token, (rows * weight[:, None]).to(output.dtype))
         return output
@@ -168,7 +187,7 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
         if type(fused) not in checked:
             _check_function(name, fused)
             checked.add(type(fused))
-        sizes = (fused.num_experts, fused.hidden_dim, fused.intermediate_dim, fused.act_fn)
+        sizes = (fused.num_experts, fused.hidden_dim, fused.intermediate_dim, fused.act_fn, _gated_of(fused))
         experts: ExpertMLPs
         if form == "stacked":
             experts = StackedMLPs(*sizes, (fused.gate_up_proj, fused.down_proj))
@@ -183,6 +202,16 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
         zero.mark_leaf(experts)
         model.set_submodule(name, experts)
     return len(found)
+
+
+def _gated_of(fused: nn.Module) -> Function | None:
+    """What the class of ``fused`` computes from gate and up, if it says so itself; else it is ``act_fn(gate) * up``."""
+    own = getattr(type(fused), "_apply_gate", None)
+    if own is None or own.__module__ == "transformers.integrations.moe":  # what transformers gives to all others
+        return None
+    without_weights = copy.copy(fused)
+    without_weights._parameters = {}
+    return without_weights._apply_gate  # type: ignore[no-any-return]
 
 
 def router_names(model: nn.Module) -> list[str]:
@@ -299,7 +328,7 @@ def _check_layout(name: str, module: nn.Module) -> None:
 def _check_function(name: str, module: nn.Module) -> None:
     """Raise unless a tiny case gives the same result both ways.
 
-    Some classes with these attributes clamp the gate, or add up in another dtype.
+    Some classes with these attributes clamp in a place of their own, or add up in another dtype.
     """
     e, h, i, tokens = 3, 4, 5, 16
     generator = torch.Generator().manual_seed(0)
@@ -320,7 +349,8 @@ def _check_function(name: str, module: nn.Module) -> None:
     values = {"num_experts": e, "hidden_dim": h, "intermediate_dim": i, "config": config}
     theirs.__dict__.update(values, gate_up_proj=gate_up, down_proj=down)
     try:
-        ours = StackedMLPs(e, h, i, module.get_submodule("act_fn"), (nn.Parameter(gate_up), nn.Parameter(down)))
+        weights_of_ours = (nn.Parameter(gate_up), nn.Parameter(down))
+        ours = StackedMLPs(e, h, i, module.act_fn, _gated_of(module), weights_of_ours)  # type: ignore[arg-type]
         for stack, weight in ((ours.gate_up_proj, gate_up), (ours.down_proj, down)):
             del stack.weight  # while a model is built every Parameter lands on the meta device
             stack.weight = weight  # type: ignore[assignment]
@@ -333,5 +363,5 @@ def _check_function(name: str, module: nn.Module) -> None:
     if not torch.allclose(result, expected, rtol=1e-11, atol=1e-9):
         raise ValueError(
             f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: it has the usual "
-            "parameters, but computes something else than down(act(gate(x)) * up(x))"
+            "parameters, but computes something else than down(gated(gate(x), up(x)))"
         )

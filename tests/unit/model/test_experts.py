@@ -1,5 +1,6 @@
 """Experts in either form against transformers' own, and what must be refused."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -7,12 +8,23 @@ from typing import get_args
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+from transformers import AutoConfig, DeepseekV4Config, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from model.build import build_model
-from model.experts import Form, PerExpertMLPs, StackedMLPs, arrange_experts
+from model.experts import Form, PerExpertMLPs, StackedMLPs, _gated_of, arrange_experts
 from model.ranks import RankError
+from tests.families.variants import VARIANTS
+
+
+def clamped_experts(e: int, h: int, i: int, limit: float) -> DeepseekV4Experts:
+    """Of a class that clamps gate and up, by a limit that random values exceed."""
+    config = DeepseekV4Config(hidden_size=h, moe_intermediate_size=i, n_routed_experts=e, swiglu_limit=limit)
+    config._experts_implementation = "eager"
+    experts = DeepseekV4Experts(config)
+    assert experts.limit == limit
+    return experts
 
 
 class Case:
@@ -23,7 +35,7 @@ class Case:
     up shows in the last bit.
     """
 
-    def __init__(self, form: Form, dtype: torch.dtype, exact_products: bool = False):
+    def __init__(self, form: Form, dtype: torch.dtype, exact_products: bool = False, clamped: bool = False):
         seed = int(torch.randint(2**31, ()))
         print(f"seed {seed}")
         self.generator = torch.Generator().manual_seed(seed)
@@ -35,7 +47,10 @@ class Case:
         print(f"{e} experts of which {used} can be hit, hidden {h}, intermediate {i}, {t} tokens, top {k}, {dtype}")
         config = Qwen3MoeConfig(hidden_size=h, moe_intermediate_size=i, num_experts=e)
         config._experts_implementation = "eager"
-        self.fused = Qwen3MoeExperts(config).to(dtype)
+        if clamped:
+            self.fused = clamped_experts(e, h, i, limit=0.2).to(dtype)
+        else:
+            self.fused = Qwen3MoeExperts(config).to(dtype)
         if exact_products:
             self.fused.act_fn = nn.ReLU()
         with torch.no_grad():
@@ -43,9 +58,9 @@ class Case:
                 parameter.copy_(self.values(parameter.shape, exact_products) * (1.0 if exact_products else 0.3))
             if form == "stacked":
                 stacks = (nn.Parameter(self.fused.gate_up_proj.clone()), nn.Parameter(self.fused.down_proj.clone()))
-                self.ours = StackedMLPs(e, h, i, self.fused.act_fn, stacks)
+                self.ours = StackedMLPs(e, h, i, self.fused.act_fn, _gated_of(self.fused), stacks)
             else:
-                self.ours = PerExpertMLPs(e, h, i, self.fused.act_fn).to(dtype)
+                self.ours = PerExpertMLPs(e, h, i, self.fused.act_fn, _gated_of(self.fused)).to(dtype)
                 for expert, mlp in enumerate(self.ours.experts()):
                     mlp.gate_proj.weight.copy_(self.fused.gate_up_proj[expert, :i])
                     mlp.up_proj.weight.copy_(self.fused.gate_up_proj[expert, i:])
@@ -106,9 +121,10 @@ def test_equal_to_transformers_fused_experts(form: Form, dtype: torch.dtype, _: 
 
 
 @FORMS
-def test_every_expert_gets_a_gradient_and_it_is_the_fused_one(form: Form):
+@pytest.mark.parametrize("clamped", [False, True])
+def test_every_expert_gets_a_gradient_and_it_is_the_fused_one(form: Form, clamped: bool):
     """Zeros where no token chose it: without a gradient ranks would disagree."""
-    case = Case(form, torch.float64)
+    case = Case(form, torch.float64, clamped=clamped)
     target = torch.randn(case.inputs.shape, generator=case.generator, dtype=torch.float64)
     inputs = [case.inputs.clone().requires_grad_() for _ in range(2)]
     for module, value in zip((case.ours, case.fused), inputs, strict=True):
@@ -116,6 +132,23 @@ def test_every_expert_gets_a_gradient_and_it_is_the_fused_one(form: Form):
     for ours, theirs in zip(case.gradients(), (case.fused.gate_up_proj.grad, case.fused.down_proj.grad), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "lfm2_moe", "granitemoe"])
+def test_whole_models_compute_what_they_did(seed, name: str):
+    """Classes that clamp, and whose activation is a plain function; logits and all gradients in fp64."""
+    theirs = VARIANTS[name].model(seed=seed, dtype=torch.float64)
+    theirs.config._experts_implementation = "eager"
+    ours = copy.deepcopy(theirs)
+    assert arrange_experts(ours, "stacked") > 0
+    ids = torch.randint(3, 300, (2, 9))
+    found = []
+    for model in (ours, theirs):
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.square().mean().backward()
+        found.append((logits, model.get_input_embeddings().weight.grad))
+    for our, their in zip(*found, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-9, atol=1e-11)
 
 
 @FORMS
@@ -142,8 +175,6 @@ REFUSED = {
     "gpt_oss": ("GptOssExperts", {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
     "llama4_text": ("Llama4TextExperts", {"num_local_experts": 4}),
     "nemotron_h": ("NemotronHExperts", {"n_routed_experts": 4, "layers_block_type": ["attention", "moe"]}),
-    # The usual attributes and shapes, but the gate is clamped.
-    "deepseek_v4": ("DeepseekV4Experts", {"n_routed_experts": 4}),
 }
 
 
