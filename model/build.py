@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model import zero
 from model.experts import Form, arrange_experts
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
-from model.towers import empty_model, model_class, take_out_towers
+from model.towers import is_composite, model_class, text_of_composite
 
 AUTO = "auto"  # the attention that a class has
 
@@ -74,8 +74,12 @@ def build_model(
         if attn_implementation == AUTO and attention != "sdpa":
             say(f"attention: {attention}, for {type(config).__name__} has no sdpa; it takes more memory and time")
         with _parameters_on_meta(dtype), no_init_weights():
-            model = empty_model(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code)
-            take_out_towers(model)
+            options = {"dtype": dtype, "attn_implementation": attention}
+            model: PreTrainedModel = (
+                text_of_composite(config, **options)
+                if is_composite(config)
+                else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+            )
             arrange_experts(model, experts)
         # no_init_weights switches off the method that ties them.
         model.tie_weights()

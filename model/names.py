@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from model.experts import ExpertMLPs, StackedMLPs
-from model.towers import left_out
+from model.towers import is_composite, left_out
 from model.zero import full_shape
 from quant import SCALE_PARAMETERS
 
@@ -122,7 +122,7 @@ class Names:
         self._stackings = [(rule, rule.reverse_transform()) for rule in stacking]
         self._sources: dict[str, list[tuple[list[str], str]]] = {}
         self._expert_of = {p: re.compile(_expert_pattern(p)) for rule in stacking for p in rule.source_patterns}
-        self._left_out = left_out(model)
+        self._left_out = left_out(model) if is_composite(model.config) else []
         self._rows = self._concatenated(on_disk or {})
 
     def layout(self, key: str) -> Layout | None:

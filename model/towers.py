@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -61,29 +61,33 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     return usual
 
 
-def empty_model(config: PretrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
-    """Build the model that ``config`` describes, towers and all, wherever new parameters land.
-
-    A composite one is of the class that the checkpoint names, any other the causal language model of its type.
+def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """Build the composite model that ``config`` describes, without its towers, wherever new parameters land.
 
     Args:
         config: of the checkpoint.
-        trust_remote_code: whether its own Python code may be run.
         options: of ``from_config``: ``dtype``, ``attn_implementation``.
+
+    Raises:
+        ValueError: transformers has no class for it.
     """
-    if is_composite(config) and (kind := model_class(config)) is not None:
-        return kind._from_config(config, **options)
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    kind = model_class(config)
+    if kind is None:
+        raise ValueError(
+            f"transformers has no class for {type(config).__name__} ({config.model_type}), which has towers: expected "
+            "architectures of config.json to name one"
+        )
+    model = kind._from_config(config, **options)
+    take_out_towers(model)
+    return model
 
 
 def take_out_towers(model: PreTrainedModel) -> None:
-    """Replace what is not of the text model by :class:`Tower`, in place; nothing in a model that is not composite.
+    """Replace what is not of the text model of a composite one by :class:`Tower`, in place.
 
     The text model is what ``get_decoder`` returns, with the embeddings and lm_head. Parameters that stand alone beside
     it (``image_newline``) become None.
     """
-    if not is_composite(model.config):
-        return
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     kept = {name for name, module in model.named_modules() if any(module is part for part in parts)}
     above = {

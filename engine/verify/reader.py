@@ -46,7 +46,7 @@ from model.names import module_name_on_disk
 from model.ranks import RankError, listed
 from model.scales import cache_keys
 from model.shards import Reader, read_headers
-from model.towers import empty_model, model_class
+from model.towers import model_class
 from quant import Quantization, QuantLayer, Scheme, TensorSpec
 from quant.config import quantization_args
 from quant.embedding import QuantEmbedding
@@ -118,7 +118,7 @@ def load_theirs(
         config = AutoConfig.from_pretrained(directory, local_files_only=True, **trust)
         del config.quantization_config
         with torch.device("meta"):
-            built: Any = type(empty_model(config, **trust))
+            built: Any = model_class(config) or type(AutoModelForCausalLM.from_config(config, **trust))
         state = _decompressed(directory, model, quantization)
         theirs, info = built.from_pretrained(None, config=config, state_dict=state, **options)
         _quantize_inputs(theirs, quantization)

@@ -74,6 +74,10 @@ def check_plan(
 def _plan(
     model: PreTrainedModel, quantization: Quantization | None, source: Path, layout: Layout, max_shard_size: int
 ) -> list[list[Item]]:
+    if not (source / "config.json").is_file():
+        raise ValueError(
+            f"{source} has no config.json: expected the checkpoint directory that the model was built from"
+        )
     if quantization is not None:
         check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
     return plan_shards(model, quantization, layout, max_shard_size, read_headers(source).tensors)
@@ -122,7 +126,7 @@ def export_model(
         if max_shard_size <= 0:
             raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
         if is_main():
-            check_destination(source, out, total, overwrite)
+            check_destination(out, total, overwrite)
             check_loadable(source, shards, trust_remote_code=trust_remote_code)
             aside.mkdir()
     try:

@@ -39,12 +39,8 @@ COPIED = (
 )
 
 
-def check_destination(source: Path, out: Path, size: int, overwrite: bool) -> None:
+def check_destination(out: Path, size: int, overwrite: bool) -> None:
     """Refuse now what would fail after everything has been gathered."""
-    if not (source / "config.json").is_file():
-        raise ValueError(
-            f"{source} has no config.json: expected the checkpoint directory that the model was built from"
-        )
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, expected a directory to make")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
