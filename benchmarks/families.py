@@ -40,8 +40,11 @@ Stages = dict[str, str]
 
 
 def measure(names: Sequence[str], directory: Path) -> dict[str, Stages]:
-    """Outcomes by variant and stage; a launch that ends early is taken up behind the variant in which it did."""
-    left = list(names)
+    """Outcomes by variant and stage; a launch that ends early is taken up behind the variant in which it did.
+
+    Outcomes that lie in ``directory`` already are taken from there.
+    """
+    left = [name for name in names if not (directory / f"{name}.json").exists()]
     while left:
         group = left[:AT_A_TIME]
         print(f"{len(names) - len(left)} of {len(names)} done; next: {', '.join(group)}", flush=True)
@@ -110,7 +113,7 @@ def main() -> None:
     """Measure and print; write the page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="VARIANT", default=list(VARIANTS))
-    parser.add_argument("--keep", type=Path, help="directory for checkpoints and logs; removed at the end by default")
+    parser.add_argument("--keep", type=Path, help="directory for outcomes and logs, also of an earlier run")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
