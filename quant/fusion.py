@@ -1,7 +1,7 @@
 """Which layers serving fuses into one, and so must be quantised alike.
 
-Serving fuses q/k/v and gate/up into one GEMM, and runs all experts of a MoE layer in one kernel. What is fused has one
-scheme, and the scales that :mod:`quant.scale_groups` gives it are shared.
+Serving fuses q/k/v, gate/up and others (:mod:`quant.fused_layers`) into one GEMM, and runs all experts of a MoE layer
+in one kernel. What is fused has one scheme, and the scales that :mod:`quant.scale_groups` gives it are shared.
 """
 
 import re
@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from quant.experts import StackedLinear, linears_of
+from quant.fused_layers import FUSED, GATE_UP
 from quant.rules import examples
 from quant.spec import Scheme
-
-# Layers that serving fuses, by the last component of their names; the members of a group have one parent.
-FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.(?P<projection>gate_proj|up_proj|down_proj)")
 
@@ -30,7 +28,7 @@ def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, acr
         groups.setdefault(_fused_key(name, modules, across_experts), []).append(name)
     for parent, *leaves in groups:
         if across_experts and parent.rpartition(".")[2] == "experts":
-            leaves = [*FUSED[1], "down_proj"]  # each shares its inputs, but one kernel runs all of them
+            leaves = [*GATE_UP, "down_proj"]  # each shares its inputs, but one kernel runs all of them
         _check_one_scheme(_members(parent, leaves, modules, across_experts), schemes)
     return list(groups.values())
 
@@ -62,12 +60,18 @@ def _fused_key(name: str, modules: dict[str, nn.Module], across_experts: bool) -
     """What the layers of one set have in common: their parent, or MoE layer, and the names that are fused there."""
     expert = _EXPERT.fullmatch(name)
     if across_experts and expert is not None:
-        return (expert["experts"], *next((names for names in FUSED if expert["projection"] in names), ("down_proj",)))
+        return (expert["experts"], *(GATE_UP if expert["projection"] in GATE_UP else ("down_proj",)))
+    for members, classes in FUSED:
+        for member in members:
+            if name != member and not name.endswith(f".{member}"):
+                continue
+            parent = name[: -len(member)].rstrip(".")
+            kind = type(modules[parent]).__name__
+            present = [other for other in members if f"{parent}.{other}".lstrip(".") in modules]
+            if len(present) > 1 and (not classes or kind.startswith(classes)):
+                return (parent, *present)
     parent, _, leaf = name.rpartition(".")
-    fused = next((names for names in FUSED if leaf in names), (leaf,))
-    if not any(f"{parent}.{other}".lstrip(".") in modules for other in fused if other != leaf):
-        fused = (leaf,)  # attention without k and v projections, an MLP without a gate: nothing to fuse with
-    return (parent, *fused)
+    return (parent, leaf)
 
 
 def _members(parent: str, leaves: Sequence[str], modules: dict[str, nn.Module], across_experts: bool) -> list[str]:

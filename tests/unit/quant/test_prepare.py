@@ -223,12 +223,12 @@ def test_a_whole_group_may_be_exempt():
 
 
 def test_layers_without_their_fused_partners_stand_alone():
-    """An ungated MLP has no gate to share with; attention that has a q and a k but no v is nothing that is known."""
+    """An ungated MLP has no gate to share with; in attention without values of its own the keys are the values, as in
+    some layers of Gemma 4, and serving fuses the other two."""
     model = Tree(mlp=Tree(up_proj=nn.Linear(32, 64), down_proj=nn.Linear(64, 32)))
     assert members(fp8(model).weight_groups) == [["mlp.up_proj"], ["mlp.down_proj"]]
-    model = Tree(q_proj=nn.Linear(32, 32), k_proj=nn.Linear(32, 32))
-    with pytest.raises(ValueError, match="v_proj"):
-        fp8(model)
+    model = Tree(self_attn=Tree(q_proj=nn.Linear(32, 32), k_proj=nn.Linear(32, 16), o_proj=nn.Linear(32, 32)))
+    assert members(fp8(model).weight_groups) == [["self_attn.q_proj", "self_attn.k_proj"], ["self_attn.o_proj"]]
 
 
 def test_a_pattern_that_matches_nothing_is_an_error():
