@@ -20,9 +20,9 @@ from engine.session.optimizer import SCALE_GROUPS, trained_scales
 from engine.session.session import Session
 from engine.state import LoopState, StepResult
 from model.head import LogitFunction
-from model.ranks import RankError, reduce_over_ranks, world_size
+from model.ranks import RankError, listed, raise_everywhere, reduce_over_ranks, world_size
 from model.zero import backward, gathered, global_gradient_norm, gradient_norm
-from quant import recomputing, weights_changed
+from quant import Quantization, exempt_line, recomputing, weights_changed
 
 
 def train_step(state: LoopState) -> StepResult:
@@ -108,12 +108,29 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
     for batch in batches:
         on_device = {name: tensor.to(session.device) for name, tensor in batch.items()}
         losses = training_losses(session, on_device, objective, valid=valid, diagnostics=diagnostics)
+        if state.last is None:
+            _check_layers_ran(session.quantization)
         sums = {name: sums.get(name, 0) + value for name, value in losses.sums.items()}
         with recomputing():
             backward(engine, nan_unless_finite(losses.total))
         if not engine.is_gradient_accumulation_boundary():
             engine.step()  # counts the micro-batch; the last one's is the update
     return sums
+
+
+def _check_layers_ran(quantization: Quantization) -> None:
+    """Refuse to train layers that are quantised on disk only, after a first forward; a collective.
+
+    Raises:
+        RankError: on every rank: a forward of the model uses the weight of a layer without calling the layer.
+    """
+    unused = [name for name, layer in quantization.layers.items() if not layer.trained]
+    raise_everywhere(
+        f"{listed(unused, 3)}: the model's forward did not call them, so that training would not quantise what the "
+        f"export does; set {exempt_line(unused)}"
+        if unused
+        else None
+    )
 
 
 class Update(NamedTuple):

@@ -17,6 +17,7 @@ from engine.memory.plan import RESERVE, Planner, Prediction
 from engine.memory.table import GB, as_json, comparison_table, headline, memory_table, traffic_table
 from engine.recipe.checks import RecipeError
 from engine.recipe.ds_config import SHIPPED, DsConfigError
+from engine.session.student import quantised_share
 from launch.exits import clean_exit, recipe_or_exit
 
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         predictions, refused = predict_all(planner, names, ranks, gpu_bytes)
     total, trained = (sum(p.numel for p in some) for some in (planner.inventory.parameters, planner.inventory.trained))
     print(headline(recipe, ranks, total, trained))
+    share = quantised_share(planner.student.model, planner.student.quantization)
+    print("\n".join(filter(None, (share.text(), share.warning()))))
     print(f"\n{memory_table(predictions, gpu_bytes)}\n\n{traffic_table(predictions)}")
     print(f"\nreserve: {RESERVE / GB:g} GB for CUDA, NCCL and holes in the allocator's memory, which are not modelled")
     print("".join(f"{name}: {why}\n" for name, why in refused.items()), end="")

@@ -20,7 +20,7 @@ from quant.linear import QuantLinear
 from quant.observe import Observer, recomputing
 from quant.prepare import prepare
 from quant.quantization import Quantization
-from quant.rules import DEFAULT_EXEMPT, Rule
+from quant.rules import DEFAULT_EXEMPT, Rule, exempt_line
 from quant.scale import Quantizer, Scale
 from quant.scale_groups import ScaleGroup
 from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_scheme
@@ -45,6 +45,7 @@ __all__ = [
     "Scheme",
     "TensorSpec",
     "combine",
+    "exempt_line",
     "get_scheme",
     "partial_clipped",
     "partial_errors",

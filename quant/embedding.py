@@ -50,6 +50,8 @@ class QuantEmbedding(QuantLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` int64 of any shape. Returns ``[..., features]`` in the model's dtype."""
+        if torch.is_grad_enabled():
+            self.trained = True
         rows = F.embedding(ids, self.weight, self.padding_idx)
         theta: Tensor | None = self.weight_theta
         if not self.weight_fake_quant or ids.numel() == 0:

@@ -37,6 +37,7 @@ class QuantLayer(nn.Module):
         fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
         keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
             :func:`weights_changed`. Only where weights stay resident.
+        trained: whether a forward with gradients has run. Where none has, somebody uses the weight as it is.
         when_changed: called when weights, scales or switches changed, so that what is kept of them elsewhere is
             dropped; None where nothing is.
     """
@@ -96,6 +97,7 @@ class QuantLayer(nn.Module):
         self.shared_input: SharedInput | None = None
         self.fp8_gemm = False
         self.keeps_weight_codes = False
+        self.trained = False
         self.when_changed: Callable[[], None] | None = None
         self._weight_codes: Tensor | None = None
 

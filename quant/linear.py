@@ -65,6 +65,8 @@ class QuantLinear(QuantLayer):
 
         Of a stack ``x`` is ``[rows, in_features]`` and ``offsets`` says whose the rows are, see :mod:`quant.gemm`.
         """
+        if torch.is_grad_enabled():
+            self.trained = True
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
         learns = self.weight_theta is not None or self.input_theta is not None
@@ -95,6 +97,8 @@ class QuantLinear(QuantLayer):
 
         It is for a caller that does not want a plain GEMM of it.
         """
+        if torch.is_grad_enabled():
+            self.trained = True
         if not self.weight_fake_quant:
             if self.weight_theta is None or not torch.is_grad_enabled():
                 return self.weight

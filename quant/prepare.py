@@ -1,5 +1,6 @@
 """Replaces the Linears of a model by QuantLinears, which share scales as serving does (see quant/scale_groups.py)."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -65,8 +66,8 @@ def prepare(
     schemes = schemes_of_layers(assigned.schemes, modules)
     embeddings = {name: one for name, one in modules.items() if name in schemes and isinstance(one, nn.Embedding)}
     linears = {name: _checked_linear(name, modules[name]) for name in schemes if name not in embeddings}
-    if not assigned.schemes and kv_cache is None:
-        raise ValueError(f"nothing to quantise: every nn.Linear of {type(model).__name__} is exempt, or it has none")
+    if not assigned.schemes and (kv_cache is None or scheme is not None or any(rule.scheme for rule in rules)):
+        raise ValueError(_nothing_to_quantise(model))
     of_linears = {name: schemes[name] for name in linears}
     _check_schemes_allow(of_linears, learn_input_scale=learn_input_scale and kv_cache is None, fp8_gemm=fp8_gemm)
     _check_not_tied(modules, {**linears, **embeddings})
@@ -87,6 +88,20 @@ def prepare(
     order = {name: index for index, name in enumerate(layers)}
     of_weights.sort(key=lambda group: order[group.owner])
     return Quantization(layers, assigned.exempt, of_weights, of_inputs, of_globals, ranges, simulated, caches)
+
+
+def _nothing_to_quantise(model: nn.Module) -> str:
+    """The error of a model without an nn.Linear for a scheme, and of what class are the modules that hold matrices."""
+    kinds = Counter(
+        type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, (nn.Linear, nn.Embedding))
+        and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+    )
+    elsewhere = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
+    return f"nothing to quantise: every nn.Linear of {type(model).__name__} is exempt, or it has none" + (
+        f"; its matrices lie in {elsewhere}, which are not supported" if elsewhere else ""
+    )
 
 
 def _check_schemes_allow(schemes: Mapping[str, Scheme], *, learn_input_scale: bool, fp8_gemm: bool) -> None:

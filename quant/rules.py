@@ -5,7 +5,7 @@ lm_head and embeddings, which the default patterns exempt, are quantised by nami
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -152,3 +152,10 @@ def examples(names: Sequence[str], most: int = 3) -> str:
     """The first few names, for an error that must show what they look like."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(names[:most]) or "(there is none)") + more
+
+
+def exempt_line(names: Iterable[str]) -> str:
+    """The line of a recipe that leaves layers of these names, and those like them in other layers, unquantised."""
+    parts = ((r"\d+" if part.isdigit() else re.escape(part) for part in name.split(".")) for name in names)
+    quoted = [f"'{pattern}'" for pattern in dict.fromkeys(r"\.".join(some) for some in parts)]
+    return f"quant.exempt_more: [{', '.join(quoted)}]"

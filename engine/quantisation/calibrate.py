@@ -11,7 +11,7 @@ from data.loader import MicroBatch, sample_inputs
 from model.ranks import raise_everywhere, reduce_over_ranks
 from model.scales import write_scales
 from model.zero import forward_only
-from quant import Quantization, Ranges, ScaleGroup, scale_from_histogram
+from quant import Quantization, Ranges, ScaleGroup, exempt_line, scale_from_histogram
 from quant.reference import absmax_scale
 
 
@@ -37,13 +37,13 @@ def observed_input_scales(quantization: Quantization, owners: Set[str] | None = 
     absmax = torch.where(torch.isnan(absmax), torch.inf, absmax)
     absmax = reduce_over_ranks(absmax, dist.ReduceOp.MAX)
     values = dict(zip((group.owner for group in groups), absmax.tolist(), strict=True))
-    _check_seen(values)
+    _check_seen(values, quantization)
     if quantization.ranges.inputs == "absmax":
         return {group.owner: absmax_scale(torch.tensor([values[group.owner]]), group.spec) for group in groups}
     return {group.owner: _from_histogram(group, quantization.ranges) for group in groups}
 
 
-def _check_seen(absmax: dict[str, float]) -> None:
+def _check_seen(absmax: dict[str, float], quantization: Quantization) -> None:
     """Refuse the largest magnitudes of inputs, over all ranks, that no scale can be made of. Raises RankError."""
     bad = [owner for owner, value in absmax.items() if not math.isfinite(value)]
     unseen = [owner for owner, value in absmax.items() if value == 0]
@@ -51,7 +51,9 @@ def _check_seen(absmax: dict[str, float]) -> None:
     if bad:
         problems.append(f"inputs with NaN or Inf: {', '.join(bad[:20])}")
     if unseen:
-        problems.append(f"inputs that no batch reached, or that are all zero: {', '.join(unseen[:20])}")
+        layers = [owner for owner in unseen if owner in quantization.layers]
+        remedy = f" (to leave them as they are: {exempt_line(layers)})" if layers else ""
+        problems.append(f"inputs that no batch reached, or that are all zero: {', '.join(unseen[:20])}{remedy}")
     raise_everywhere("; ".join(problems) or None)
 
 

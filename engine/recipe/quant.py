@@ -96,6 +96,8 @@ class QuantRecipe:
     """Scheme of the token embeddings, one without inputs. null: they stay as they are."""
     exempt: list[str] = field(default_factory=lambda: list(DEFAULT_EXEMPT))
     """Regexes; a linear layer whose whole module name matches one stays unquantised. Replaces the default list."""
+    exempt_more: list[str] = field(default_factory=list)
+    """Regexes beside those of quant.exempt: the default list stays."""
     scales: str | None = None
     """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
     weight_range: Literal["auto", "absmax", "mse"] = "auto"
@@ -131,8 +133,9 @@ class QuantRecipe:
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
         yield from self._scheme_problems()
-        for index, regex in enumerate(self.exempt):
-            yield from pattern(f"quant.exempt[{index}]", regex)
+        for name in ("exempt", "exempt_more"):
+            for index, regex in enumerate(getattr(self, name)):
+                yield from pattern(f"quant.{name}[{index}]", regex)
         yield from need(0 < self.percentile <= 100, "quant.percentile", self.percentile, "above 0 and at most 100")
         if self.scales_follow_weights:
             expected = "absmax, since quant.scales_follow_weights measures in every step"

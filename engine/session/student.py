@@ -3,22 +3,24 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES
-from engine.session.optimizer import set_learnable
+from engine.session.optimizer import classify, set_learnable
 from model.build import build_model
 from model.experts import ExpertMLPs, router_names
 from model.head import output_head
 from model.load import load_weights
 from model.ranks import errors_on_all_ranks, listed, say
 from model.scales import load_scales, renew_weight_scales, write_scales
-from model.zero import partition_new_parameters, stage
+from model.zero import full_shape, partition_new_parameters, stage
 from quant import Quantization, Scheme, prepare
 
 # To round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
@@ -37,6 +39,10 @@ def build_student(
     say(f"weights: {report.summary()}")
     quantization = quantise_student(recipe, ds_config, device, model, named)
     say(f"quantised: {_summary(recipe, quantization)}")
+    share = quantised_share(model, quantization)
+    say(share.text())
+    if warning := share.warning():
+        say(warning)
     if quantization.simulated:
         say(
             "simulated, for the fp8 GEMM takes sides that are multiples of 16 alone, and of stacked experts bf16 on "
@@ -79,7 +85,7 @@ def quantise_student(
             recipe.quant.preset().linear,
             rules=recipe.quant.chosen_rules(),
             named=named,
-            exempt=[*recipe.quant.exempt, *_routers(model)],
+            exempt=[*recipe.quant.exempt, *recipe.quant.exempt_more, *_routers(model)],
             learn_weight_scale=recipe.learnable.weight_scale,
             learn_input_scale=recipe.learnable.act_scale,
             ranges=recipe.quant.ranges(),
@@ -151,7 +157,7 @@ def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
 def _check_head(model: PreTrainedModel, recipe: Recipe) -> None:
     """Refuse, before weights are read, a model whose losses cannot be computed from its hidden states."""
     name, _ = output_head(model)
-    exempt = recipe.quant.exempt
+    exempt = [*recipe.quant.exempt, *recipe.quant.exempt_more]
     if recipe.quant.lm_head is None and not any(re.fullmatch(pattern, name) for pattern in exempt):
         raise ValueError(
             f"quant.exempt: {exempt}, expected a pattern that matches {name}: losses are computed through it in "
@@ -197,6 +203,76 @@ def _keep_weight_codes(recipe: Recipe, ds_config: dict[str, Any], quantization: 
     keep = stage(ds_config) < 3 and recipe.train.gradient_accumulation_steps > 1
     for layer in quantization.layers.values():
         layer.keeps_weight_codes = keep
+
+
+ENOUGH = 0.8  # a smaller share of a decoder's matrices is worth a warning
+
+
+@dataclass
+class QuantisedShare:
+    """How much of the decoder's matrices is quantised: all weights of two and more dimensions but embeddings, lm_head
+    and routers.
+
+    Attributes:
+        parameters: of each kind (attention, MLP, experts, other) those that are quantised, and all of them.
+        left_out: parameters that are not quantised by the pattern of their module's name, where numbers are ``*``.
+    """
+
+    parameters: dict[str, tuple[int, int]]
+    left_out: Counter[str]
+
+    @property
+    def share(self) -> float:
+        """Of all kinds together."""
+        done, whole = map(sum, zip(*self.parameters.values(), strict=True))
+        return done / whole if whole else 1.0
+
+    def text(self) -> str:
+        """One line: the share of all, and of each kind."""
+        kinds = [f"{kind} {done:,} of {whole:,}" for kind, (done, whole) in self.parameters.items() if whole]
+        return (
+            f"quantised: {self.share:.1%} of the {sum(whole for _, whole in self.parameters.values()):,} parameters in "
+            f"the decoder's matrices ({', '.join(kinds)})"
+        )
+
+    def warning(self) -> str | None:
+        """What was left out, largest first, where it is more than a fifth."""
+        if self.share >= ENOUGH:
+            return None
+        most = [f"{name} ({count:,})" for name, count in self.left_out.most_common()]
+        return f"warning: {1 - self.share:.1%} of the decoder's matrices are not quantised: {listed(most, 8)}"
+
+
+def quantised_share(model: PreTrainedModel, quantization: Quantization) -> QuantisedShare:
+    """Count what of a model's matrices is quantised; parameters may be partitions."""
+    quantised = {id(layer.weight) for layer in quantization.layers.values()}
+    modules = dict(model.named_modules())
+    counts = dict.fromkeys(("attention", "MLP", "experts", "other"), (0, 0))
+    left_out: Counter[str] = Counter()
+    for owned in classify(model):
+        shape = full_shape(owned.parameter)
+        if owned.kind != "weight" or len(shape) < 2:
+            continue
+        kind, numel, done = _kind_of_matrix(owned.name, modules), shape.numel(), id(owned.parameter) in quantised
+        counts[kind] = counts[kind][0] + done * numel, counts[kind][1] + numel
+        if not done:
+            left_out[re.sub(r"\b\d+\b", "*", owned.name)] += numel
+    return QuantisedShare(counts, left_out)
+
+
+def _kind_of_matrix(name: str, modules: dict[str, nn.Module]) -> str:
+    """What a parameter belongs to, by the modules around it, the innermost that says it first."""
+    around = name.rpartition(".")[0]
+    while around:
+        words = f"{around.rpartition('.')[2]} {type(modules[around]).__name__}".lower()
+        if isinstance(modules[around], ExpertMLPs):
+            return "experts"
+        if "attn" in words or "attention" in words:
+            return "attention"
+        if "mlp" in words or "feed_forward" in words or "ffn" in words or "moe" in words:
+            return "MLP"
+        around = around.rpartition(".")[0]
+    return "other"
 
 
 def _summary(recipe: Recipe, quantization: Quantization) -> str:

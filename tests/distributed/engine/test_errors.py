@@ -11,11 +11,14 @@ from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM
 from tests.distributed.launcher import launch, run_ranks
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.distributed.variants import NO_TEACHER
+from tests.families.variants import VARIANTS
 from tests.root import ROOT
 from tests.tiny import tiny_checkpoint, tiny_tokenizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
 RANKS = 2
+RAW_WEIGHT = r"quant.exempt_more: ['model\.layers\.\d+\.mamba\.dt_proj']"
+IN_THE_FIRST_STEP = ("raw_weight",)
 # name: what the text must hold. Paths are filled in with the test's directory.
 EXPECTED = {
     "bad_line": ("{base}/bad_line.jsonl:31",),
@@ -27,6 +30,8 @@ EXPECTED = {
     "teacher_vocabulary": ("loss.teacher", "{base}/other", "300", "301", "290"),
     "damaged_weights": ("{base}/damaged_weights/model.safetensors",),
     "no_scales": ("{base}/empty", "safetensors"),
+    "raw_weight": ("layers.0.mamba.dt_proj: the model's forward did not call them", RAW_WEIGHT),
+    "unseen_input": ("inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT),
     "samples_seen": ("data.packing: true, expected false: model.path", "{base}/state", "the one before them in a row"),
     "samples_seen_by_teacher": ("data.packing: true, expected false: loss.teacher", "{base}/state", "in a row"),
 }
@@ -78,6 +83,8 @@ def base(tmp_path_factory):
     config.save_pretrained(other)
     state = tiny_state_checkpoint(base / "state")
     packed = {"data": {"packing": True}}
+    raw = VARIANTS["jamba"].checkpoint(base / "raw")  # it multiplies by the weight of a Linear, which it does not call
+    raw_weight = {"model": {"path": str(raw), "attn_implementation": "eager"}, "loss": NO_TEACHER}
     sections = {
         "bad_line": {"data": {"train": [str(base / "bad_line.jsonl")]}},
         "few_samples": {"data": {"train": [str(base / "few.jsonl")]}},
@@ -88,6 +95,8 @@ def base(tmp_path_factory):
         "teacher_vocabulary": {"loss": {"teacher": str(other)}},
         "damaged_weights": {"model": {"path": str(base / "damaged_weights")}},
         "no_scales": {"quant": {"scales": str(base / "empty")}},
+        "raw_weight": {**raw_weight, "quant": {"scheme": "w8a16_channel"}},
+        "unseen_input": raw_weight,
         "samples_seen": {"model": {"path": str(state)}, "loss": NO_TEACHER, **packed},
         "samples_seen_by_teacher": {"loss": {"teacher": str(state)}, **packed},
     }
@@ -109,8 +118,8 @@ def test_every_rank_says_what_is_wrong(ended, name):
     found = [json.loads((ended / f"{name}_{rank}.json").read_text()) for rank in range(RANKS)]
     assert found[0]["type"] in ("RankError", "RecipeError", "DsConfigError") and found[0]["text"] == found[1]["text"]
     for part in EXPECTED[name]:
-        assert part.format(base=ended) in found[0]["text"]
-    assert [one["steps"] for one in found] == [0, 0]
+        assert part.replace("{base}", str(ended)) in found[0]["text"]
+    assert [one["steps"] for one in found] == [int(name in IN_THE_FIRST_STEP)] * RANKS
     assert list((ended / "export_not_empty").iterdir()) == [ended / "export_not_empty" / "export"]
 
 

@@ -269,3 +269,13 @@ def test_the_input_observer_sees_what_the_forward_sees(seed):
     layer.input_observer = None
     layer(100 * first)
     assert observer.total == second.numel()
+
+
+def test_a_layer_knows_whether_it_was_trained():
+    """A forward without gradients, such as a calibration's, trains nothing."""
+    layer, _ = make(get_scheme("fp8_static"), torch.float32)
+    with torch.no_grad():
+        layer(torch.randn(2, 96))
+    assert not layer.trained
+    layer(torch.randn(2, 96))
+    assert layer.trained

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from engine.memory.meta_model import MetaStudent, meta_student
+from engine.recipe.quant import QuantRecipe
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, LearnableRecipe, ModelRecipe, TrainRecipe
 from engine.session.optimizer import classify
+from engine.session.student import quantised_share
+from model.ranks import RankError
 from tests.families.variants import VARIANTS
 
 
@@ -35,3 +38,34 @@ def test_routers_are_neither_quantised_nor_trained(name: str, tmp_path: Path):
     assert not any(
         ".gate" in layer or "router" in layer for layer in student.quantization.layers if "_proj" not in layer
     )
+
+
+def test_the_share_of_the_matrices_that_is_quantised(tmp_path: Path):
+    student = student_of("qwen3_moe", tmp_path, quant=QuantRecipe(exempt_more=[r".*\.o_proj"]))
+    share = quantised_share(student.model, student.quantization)
+    # Two layers, 64 wide: q 64 x 64, k and v 32 x 64; four experts of three matrices of 64 x 32.
+    assert share.parameters == {
+        "attention": (2 * 2 * 64 * 64, 2 * 3 * 64 * 64),
+        "MLP": (0, 0),
+        "experts": (2 * 4 * 3 * 64 * 32,) * 2,
+        "other": (0, 0),
+    }
+    assert share.text() == (
+        "quantised: 88.9% of the 73,728 parameters in the decoder's matrices "
+        "(attention 16,384 of 24,576, experts 49,152 of 49,152)"
+    )
+    assert share.warning() is None
+
+
+def test_a_small_share_names_what_was_left_out(tmp_path: Path):
+    student = student_of("qwen3", tmp_path, quant=QuantRecipe(exempt_more=[r".*\.mlp\..*"]))
+    warning = quantised_share(student.model, student.quantization).warning()
+    assert warning is not None and "60.0% of the decoder's matrices are not quantised" in warning
+    assert "model.layers.*.mlp.gate_proj.weight (12,288)" in warning
+
+
+@pytest.mark.parametrize("scheme", ("fp8_static", "fp8_static_kv"))
+def test_a_scheme_for_linears_that_finds_none_is_refused(scheme: str, tmp_path: Path):
+    """Keys and values alone would have been quantised."""
+    with pytest.raises(RankError, match=r"nothing to quantise: .* GPT2LMHeadModel .*its matrices lie in 8 Conv1D"):
+        student_of("gpt2", tmp_path, quant=QuantRecipe(scheme=scheme))
