@@ -20,8 +20,8 @@ Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate 
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,55 +38,74 @@ Function = Callable[[Tensor], Tensor]
 _NO_NUMBER = re.compile(r"tok|top|shared|group|size|dim|interval|freq|step|layer|zero")
 
 
+class Experts(NamedTuple):
+    """What the experts of a layer are: their sizes E, H and I, and what they compute.
+
+    That is ``down(act_fn(gate(x)) * up(x))``; or ``down(gated([gate(x), up(x)]))`` for classes that say so (some clamp
+    both); or ``down(act_fn(up(x)))`` for classes without a gate. A token's experts are added up in the dtype of the
+    hidden states, or, with ``sums_of_weights``, in the dtype of the choices' weights.
+    """
+
+    num_experts: int
+    hidden_dim: int
+    intermediate_dim: int
+    act_fn: Function
+    gated: Function | None = None
+    has_gate: bool = True
+    sums_of_weights: bool = False
+
+    @property
+    def stacks(self) -> dict[str, tuple[tuple[int, int], tuple[str, ...]]]:
+        """By the name of transformers' parameters: the shape of one Linear, and which of them lie in it per expert."""
+        h, i = self.hidden_dim, self.intermediate_dim
+        first = ("gate_up_proj", ("gate_proj", "up_proj")) if self.has_gate else ("up_proj", ("up_proj",))
+        return {first[0]: ((i, h), first[1]), "down_proj": ((h, i), ("down_proj",))}
+
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Of transformers' parameters, by name."""
+        return {
+            name: (self.num_experts, len(projections) * rows, columns)
+            for name, ((rows, columns), projections) in self.stacks.items()
+        }
+
+    def inner(self, first: Tensor) -> Tensor:
+        """What goes into down_proj, [rows, I], from the outputs of gate_proj and up_proj [rows, 2I], or up_proj's."""
+        if not self.has_gate:
+            return self.act_fn(first)
+        if self.gated is not None:
+            return self.gated(first)
+        gate, up = first.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def sum_dtype(self, hidden_states: Tensor, weights: Tensor) -> torch.dtype:
+        """In which a token's experts are added up."""
+        return weights.dtype if self.sums_of_weights else hidden_states.dtype
+
+
 class ExpertMLPs(nn.Module):
     """The experts of one MoE layer; same signature and same results as transformers' eager fused module, bit for bit
     where the matrix products are.
 
-    Args:
-        num_experts, hidden_dim, intermediate_dim: E, H and I.
-        act_fn: of the gate.
-        gated: what a class computes from gate and up, ``[rows, 2I]`` to ``[rows, I]``, where that is not
-            ``act_fn(gate) * up``: some clamp both.
-
     Attributes:
+        of: what they are.
         routers: names, in the model, of the modules and parameters that choose among them (:mod:`model.routers`).
     """
 
     routers: tuple[str, ...] = ()
 
-    def __init__(
-        self, num_experts: int, hidden_dim: int, intermediate_dim: int, act_fn: Function, gated: Function | None = None
-    ):
+    def __init__(self, of: Experts):
         super().__init__()
-        self.num_experts = num_experts
-        self.hidden_dim = hidden_dim
-        self.intermediate_dim = intermediate_dim
-        self.act_fn = act_fn
-        self._gated = gated
-
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """What goes into down_proj, [rows, I], from the outputs of gate_proj and up_proj."""
-        if self._gated is None:
-            return self.act_fn(gate) * up
-        return self._gated(torch.cat([gate, up], dim=-1))
+        self.of = of
+        self.num_experts = of.num_experts
 
 
 class StackedMLPs(ExpertMLPs):
-    """All experts' weights in two stacks; ``weights`` are Parameters ``[E, 2I, H]`` and ``[E, H, I]``."""
+    """All experts' weights in two stacks; ``weights`` are Parameters as ``of.shapes`` has them, in its order."""
 
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_dim: int,
-        intermediate_dim: int,
-        act_fn: Function,
-        gated: Function | None,
-        weights: tuple[nn.Parameter, nn.Parameter],
-    ):
-        super().__init__(num_experts, hidden_dim, intermediate_dim, act_fn, gated)
-        e, h, i = num_experts, hidden_dim, intermediate_dim
-        self.gate_up_proj = StackedLinear(weights[0], (e, 2 * i, h), ("gate_proj", "up_proj"))
-        self.down_proj = StackedLinear(weights[1], (e, h, i), ("down_proj",))
+    def __init__(self, of: Experts, weights: Iterable[nn.Parameter]):
+        super().__init__(of)
+        for weight, (name, shape) in zip(weights, of.shapes().items(), strict=True):
+            self.add_module(name, StackedLinear(weight, shape, of.stacks[name][1]))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs. The host waits for nothing, where the GEMM is a grouped one.
@@ -109,40 +128,46 @@ class StackedMLPs(ExpertMLPs):
         counts = torch.zeros(self.num_experts, dtype=torch.int32, device=order.device)
         counts.index_add_(0, choices, torch.ones_like(choices, dtype=torch.int32))
         offsets = counts.cumsum(0, dtype=torch.int32)
-        gate, up = self.gate_up_proj(hidden_states[order % tokens], offsets).chunk(2, dim=-1)
-        rows = self.down_proj(self.gated(gate, up), offsets)
+        first, down_proj = self.children()
+        rows = down_proj(self.of.inner(first(hidden_states[order % tokens], offsets)), offsets)
         weights = top_k_weights.masked_fill(none, 0).t().reshape(-1)[order]
-        rows = (rows * weights[:, None]).to(hidden_states.dtype)
+        rows = (rows * weights[:, None]).to(self.of.sum_dtype(hidden_states, weights))
         # Where the rows of each token ended up, in the order of their experts. Added one by one: a sum over K would
         # round in another way, and the atomic additions of index_add come in any order.
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel(), device=order.device)
         place = place.view(per_token, tokens).t().gather(1, top_k_index.argsort(dim=-1, stable=True))
-        output = torch.zeros_like(hidden_states)
+        output = torch.zeros_like(hidden_states, dtype=rows.dtype)
         for column in place.unbind(1):
             output = output + rows[column]
-        return output
+        return output.to(hidden_states.dtype)
 
 
 class ExpertMLP(nn.Module):
-    """Weights of one expert; :class:`PerExpertMLPs` shares the activation among them."""
+    """Weights of one expert; :class:`PerExpertMLPs` shares the rest among them."""
 
-    def __init__(self, hidden_dim: int, intermediate_dim: int):
+    def __init__(self, of: Experts):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_dim, intermediate_dim, bias=False)
-        self.up_proj = nn.Linear(hidden_dim, intermediate_dim, bias=False)
-        self.down_proj = nn.Linear(intermediate_dim, hidden_dim, bias=False)
+        for (rows, columns), projections in of.stacks.values():
+            for projection in projections:
+                self.add_module(projection, nn.Linear(columns, rows, bias=False))
+
+    def forward(self, rows: Tensor, of: Experts) -> Tensor:
+        """[rows, H] to [rows, H]."""
+        *first, down_proj = self.children()
+        if of.has_gate and of.gated is None:
+            gate, up = first
+            return down_proj(of.act_fn(gate(rows)) * up(rows))
+        return down_proj(of.inner(torch.cat([linear(rows) for linear in first], dim=-1)))
 
 
 class PerExpertMLPs(ExpertMLPs):
     """Children ``"0"`` to ``"E-1"`` are the experts' weights."""
 
-    def __init__(
-        self, num_experts: int, hidden_dim: int, intermediate_dim: int, act_fn: Function, gated: Function | None = None
-    ):
-        super().__init__(num_experts, hidden_dim, intermediate_dim, act_fn, gated)
-        for expert in range(num_experts):
-            self.add_module(str(expert), ExpertMLP(hidden_dim, intermediate_dim))
+    def __init__(self, of: Experts):
+        super().__init__(of)
+        for expert in range(of.num_experts):
+            self.add_module(str(expert), ExpertMLP(of))
 
     def experts(self) -> Iterator[ExpertMLP]:
         """The experts' weights in order."""
@@ -161,12 +186,11 @@ class PerExpertMLPs(ExpertMLPs):
         weight_groups = top_k_weights.t().reshape(-1)[order].split(counts)
         inputs = hidden_states[order % tokens].split(counts)
 
-        output = torch.zeros_like(hidden_states)
+        output = torch.zeros_like(hidden_states, dtype=self.of.sum_dtype(hidden_states, top_k_weights))
         for expert, rows, token, weight in zip(self.experts(), inputs, token_groups, weight_groups, strict=True):
-            rows = expert.down_proj(self.gated(expert.gate_proj(rows), expert.up_proj(rows)))
             # A token chooses an expert at most once: no two of these additions meet, on any device.
-            output.index_add_(0, token, (rows * weight[:, None]).to(output.dtype))
-        return output
+            output.index_add_(0, token, (expert(rows, self.of) * weight[:, None]).to(output.dtype))
+        return output.to(hidden_states.dtype)
 
 
 def arrange_experts(model: nn.Module, form: Form) -> int:
@@ -181,22 +205,19 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
     found = [
         (name, module) for name, module in model.named_modules() if _looks_like_experts(name, module, model, counts)
     ]
-    checked: set[type] = set()
+    checked: dict[type, bool] = {}
     for name, fused in found:
-        _check_layout(name, fused)
+        of = _read(name, fused)
         if type(fused) not in checked:
-            _check_function(name, fused)
-            checked.add(type(fused))
-        sizes = (fused.num_experts, fused.hidden_dim, fused.intermediate_dim, fused.act_fn, _gated_of(fused))
+            checked[type(fused)] = _check_function(name, fused, of)
+        of = of._replace(sums_of_weights=checked[type(fused)])
         experts: ExpertMLPs
         if form == "stacked":
-            experts = StackedMLPs(*sizes, (fused.gate_up_proj, fused.down_proj))
+            experts = StackedMLPs(of, [fused.get_parameter(key) for key in of.stacks])
         else:
-            experts = PerExpertMLPs(*sizes)
+            experts = PerExpertMLPs(of)
         block = name.rpartition(".")[0]
-        below = routers_of(
-            model.get_submodule(block), fused, num_experts=fused.num_experts, hidden_dim=fused.hidden_dim
-        )
+        below = routers_of(model.get_submodule(block), fused, num_experts=of.num_experts, hidden_dim=of.hidden_dim)
         experts.routers = tuple(f"{block}.{router}".lstrip(".") for router in below)
         experts.train(fused.training)
         zero.mark_leaf(experts)
@@ -211,7 +232,8 @@ def _gated_of(fused: nn.Module) -> Function | None:
         return None
     without_weights = copy.copy(fused)
     without_weights._parameters = {}
-    return without_weights._apply_gate  # type: ignore[no-any-return]
+    gated: Any = without_weights._apply_gate
+    return gated
 
 
 def router_names(model: nn.Module) -> list[str]:
@@ -304,64 +326,72 @@ def _numbers_of_experts(values: Mapping[str, Any]) -> set[int]:
     return found
 
 
-def _check_layout(name: str, module: nn.Module) -> None:
-    """Raise unless ``module`` has the attributes and shapes that the module docstring names, and no other parameter."""
+def _read(name: str, module: nn.Module) -> Experts:
+    """What the experts of ``module`` are, if it has the attributes and shapes that this file knows, and no other
+    parameter. Raises ValueError otherwise."""
     problem = None
     missing = [attribute for attribute in ATTRIBUTES if not hasattr(module, attribute)]
-    shapes = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters()}
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         problem = "the model runs only those of the list that are hit"
     elif missing:
         problem = f"it has no attribute {', '.join(missing)}"
     else:
+        shapes = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters()}
         e, h, i = (int(getattr(module, attribute)) for attribute in ATTRIBUTES[:3])
-        expected = {"gate_up_proj": (e, 2 * i, h), "down_proj": (e, h, i)}
-        if shapes != expected:
-            problem = f"its parameters are {shapes}, not {expected}"
-    if problem:
-        raise ValueError(
-            f"{name} ({type(module).__name__}) is a mixture of experts in a layout that is not supported: {problem}"
-        )
+        has_gate = "up_proj" not in shapes
+        # Some read a projection of the hidden states, which is narrower.
+        h = h if has_gate else shapes["up_proj"][-1]
+        of = Experts(e, h, i, module.act_fn, _gated_of(module), has_gate)  # type: ignore[arg-type]
+        if shapes == of.shapes():
+            return of
+        problem = f"its parameters are {shapes}, not {of.shapes()}"
+    raise ValueError(
+        f"{name} ({type(module).__name__}) is a mixture of experts in a layout that is not supported: {problem}"
+    )
 
 
 @torch.no_grad()
-def _check_function(name: str, module: nn.Module) -> None:
-    """Raise unless a tiny case gives the same result both ways.
-
-    Some classes with these attributes clamp in a place of their own, or add up in another dtype.
-    """
-    e, h, i, tokens = 3, 4, 5, 16
+def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
+    """Whether the class adds up in the dtype of the choices' weights. Raises ValueError unless a tiny case gives the
+    same result both ways: some classes with these attributes compute something else, or in another dtype."""
+    of = of._replace(num_experts=3, hidden_dim=4, intermediate_dim=5)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     # Gates of up to some hundreds, so that a clamp would show. In fp64, so that a cast to fp32 inside would show.
-    gate_up, down, inputs = random(e, 2 * i, h), random(e, h, i), 30 * random(tokens, h)
-    chosen = torch.stack([torch.randperm(e, generator=generator)[:2] for _ in range(tokens)])
-    weights = random(tokens, 2).abs()
-
-    theirs = copy.copy(module)
-    theirs._parameters = {}
+    stacks, inputs = {key: random(*shape) for key, shape in of.shapes().items()}, 30 * random(16, of.hidden_dim)
+    chosen = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(16)])
+    weights = random(16, 2).abs()
     config = copy.deepcopy(getattr(module, "config", None))
     if config is not None:
         config._experts_implementation = "eager"
-    values = {"num_experts": e, "hidden_dim": h, "intermediate_dim": i, "config": config}
-    theirs.__dict__.update(values, gate_up_proj=gate_up, down_proj=down)
-    try:
-        weights_of_ours = (nn.Parameter(gate_up), nn.Parameter(down))
-        ours = StackedMLPs(e, h, i, module.act_fn, _gated_of(module), weights_of_ours)  # type: ignore[arg-type]
-        for stack, weight in ((ours.gate_up_proj, gate_up), (ours.down_proj, down)):
+    sizes = dict(zip(ATTRIBUTES, of, strict=False), config=config)
+
+    def agree(of: Experts, dtype: torch.dtype, rtol: float = 0.0, atol: float = 0.0) -> bool:
+        theirs, used = copy.copy(module), {key: stack.to(dtype) for key, stack in stacks.items()}
+        theirs._parameters = {}
+        theirs.__dict__.update({**sizes, "act_fn": of.act_fn}, **used)
+        ours = StackedMLPs(of, map(nn.Parameter, used.values()))
+        for stack, weight in zip(ours.children(), used.values(), strict=True):
             del stack.weight  # while a model is built every Parameter lands on the meta device
-            stack.weight = weight  # type: ignore[assignment]
-        result, expected = ours(inputs, chosen, weights), theirs(inputs, chosen, weights)
+            stack.weight = weight
+        arguments = inputs.to(dtype), chosen, weights
+        return torch.allclose(ours(*arguments).double(), theirs(*arguments).double(), rtol, atol)
+
+    try:
+        # fp64 products in another order differ by about 1e-15; an intermediate fp32 by 1e-8, a clamp by more than 1e-2.
+        same = agree(of, torch.float64, rtol=1e-11, atol=1e-9)
+        # In fp32 with weights in fp64 a sum in fp64 is rounded once.
+        wide = same and not agree(of, torch.float32)
     except Exception as error:
         raise ValueError(
             f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: {error}"
         ) from error
-    # fp64 products in another order differ by about 1e-15; an intermediate fp32 by 1e-8, a clamp by more than 1e-2.
-    if not torch.allclose(result, expected, rtol=1e-11, atol=1e-9):
+    if not same:
         raise ValueError(
             f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: it has the usual "
             "parameters, but computes something else than down(gated(gate(x), up(x)))"
         )
+    return wide and agree(of._replace(sums_of_weights=True), torch.float32)

@@ -323,13 +323,9 @@ def _expert_tensors(model: nn.Module) -> dict[str, _ExpertTensor]:
     found = {}
     for prefix, module in model.named_modules():
         if isinstance(module, ExpertMLPs):
-            e, h, i = module.num_experts, module.hidden_dim, module.intermediate_dim
-            for fused, shape, projections in (
-                ("gate_up_proj", (i, h), ("gate_proj", "up_proj")),
-                ("down_proj", (h, i), ("down_proj",)),
-            ):
-                whole = (e, len(projections) * shape[0], shape[1])
-                for index in range(e * len(projections)):
+            for fused, (shape, projections) in module.of.stacks.items():
+                whole = module.of.shapes()[fused]
+                for index in range(module.num_experts * len(projections)):
                     expert, part = divmod(index, len(projections))
                     name = f"{prefix}.{expert}.{projections[part]}.weight"
                     offset = index * math.prod(shape)

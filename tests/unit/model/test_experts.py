@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, DeepseekV4Config, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from model.build import build_model
-from model.experts import Form, PerExpertMLPs, StackedMLPs, _gated_of, arrange_experts
+from model.experts import Experts, Form, PerExpertMLPs, StackedMLPs, _gated_of, arrange_experts
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
 
@@ -56,11 +57,12 @@ class Case:
         with torch.no_grad():
             for parameter in self.fused.parameters():
                 parameter.copy_(self.values(parameter.shape, exact_products) * (1.0 if exact_products else 0.3))
+            of = Experts(e, h, i, self.fused.act_fn, _gated_of(self.fused))
             if form == "stacked":
                 stacks = (nn.Parameter(self.fused.gate_up_proj.clone()), nn.Parameter(self.fused.down_proj.clone()))
-                self.ours = StackedMLPs(e, h, i, self.fused.act_fn, _gated_of(self.fused), stacks)
+                self.ours = StackedMLPs(of, stacks)
             else:
-                self.ours = PerExpertMLPs(e, h, i, self.fused.act_fn, _gated_of(self.fused)).to(dtype)
+                self.ours = PerExpertMLPs(of).to(dtype)
                 for expert, mlp in enumerate(self.ours.experts()):
                     mlp.gate_proj.weight.copy_(self.fused.gate_up_proj[expert, :i])
                     mlp.up_proj.weight.copy_(self.fused.gate_up_proj[expert, i:])
@@ -134,9 +136,9 @@ def test_every_expert_gets_a_gradient_and_it_is_the_fused_one(form: Form, clampe
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "lfm2_moe", "granitemoe"])
+@pytest.mark.parametrize("name", ["deepseek_v4", "lfm2_moe", "granitemoe", "nemotron_h"])
 def test_whole_models_compute_what_they_did(seed, name: str):
-    """Classes that clamp, and whose activation is a plain function; logits and all gradients in fp64."""
+    """Classes that clamp, whose activation is a plain function, and without a gate; logits and gradients in fp64."""
     theirs = VARIANTS[name].model(seed=seed, dtype=torch.float64)
     theirs.config._experts_implementation = "eager"
     ours = copy.deepcopy(theirs)
@@ -149,6 +151,33 @@ def test_whole_models_compute_what_they_did(seed, name: str):
         found.append((logits, model.get_input_embeddings().weight.grad))
     for our, their in zip(*found, strict=True):
         torch.testing.assert_close(our, their, rtol=1e-9, atol=1e-11)
+
+
+@FORMS
+def test_experts_without_a_gate_are_added_up_in_the_dtype_of_their_weights(seed, form: Form):
+    """As their class does: weights are fp32 there where hidden states are bf16. Products are exact in any order."""
+    model = VARIANTS["nemotron_h"].model(seed=seed)
+    model.config._experts_implementation = "eager"
+    theirs = next(module for module in model.modules() if isinstance(module, NemotronHExperts)).bfloat16()
+    e, h, i = theirs.num_experts, theirs.hidden_dim, theirs.intermediate_dim
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randint(-1, 2, parameter.shape))
+    arranged = copy.deepcopy(model)
+    assert arrange_experts(arranged, "stacked") == 1
+    ours = next(module for module in arranged.modules() if isinstance(module, StackedMLPs))
+    assert ours.of.sums_of_weights and not ours.of.has_gate
+    if form == "per_expert":
+        ours = PerExpertMLPs(ours.of).bfloat16()
+        with torch.no_grad():
+            for expert, mlp in enumerate(ours.experts()):
+                mlp.up_proj.weight.copy_(theirs.up_proj[expert])
+                mlp.down_proj.weight.copy_(theirs.down_proj[expert])
+    inputs = torch.randint(-1, 2, (19, h)).bfloat16()
+    chosen = torch.stack([torch.randperm(e)[:3] for _ in range(19)])
+    weights = torch.rand(19, 3)
+    with torch.no_grad():
+        assert torch.equal(ours(inputs, chosen, weights), theirs(inputs, chosen, weights)), (e, h, i)
 
 
 @FORMS
@@ -174,7 +203,6 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "n
 REFUSED = {
     "gpt_oss": ("GptOssExperts", {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
     "llama4_text": ("Llama4TextExperts", {"num_local_experts": 4}),
-    "nemotron_h": ("NemotronHExperts", {"n_routed_experts": 4, "layers_block_type": ["attention", "moe"]}),
 }
 
 
