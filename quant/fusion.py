@@ -28,7 +28,8 @@ def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, acr
         groups.setdefault(_fused_key(name, modules, across_experts), []).append(name)
     for parent, *leaves in groups:
         if across_experts and parent.rpartition(".")[2] == "experts":
-            leaves = [*GATE_UP, "down_proj"]  # each shares its inputs, but one kernel runs all of them
+            # Each shares its inputs, but one kernel runs all of them; some have no gate.
+            leaves = [leaf for leaf in (*GATE_UP, "down_proj") if f"{parent}.0.{leaf}" in modules]
         _check_one_scheme(_members(parent, leaves, modules, across_experts), schemes)
     return list(groups.values())
 
