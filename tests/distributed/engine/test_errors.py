@@ -32,6 +32,7 @@ EXPECTED = {
     "no_scales": ("{base}/empty", "safetensors"),
     "raw_weight": ("layers.0.mamba.dt_proj: the model's forward did not call them", RAW_WEIGHT),
     "unseen_input": ("inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT),
+    "fused_experts": ("block_sparse_moe.experts", "input_linear.weight", "no quantised form", "quant.exempt"),
     "samples_seen": ("data.packing: true, expected false: model.path", "{base}/state", "the one before them in a row"),
     "samples_seen_by_teacher": ("data.packing: true, expected false: loss.teacher", "{base}/state", "in a row"),
 }
@@ -82,6 +83,7 @@ def base(tmp_path_factory):
     config.vocab_size = 290
     config.save_pretrained(other)
     state = tiny_state_checkpoint(base / "state")
+    granite = VARIANTS["granitemoe"].checkpoint(base / "granite")
     packed = {"data": {"packing": True}}
     raw = VARIANTS["jamba"].checkpoint(base / "raw")  # it multiplies by the weight of a Linear, which it does not call
     raw_weight = {"model": {"path": str(raw), "attn_implementation": "eager"}, "loss": NO_TEACHER}
@@ -97,6 +99,7 @@ def base(tmp_path_factory):
         "no_scales": {"quant": {"scales": str(base / "empty")}},
         "raw_weight": {**raw_weight, "quant": {"scheme": "w8a16_channel"}},
         "unseen_input": raw_weight,
+        "fused_experts": {"model": {"path": str(granite)}, "export": {"enabled": True}, "loss": NO_TEACHER},
         "samples_seen": {"model": {"path": str(state)}, "loss": NO_TEACHER, **packed},
         "samples_seen_by_teacher": {"loss": {"teacher": str(state)}, **packed},
     }

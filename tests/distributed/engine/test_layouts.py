@@ -1,0 +1,61 @@
+"""Checkpoints with towers, experts in one tensor and concatenated tensors, from training to their own class: two ranks
+train, and transformers loads what they exported."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from engine.recipe.reading import load_recipe
+from engine.verify.check import compare_with_transformers
+from quant.rules import DEFAULT_EXEMPT
+from tests.distributed.variants import NO_TEACHER, Variant, run_variants
+
+
+def run(model: str, scheme: str, **quant) -> Variant:
+    sections = {
+        "stage": 3,
+        "loss": NO_TEACHER,
+        "train": {"steps": 2, "gradient_accumulation_steps": 1},
+        "quant": {"scheme": scheme, "calibration_batches": 1 if scheme == "fp8_static" else 0, **quant},
+        "export": {"enabled": True},
+    }
+    return Variant(sections, model=model, dtype="bfloat16")
+
+
+RUNS = {
+    "qwen3_5": run("qwen3_5", "fp8_static"),
+    "qwen3_5_moe": run("qwen3_5_moe", "w4a16_g32"),
+    "gemma3": run("gemma3", "w4a16_g32"),
+    "llava": run("llava", "fp8_static"),
+    "granitemoe": run("granitemoe", "w4a16_g32", exempt=[*DEFAULT_EXEMPT, r".*\.experts\..+"]),
+    "kimi_linear": run("kimi_linear", "fp8_static"),
+}
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory) -> dict[str, Path]:
+    return run_variants(tmp_path_factory.mktemp("layouts"), RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_export_loads_as_the_class_that_it_names(recipes, name):
+    recipe = load_recipe(recipes[name])
+    source, export = Path(recipe.model.path), recipe.export_dir()
+    config = json.loads((export / "config.json").read_text())
+    assert config["architectures"] == json.loads((source / "config.json").read_text())["architectures"]
+    _, info = getattr(transformers, config["architectures"][0]).from_pretrained(export, output_loading_info=True)
+    # It dequantises experts, and has no use for the scales of their inputs.
+    assert not [key for keys in info.values() for key in keys if not re.search(r"experts.*input_scale$", str(key))]
+
+    before, after = load_file(source / "model.safetensors"), load_file(export / "model.safetensors")
+    same = {key for key in before if key in after and torch.equal(before[key].float(), after[key].float())}
+    towers = {key for key in before if re.search(r"visual|vision|projector", key)}
+    assert towers <= same and bool(towers) == (name in ("qwen3_5", "qwen3_5_moe", "gemma3", "llava"))
+    assert len(same) < len(before), "nothing was trained"
+    report = compare_with_transformers(export, [torch.arange(10, 60)[None]])
+    assert report.ok, report.table()
