@@ -318,6 +318,12 @@ def module_name_on_disk(model: PreTrainedModel, module: str) -> str:
 _NAMES: WeakKeyDictionary[PreTrainedModel, Names] = WeakKeyDictionary()
 
 
+def concatenates(model: PreTrainedModel) -> bool:
+    """Whether transformers makes tensors of ``model`` from several on disk, one behind another."""
+    rules = get_model_conversion_mapping(model)
+    return any(isinstance(rule, WeightConverter) and _is_concatenation(rule) for rule in rules)
+
+
 def _expert_tensors(model: nn.Module) -> dict[str, _ExpertTensor]:
     """The weight of every Linear of every expert, by its per-expert name, in transformers' order."""
     found = {}

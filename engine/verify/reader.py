@@ -16,7 +16,8 @@ It differs from ours by definition in these points (measured with transformers 5
 - *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are zero
   points, and blocks of fp8 if there is more than one; NVFP4 is read without its global scale, which is silent noise;
   several schemes among the experts are all decoded as the first, and experts that are not quantised, beside layers
-  that are packed, cannot be loaded, or are drawn at random. There the reader that is compared with is transformers'
+  that are packed, cannot be loaded, or are drawn at random; and
+  so are tensors that it concatenates (Kimi Linear's convolutions), beside packed layers. There the reader that is compared with is transformers'
   plain model, filled with what compressed-tensors decompresses from the files, its inputs quantised by
   compressed-tensors.
 """
@@ -42,7 +43,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 
 from engine.verify.files import dtype_on_disk
 from model.compressed import quantized_keys, read_tensor
-from model.names import module_name_on_disk
+from model.names import concatenates, module_name_on_disk
 from model.ranks import RankError, listed
 from model.scales import cache_keys
 from model.shards import Reader, read_headers
@@ -59,13 +60,15 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def not_loaded(model: nn.Module, quantization: Quantization) -> str | None:
+def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None:
     """The reason why transformers cannot read this checkpoint of ``model`` correctly; None where it can."""
     if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
         return "transformers does not load quantised embeddings"
     schemes = {layer.scheme for name, layer in quantization.layers.items() if is_expert(name)}
     plain = any(is_expert(name) and isinstance(module, nn.Linear) for name, module in model.named_modules())
     packed = any(export_format(layer.scheme) != FLOAT_QUANTIZED for layer in quantization.layers.values())
+    if packed and concatenates(model):
+        return "transformers does not put the parts of a tensor together in a checkpoint with packed layers"
     if len(schemes) > 1 or (plain and packed):
         return "transformers decodes all experts with one scheme"
     if _has_zero_points(quantization) and len({layer.scheme for layer in quantization.layers.values()}) > 1:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from model.build import build_model
 from model.experts import Form
 from model.load import load_weights
-from model.names import Names, module_name_on_disk, own_tensors
+from model.names import Names, concatenates, module_name_on_disk, own_tensors
 from model.ranks import RankError
 from model.save import export_model
 from quant.experts import StackedLinear, linears_of
@@ -212,6 +212,12 @@ def test_tensors_that_lie_behind_one_another_in_ours_are_read_and_written_as_the
     export_model(ours, None, tmp_path / "source", tmp_path / "export")
     before, after = tensors_on_disk(tmp_path / "source"), tensors_on_disk(tmp_path / "export")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_which_models_have_tensors_in_parts(tmp_path: Path, seed: int):
+    for kind, expected in (("olmo_hybrid", True), ("mixtral", False), ("llama", False)):
+        VARIANTS[kind].config().save_pretrained(tmp_path / kind)
+        assert concatenates(build(tmp_path / kind)) is expected
 
 
 def test_a_part_that_is_missing_behind_others_is_an_error(tmp_path: Path, seed: int):
