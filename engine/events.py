@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from engine.checkpoint.save import CheckpointError, mark_if_best, save_checkpoint
+from engine.checkpoint.save import CheckpointError, save_checkpoint
 from engine.evaluation.held_out import evaluate
 from engine.recipe.events import EventRecipe, parse_condition
 from engine.recipe.recipe import Recipe
@@ -79,13 +79,14 @@ def save(state: LoopState) -> None:
     Raises:
         CheckpointError: on every rank: it could not be written.
     """
-    directory, keep, best = checkpoints(state.recipe), state.recipe.train.keep_checkpoints, state.recipe.eval.best
-    save_checkpoint(state.session, state.owners, directory, state.step, keep=keep)
+    keep, best = state.recipe.train.keep_checkpoints, state.recipe.eval.best
+    metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
+    evaluated = state.evaluations.step == state.step and metric in state.evaluation
+    measured = (metric, state.evaluation[metric]) if evaluated else None
+    directory = checkpoints(state.recipe)
+    save_checkpoint(state.session, state.owners, directory, state.step, keep=keep, measured=measured)
     state.saved_step = state.step
     state.metrics.flush()
-    metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
-    if state.evaluations.step == state.step and metric in state.evaluation:
-        mark_if_best(directory, state.step, metric, state.evaluation[metric], keep=keep)
 
 
 def _try_to_save(state: LoopState) -> None:

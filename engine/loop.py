@@ -120,10 +120,10 @@ class Loop:
         with state.stop_requests:
             report = RunReport(state, resident)
             self._train(state, report)
-            unsaved = _finish(state)
+            failure = _finish(state)
         report.end(state, checkpoints(self.recipe))
-        if unsaved is not None:
-            raise unsaved
+        if failure is not None:
+            raise failure
         return state
 
     def _train(self, state: LoopState, report: RunReport) -> None:
@@ -142,15 +142,21 @@ class Loop:
         report.trained(state)
 
 
-def _finish(state: LoopState) -> CheckpointError | None:
+def _finish(state: LoopState) -> RankError | None:
     """What follows the last step: evaluation, a checkpoint, the export. After a signal, the checkpoint alone.
 
     Returns:
-        Why the checkpoint could not be written, where the export was written all the same.
+        Why the run has failed all the same: the checkpoint could not be written, where the export was; or no step
+        trained anything, and there is nothing to write.
     """
     recipe, unsaved = state.recipe, None
     asked_to_stop = state.last is not None and state.last.stop_requested
     if not asked_to_stop:
+        if state.last is not None and state.session.engine.skipped_steps >= state.step:
+            return RankError(
+                f"all {state.step} steps were left out: their loss or gradients were not finite. The model is as it "
+                "was, and no export was written; look at the samples that are named above"
+            )
         evaluate_held_out(state)
     if state.step != state.saved_step and (asked_to_stop or recipe.train.checkpoint_every):
         try:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.checkpoint.find import LATEST, Checkpoint, check_resumable, verify_checkpoint
+from engine.checkpoint.find import LATEST, STEPS, Checkpoint, check_resumable, verify_checkpoint
 from engine.checkpoint.load import load_checkpoint
 from engine.checkpoint.owners import Owners
 from engine.cluster.nodes import check_shared
@@ -97,7 +97,7 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
         check_export(recipe)
     if recipe.train.resume:
         return check_resumable(recipe, checkpoints)
-    if (checkpoints / LATEST).exists():
+    if (checkpoints / LATEST).exists() or any(checkpoints.glob(STEPS)):
         raise RecipeError(
             f"output_dir: {recipe.output_dir!r} has checkpoints of an earlier run; "
             "set train.resume to continue it, or name another one"

@@ -60,6 +60,9 @@ def find_checkpoint(directory: Path, which: bool | str = True) -> Checkpoint:
         return read_checkpoint(directory / which)
     pointer = directory / LATEST
     if not pointer.is_file():
+        # A run that was killed before it had written its first pointer has a checkpoint all the same.
+        if (newest := _newest_whole(directory)) is not None:
+            return read_checkpoint(newest)
         raise ValueError(
             f"{directory} has no checkpoint to resume from (no file {LATEST}); set train.resume: false to start anew"
         )
@@ -132,11 +135,15 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
+def _newest_whole(directory: Path, *, before: str = "step_~") -> Path | None:
+    """The newest step directory that looks whole, of those whose names come before another's; None without any."""
+    names = (path for path in sorted(directory.glob(STEPS), reverse=True) if path.name < before)
+    return next((path for path in names if _is_whole(path)), None)
+
+
 def _offer(path: Path) -> str:
     """Name the newest step directory before a damaged one that looks whole, as the end of the error's text."""
-    older = (other for other in sorted(path.parent.glob(STEPS), reverse=True) if other.name < path.name)
-    whole = next((other for other in older if _is_whole(other)), None)
-    if whole is None:
+    if (whole := _newest_whole(path.parent, before=path.name)) is None:
         return "; there is no whole checkpoint before it"
     return f"; the one before it is {whole.name}: set train.resume to {whole.name} to go on from there"
 

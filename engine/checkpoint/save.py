@@ -7,7 +7,8 @@ and 2) and ``state.json``, the manifest: bytes and CRC-32 of every file. Everyth
 step's name, is replaced by a rename. So a directory without ``.partial`` was whole when it got its name, whatever
 interrupted the run, and what happened to it since shows in the manifest.
 
-``best.json`` names the step with the best value of a metric (:func:`mark_if_best`), which stays when older ones go.
+``best.json`` names the step with the best value of a metric, which stays when older ones go. It is written before
+``latest``: a run that is killed between the two does that step again, and marks it again.
 
 ZeRO's state holds no half-accumulated gradients, so checkpoints are taken at optimizer steps. The data cursor is the
 step itself: the loader's batches are a function of the step. At another number of ranks see
@@ -15,6 +16,7 @@ step itself: the loader's batches are a function of the step. At another number 
 """
 
 import json
+import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +26,7 @@ from engine.checkpoint.find import BEST, LATEST, STEPS, Best, best_checkpoint
 from engine.checkpoint.owners import Owners, rank_state
 from engine.recipe.reading import save_recipe
 from engine.session.session import Session
-from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, world_size
+from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.zero import stage
 
 
@@ -32,11 +34,22 @@ class CheckpointError(RankError):
     """A checkpoint could not be written; raised on all ranks. The ones before it and the run's state are untouched."""
 
 
-def save_checkpoint(session: Session, owners: Owners, directory: Path, step: int, *, keep: int) -> Path:
+def save_checkpoint(
+    session: Session,
+    owners: Owners,
+    directory: Path,
+    step: int,
+    *,
+    keep: int,
+    measured: tuple[str, float] | None = None,
+) -> Path:
     """Write ``<directory>/step_<step>``, make it the latest and remove older ones; a collective.
 
     The last ``keep`` up to this step stay, and the best. Later ones are those of a run that was resumed before them:
     they stay until this run comes to their step.
+
+    ``measured``: a metric and its value at this step, where there was an evaluation: the checkpoint becomes the best
+    one if it is less than that of the best.
 
     Raises:
         CheckpointError: on every rank, if any could not write; names the directory, the bytes needed and those free.
@@ -59,7 +72,7 @@ def save_checkpoint(session: Session, owners: Owners, directory: Path, step: int
             if is_main():
                 manifest = {name: entry for written, _ in reports for name, entry in written.items()}
                 _write_manifest(session, partial, step, manifest)
-                _make_current(directory, partial, final, keep)
+                _make_current(directory, partial, final, keep, measured)
     except RankError as error:
         raise CheckpointError(_not_written(directory, partial, files, error)) from error
     return final
@@ -96,19 +109,49 @@ def _write_manifest(session: Session, partial: Path, step: int, files: dict[str,
     sync_directory(partial)
 
 
-def _make_current(directory: Path, partial: Path, final: Path, keep: int) -> None:
+def _make_current(
+    directory: Path, partial: Path, final: Path, keep: int, measured: tuple[str, float] | None = None
+) -> None:
     """Rename a written checkpoint, point to it, and remove what is to go."""
     if final.exists():  # of the same step, from a run that was resumed before it
         final.rename(final.with_name(f"{final.name}.replaced.partial"))
     partial.rename(final)
     sync_directory(directory)
+    best = _mark(directory, final.name, measured)
     replace_text(directory / LATEST, final.name)
-    _remove_old(directory, final.name, keep)
+    _remove_old(directory, final.name, keep, best)
 
 
-def _remove_old(directory: Path, newest: str, keep: int) -> None:
+def _mark(directory: Path, name: str, measured: tuple[str, float] | None) -> Best | None:
+    """Mark a checkpoint as the best one if its value is less than the best one's; returns which is the best then.
+
+    A mark of another metric gives way, that of an earlier checkpoint of the same step, which this one has replaced, and
+    one that is damaged. A value that is not finite is never the best one, and a mark with one gives way. A mark that
+    cannot be written costs a warning, not the checkpoint.
+    """
+    best = None
+    try:
+        try:
+            best = best_checkpoint(directory)
+        except ValueError as error:
+            say(f"warning: {error}")
+            (directory / BEST).unlink()
+        if best is not None and (best.name == name or not math.isfinite(best.value)):
+            (directory / BEST).unlink()
+            best = None
+        if measured is not None and math.isfinite(measured[1]):
+            metric, value = measured
+            if best is None or best.metric != metric or value < best.value:
+                mark = Best(name, int(name.removeprefix("step_")), metric, value)
+                replace_text(directory / BEST, json.dumps(asdict(mark), indent=1))
+                best = mark
+    except OSError as error:
+        say(f"warning: {directory / BEST} was not written ({error.strerror}): the best checkpoint is not marked")
+    return best
+
+
+def _remove_old(directory: Path, newest: str, keep: int, best: Best | None) -> None:
     """Remove all steps up to ``newest`` but the last ``keep`` of them and the best."""
-    best = best_checkpoint(directory)
     older = [path for path in sorted(directory.glob(STEPS)) if path.name <= newest]
     for old in older[:-keep]:
         if best is None or old.name != best.name:
@@ -130,28 +173,3 @@ def _not_written(directory: Path, partial: Path, files: CheckedFiles, error: Ran
             free = "it is not there"
         text = f"{directory}/{partial.stem} was not written: {error}. It takes {needed / 1e6:,.1f} MB, {free}"
     return gather_objects(text)[0]
-
-
-def mark_if_best(directory: Path, step: int, metric: str, value: float, *, keep: int) -> None:
-    """Make an existing checkpoint the best one if its value is less than the best one's; a collective.
-
-    It stays until another is marked; the one before goes then, unless it is among the last ``keep``. Rank 0 alone
-    compares: another rank may see its new file before it has read the old one, or on a shared disk not at all. A mark
-    of another metric gives way, and that of an earlier checkpoint of the same step, which this one has replaced.
-
-    Raises:
-        CheckpointError: there is no checkpoint of that step, or the file could not be read or written.
-    """
-    name = f"step_{step:08d}"
-    try:
-        with errors_on_all_ranks(OSError, ValueError):
-            if is_main():
-                if not (directory / name / "state.json").is_file():
-                    raise ValueError(f"{directory} has no checkpoint {name} to mark as the best: save it first")
-                before = best_checkpoint(directory)
-                if before is None or before.metric != metric or before.name == name or value < before.value:
-                    best = asdict(Best(name, step, metric, value))
-                    replace_text(directory / BEST, json.dumps(best, indent=1))
-                    _remove_old(directory, name, keep)
-    except RankError as error:
-        raise CheckpointError(f"{directory / BEST} was not written: {error}") from error

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -14,6 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from engine.checkpoint import save
 from engine.checkpoint.files import CheckedFiles, file_crc32, read_object, replace_text
 from engine.checkpoint.find import (
     Best,
@@ -23,7 +25,7 @@ from engine.checkpoint.find import (
     read_checkpoint,
     verify_checkpoint,
 )
-from engine.checkpoint.save import CheckpointError, _make_current, mark_if_best
+from engine.checkpoint.save import _make_current
 from engine.recipe.checks import RecipeError
 from engine.recipe.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.recipe.reading import save_recipe
@@ -42,7 +44,7 @@ def recipe(directory: Path, *, resume: bool | str = True, **data) -> Recipe:
     )
 
 
-def write_step(directory: Path, step: int, *, keep: int = 10, world: int = 1, **data) -> Path:
+def write_step(directory: Path, step: int, *, keep: int = 10, world: int = 1, measured=None, **data) -> Path:
     """A checkpoint of two small files and a recipe, made current as a run does."""
     name = f"step_{step:08d}"
     partial = directory / f"{name}.partial"
@@ -54,7 +56,7 @@ def write_step(directory: Path, step: int, *, keep: int = 10, world: int = 1, **
     save_recipe(recipe(directory, **data), partial / "recipe.yaml")
     state = {"step": step, "world_size": world, "stage": 3, "files": files.written}
     (partial / "state.json").write_text(json.dumps(state))
-    _make_current(directory, partial, directory / name, keep)
+    _make_current(directory, partial, directory / name, keep, measured)
     return directory / name
 
 
@@ -86,8 +88,7 @@ def test_a_file_that_cannot_be_written_is_counted_removed_and_not_raised(tmp_pat
 
 def test_latest_and_best_and_names_are_found(tmp_path):
     for step in (1, 2, 3):
-        write_step(tmp_path, step)
-    mark_if_best(tmp_path, 2, "eval/perplexity", 5.5, keep=3)
+        write_step(tmp_path, step, measured=("eval/perplexity", 5.5 if step == 2 else 6.0))
     assert best_checkpoint(tmp_path) == Best("step_00000002", 2, "eval/perplexity", 5.5)
     assert best_line(tmp_path) == f"best checkpoint: {tmp_path}/step_00000002, eval/perplexity 5.5000"
     found = {which: find_checkpoint(tmp_path, which) for which in (True, "best", "step_00000001")}
@@ -97,24 +98,17 @@ def test_latest_and_best_and_names_are_found(tmp_path):
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
-    kept = {}
+    kept, losses = {}, {2: 1.0, 4: 1.5, 5: 0.5}
     for step in range(1, 7):
-        write_step(tmp_path, step, keep=2)
-        if step == 2:
-            mark_if_best(tmp_path, 2, "loss", 1.0, keep=2)
-        if step == 4:
-            mark_if_best(tmp_path, 4, "loss", 1.5, keep=2)  # is not
-        if step == 5:
-            mark_if_best(tmp_path, 5, "loss", 0.5, keep=2)
+        write_step(tmp_path, step, keep=2, measured=("loss", losses[step]) if step in losses else None)
         kept[step] = [int(name[-8:]) for name in names(tmp_path)]
     assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [4, 5], 6: [5, 6]}
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path):
+def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path, capsys):
     def marked(step, value, metric="eval/lm"):
-        write_step(tmp_path, step, keep=1)
-        mark_if_best(tmp_path, step, metric, value, keep=9)
+        write_step(tmp_path, step, keep=9, measured=(metric, value))
         best = best_checkpoint(tmp_path)
         return best.step, best.value
 
@@ -122,9 +116,48 @@ def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path)
     # Resumed from before it, the run comes to step 2 again: what was the best is not there any more.
     assert marked(2, 2.2) == (2, 2.2)
     assert marked(3, 5.0, "eval/total") == (3, 5.0)
+    # A loss that is not finite is no best one, and a mark with one does not stay for ever.
+    assert marked(4, math.nan, "eval/total") == (3, 5.0)
+    (tmp_path / "best.json").write_text('{"name": "step_00000004", "step": 4, "metric": "eval/total", "value": NaN}')
+    assert marked(5, 9.0, "eval/total") == (5, 9.0)
+    write_step(tmp_path, 5, measured=("eval/total", math.inf))
+    assert best_checkpoint(tmp_path) is None  # it marked a checkpoint that is not there any more
     (tmp_path / "best.json").write_text("{")
-    with pytest.raises(CheckpointError, match="expected name, step, metric and value"):
-        mark_if_best(tmp_path, 3, "eval/lm", 1.0, keep=9)
+    assert marked(6, 4.0) == (6, 4.0)
+    assert f"warning: {tmp_path}/best.json is damaged: expected name" in capsys.readouterr().out
+
+
+def test_a_mark_that_cannot_be_written_costs_a_warning(tmp_path, capsys):
+    (tmp_path / "best.json.partial").mkdir()  # as a full disk does: the mark cannot be written aside
+    write_step(tmp_path, 1, measured=("eval/lm", 1.0))
+    assert find_checkpoint(tmp_path).step == 1
+    assert "best.json was not written (Is a directory): the best checkpoint is not marked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("at", ["best.json", "latest"])
+def test_killed_before_a_mark_or_a_pointer_the_step_is_done_again(tmp_path, monkeypatch, at):
+    """And marked again: the mark is written before the pointer."""
+    write_step(tmp_path, 1, keep=1, measured=("eval/lm", 2.0))
+
+    def killed(path: Path, text: str) -> None:
+        if path.name == at:
+            raise KeyboardInterrupt
+        replace_text(path, text)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(save, "replace_text", killed)
+        write_step(tmp_path, 2, keep=1, measured=("eval/lm", 1.0))
+    assert find_checkpoint(tmp_path).step == 1
+    write_step(tmp_path, 2, keep=1, measured=("eval/lm", 1.0))
+    assert find_checkpoint(tmp_path).step == find_checkpoint(tmp_path, "best").step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "latest", "step_00000002"]
+
+
+def test_killed_before_the_first_pointer_the_checkpoint_is_found(tmp_path):
+    for step in (1, 2):
+        write_step(tmp_path, step)
+    (tmp_path / "latest").unlink()
+    assert find_checkpoint(tmp_path).step == 2
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"name": "a"}', '{"name": "a", "step": 1, "metric": "b", "value": "c"}'])
@@ -147,8 +180,6 @@ def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tm
 
 
 def test_a_checkpoint_that_is_not_there_is_no_best_one(tmp_path):
-    with pytest.raises(RankError, match="no checkpoint step_00000004 to mark as the best: save it first"):
-        mark_if_best(tmp_path, 4, "loss", 1.0, keep=2)
     assert best_checkpoint(tmp_path) is None and best_line(tmp_path) is None
     with pytest.raises(ValueError, match=r"has no best\.json"):
         find_checkpoint(tmp_path, "best")
