@@ -4,12 +4,12 @@ The split is drawn from the seed alone, so it is the same on every rank, in ever
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from data.loader import MicroBatch, pad
-from data.samples import IGNORE, DataError, Sample
+from data.samples import IGNORE, DataError, Sample, digest_of_samples
 
 SPLIT = 3  # draws apart from every epoch, see data.order
 
@@ -34,6 +34,18 @@ def split(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[
     chosen[np.random.default_rng((seed, 0, SPLIT)).permutation(len(samples))[:count]] = True
     training = [sample for sample, out in zip(samples, chosen, strict=True) if not out]
     return training, [sample for sample, out in zip(samples, chosen, strict=True) if out]
+
+
+def seen_in_training(training: Iterable[Sample], held_out: Sequence[Sample]) -> dict[int, Sample]:
+    """Held-out samples whose tokens and labels are trained on too: index in ``held_out`` -> such a training sample."""
+    places: dict[str, list[int]] = {}
+    for index, sample in enumerate(held_out):
+        places.setdefault(digest_of_samples([sample]), []).append(index)
+    found: dict[int, Sample] = {}
+    for sample in training if places else ():
+        for index in places.get(digest_of_samples([sample]), ()):
+            found.setdefault(index, sample)
+    return found
 
 
 class HeldOut:

@@ -21,11 +21,12 @@ padding out where there is an attention mask, so it counts the few padding posit
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 
 from data.order import Order
-from data.samples import IGNORE, DataError, Sample
+from data.samples import IGNORE, DataError, Sample, digest_of_samples
 
 MicroBatch = dict[str, torch.Tensor]
 """What one forward and backward takes, int64 tensors:
@@ -114,6 +115,11 @@ class Loader:
     def epoch_of(self, step: int) -> float:
         """How many epochs have been seen before ``step``; its whole part is the epoch of the step's first row."""
         return self._order.epoch_at(step * self.rows_per_step)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all samples, in their order: what a checkpoint keeps, so that a resumed run goes on with the same."""
+        return digest_of_samples(self.samples)
 
     def describe(self, step: int) -> str:
         """The samples of this rank in a step, for error messages: number, and file and line where known."""

@@ -5,7 +5,8 @@ one worth reading: position t of ``input_ids`` sees the tokens up to t and has t
 downstream shifts again.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,16 @@ class Sample:
     def where(self) -> str:
         """``file:line`` as far as it is known, for error messages."""
         return f"{self.file}:{self.line}" if self.line else self.file
+
+
+def digest_of_samples(samples: Iterable[Sample]) -> str:
+    """Of tokens and labels, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        digest.update(len(sample.input_ids).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(sample.input_ids, dtype="<i4").data)
+        digest.update(np.ascontiguousarray(sample.labels, dtype="<i4").data)
+    return digest.hexdigest()
 
 
 class Problems:

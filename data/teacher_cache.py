@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.samples import IGNORE, Sample
+from data.samples import IGNORE, Sample, digest_of_samples
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -83,16 +83,6 @@ class Manifest:
 
 
 # ---- digests
-
-
-def digest_of_samples(samples: Sequence[Sample]) -> str:
-    """Of tokens and labels, in their order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in samples:
-        digest.update(len(sample.input_ids).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(sample.input_ids, dtype="<i4").data)
-        digest.update(np.ascontiguousarray(sample.labels, dtype="<i4").data)
-    return digest.hexdigest()
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -83,8 +83,15 @@ def save(state: LoopState) -> None:
     metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
     evaluated = state.evaluations.step == state.step and metric in state.evaluation
     measured = (metric, state.evaluation[metric]) if evaluated else None
-    directory = checkpoints(state.recipe)
-    save_checkpoint(state.session, state.owners, directory, state.step, keep=keep, measured=measured)
+    save_checkpoint(
+        state.session,
+        state.owners,
+        checkpoints(state.recipe),
+        state.step,
+        keep=keep,
+        samples=state.loader.digest,
+        measured=measured,
+    )
     state.saved_step = state.step
     state.metrics.flush()
 

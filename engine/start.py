@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.checkpoint.find import LATEST, STEPS, Checkpoint, check_resumable, verify_checkpoint
+from engine.checkpoint.find import LATEST, STEPS, Checkpoint, check_resumable, check_samples, verify_checkpoint
 from engine.checkpoint.load import load_checkpoint
 from engine.checkpoint.owners import Owners
 from engine.cluster.nodes import check_shared
@@ -46,6 +46,8 @@ def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Seque
         verify_checkpoint(checkpoint)
     # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
     loader, held_out = build_loader(recipe, context.tokenizer)
+    if checkpoint is not None:
+        check_samples(checkpoint, loader.digest)
     session = build_session(recipe, context, loader.samples)
     if recipe.export.enabled:
         check_exportable(session)

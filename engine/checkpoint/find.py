@@ -32,6 +32,8 @@ class Checkpoint:
     stage: int
     files: dict[str, tuple[int, int]]
     """Bytes and CRC-32 of every file, by its name."""
+    samples: str | None = None
+    """Digest of the training samples; None in checkpoints of before there was one."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def _read_manifest(path: Path) -> Checkpoint:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         step, ranks, stage = (int(state[key]) for key in ("step", "world_size", "stage"))
         files = {str(name): (int(size), int(crc32)) for name, (size, crc32) in state["files"].items()}
+        samples = state.get("samples")
         good = step >= 0 and 1 <= ranks <= len(files) and stage in range(4)
         if not good or any(Path(name).name != name for name in files):  # nothing outside of the directory
             raise ValueError
@@ -123,7 +126,7 @@ def _read_manifest(path: Path) -> Checkpoint:
             raise ValueError(f"is damaged: {name} is missing") from None
         if found != size:
             raise ValueError(f"is damaged: {name} has {found:,} bytes, expected {size:,}")
-    return Checkpoint(path, step, ranks, stage, files)
+    return Checkpoint(path, step, ranks, stage, files, samples)
 
 
 def _is_whole(path: Path) -> bool:
@@ -180,6 +183,24 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
     if changed:
         raise RecipeError(f"train.resume: {found.path} cannot be continued with other {', '.join(changed)}")
     return found
+
+
+def check_samples(checkpoint: Checkpoint, samples: str) -> None:
+    """Refuse other training samples than those of the run that wrote a checkpoint, whatever their files are called.
+
+    A step takes samples by their numbers, so with others a resumed run would train on some twice and on some never. A
+    collective.
+
+    Raises:
+        RankError: names the checkpoint.
+    """
+    with errors_on_all_ranks(ValueError):
+        if checkpoint.samples not in (None, samples):
+            raise ValueError(
+                f"data.train: the samples are not those of the run that wrote {checkpoint.path} (digest {samples}, "
+                f"was {checkpoint.samples}): the files have other content, or the tokenizer has changed; bring them "
+                "back, or start anew in another output_dir"
+            )
 
 
 def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) -> list[str]:

@@ -41,6 +41,7 @@ def save_checkpoint(
     step: int,
     *,
     keep: int,
+    samples: str,
     measured: tuple[str, float] | None = None,
 ) -> Path:
     """Write ``<directory>/step_<step>``, make it the latest and remove older ones; a collective.
@@ -48,8 +49,14 @@ def save_checkpoint(
     The last ``keep`` up to this step stay, and the best. Later ones are those of a run that was resumed before them:
     they stay until this run comes to their step.
 
-    ``measured``: a metric and its value at this step, where there was an evaluation: the checkpoint becomes the best
-    one if it is less than that of the best.
+    Args:
+        session, owners: what is saved.
+        directory: of all checkpoints of the run.
+        step: optimizer steps done.
+        keep: so many stay.
+        samples: digest of the training samples, see :func:`engine.checkpoint.find.check_samples`.
+        measured: a metric and its value at this step, where there was an evaluation: the checkpoint becomes the best
+            one if it is less than that of the best.
 
     Raises:
         CheckpointError: on every rank, if any could not write; names the directory, the bytes needed and those free.
@@ -71,7 +78,7 @@ def save_checkpoint(
                 raise OSError(failure)
             if is_main():
                 manifest = {name: entry for written, _ in reports for name, entry in written.items()}
-                _write_manifest(session, partial, step, manifest)
+                _write_manifest(session, partial, step, samples, manifest)
                 _make_current(directory, partial, final, keep, measured)
     except RankError as error:
         raise CheckpointError(_not_written(directory, partial, files, error)) from error
@@ -95,7 +102,9 @@ def _save_engine(session: Session, files: CheckedFiles, directory: Path, tag: st
         barrier()
 
 
-def _write_manifest(session: Session, partial: Path, step: int, files: dict[str, tuple[int, int]]) -> None:
+def _write_manifest(
+    session: Session, partial: Path, step: int, samples: str, files: dict[str, tuple[int, int]]
+) -> None:
     recipe = partial / "recipe.yaml"
     save_recipe(session.recipe, recipe)
     write_text(recipe, recipe.read_text(encoding="utf-8"))  # the same again, through to the disk
@@ -103,6 +112,7 @@ def _write_manifest(session: Session, partial: Path, step: int, files: dict[str,
         "step": step,
         "world_size": world_size(),
         "stage": stage(session.ds_config),
+        "samples": samples,
         "files": {**files, recipe.name: (recipe.stat().st_size, file_crc32(recipe))},
     }
     write_text(partial / "state.json", json.dumps(state, indent=1))

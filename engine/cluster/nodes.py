@@ -20,8 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from data.samples import Sample
-from data.teacher_cache import digest_of_checkpoint, digest_of_samples
+from data.samples import Sample, digest_of_samples
+from data.teacher_cache import digest_of_checkpoint
 from engine.recipe.recipe import Recipe
 from model.ranks import (
     RankError,

@@ -10,7 +10,7 @@ relative to the current directory, not to that file.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,8 +148,18 @@ class Recipe:
             for index, file in enumerate(files):
                 if not os.path.isfile(file):
                     problems.append(f"{key}[{index}]: {not_there(file)}, expected a file")
+        problems += self.data.files_named_twice(_file_identity)  # links to one file too
         if problems:
             raise RecipeError("\n".join(problems))
+
+
+def _file_identity(path: str) -> Hashable:
+    """What is the same for all names of a file; a path for one that is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return path
+    return (found.st_dev, found.st_ino)
 
 
 def _checkpoint_problems(key: str, path: str) -> Iterator[str]:

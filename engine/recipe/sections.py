@@ -5,8 +5,9 @@ that is out of bounds by itself; what only several sections together show is in 
 """
 
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -118,6 +119,7 @@ class DataRecipe:
         """One line per bad value of this section."""
         yield from need(len(self.train) > 0 and "" not in self.train, "data.train", self.train, "at least one file")
         yield from need("" not in self.eval, "data.eval", self.eval, "files")
+        yield from self.files_named_twice(os.path.abspath)
         if self.weights is not None:
             yield from self._weight_problems(self.weights)
         share = isinstance(self.held_out, float)
@@ -136,8 +138,17 @@ class DataRecipe:
         yield from need(good, "data.weights", weights, "numbers above 0 (leave a file out of data.train instead of 0)")
         same = len(weights) == len(self.train)
         yield from need(same, "data.weights", weights, f"{len(self.train)} of them, one per file of data.train")
-        once = len({str(Path(file)) for file in self.train}) == len(self.train)
-        yield from need(once, "data.train", self.train, "each file once: data.weights says how often it is used")
+
+    def files_named_twice(self, identity: Callable[[str], Hashable]) -> Iterator[str]:
+        """One line per file that has been named before; ``identity`` tells files apart."""
+        first: dict[Hashable, str] = {}
+        for key, files in (("data.train", self.train), ("data.eval", self.eval)):
+            for index, file in enumerate(files):
+                here = f"{key}[{index}]"
+                if (there := first.setdefault(identity(file), here)) != here:
+                    yield (
+                        f"{here}: {file!r} is {there}, expected each file once (data.weights says how often it is used)"
+                    )
 
     def weights_by_file(self) -> dict[str, float] | None:
         """The weight of each file by its path, which is how a sample names its file; None: every sample once."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.chat import read_chat
-from data.held_out import HeldOut, split
+from data.held_out import HeldOut, seen_in_training, split
 from data.loader import Loader
 from data.samples import Sample
 from data.text import read_text
@@ -26,9 +26,12 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
     held_out: list[Sample] = []
     with errors_on_all_ranks(ValueError):
         if settings.held_out:
-            training, held_out = split(training, settings.held_out, settings.seed)
+            training, chosen = split(training, settings.held_out, settings.seed)
+            held_out = _without_copies(training, chosen)
     if settings.eval:
-        held_out += read_samples(recipe, tokenizer, settings.eval)
+        given = read_samples(recipe, tokenizer, settings.eval)
+        _check_unseen(training, given)
+        held_out += given
     sharded = {
         "micro_batch_size": settings.micro_batch_size,
         "rank": rank(),
@@ -75,3 +78,31 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
         )
         say(f"data: {counts.summary()}")
         return samples
+
+
+def _without_copies(training: Sequence[Sample], held_out: list[Sample]) -> list[Sample]:
+    """Held-out samples of which no copy is trained on. Raises ValueError if there are none."""
+    seen = seen_in_training(training, held_out)
+    if not seen:
+        return held_out
+    index, copy = next(iter(seen.items()))
+    text = (
+        f"{len(seen):,} of {len(held_out):,} held-out samples (data.held_out) are trained on too, as copies of the "
+        f"same tokens: {held_out[index].where()} is {copy.where()}"
+    )
+    if len(seen) == len(held_out):
+        raise ValueError(f"{text}; remove the copies from data.train")
+    say(f"data: {text}; those are not evaluated")
+    return [sample for place, sample in enumerate(held_out) if place not in seen]
+
+
+def _check_unseen(training: Sequence[Sample], given: Sequence[Sample]) -> None:
+    """Refuse samples of data.eval that are trained on. Raises RankError on every rank."""
+    with errors_on_all_ranks(ValueError):
+        if seen := seen_in_training(training, given):
+            index, copy = next(iter(seen.items()))
+            raise ValueError(
+                f"data.eval: {len(seen):,} of {len(given):,} samples are in data.train too, like "
+                f"{given[index].where()}, which is {copy.where()}; remove them from one of the two, or use "
+                "data.held_out"
+            )

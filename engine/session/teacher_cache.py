@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from data import teacher_cache
 from data.held_out import HeldOut
 from data.loader import MicroBatch, model_inputs
-from data.samples import IGNORE, Sample
+from data.samples import IGNORE, Sample, digest_of_samples
 from data.teacher_cache import Manifest, Writer
 from engine.losses.chunked import TeacherHidden, row_blocks
 from engine.losses.kd import take_top_k
@@ -136,7 +136,7 @@ def _manifest(
             vocabulary=vocabulary,
             samples=len(samples),
             positions=int(teacher_cache.offsets_of(samples)[-1]),
-            samples_digest=teacher_cache.digest_of_samples(samples),
+            samples_digest=digest_of_samples(samples),
             tokenizer_digest=teacher_cache.digest_of_tokenizer(tokenizer),
             teacher_digest=teacher_cache.digest_of_checkpoint(teacher),
             teacher=teacher,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data import teacher_cache
-from data.samples import IGNORE, Sample
+from data.samples import IGNORE, Sample, digest_of_samples
 from data.teacher_cache import CacheError, Manifest, TeacherCache, Writer
 from engine.losses.objective import DIAGNOSTICS
 from engine.losses.teacher import common_vocabulary, first_difference
@@ -36,7 +36,7 @@ def write(directory, samples, teacher, ranks=2):
         vocabulary=300,
         samples=len(samples),
         positions=int(offsets[-1]),
-        samples_digest=teacher_cache.digest_of_samples(samples),
+        samples_digest=digest_of_samples(samples),
         tokenizer_digest=teacher_cache.digest_of_tokenizer(tiny_tokenizer()),
         teacher_digest=teacher_cache.digest_of_checkpoint(teacher),
         teacher=str(teacher),

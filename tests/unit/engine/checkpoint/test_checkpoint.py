@@ -21,6 +21,7 @@ from engine.checkpoint.find import (
     Best,
     best_checkpoint,
     check_resumable,
+    check_samples,
     find_checkpoint,
     read_checkpoint,
     verify_checkpoint,
@@ -44,7 +45,9 @@ def recipe(directory: Path, *, resume: bool | str = True, **data) -> Recipe:
     )
 
 
-def write_step(directory: Path, step: int, *, keep: int = 10, world: int = 1, measured=None, **data) -> Path:
+def write_step(
+    directory: Path, step: int, *, keep: int = 10, world: int = 1, measured=None, samples=None, **data
+) -> Path:
     """A checkpoint of two small files and a recipe, made current as a run does."""
     name = f"step_{step:08d}"
     partial = directory / f"{name}.partial"
@@ -54,7 +57,7 @@ def write_step(directory: Path, step: int, *, keep: int = 10, world: int = 1, me
         files.save({"tensor": torch.rand(1000), "file": file}, partial / file)
     assert files.failure is None
     save_recipe(recipe(directory, **data), partial / "recipe.yaml")
-    state = {"step": step, "world_size": world, "stage": 3, "files": files.written}
+    state = {"step": step, "world_size": world, "stage": 3, "files": files.written, "samples": samples}
     (partial / "state.json").write_text(json.dumps(state))
     _make_current(directory, partial, directory / name, keep, measured)
     return directory / name
@@ -268,6 +271,14 @@ def test_other_samples_or_another_dtype_are_refused(tmp_path, monkeypatch):
     moved.data.train.append("more.jsonl")
     with pytest.raises(RecipeError, match=r"data.train \(was \['train.jsonl'\], is \['train.jsonl', 'more.jsonl'\]\)"):
         check_resumable(moved, tmp_path)
+
+
+def test_other_samples_under_the_same_file_names_are_refused(tmp_path):
+    one = read_checkpoint(write_step(tmp_path, 1, samples="abc"))
+    check_samples(one, "abc")
+    with pytest.raises(RankError, match=r"data\.train: the samples are not those of the run that .*step_00000001"):
+        check_samples(one, "abd")
+    check_samples(read_checkpoint(write_step(tmp_path, 2)), "abd")  # written before there was a digest
 
 
 @pytest.mark.parametrize(

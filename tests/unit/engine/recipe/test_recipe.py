@@ -105,7 +105,10 @@ def test_held_out_is_a_number_or_a_share(tmp_path: Path) -> None:
         ({"weights": [1.0, 2.0]}, "data.weights: [1.0, 2.0], expected 1 of them, one per file of data.train"),
         ({"weights": [0.0]}, "data.weights: [0.0], expected numbers above 0"),
         ({"weights": [math.nan]}, "data.weights: [nan], expected numbers above 0"),
-        ({"train": ["a", "./a"], "weights": [1.0, 1.0]}, "data.train: ['a', './a'], expected each file once"),
+        (
+            {"train": ["a", "./a"], "weights": [1.0, 1.0]},
+            "data.train[1]: './a' is data.train[0], expected each file once (data.weights says",
+        ),
         ({"held_out": -1}, "data.held_out: -1, expected a number of samples, or a share between 0 and 1"),
         ({"held_out": 1.0}, "data.held_out: 1.0, expected a number of samples, or a share between 0 and 1"),
         ({"held_out": math.nan}, "data.held_out: nan, expected a number of samples"),
@@ -648,3 +651,23 @@ def test_a_scheme_that_cannot_be_is_named(tmp_path: Path, old: str, new: str, li
     assert text != SCHEMES_OF_ONES_OWN
     with pytest.raises(RecipeError, match=re.escape(line)):
         load_recipe(write(tmp_path, text))
+
+
+def test_a_file_is_named_once_whatever_its_path(tmp_path: Path) -> None:
+    """Twice, every sample that is held out would be trained on."""
+    data = tmp_path / "a.jsonl"
+    data.touch()
+    (tmp_path / "link.jsonl").symlink_to(data)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").touch()
+    recipe = minimal()
+    recipe.model.path = str(model)
+    recipe.data.train = [str(data)]
+    recipe.validate_files()
+    recipe.data.eval = [str(tmp_path / "link.jsonl")]
+    with pytest.raises(RecipeError, match=r"^data\.eval\[0\]: .*link\.jsonl' is data\.train\[0\], expected each"):
+        recipe.validate_files()
+    recipe.data.eval = [f"{tmp_path}/model/../a.jsonl"]
+    with pytest.raises(RecipeError, match=r"^data\.eval\[0\]: "):
+        recipe.validate()

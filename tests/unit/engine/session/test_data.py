@@ -49,6 +49,30 @@ def test_held_out_samples_are_not_trained_on(folder):
     assert build(folder)[1] is None
 
 
+def test_samples_that_are_trained_on_are_no_test(folder, tmp_path, capsys):
+    """Copies under other names, whole or in part."""
+    (folder / "copy.jsonl").write_bytes((folder / "a.jsonl").read_bytes())
+    few = (folder / "a.jsonl").read_text().splitlines()[20:]
+    (folder / "few.jsonl").write_text("\n".join([*few, *(folder / "c.jsonl").read_text().splitlines()]))
+    copies = f"{folder}/(few|copy|a).jsonl:[0-9]+ is {folder}/(few|copy|a).jsonl:[0-9]+"
+    with pytest.raises(RankError, match=f"8 of 8 held-out samples .*{copies}; remove the copies"):
+        build(folder, ("a.jsonl", "copy.jsonl"), held_out=8, seed=3)
+    loader, held_out = build(folder, ("a.jsonl", "few.jsonl"), held_out=23)
+    said = capsys.readouterr().out
+    assert f" of 23 held-out samples (data.held_out) are trained on too, as copies of the same tokens: {folder}" in said
+    assert held_out is not None and 0 < len(held_out.samples) < 23
+    assert len(loader.samples) == 46 - 23
+    trained = {sample.input_ids.tobytes() for sample in loader.samples}
+    assert not trained & {sample.input_ids.tobytes() for sample in held_out.samples}
+    with pytest.raises(RankError, match=r"data\.eval: 10 of 16 samples are in data\.train too, like .*few\.jsonl:1, "):
+        build(folder, ("a.jsonl",), eval=[str(folder / "few.jsonl")])
+
+
+def test_the_digest_is_of_the_samples_in_their_order(folder):
+    digests = [build(folder, files)[0].digest for files in (("a.jsonl", "b.jsonl"), ("b.jsonl", "a.jsonl"))]
+    assert build(folder)[0].digest == digests[0] != digests[1]
+
+
 def test_packing_weights_and_loss_on(folder):
     loader, _ = build(folder, packing=True, weights=[1.0, 3.0], loss_on="all")
     (batch,) = loader.step(0)
