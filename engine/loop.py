@@ -40,7 +40,7 @@ from engine.report import RunReport
 from engine.schedule import Schedule
 from engine.start import start_run
 from engine.state import Action, LoopState
-from engine.step import train_step
+from engine.step import sum_where_ranks_agree, train_step
 from model.ranks import RankError, say
 
 
@@ -139,6 +139,7 @@ class Loop:
             self.schedule.run_after(state.step, state)
             if state.last.stop_requested:
                 break
+        sum_where_ranks_agree(state)  # also on the end: a rank that stops alone meets the others here
         report.trained(state)
 
 

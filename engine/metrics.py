@@ -4,6 +4,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from engine.recipe.recipe import Recipe
-from model.ranks import is_main
+from model.ranks import is_main, say
+
+RETRY_SECONDS = 60.0
 
 
 class Metrics:
@@ -24,6 +27,9 @@ class Metrics:
     Tags: ``loss/...``, ``kd/...``, ``eval/...``; ``lr/<group>``; ``train/...`` (grad norms of all, of weights and of
     scales, tokens per second and device, peak memory, skipped steps, loss scale of fp16, epoch); ``quant/...`` (see
     engine.quantisation.statistics).
+
+    Curves are no reason to end a run: where they cannot be written (a full disk, a directory that is gone), that is
+    said once, what comes meanwhile is lost, and new files are tried from time to time.
     """
 
     def __init__(self, directory: Path, recipe: Path, *, done: int = 0) -> None:
@@ -34,44 +40,68 @@ class Metrics:
             recipe: YAML file.
             done: steps of the run so far. Points after it, of a run that went on from here before, are hidden.
         """
-        self.writer = SummaryWriter(str(directory), purge_step=done + 1 if done else None) if is_main() else None
-        if self.writer is not None:
-            self.writer.add_text("recipe", f"```yaml\n{recipe.read_text(encoding='utf-8')}\n```", done)
+        self._directory = directory
+        self.writer: SummaryWriter | None = None
+        self._lost: float | None = None  # when it was tried last, since something could not be written
+        if is_main():
+            self._open(done + 1 if done else None)
+        text = recipe.read_text(encoding="utf-8")
+        self._write(lambda writer: writer.add_text("recipe", f"```yaml\n{text}\n```", done))
+
+    def _open(self, purge_step: int | None = None) -> None:
+        """Begin a file; on rank 0."""
+        try:
+            self.writer = SummaryWriter(str(self._directory), purge_step=purge_step)
+        except OSError as error:
+            self._lose(error)
+
+    def _write(self, add: Callable[[SummaryWriter], object]) -> None:
+        """Let ``add`` write, if there is a file or can be one again."""
+        if self._lost is not None and self.writer is None and time.monotonic() - self._lost >= RETRY_SECONDS:
+            self._open()
+        if self.writer is None:
+            return
+        try:
+            add(self.writer)
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """Go on without a file. The one that failed is not closed, which would write to it."""
+        if self._lost is None:
+            say(f"warning: {self._directory} cannot be written ({error.strerror}): points are missing in TensorBoard")
+        self._lost = time.monotonic()
+        self.writer = None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add one point per value at ``step`` (optimizer steps done)."""
-        if self.writer is not None:
-            for name, value in values.items():
-                self.writer.add_scalar(name, float(value), step)
+        for name, value in values.items():
+            self._write(lambda writer, name=name, value=value: writer.add_scalar(name, float(value), step))
 
     def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
         """Add a histogram of the finite values; nothing where there are none."""
         finite = np.array([value for value in values if math.isfinite(value)])
-        if self.writer is not None and len(finite):
-            self.writer.add_histogram(tag, finite, step)
+        if len(finite):
+            self._write(lambda writer: writer.add_histogram(tag, finite, step))
 
     def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
         """Add the picture that ``draw`` gives; it is called on rank 0 only."""
-        if self.writer is not None:
-            self.writer.add_figure(tag, draw(), step)
+        self._write(lambda writer: writer.add_figure(tag, draw(), step))
 
     def results(self, recipe: Recipe, results: Mapping[str, float]) -> None:
         """Knobs and results of the run, side by side with other runs on the page's HPARAMS tab."""
-        if self.writer is not None:
-            # Each result is also a scalar, which must not add a point to a curve. run_name: the same folder; by default
-            # TensorBoard shows a second run, named by the time.
-            final = {f"final/{name}": value for name, value in results.items()}
-            self.writer.add_hparams(flat_knobs(recipe), final, run_name=".")
+        # Each result is also a scalar, which must not add a point to a curve. run_name: the same folder; by default
+        # TensorBoard shows a second run, named by the time.
+        final = {f"final/{name}": value for name, value in results.items()}
+        self._write(lambda writer: writer.add_hparams(flat_knobs(recipe), final, run_name="."))
 
     def flush(self) -> None:
         """Write out what is buffered: a run that goes on from a checkpoint writes no point before it again."""
-        if self.writer is not None:
-            self.writer.flush()
+        self._write(lambda writer: writer.flush())
 
     def close(self) -> None:
         """Write out what is buffered; nothing can be added afterwards."""
-        if self.writer is not None:
-            self.writer.close()
+        self._write(lambda writer: writer.close())
 
 
 def flat_knobs(recipe: Recipe) -> dict[str, Any]:
@@ -99,12 +129,14 @@ class Progress:
 
     def step(self, values: Mapping[str, float]) -> None:
         """One optimizer step is done; ``values`` are what stands behind the bar."""
-        self.bar.set_postfix({name: f"{value:.4g}" for name, value in values.items()}, refresh=False)
-        self.bar.update(1)
+        with suppress(OSError):  # of a log on a full disk
+            self.bar.set_postfix({name: f"{value:.4g}" for name, value in values.items()}, refresh=False)
+            self.bar.update(1)
 
     def close(self) -> None:
         """End the bar, which stays on the screen as it is."""
-        self.bar.close()
+        with suppress(OSError):
+            self.bar.close()
 
 
 @dataclass

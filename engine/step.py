@@ -1,5 +1,6 @@
 """One optimizer step: count the tokens, accumulate gradients, update, report; and one micro-batch to its losses."""
 
+import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from engine.session.optimizer import SCALE_GROUPS, trained_scales
 from engine.session.session import Session
 from engine.state import LoopState, StepResult
 from model.head import LogitFunction
-from model.ranks import RankError, listed, raise_everywhere, reduce_over_ranks, world_size
+from model.ranks import RankError, gather_objects, listed, raise_everywhere, reduce_over_ranks, world_size
 from model.zero import backward, gathered, global_gradient_norm, gradient_norm
 from quant import Quantization, exempt_line, recomputing, weights_changed
 
@@ -66,11 +67,43 @@ def _is_due(state: LoopState, every: int) -> bool:
 
 def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
     """Tokens of the step over all ranks: those with a target, and all but padding; a collective."""
-    counts = torch.tensor([valid_tokens(batches), sum(map(real_tokens, batches))], device=state.session.device)
-    valid, tokens = reduce_over_ranks(counts).tolist()
+    valid, tokens = sum_where_ranks_agree(state, (valid_tokens(batches), sum(map(real_tokens, batches))))
     if valid == 0:  # the same on every rank, after the reduction
         raise RankError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
     return valid, tokens
+
+
+def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Sums over all ranks, which must agree on what events have set (:meth:`engine.state.LoopState.settings`).
+
+    A collective, and one reduction alone: a checksum travels with the counts. It is the same on every rank if and only
+    if the sum of its squares, times the ranks, is the square of its sum. The end of a run has no counts, but meets here
+    the next step of a rank that does not end.
+
+    Raises:
+        RankError: on every rank: what differs, with the values of two ranks.
+    """
+    # Of 24 bits, so that a sum of squares over 2^15 ranks is exact in 64.
+    checksum = zlib.crc32("\n".join(state.settings().values()).encode()) >> 8
+    numbers = torch.tensor([*counts, checksum, checksum**2], device=state.session.device)
+    valid, tokens, checksums, squares = reduce_over_ranks(numbers).tolist()
+    if squares * world_size() != checksums**2:
+        raise RankError(_difference(state))
+    return valid, tokens
+
+
+def _difference(state: LoopState) -> str:
+    """What the ranks do not agree on, the same on every rank; a collective."""
+    found = gather_objects(state.settings())
+    for other, theirs in enumerate(found):
+        for name, mine in found[0].items():
+            if mine != theirs[name]:
+                return (
+                    f"step {state.step}: the ranks differ in what events have set: {name} is {mine} on rank 0 and "
+                    f"{theirs[name]} on rank {other}. Conditions and actions must do the same on every rank: give "
+                    "them what is the same there, as losses are"
+                )
+    return f"step {state.step}: the ranks differ in what events have set"
 
 
 def _set_learning_rates(state: LoopState) -> None:

@@ -8,7 +8,7 @@ Every function works without a process group too: one process is then rank 0 of 
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -45,9 +45,10 @@ def is_main() -> bool:
 
 
 def say(text: str) -> None:
-    """Print on rank 0, without tearing a progress bar apart."""
+    """Print on rank 0, without tearing a progress bar apart. A log on a full disk loses the text, not the run."""
     if is_main():
-        tqdm.write(text)
+        with suppress(OSError):
+            tqdm.write(text)
 
 
 def barrier() -> None:

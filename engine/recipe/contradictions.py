@@ -60,6 +60,37 @@ def events_happen_during_the_run(recipe: Sections) -> Iterator[str]:
             yield f"schedule[{index}].at: {event.at}, expected below train.steps ({steps})"
 
 
+def events_leave_a_loss(recipe: Sections) -> Iterator[str]:
+    """At no step have both losses the weight 0, whenever the events with a condition come."""
+    changes = {index: event for index, event in enumerate(recipe.schedule) if event.loss}
+    fixed = sorted((event.at, index) for index, event in changes.items() if event.at is not None)
+    free = [index for index, event in changes.items() if event.at is None]
+    start = (recipe.loss.lm_weight > 0, recipe.loss.kd_weight > 0)
+    if not any(start):
+        return  # a problem of the section loss
+    reached, refused = {start}, set[int]()
+
+    def follow(states: set[tuple[bool, bool]], index: int) -> set[tuple[bool, bool]]:
+        """What an event makes of these pairs: whether lm has a weight, and whether kd has."""
+        given = changes[index].loss or {}
+        after = {(given.get("lm", lm) > 0, given.get("kd", kd) > 0) for lm, kd in states}
+        if (False, False) in after:
+            refused.add(index)
+        return {(lm, kd) for lm, kd in after if lm or kd}
+
+    for index in (None, *(index for _, index in fixed)):
+        reached = reached if index is None else follow(reached, index)
+        before: set[tuple[bool, bool]] = set()
+        while reached != before:  # an event without a step may come now, or not
+            before = reached
+            reached = reached.union(*(follow(reached, other) for other in free))
+    for index in sorted(refused):
+        yield (
+            f"schedule[{index}].loss: {changes[index].loss}, expected a weight above 0 for the other loss in the same "
+            "event: at that time it may be 0 too, and there would be no loss"
+        )
+
+
 def events_switch_what_the_scheme_quantises(recipe: Sections) -> Iterator[str]:
     """An event switches on fake quant only of weights or activations that the scheme quantises."""
     quant = recipe.quant
@@ -190,6 +221,7 @@ RULES: tuple[Callable[[Sections], Iterator[str]], ...] = (
     an_event_that_distils_has_a_teacher,
     a_student_that_teaches_itself_is_frozen,
     events_happen_during_the_run,
+    events_leave_a_loss,
     events_switch_what_the_scheme_quantises,
     flash_attention_packs_a_row_at_a_time,
     an_evaluation_has_samples,

@@ -14,6 +14,7 @@ BROKEN = {
     "an_event_that_distils_has_a_teacher": {"schedule": [EventRecipe(at=1, loss={"kd": 1.0})]},
     "a_student_that_teaches_itself_is_frozen": {"loss.kd_weight": 1.0, "loss.teacher": "self"},
     "events_happen_during_the_run": {"schedule": [EventRecipe(at=10, freeze_scales=True)]},
+    "events_leave_a_loss": {"schedule": [EventRecipe(at=3, loss={"lm": 0.0})]},
     "events_switch_what_the_scheme_quantises": {
         "quant.scheme": "w4a16_g32",
         "schedule": [EventRecipe(at=1, fake_quant="activations")],
@@ -56,6 +57,33 @@ def test_a_rule_is_broken_alone(rule):
     with pytest.raises(RecipeError) as refused:
         broken.validate()
     assert str(refused.value).splitlines() == list(rule(broken))
+
+
+@pytest.mark.parametrize(
+    ("start", "events", "refused"),
+    [
+        ((1.0, 0.0), [EventRecipe(at=3, loss={"lm": 0.0, "kd": 1.0})], []),
+        ((1.0, 1.0), [EventRecipe(at=2, loss={"kd": 0.0}), EventRecipe(at=5, loss={"lm": 0.0})], [1]),
+        ((1.0, 1.0), [EventRecipe(at=5, loss={"kd": 0.0}), EventRecipe(at=2, loss={"lm": 0.0})], [0]),
+        ((1.0, 1.0), [EventRecipe(at=2, loss={"kd": 0.0}), EventRecipe(when="loss/lm < 2", loss={"lm": 0.0})], [0, 1]),
+        ((1.0, 0.0), [EventRecipe(at=2, loss={"kd": 1.0}), EventRecipe(when="loss/lm < 2", loss={"lm": 0.0})], [1]),
+        ((1.0, 0.0), [EventRecipe(every=2, loss={"kd": 1.0}), EventRecipe(at=4, loss={"lm": 0.0, "kd": 0.5})], []),
+        (
+            (1.0, 0.0),
+            [EventRecipe(every=2, loss={"lm": 2.0}), EventRecipe(when="loss/lm < 1", lr={"weights": 0.0})],
+            [],
+        ),
+        ((0.0, 1.0), [EventRecipe(every=2, loss={"kd": 0.0})], [0]),
+    ],
+)
+def test_the_weights_are_followed_through_the_events(start, events, refused):
+    """Which leave no loss at the time at which one comes, or may come."""
+    found = recipe()
+    found.loss.lm_weight, found.loss.kd_weight = start
+    found.schedule = events
+    problems = list(contradictions.events_leave_a_loss(found))
+    assert [problem.partition(".")[0] for problem in problems] == [f"schedule[{index}]" for index in refused]
+    assert all("expected a weight above 0 for the other loss in the same event" in problem for problem in problems)
 
 
 def test_every_rule_is_listed_and_says_what_must_hold():
