@@ -1,9 +1,7 @@
 """The run as it stands: what the loop keeps from step to step, and what an action of a schedule gets."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -106,24 +104,9 @@ class LoopState:
         """A loss of the last step or a result of the last evaluation; None if there is none of that name yet."""
         return {**self.evaluation, **(self.last.losses if self.last else {})}.get(metric)
 
-    def settings(self) -> dict[str, str]:
-        """What events may have changed and must be the same on every rank, as text by name."""
-        own = ("quantization", "evaluations")  # what each rank's observers have seen, and results
-        values: dict[str, Any] = {name: one.state_dict() for name, one in self.owners.items() if name not in own}
-        quantization = self.session.quantization
-        values |= {"layers": quantization.fake_quant_state(), "observing": quantization.observing}
-        values |= {"loss": vars(self.recipe.loss), "optim": vars(self.recipe.optim), "stopped": self.stopped}
-        values["token losses"] = [(loss.name, loss.weight) for loss in self.token_losses]
-        return {name: json.dumps(value, sort_keys=True, default=_as_plain) for name, value in values.items()}
-
     def stop(self) -> None:
         """End the run after this step; what follows the last step (export) still happens."""
         self.stopped = True
-
-
-def _as_plain(value: Any) -> Any:
-    """What JSON has no form for: sets of names in their order, anything else as Python shows it."""
-    return sorted(value) if isinstance(value, set | frozenset) else repr(value)
 
 
 Action = Callable[[LoopState], object]

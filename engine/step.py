@@ -1,5 +1,6 @@
 """One optimizer step: count the tokens, accumulate gradients, update, report; and one micro-batch to its losses."""
 
+import json
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -74,7 +75,7 @@ def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
 
 
 def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Sums over all ranks, which must agree on what events have set (:meth:`engine.state.LoopState.settings`).
+    """Sums over all ranks, which must agree on what events have set (:func:`_settings`).
 
     A collective, and one reduction alone: a checksum travels with the counts. It is the same on every rank if and only
     if the sum of its squares, times the ranks, is the square of its sum. The end of a run has no counts, but meets here
@@ -84,7 +85,7 @@ def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) ->
         RankError: on every rank: what differs, with the values of two ranks.
     """
     # Of 24 bits, so that a sum of squares over 2^15 ranks is exact in 64.
-    checksum = zlib.crc32("\n".join(state.settings().values()).encode()) >> 8
+    checksum = zlib.crc32("\n".join(_settings(state).values()).encode()) >> 8
     numbers = torch.tensor([*counts, checksum, checksum**2], device=state.session.device)
     valid, tokens, checksums, squares = reduce_over_ranks(numbers).tolist()
     if squares * world_size() != checksums**2:
@@ -92,9 +93,34 @@ def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) ->
     return valid, tokens
 
 
+def _settings(state: LoopState) -> dict[str, str]:
+    """What events may have changed and must be the same on every rank, as text by name."""
+    levers, quant = state.session.levers, state.quant
+    values: dict[str, Any] = {
+        "loss weights": levers.loss_weights,
+        "peak rates": levers.peak_rates,
+        "frozen scales": levers.frozen,
+        "fake quant": quant.quantization.fake_quant_state(),
+        "observing": quant.quantization.observing,
+        "stale scales": quant.stale,
+        "steps with fake quant": quant.scale_steps,
+        "conditions that were met": state.owners["schedule"].state_dict(),
+        "losses of the script": [(loss.name, loss.weight) for loss in state.token_losses],
+        "loss": vars(state.recipe.loss),
+        "optim": vars(state.recipe.optim),
+        "stopped": state.stopped,
+    }
+    return {name: json.dumps(value, sort_keys=True, default=_as_plain) for name, value in values.items()}
+
+
+def _as_plain(value: Any) -> Any:
+    """What JSON has no form for: sets of names in their order, anything else as Python shows it."""
+    return sorted(value) if isinstance(value, set | frozenset) else repr(value)
+
+
 def _difference(state: LoopState) -> str:
     """What the ranks do not agree on, the same on every rank; a collective."""
-    found = gather_objects(state.settings())
+    found = gather_objects(_settings(state))
     for other, theirs in enumerate(found):
         for name, mine in found[0].items():
             if mine != theirs[name]:

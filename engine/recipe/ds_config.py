@@ -13,118 +13,34 @@ import copy
 import difflib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engine.recipe.checks import RecipeError
+from engine.recipe.ds_keys import (
+    ALLOWED,
+    FROM_RECIPE,
+    ONLY,
+    REFUSED,
+    REFUSED_BF16,
+    REFUSED_FP16,
+    REFUSED_NVME,
+    SECTIONS,
+    TEACHER_KEYS,
+    VALUES,
+    ZERO_AT_LEAST_1,
+    ZERO_KEYS,
+)
 from engine.recipe.recipe import Recipe
 from model.ranks import local_world_size
 
 SHIPPED = Path(__file__).parents[2] / "ds_configs"
-
-# Top-level keys that a file may set: whatever leaves the arithmetic of the loop alone.
-ALLOWED = frozenset(
-    {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "bf16",
-        "fp16",
-        "data_types",
-        "zero_optimization",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "communication_data_type",
-        "aio",
-        "checkpoint",
-        "disable_python_gc",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "timers",
-        "log_level",
-        "flops_profiler",
-        "comms_logger",
-        "tensorboard",
-        "csv_monitor",
-        "wandb",
-        "comet",
-    }
-)
-
-# The keys among them whose values the recipe has.
-FROM_RECIPE = frozenset(
-    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
-)
-
-_MEAN = "leave it out: the loop scales the loss for DeepSpeed's default, a mean over ranks and micro-batches"
-_UNTESTED = "leave it out: DeepQAT does not support it"
-# Top-level keys that DeepSpeed knows and a file may not set, with the remedy.
-REFUSED = {
-    "optimizer": "the recipe owns the optimizer: set optim.lr, optim.betas, optim.eps and optim.weight_decay there",
-    "scheduler": "the recipe owns the schedule: set optim.schedule, optim.warmup_steps and optim.min_lr_ratio there",
-    "bfloat16": 'write "bf16", the name of today',
-    "torch_autocast": "set model.dtype in the recipe: parameters and GEMMs have that type",
-    "activation_checkpointing": "set train.activation_checkpointing in the recipe",
-    "data_efficiency": "the recipe owns the data: see its data section",
-    "dataloader_drop_last": "the recipe owns the data: see its data section",
-    "weight_quantization": "set quant.scheme in the recipe",
-    "gradient_allreduce_op": _MEAN,
-    "gradient_predivide_factor": _MEAN,
-    "managed_gradient_accumulation": _MEAN,
-    "prescale_gradients": _MEAN,
-    "autotuning": _UNTESTED,
-    "compile": _UNTESTED,
-    "datastates_ckpt": _UNTESTED,
-    "disable_allgather": _UNTESTED,
-    "expert_parallel": _UNTESTED,
-    "hybrid_engine": _UNTESTED,
-    "pipeline": _UNTESTED,
-    "seq_parallel_communication_data_type": _UNTESTED,
-    "tensor_parallel": _UNTESTED,
-    "use_data_before_expert_parallelism": _UNTESTED,
-    "vocabulary_size": _UNTESTED,
-}
-
-
-_HALVED = "every overflow halves the scale (engine/session/loss_scale.py)"
-# Keys of the section fp16 that ask for what DeepQAT does not do, and why.
-_REFUSED_FP16 = {
-    "auto_cast": "inputs are token ids",
-    "hysteresis": _HALVED,
-    "consecutive_hysteresis": _HALVED,
-    "fp16_master_weights_and_grads": "the optimizer's copies are fp32",
-}
-
-# Why each section of zero_optimization cannot offload to files.
-_REFUSED_NVME = {
-    "offload_param": (
-        "weights are read into their partitions and scales measured there, in memory; a file would have to be read and "
-        "written for each"
-    ),
-    "offload_optimizer": (
-        "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load neither "
-        "the weights nor groups below 1 MB, among which are the scales"
-    ),
-}
-
-# The keys of the student's configuration that its teacher, which has no optimizer, takes over.
-TEACHER_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "bf16",
-    "fp16",
-    "zero_optimization",
-    "communication_data_type",
-    "log_level",
-)
 
 
 class DsConfigError(RecipeError):
@@ -183,10 +99,14 @@ def _key_problems(key: str, value: Any) -> list[str]:
         close = difflib.get_close_matches(key, sorted(ALLOWED), n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(ALLOWED))}"
         return [f"{key}: unknown key, which DeepSpeed would ignore in silence; {hint}"]
-    if key in ("bf16", "fp16", "data_types", "zero_optimization") and not isinstance(value, dict):
+    if key in SECTIONS and value != "auto" and not isinstance(value, dict):
         return [f"{key}: {value!r}, expected an object"]
+    if other := [name for name in value if name not in ONLY[key]] if key in ONLY and isinstance(value, dict) else []:
+        return [f"{key}.{name}: leave it out; expected {', '.join(ONLY[key])} at most" for name in other]
     if value == "auto" and key not in FROM_RECIPE:
         return [f'{key}: the recipe has no value for "auto"; write one, or leave the key out']
+    if key in VALUES and not VALUES[key][0](value):
+        return [f"{key}: {value!r}, expected {VALUES[key][1]}"]
     return []
 
 
@@ -213,7 +133,7 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
             "each module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
         )
     problems += _gather_problems(config, recipe)
-    if problems:
+    if problems := problems or list(_refused_by_deepspeed(config)):
         raise DsConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     if config["zero_optimization"].get("offload_optimizer") is not None:
         # The optimizer is torch.optim.AdamW everywhere, also on the CPU: DeepSpeed's CPUAdam compiles at first use.
@@ -342,7 +262,8 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
                 "way of fp16), but not what is gathered for the export, so that another model would be exported than "
                 "the one that was trained"
             )
-    for key, why in _REFUSED_NVME.items():
+    problems += _zero_problems(zero)
+    for key, why in REFUSED_NVME.items():
         section = zero.get(key) or {}
         if isinstance(section, dict) and section.get("device") == "nvme":
             problems.append(f"zero_optimization.{key}.device: 'nvme', expected cpu or none: {why}")
@@ -351,9 +272,7 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
             "bf16.check_grad_overflow: leave it out: without it a step whose gradients are not finite is taken on some "
             "stages, and every weight is NaN after it"
         )
-    for key, why in _REFUSED_FP16.items():
-        if key in config.get("fp16", {}):
-            problems.append(f"fp16.{key}: leave it out: {why}")
+    problems += _type_problems(config.get("bf16", {}), config.get("fp16", {}))
     sections = (
         ("zero_optimization", DeepSpeedZeroConfig),
         ("bf16", DeepSpeedBF16Config),
@@ -367,6 +286,46 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
                 key = ".".join(str(part) for part in (section, *found["loc"]))
                 problems.append(f"{key}: {found['msg']}, found {found['input']!r}")
     return problems
+
+
+def _zero_problems(zero: dict[str, Any]) -> Iterator[str]:
+    """Keys of zero_optimization that DeepSpeed knows and nobody has tried here, and sizes of 0."""
+    for key, value in zero.items():
+        if key not in ZERO_KEYS and key in _known_to(DeepSpeedZeroConfig):
+            yield f"zero_optimization.{key}: leave it out: DeepQAT has not been tried with it"
+        if key in ZERO_AT_LEAST_1 and isinstance(value, int) and value < 1:
+            yield f"zero_optimization.{key}: {value!r}, expected 1 or more"
+
+
+def _type_problems(bf16: dict[str, Any], fp16: dict[str, Any]) -> Iterator[str]:
+    """What DeepQAT does not do with a 16-bit type, and numbers of the loss scale that fp32 has no room for.
+
+    DeepSpeed's own model of the section bounds these from below.
+    """
+    for name, section, refused in (("bf16", bf16, REFUSED_BF16), ("fp16", fp16, REFUSED_FP16)):
+        yield from (f"{name}.{key}: leave it out: {why}" for key, why in refused.items() if key in section)
+    for key, most in (("loss_scale", 2.0**32), ("min_loss_scale", 2.0**32), ("initial_scale_power", 32)):
+        value = fp16.get(key, "auto")
+        if isinstance(value, int | float) and not value <= most:
+            yield f"fp16.{key}: {value!r}, expected at most {most:g}"
+
+
+def _known_to(model: type[BaseModel]) -> set[str]:
+    """The keys of a section that DeepSpeed's own model of it has, by each of their names."""
+    return {name for key, field in model.model_fields.items() for name in (key, field.alias) if name}
+
+
+def _refused_by_deepspeed(config: dict[str, Any]) -> Iterator[str]:
+    """What DeepSpeed's own reading of the whole configuration says, which would else come after the process group."""
+    # Whose sizes it would compare, before there is one, with those of a single rank.
+    given = {key: copy.deepcopy(value) for key, value in config.items() if key != "train_batch_size"}
+    try:
+        DeepSpeedConfig(given)
+    except ValidationError as error:
+        for found in error.errors():
+            yield f"{'.'.join(map(str, found['loc']))}: {found['msg']}, found {found['input']!r}"
+    except Exception as error:  # of any kind: it reads some keys without a look at their type
+        yield f"DeepSpeed cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def teacher_config(ds_config: dict[str, Any]) -> dict[str, Any]:

@@ -46,11 +46,11 @@ def seen(base: Path, name: str) -> dict:
 @pytest.mark.parametrize(
     ("name", "steps", "expected"),
     [
-        ("rates", 1, 'levers is {"frozen": [], "loss_weights": {}, "peak_rates": {}} on rank 0 and {'),
-        ("weights", 1, 'levers is {"frozen": [], "loss_weights": {"lm": 1.0}, "peak_rates": {}} on rank 0 and {'),
-        ("layers", 1, "layers is {"),
+        ("rates", 1, 'peak rates is {} on rank 0 and {"weights": 0.5} on rank 1'),
+        ("weights", 1, 'loss weights is {"lm": 1.0} on rank 0 and {"lm": 2.0} on rank 1'),
+        ("layers", 1, "fake quant is {"),
         ("stops", 1, "stopped is true on rank 0 and false on rank 1"),
-        ("last", STEPS, '"peak_rates": {"weights": 0.0}} on rank 0 and '),
+        ("last", STEPS, 'peak rates is {"weights": 0.0} on rank 0 and {"weights": 1.0} on rank 1'),
     ],
 )
 def test_ranks_that_do_not_do_the_same_are_told_apart(base, name, steps, expected):

@@ -1,6 +1,7 @@
 """DeepSpeed's configuration: what the recipe fills in, what is refused; DeepSpeed trains with every shipped file."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -226,6 +227,43 @@ def test_every_key_that_deepspeed_reads_is_sorted() -> None:
     assert FROM_RECIPE < ALLOWED
 
 
+# Values that DeepSpeed takes as they are and that end in a traceback after the process group, or train another model.
+VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"steps_per_print": "abc"}, "steps_per_print: 'abc', expected a number of steps, 1 or more, or null"),
+    ({"steps_per_print": True}, "steps_per_print: True, expected a number"),
+    ({"wall_clock_breakdown": "no"}, "wall_clock_breakdown: 'no', expected true or false"),
+    ({"zero_allow_untested_optimizer": 1}, "zero_allow_untested_optimizer: 1, expected true or false"),
+    ({"log_level": "loud"}, "log_level: 'loud', expected debug, info, warning, error or critical"),
+    ({"log_level": ["info"]}, "log_level: ['info'], expected debug"),
+    ({"communication_data_type": "int8"}, "communication_data_type: 'int8', expected fp16, bf16, fp32 or null"),
+    (
+        {"data_types": {"param_dtype": "fp32"}},
+        "data_types.param_dtype: leave it out; expected grad_accum_dtype at",
+    ),
+    ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal: leave it out; expected tag_validation at"),
+    ({"checkpoint": {"tag_validation": "x"}}, "DeepSpeed cannot read it: DeepSpeedConfigError: Checkpoint config cont"),
+    ({"checkpoint": 3}, "checkpoint: 3, expected an object"),
+    ({"timers": []}, "timers: [], expected an object"),
+    ({"timers": {"throughput": 3}}, "DeepSpeed cannot read it: TypeError: "),
+    ({"flops_profiler": {"enabled": "maybe"}}, "DeepSpeed cannot read it: TypeError: "),
+    ({"comms_logger": {"enabled": True, "prof_ops": 3}}, "prof_ops: Input should be a valid list, found 3"),
+    ({"tensorboard": {"enabled": "x"}}, "tensorboard.enabled: Input should be a valid boolean"),
+    ({"csv_monitor": {"a": 1}}, "csv_monitor.a: Extra inputs are not permitted, found 1"),
+    (
+        {"bf16": {"bf16_master_weights_and_grads": True}},
+        "bf16.bf16_master_weights_and_grads: leave it out: the opt",
+    ),
+    ({"fp16": {"initial_scale_power": 5000}}, "fp16.initial_scale_power: 5000, expected at most 32"),
+    ({"fp16": {"loss_scale": math.inf}}, "fp16.loss_scale: inf, expected at most 4.29497e+09"),
+]
+ZERO_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"elastic_checkpoint": True}, "elastic_checkpoint: leave it out: DeepQAT has not been tried with it"),
+    ({"zenflow": {}}, "zenflow: leave it out"),
+    ({"sub_group_size": 0}, "sub_group_size: 0, expected 1 or more"),
+    ({"reduce_bucket_size": "many"}, "reduce_bucket_size: Input should be a valid integer"),
+]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -284,6 +322,8 @@ def test_every_key_that_deepspeed_reads_is_sorted() -> None:
             "divides the 2 ranks of this job",
         ),
         ({"zero_optimization": {"stage": 3}, "wandb": "auto"}, ': wandb: the recipe has no value for "auto"'),
+        *(({"zero_optimization": {"stage": 2}, **keys}, f": {said}") for keys, said in VALUES),
+        *(({"zero_optimization": {"stage": 2, **keys}}, f": zero_optimization.{said}") for keys, said in ZERO_VALUES),
     ],
 )
 def test_bad_files(tmp_path: Path, content: Any, said: str) -> None:

@@ -1,0 +1,181 @@
+"""DeepSpeed's keys by what DeepQAT makes of them: those that a file may set, those that it may not, and why.
+
+What DeepSpeed does with a key that nobody has tried here is not known to be right, so the lists name what is allowed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+# Top-level keys that a file may set: whatever leaves the arithmetic of the loop alone.
+ALLOWED = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "bf16",
+        "fp16",
+        "data_types",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "communication_data_type",
+        "aio",
+        "checkpoint",
+        "disable_python_gc",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "timers",
+        "log_level",
+        "flops_profiler",
+        "comms_logger",
+        "tensorboard",
+        "csv_monitor",
+        "wandb",
+        "comet",
+    }
+)
+
+# The keys among them whose values the recipe has.
+FROM_RECIPE = frozenset(
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+)
+
+_MEAN = "leave it out: the loop scales the loss for DeepSpeed's default, a mean over ranks and micro-batches"
+_UNTESTED = "leave it out: DeepQAT does not support it"
+# Top-level keys that DeepSpeed knows and a file may not set, with the remedy.
+REFUSED = {
+    "optimizer": "the recipe owns the optimizer: set optim.lr, optim.betas, optim.eps and optim.weight_decay there",
+    "scheduler": "the recipe owns the schedule: set optim.schedule, optim.warmup_steps and optim.min_lr_ratio there",
+    "bfloat16": 'write "bf16", the name of today',
+    "torch_autocast": "set model.dtype in the recipe: parameters and GEMMs have that type",
+    "activation_checkpointing": "set train.activation_checkpointing in the recipe",
+    "data_efficiency": "the recipe owns the data: see its data section",
+    "dataloader_drop_last": "the recipe owns the data: see its data section",
+    "weight_quantization": "set quant.scheme in the recipe",
+    "gradient_allreduce_op": _MEAN,
+    "gradient_predivide_factor": _MEAN,
+    "managed_gradient_accumulation": _MEAN,
+    "prescale_gradients": _MEAN,
+    "autotuning": _UNTESTED,
+    "compile": _UNTESTED,
+    "datastates_ckpt": _UNTESTED,
+    "disable_allgather": _UNTESTED,
+    "expert_parallel": _UNTESTED,
+    "hybrid_engine": _UNTESTED,
+    "pipeline": _UNTESTED,
+    "seq_parallel_communication_data_type": _UNTESTED,
+    "tensor_parallel": _UNTESTED,
+    "use_data_before_expert_parallelism": _UNTESTED,
+    "vocabulary_size": _UNTESTED,
+}
+
+
+_HALVED = "every overflow halves the scale (engine/session/loss_scale.py)"
+# Keys of the section fp16 that ask for what DeepQAT does not do, and why.
+REFUSED_FP16 = {
+    "auto_cast": "inputs are token ids",
+    "hysteresis": _HALVED,
+    "consecutive_hysteresis": _HALVED,
+    "fp16_master_weights_and_grads": "the optimizer's copies are fp32",
+}
+# The same of the section bf16.
+REFUSED_BF16 = {
+    "bf16_master_weights_and_grads": "the optimizer's copies are fp32",
+    "bf16_optimizer_states": "the optimizer's moments are fp32",
+}
+
+# Why each section of zero_optimization cannot offload to files.
+REFUSED_NVME = {
+    "offload_param": (
+        "weights are read into their partitions and scales measured there, in memory; a file would have to be read and "
+        "written for each"
+    ),
+    "offload_optimizer": (
+        "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load neither "
+        "the weights nor groups below 1 MB, among which are the scales"
+    ),
+}
+
+# The keys of the student's configuration that its teacher, which has no optimizer, takes over.
+TEACHER_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+    "zero_optimization",
+    "communication_data_type",
+    "log_level",
+)
+
+# Sections whose values DeepSpeed takes as they come.
+SECTIONS = frozenset(
+    {"bf16", "fp16", "data_types", "zero_optimization", "aio", "checkpoint", "timers", "flops_profiler"}
+    | {"comms_logger", "tensorboard", "csv_monitor", "wandb", "comet"}
+)
+
+# All that a file may set in these sections: other types of parameters and buffers would train another model, and other
+# ways of keeping checkpoints are not those that a resume reads.
+ONLY = {"data_types": {"grad_accum_dtype"}, "checkpoint": {"tag_validation"}}
+
+
+def _truth(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+# Values of top-level keys that DeepSpeed does not check, or only when they are used: what is good, and in words.
+VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), (_truth, "true or false")
+    ),
+    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), (_truth, "true or false")),
+    "steps_per_print": (
+        lambda value: value is None or (type(value) is int and value >= 1),
+        "a number of steps, 1 or more, or null",
+    ),
+    "log_level": (
+        lambda value: value in ("debug", "info", "warning", "error", "critical"),
+        "debug, info, warning, error or critical",
+    ),
+    "communication_data_type": (
+        lambda value: value in (None, "fp16", "bf16", "fp32"),
+        "fp16, bf16, fp32 or null",
+    ),
+}
+
+# Keys of zero_optimization that move data and memory about and leave the arithmetic alone.
+ZERO_KEYS = frozenset(
+    {
+        "stage",
+        "contiguous_gradients",
+        "reduce_scatter",
+        "reduce_bucket_size",
+        "use_multi_rank_bucket_allreduce",
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "overlap_comm",
+        "load_from_fp32_weights",
+        "offload_param",
+        "offload_optimizer",
+        "sub_group_size",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold",
+        "stage3_module_granularity_threshold",
+        "stage3_gather_16bit_weights_on_model_save",
+        "round_robin_gradients",
+        "ignore_unused_parameters",
+        "memory_efficient_linear",
+        "log_trace_cache_warnings",
+        "zero_hpz_partition_size",
+        "zero_quantized_gradients",
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+    }
+)
+ZERO_AT_LEAST_1 = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
