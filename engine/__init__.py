@@ -1,0 +1,28 @@
+"""What happens between two optimizer steps. Importing it makes sure that the other folders are DeepQAT's.
+
+Python looks for ``import model`` beside the script first, so that a ``model.py`` of a user's own, or a folder ``data``
+of another project, would be taken for DeepQAT's.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("data", "launch", "model", "quant")
+
+
+def check_folders() -> None:
+    """Refuse modules that stand in the way of DeepQAT's folders. Raises ImportError with what shadows which."""
+    for name in FOLDERS:
+        module = sys.modules.get(name)
+        spec = getattr(module, "__spec__", None) if module is not None else importlib.util.find_spec(name)
+        file = getattr(module, "__file__", None) or (spec.origin if spec is not None else None)
+        if file is None or not Path(file).resolve().is_relative_to(ROOT / name):
+            raise ImportError(
+                f"DeepQAT's folder {ROOT / name} is shadowed: 'import {name}' finds {file or 'a folder'}. Rename that, "
+                "or run your script from a directory without it; scripts in launch/ always find DeepQAT's own"
+            )
+
+
+check_folders()

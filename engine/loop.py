@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.checkpoint.save import CheckpointError
+from engine.cluster.claim import Claim
 from engine.events import add_recipe_events, checkpoints, evaluate_held_out, save
 from engine.export import export_trained
 from engine.losses.objective import DIAGNOSTICS, ROUTER_AUX, NamedTokenLoss, TokenLoss
@@ -116,12 +117,13 @@ class Loop:
         except ValueError as error:
             raise RecipeError(str(error)) from error
         resident = resident_bytes()
-        state = start_run(self.recipe, self.schedule, self.token_losses)
-        with state.stop_requests:
-            report = RunReport(state, resident)
-            self._train(state, report)
-            failure = _finish(state)
-        report.end(state, checkpoints(self.recipe))
+        with Claim() as claim:
+            state = start_run(self.recipe, self.schedule, self.token_losses, claim)
+            with state.stop_requests:
+                report = RunReport(state, resident)
+                self._train(state, report)
+                failure = _finish(state)
+            report.end(state, checkpoints(self.recipe))
         if failure is not None:
             raise failure
         return state

@@ -1,11 +1,13 @@
 """Everything between a recipe and the first step of its run."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from engine.checkpoint.find import LATEST, STEPS, Checkpoint, check_resumable, check_samples, verify_checkpoint
 from engine.checkpoint.load import load_checkpoint
 from engine.checkpoint.owners import Owners
+from engine.cluster.claim import Claim
 from engine.cluster.nodes import check_shared
 from engine.evaluation.held_out import HeldOutResults
 from engine.events import check_events
@@ -23,16 +25,19 @@ from engine.session.context import start_ranks
 from engine.session.data import build_loader
 from engine.session.session import build_session
 from engine.state import LoopState
-from model.ranks import errors_on_all_ranks, is_main
+from model.ranks import errors_on_all_ranks, is_main, say
 
 
-def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[NamedTokenLoss]) -> LoopState:
+def start_run(
+    recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[NamedTokenLoss], claim: Claim
+) -> LoopState:
     """Ranks, data, model, scales, and the checkpoint where the run goes on from one; a collective.
 
     Args:
         recipe: the run.
         schedule: its events, of which a resumed run has met some.
         token_losses: the user's own.
+        claim: takes the output directory.
 
     Raises:
         RecipeError: what is wrong before there is a process group.
@@ -42,6 +47,13 @@ def start_run(recipe: Recipe, schedule: Schedule[LoopState], token_losses: Seque
     checkpoint = _check_destinations(recipe, output / "checkpoints")
     context = start_ranks(recipe)
     check_shared(output, "output_dir")
+    claim.take(output, "output_dir")
+    _remove_left(recipe)
+    if not recipe.export.enabled and not recipe.train.checkpoint_every:
+        say(
+            "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
+            "(train.checkpoint_every is 0): what it trains is lost at its end"
+        )
     if checkpoint is not None:
         verify_checkpoint(checkpoint)
     # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
@@ -105,6 +117,21 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
             "set train.resume to continue it, or name another one"
         )
     return None
+
+
+def _remove_left(recipe: Recipe) -> None:
+    """Remove what an export of this run left that was killed; what lies elsewhere may be another run's, and is named.
+
+    A collective.
+    """
+    with errors_on_all_ranks(OSError):
+        if is_main() and recipe.export.enabled:
+            export = recipe.export_dir()
+            for left in export.parent.glob(f"{export.name}.tmp-????????"):
+                if export.parent.resolve() == Path(recipe.output_dir).resolve():
+                    shutil.rmtree(left, ignore_errors=True)
+                else:
+                    say(f"warning: {left} is of an export that was killed or still runs; remove it if none does")
 
 
 def _measured(recipe: Recipe, token_losses: Sequence[str]) -> list[str]:

@@ -7,9 +7,12 @@ the teacher is sharded. DIR is ``loss.teacher_cache`` unless it is given, and mu
 Training with the same recipe and ``loss.teacher_cache: DIR`` then reads it.
 """
 
-import argparse
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
+import argparse
 
 from engine.session.teacher_cache import check_recipe, write_cache
 from launch.exits import clean_exit, recipe_or_exit

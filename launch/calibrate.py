@@ -6,6 +6,11 @@ Weight scales come from the partitions, activation scales from ``quant.calibrati
 in place under the recipe's ZeRO stage. The result is served as it is, and is what ``quant.scales`` reads.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
 from engine.export import check_export, export
 from engine.quantisation.calibrate import calibrate_inputs
 from engine.recipe.recipe import Recipe

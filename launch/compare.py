@@ -11,9 +11,13 @@ evaluated again and need not be on this machine; the others are asked ``--text``
 Written to ``--out``: compare.md, compare.png, and compare.json with all results.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from engine.evaluation.compare import Comparison, table, write_comparison
 from engine.evaluation.perplexity import evaluate_checkpoint

@@ -12,11 +12,14 @@ Tasks need lm-evaluation-harness (pip install lm-eval==0.4.13), and those that c
 fetches its data from the Hugging Face Hub; with --task_dir it is taken from task files and data in a folder.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
 import argparse
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from engine.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint
 from engine.evaluation.results import Evaluation, write_evaluations

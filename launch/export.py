@@ -6,8 +6,12 @@ The run's recipe lies in the checkpoint. Any number of ranks will do that can ho
 than the recipe's ``export.format``: ``vllm_fp8``, or ``dequantized`` for readers of plain checkpoints.
 """
 
-import argparse
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
+import argparse
 from typing import get_args
 
 from engine.checkpoint.find import read_checkpoint, verify_checkpoint

@@ -7,10 +7,14 @@ Needs the config.json of model.path (and of the teacher); no weights, no data, n
 follow, as for launch/train.py. With ``--measured`` what a run of it held stands beside the prediction, by item.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from engine.memory.measured import Measured, read_measured
 from engine.memory.plan import RESERVE, Planner, Prediction

@@ -16,6 +16,11 @@ in the same order for the same steps as QAT, so the recovered share (PTQ - QAT) 
 training.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
 import argparse
 import ast
 import os
@@ -24,11 +29,9 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch

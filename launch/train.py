@@ -5,6 +5,11 @@
 ``--help`` shows every knob, ``--print_config`` the recipe that results.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
 from engine.loop import Loop
 from launch.exits import clean_exit, recipe_or_exit
 

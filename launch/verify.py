@@ -7,10 +7,13 @@ checks the layout of the files too. Exits with 1 if anything is wrong. ``engine/
 and why.
 """
 
-import argparse
-import os
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
+import argparse
+import os
 
 SAMPLE = """\
 The observatory stood at the top of the hill, where the road ended. Every evening, when the last visitors had gone, the

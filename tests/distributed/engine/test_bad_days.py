@@ -32,7 +32,8 @@ def base(tmp_path_factory):
             quant={"scheme": "w4a16_channel"} if name == "layers" else {"calibration_batches": 1},
             export={"enabled": name == "skipped"},
         )
-    run_ranks(SCRIPT, str(base))
+    (base / "skipped" / "export.tmp-0123abcd").mkdir(parents=True)  # of an export that was killed
+    (base / "output.txt").write_text(run_ranks(SCRIPT, str(base)))
     return base
 
 
@@ -76,3 +77,14 @@ def test_a_run_in_which_no_step_trained_fails_and_exports_nothing(base):
         f"RankError: all {STEPS} steps were left out: their loss or gradients were not finite"
     )
     assert not (base / "skipped" / "export").exists()
+
+
+def test_what_a_killed_export_left_is_removed(base):
+    assert not list((base / "skipped").glob("export.tmp-*"))
+
+
+def test_a_run_that_would_write_nothing_says_so_before_it_trains(base):
+    """All but the one that exports; and none leaves the mark of a job that runs."""
+    said = "warning: this run writes neither an export (export.enabled is false) nor a checkpoint"
+    assert (base / "output.txt").read_text().count(said) == len(RUNS) - 1
+    assert not list(base.glob("*/.running*"))
