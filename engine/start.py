@@ -33,11 +33,7 @@ def start_run(
 ) -> LoopState:
     """Ranks, data, model, scales, and the checkpoint where the run goes on from one; a collective.
 
-    Args:
-        recipe: the run.
-        schedule: its events, of which a resumed run has met some.
-        token_losses: the user's own.
-        claim: takes the output directory.
+    ``claim`` takes the output directory.
 
     Raises:
         RecipeError: what is wrong before there is a process group.
@@ -46,14 +42,7 @@ def start_run(
     output = Path(recipe.output_dir)
     checkpoint = _check_destinations(recipe, output / "checkpoints")
     context = start_ranks(recipe)
-    check_shared(output, "output_dir")
-    claim.take(output, "output_dir")
-    _remove_left(recipe)
-    if not recipe.export.enabled and not recipe.train.checkpoint_every:
-        say(
-            "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
-            "(train.checkpoint_every is 0): what it trains is lost at its end"
-        )
+    _take_output(recipe, claim)
     if checkpoint is not None:
         verify_checkpoint(checkpoint)
     # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
@@ -119,11 +108,18 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
     return None
 
 
-def _remove_left(recipe: Recipe) -> None:
-    """Remove what an export of this run left that was killed; what lies elsewhere may be another run's, and is named.
+def _take_output(recipe: Recipe, claim: Claim) -> None:
+    """Claim the output directory, and remove what an export of this run left there that was killed; a collective.
 
-    A collective.
+    What lies elsewhere may be another run's, and is named. So is a run that will leave nothing.
     """
+    check_shared(Path(recipe.output_dir), "output_dir")
+    claim.take(Path(recipe.output_dir), "output_dir")
+    if not recipe.export.enabled and not recipe.train.checkpoint_every:
+        say(
+            "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
+            "(train.checkpoint_every is 0): what it trains is lost at its end"
+        )
     with errors_on_all_ranks(OSError):
         if is_main() and recipe.export.enabled:
             export = recipe.export_dir()

@@ -59,37 +59,43 @@ class Claim:
         self._path = path = directory / RUNNING
         with errors_on_all_ranks(OSError, ValueError):
             if is_main():
-                self._take_alone(path, f"{key}: {str(directory)!r}")
+                self._file = self._take_alone(path, f"{key}: {str(directory)!r}")
+                self._share(f"{key}: {str(directory)!r}")
         with errors_on_all_ranks(OSError, ValueError):
             if not is_main():
                 self._file = path.open("r+")
-            assert self._file is not None
-            if not _lock(self._file, fcntl.LOCK_SH):
-                raise ValueError(f"{key}: {str(directory)!r}: another job has begun in it at the same moment")
+                self._share(f"{key}: {str(directory)!r}")
         self._held = True
         if is_main():
             threading.Thread(target=self._renew, args=(path,), daemon=True).start()
         barrier()  # from here on no other job gets the lock
 
-    def _take_alone(self, path: Path, what: str) -> None:
-        """Lock the file for this job alone, and write down who it is. Raises ValueError if another job has it."""
+    def _share(self, what: str) -> None:
+        """Lock the file together with the other ranks. Raises ValueError if another job was faster."""
+        assert self._file is not None
+        if not _lock(self._file, fcntl.LOCK_SH):
+            raise ValueError(f"{what}: another job has begun in it at the same moment; start one of them again")
+
+    @staticmethod
+    def _take_alone(path: Path, what: str) -> IO[str]:
+        """The file, locked for this rank alone, with who it is. Raises ValueError if another job has it."""
         while True:
-            self._file = path.open("a+")
-            free = _lock(self._file, fcntl.LOCK_EX)
-            self._file.seek(0)
-            text = self._file.read()
+            file = path.open("a+")
+            free = _lock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            text = file.read()
             if not free or _of_a_running_job(path, text):
-                self._file.close()
-                self._file = None
+                file.close()
                 raise ValueError(f"{what}: {_who(text)} runs in it; wait for its end, or name another directory")
             with suppress(FileNotFoundError):
-                if os.fstat(self._file.fileno()).st_ino == path.stat().st_ino:
+                if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                     break
-            self._file.close()  # a job that ended just now has removed it
-        self._file.truncate(0)
+            file.close()  # a job that ended just now has removed it
+        file.truncate(0)
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "started": started}, self._file)
-        self._file.flush()
+        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "started": started}, file)
+        file.flush()
+        return file
 
     def _renew(self, path: Path) -> None:
         """The body of a thread: show other machines that this job lives."""
