@@ -2,8 +2,9 @@
 
 import math
 import os
-import re
 from collections.abc import Iterator
+
+from quant.patterns import pattern_problem
 
 
 class RecipeError(ValueError):
@@ -27,11 +28,9 @@ def positive(key: str, value: float) -> Iterator[str]:
 
 
 def pattern(key: str, value: str) -> Iterator[str]:
-    """Yields a problem line if a text is no regular expression."""
-    try:
-        re.compile(value)
-    except re.error as error:
-        yield f"{key}: {value!r}, expected a regular expression ({error})"
+    """Yields a problem line if a text is no regular expression, or one that may take for ever."""
+    if problem := pattern_problem(value):
+        yield f"{key}: {value[:200]!r}, expected a regular expression ({problem})"
 
 
 def not_there(path: str) -> str:
