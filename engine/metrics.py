@@ -75,8 +75,12 @@ class Metrics:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add one point per value at ``step`` (optimizer steps done)."""
-        for name, value in values.items():
-            self._write(lambda writer, name=name, value=value: writer.add_scalar(name, float(value), step))
+
+        def add(writer: SummaryWriter) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, float(value), step)
+
+        self._write(add)
 
     def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
         """Add a histogram of the finite values; nothing where there are none."""
