@@ -151,6 +151,13 @@ def read_config(path: Path, trust_remote_code: bool, quantized: bool) -> Pretrai
             "and if you trust it set model.trust_remote_code to true"
         )
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or is_composite(config)
+    if not known and "AutoModelForCausalLM" not in raw.get("auto_map", {}):
+        kinds = ", ".join(config.architectures or ()) or type(config).__name__
+        raise ValueError(
+            f"{file} describes {kinds} (model_type {config.model_type}), expected a causal language model, or a "
+            "composite model with one in it"
+        )
     if quantized:
         del config.quantization_config
     return config

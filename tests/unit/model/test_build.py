@@ -121,6 +121,19 @@ def test_remote_code_runs_only_when_asked(tmp_path: Path):
     assert marker.read_text() == "ran"
 
 
+@pytest.mark.parametrize(("kind", "named"), [("vit", "ViTForImageClassification"), ("t5", None)])
+def test_other_models_than_causal_ones_are_named_in_one_line(kind: str, named: str | None, tmp_path: Path):
+    """Without the names of all classes that transformers has."""
+    config = AutoConfig.for_model(kind)
+    config.architectures = named and [named]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        RankError, match=rf"describes {named or 'T5Config'} \(model_type {kind}\), expected a causal"
+    ) as error:
+        build(tmp_path)
+    assert len(str(error.value)) < 300
+
+
 def test_native_architectures_ignore_the_code_that_a_checkpoint_brings(tmp_path: Path):
     path = write_config(tmp_path, auto_map={"AutoModelForCausalLM": "code.Other"})
     (path / "code.py").write_text("raise SystemExit('remote code ran')")
