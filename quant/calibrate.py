@@ -201,15 +201,22 @@ def partial_squares(
     The first over the second is the relative error of the weight, its inverse the signal-to-noise ratio. The arguments
     are those of :func:`partial_clipped`.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
+    return partial_fit(flat, start, shape, scale, spec, zero).flatten(1).sum(1)
+
+
+def partial_fit(
+    flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
+) -> Tensor:
+    """The sums of :func:`partial_squares` for each scale by itself; fp64 ``[2, *scale shape]``."""
+    sums = torch.zeros(2, _runs(shape, spec), dtype=torch.float64, device=flat.device)
     per_run, zero_per_run = _per_run(scale, shape, spec), _zero_per_run(zero, shape, spec)
     for runs, rows in _by_run(flat, start, shape, spec):
         for part in _chunks(runs, rows.shape[1]):
             for piece in rows[part.start - runs.start : part.stop - runs.start].split(_CHUNK, dim=1):
                 values = piece.float()
                 error = fake_quant(values, per_run[part], spec, _of(zero_per_run, part)).sub_(values)
-                sums += torch.stack([t.square().sum(dtype=torch.float64) for t in (error, values)])
-    return sums
+                sums[:, part] += torch.stack([t.square().sum(-1, dtype=torch.float64) for t in (error, values)])
+    return _over_blocks(sums, shape, spec).sum(2).view(2, *spec.scale_shape(shape))
 
 
 def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:

@@ -218,24 +218,31 @@ def _woven(parts: Iterable[str], numbers: Iterable[str]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def rules_from_config(config: Mapping[str, Any]) -> list[Rule]:
+def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
     """What a ``quantization_config`` says of every layer, as rules: the first one that matches decides.
 
     The inverse of :func:`quantization_config`. Keys that only steered the calibration (``observer``, ...) are passed
     over, whatever would change the numbers is checked. Of classes only ``Linear`` is read; its rule comes last and
     matches every name.
 
+    Args:
+        config: of config.json.
+        scales_only: only stored scales are to be read. Then the format of the codes does not matter, and schemes have
+            no inputs with scales of their own tokens.
+
     Raises:
         ValueError: not compressed-tensors, or numerics outside what the schemes here express (output activations,
-            activation ordering, ...).
+            activation ordering, rotated weights, ...).
     """
     if config.get("quant_method") != "compressed-tensors":
         raise ValueError(f"quant_method is {config.get('quant_method')!r}, expected 'compressed-tensors'")
+    if config.get("transform_config"):
+        raise ValueError("transform_config is set: weights and inputs were rotated, which is not read")
     rules = [Rule(None, _regex(entry)) for entry in config.get("ignore") or []]
     named: dict[str, Scheme] = {}
     for name, group in (config.get("config_groups") or {}).items():
         key = f"config_groups.{name}"
-        scheme = _scheme(key, group, config)
+        scheme = _scheme(key, group, None if scales_only else config)
         for target in group.get("targets") or []:
             if target in named:
                 raise ValueError(f"{key}.targets has {target!r}, which another group has too")
@@ -267,17 +274,22 @@ def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
     return spec
 
 
-def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> Scheme:
+def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None) -> Scheme:
+    """The scheme of a config group; without ``config`` as far as its scales are stored."""
     if group.get("output_activations") is not None:
         raise ValueError(f"{key}.output_activations is set: outputs are not quantised here")
     if group.get("weights") is None:
         raise ValueError(f"{key}.weights is missing")
     weights = _spec(f"{key}.weights", group["weights"])
     inputs = group.get("input_activations")
+    if config is None and inputs is not None and inputs.get("dynamic", False):
+        inputs = None
     activations = None if inputs is None else _spec(f"{key}.input_activations", inputs)
     scheme = Scheme(_name(weights, activations), weights, activations)
     known = (each for each in SCHEMES.values() if (each.weights, each.activations) == (weights, activations))
     scheme = next(known, scheme)
+    if config is None:
+        return scheme
     layout, expected = group.get("format") or config.get("format"), export_format(scheme)
     if layout not in (expected, "naive-quantized" if expected in ("float-quantized", "int-quantized") else expected):
         raise ValueError(f"{key}.format is {layout!r}, expected {expected!r} for such weights and inputs")

@@ -8,8 +8,9 @@ The values of a weight that is not symmetric are ``[2, *scale shape]`` everywher
 points, so that neither changes without the other.
 
 A checkpoint goes through ``read.py`` (files to tensors by key), ``arrange.py`` (tensors of Linears to scale groups),
-``check.py`` (everything that may be wrong with them) and ``write.py`` (into the partitions), each called once by
-``load.py``. ``measure.py`` makes scales from the weights; ``statistics.py`` tells how scales and weights fit.
+``source.py`` (for which scheme they were made), ``check.py`` (whether they can be scales), ``fit.py`` and ``codes.py``
+(whether they are those of the weights) and ``write.py`` (into the partitions), each called once by ``load.py``.
+``measure.py`` makes scales from the weights; ``statistics.py`` tells how scales and weights fit.
 """
 
 from model.scales.load import ScaleReport, load_scales

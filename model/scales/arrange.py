@@ -108,6 +108,8 @@ class ArrangedScales:
         unused: keys of scales of layers that are not quantised here.
         none_used: whether there is no other scale in the files.
         expected: one of the keys that the scales of the model's layers would have, for a message.
+        linears: the Linears of each layer, by the layer's name.
+        caches: whether the files have scales of keys or values that are quantised here.
     """
 
     weights: list[GroupScale]
@@ -118,6 +120,8 @@ class ArrangedScales:
     unused: list[str]
     none_used: bool
     expected: str
+    linears: dict[str, Linears]
+    caches: bool
 
 
 def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredScales) -> ArrangedScales:
@@ -146,6 +150,8 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
         unused=unused,
         none_used=len(unused) == len(stored.scales),
         expected=min(expected),
+        linears=linears,
+        caches=any(key in stored.scales for name in quantization.caches for key in inputs[name]),
     )
 
 

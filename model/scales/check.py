@@ -9,8 +9,9 @@ from torch import Tensor
 
 from model.ranks import listed
 from model.scales.arrange import ArrangedScales, ZeroPoints
+from model.scales.read import INPUT_SCALE, WEIGHT_SCALE, StoredScales
 from model.zero import full_shape
-from quant import ScaleGroup
+from quant import Quantization, ScaleGroup
 from quant.export import bad_zero_points
 from quant.spec import TensorSpec
 
@@ -19,7 +20,8 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
     """Check the scales of a checkpoint.
 
     Raises:
-        ValueError: the files have no scale of a layer that is quantised here, as with a wrong prefix; one without the
+        ValueError: the files have no scale of a layer that is quantised here, as with a wrong prefix; the scales of
+            inputs are those of weights; one without the
             global scale or the zero points that belong to it; one of another shape or not finite, or that is zero or
             negative (of integer weights: zero); zero points that are no codes, or not 0 where the scheme is symmetric.
     """
@@ -33,6 +35,7 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
             f"{directory} has no weight_global_scale beside the weight_scale of {listed(arranged.without_global)}: "
             "expected both, as compressed-tensors writes NVFP4"
         )
+    _check_inputs_differ(arranged)
     for key in arranged.not_symmetric[:1]:
         raise ValueError(f"{key} is not 0, but what it belongs to has a symmetric scheme here")
     for scale in (*arranged.weights, *arranged.globals, *arranged.inputs):
@@ -40,6 +43,75 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
             _check_scale(stored.key, stored.value, stored.shape, scale.group)
             if stored.zero_points is not None:
                 _check_zero_points(stored.key, stored.zero_points, scale.group.spec)
+
+
+def _check_inputs_differ(arranged: ArrangedScales) -> None:
+    """Refuse scales of inputs that are those of the weights beside them: nothing else tells without a forward."""
+    weights = {one.key: one.value for group in arranged.weights for of_layer in group.layers for one in of_layer}
+    pairs = []
+    for one in (one for group in arranged.inputs for of_layer in group.layers for one in of_layer):
+        weight = weights.get(one.key.removesuffix(INPUT_SCALE) + WEIGHT_SCALE)
+        # Powers of two are the same number now and then.
+        if weight is not None and weight.numel() == 1 and math.frexp(weight.item())[0] != 0.5:
+            pairs.append((one.key, one.value.item() == weight.item()))
+    same = [key for key, equal in pairs if equal]
+    if len(same) >= 2 and len(same) > len(pairs) / 2:
+        raise ValueError(f"scales of inputs are those of the weights beside them: {listed(same, 3)}")
+
+
+# What may lie beside the scale of a Linear. ``input_global_scale`` is of inputs whose other scales are dynamic.
+_BESIDE = {
+    "weight",
+    "bias",
+    "weight_packed",
+    "weight_shape",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_zero_point",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    *("k_scale", "v_scale", "output_scale"),  # of keys and values, see model.scales.read.CACHE_SCALES
+}
+_MEANING = {
+    "pre_quant_scale": "its weights were smoothed (AWQ, SmoothQuant)",
+    "smooth_scale": "its weights were smoothed",
+    "weight_g_idx": "its columns were quantised in another order (actorder: group), which no scheme here has",
+    "g_idx": "its columns were quantised in another order, which no scheme here has",
+    "qweight": "it is a file of GPTQ or AWQ",
+    "qzeros": "it is a file of GPTQ or AWQ",
+    "scales": "it is a file of GPTQ or AWQ",
+}
+
+
+def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales) -> None:
+    """Check that nothing lies beside the scales that would change what they mean.
+
+    Raises:
+        ValueError: a tensor of a quantised Linear that is not known here, or groups of columns in another order.
+    """
+    specs = {
+        disk: (part, quantization.layers[layer].scheme.weights)
+        for layer, parts in arranged.linears.items()
+        for disk, part in parts.items()
+    }
+    unknown: dict[str, list[str]] = {}
+    for key in stored.tensors:
+        disk, _, suffix = key.rpartition(".")
+        if disk not in specs or suffix in _BESIDE:
+            continue
+        part, spec = specs[disk]
+        index = stored.group_indices.get(key)
+        if index is not None and spec.granularity in ("channel", "group"):
+            in_order = torch.arange(part.in_features) // spec.run_length((part.out_features, part.in_features))
+            if torch.equal(index.long().flatten(), in_order):
+                continue
+        unknown.setdefault(suffix, []).append(key)
+    for suffix, keys in unknown.items():
+        meaning = _MEANING.get(suffix, "what it means for the scales is not known here")
+        raise ValueError(f"{stored.tensors[keys[0]].file} has {suffix} beside a scale: {meaning} ({listed(keys, 3)})")
 
 
 def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
@@ -76,9 +148,10 @@ def _check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleG
             f"{shape}"
         )
     may_be_negative = group.observer is None and group.spec.dtype == "int"
-    if not bool((torch.isfinite(value) & ((value != 0) if may_be_negative else (value > 0))).all()):
+    usable = torch.isfinite(value) & ((value != 0) if may_be_negative else (value > 0))
+    if not bool(usable.all()):
         expected = "finite and not 0" if may_be_negative else "finite and positive"
-        raise ValueError(f"{name} must be {expected}, got {value.flatten()[:4].tolist()}")
+        raise ValueError(f"{name} must be {expected}, got {value[~usable].flatten()[:4].tolist()}")
 
 
 def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:

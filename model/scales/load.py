@@ -10,9 +10,12 @@ from transformers import PreTrainedModel
 
 from model.ranks import errors_on_all_ranks, listed
 from model.scales.arrange import ArrangedScales, GroupScale, arrange
-from model.scales.check import check_stored, check_values
+from model.scales.check import check_beside, check_stored, check_values
+from model.scales.codes import FileWeight, file_weight
+from model.scales.fit import check_fit
 from model.scales.measure import measure_global_scales, measure_weight_scales
-from model.scales.read import read_scales
+from model.scales.read import WEIGHT_SCALE, StoredScales, read_scales
+from model.scales.source import check_source, read_source
 from model.scales.write import fill_scales
 from quant import Quantization
 
@@ -77,12 +80,18 @@ def load_scales(
 
     Raises:
         RankError: on every rank: no such directory, a damaged file, a scale of another shape, zero, negative or not
-            finite, NVFP4's without a global one, a zero point that is missing or, of what is symmetric here, not 0, or
-            an activation scale that is missing without a way to get it.
+            finite, NVFP4's without a global one, a zero point that is missing or, of what is symmetric here, not 0,
+            an activation scale that is missing without a way to get it, scales that were made for another scheme
+            (``source.py``), or that do not fit the weights (``fit.py``).
     """
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
-        arranged = arrange(model, quantization, read_scales(Path(directory)))
+        source, stored = read_source(Path(directory)), read_scales(Path(directory))
+        arranged = arrange(model, quantization, stored)
+        check_beside(quantization, arranged, stored)
+        if source is not None:
+            check_source(quantization, arranged.linears, stored, source, arranged.caches)
         check_stored(arranged, Path(directory))
+        codes = _codes(arranged, stored)
         missing_inputs = _missing(arranged.inputs)
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
@@ -97,8 +106,12 @@ def load_scales(
     )
     for groups, _, other in kinds:
         check_values(groups, other)
-    for groups, stored, other in kinds:
-        fill_scales(groups, {scale.group.owner: scale.value() for scale in stored if scale.layers} | other)
+    global_values = {scale.group.owner: scale.value() for scale in arranged.globals if scale.layers} | global_scales
+    check_fit(
+        quantization, [scale for scale in arranged.weights if scale.layers], global_values, codes, Path(directory)
+    )
+    for groups, read, other in kinds:
+        fill_scales(groups, {scale.group.owner: scale.value() for scale in read if scale.layers} | other)
     return ScaleReport(
         weights_loaded=[scale.group.owner for scale in arranged.weights if scale.layers],
         weights_measured=_missing(arranged.weights),
@@ -107,6 +120,24 @@ def load_scales(
         inputs_missing=[owner for owner in missing_inputs if owner not in inputs],
         unused=arranged.unused,
     )
+
+
+def _codes(arranged: ArrangedScales, stored: StoredScales) -> dict[str, FileWeight]:
+    """The weights that files have beside scales, by the key of the scale.
+
+    Raises:
+        ValueError: they are no codes of the layer's scheme.
+    """
+    parts = {disk: part for of_layer in arranged.linears.values() for disk, part in of_layer.items()}
+    found = {}
+    for scale in arranged.weights:
+        for one in (one for of_layer in scale.layers for one in of_layer):
+            name = one.key.removesuffix(WEIGHT_SCALE)
+            zero = None if one.zero_points is None else one.zero_points.values
+            codes = file_weight(name, parts[name], scale.group.spec, stored.tensors, one.value, zero)
+            if codes is not None:
+                found[one.key] = codes
+    return found
 
 
 def _missing(scales: list[GroupScale]) -> list[str]:

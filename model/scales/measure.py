@@ -15,6 +15,7 @@ from model.scales.write import scale_buckets, write_scales, write_zero_points
 from model.zero import gathered, local_data, local_range
 from quant import (
     Quantization,
+    Ranges,
     ScaleGroup,
     combine,
     partial_errors,
@@ -57,14 +58,15 @@ def follow_weights(quantization: Quantization) -> None:
     write_scales(quantization.global_groups, measure_global_scales(quantization))
 
 
-def measure_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
+def measure_weight_scales(
+    quantization: Quantization, owners: set[str] | None = None, ranges: Ranges | None = None
+) -> dict[str, Tensor]:
     """Initial scales of the weights as they are now, by owner of the scale group; a collective.
-
-    What they fit is said by ``quantization.ranges``.
 
     Args:
         quantization: what ``quant.prepare`` returned.
         owners: measure these groups only; all of them by default.
+        ranges: what they fit; ``quantization.ranges`` by default.
 
     Returns:
         fp32 tensors of the groups' scale shapes (with zero points ``[2, *scale shape]``), equal on every rank. Write
@@ -73,7 +75,7 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
     Raises:
         RankError: a weight holds NaN or Inf (on every rank, naming the layers).
     """
-    ranges = quantization.ranges
+    ranges = ranges or quantization.ranges
     groups = [group for group in quantization.weight_groups if owners is None or group.owner in owners]
     values: dict[str, Tensor] = {}
     bad: list[str] = []
@@ -83,7 +85,7 @@ def measure_weight_scales(quantization: Quantization, owners: set[str] | None = 
                 bad.append(group.owner)
                 continue
             if ranges.searches(group.spec):
-                scales = _searched(quantization, group, stats)
+                scales = _searched(quantization, group, stats, signed=ranges.signs(group.spec))
             else:
                 scales = scales_from_stats(stats, group.spec, signed=ranges.signs(group.spec))
             values[group.owner] = _with_zero_points(scales, stats, group.spec)
@@ -124,10 +126,9 @@ def measure_global_scales(quantization: Quantization, owners: set[str] | None = 
     return {owner: torch.where(scale.isinf(), 1.0, scale) for owner, scale in scales.items()}
 
 
-def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor) -> Tensor:
+def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, *, signed: bool) -> Tensor:
     """Scales of the smallest squared error over all ranks' ranges; ``stats`` are of the whole weights. A collective."""
     spec, errors = group.spec, torch.zeros((), device=stats.device)
-    signed = quantization.ranges.signs(spec)
     for name in group.members:
         layer = quantization.layers[name]
         start, _ = local_range(layer.weight)

@@ -1,4 +1,4 @@
-"""Scales and zero points as a checkpoint's files hold them."""
+"""Scales and zero points as a checkpoint's files hold them, in the spellings of several writers."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
+from model.shards import DiskTensor, read_header
 from quant.reference import E8M0_BIAS
 
 # How keys end, behind the name of the Linear.
@@ -16,44 +17,77 @@ WEIGHT_SCALE = ".weight_scale"
 GLOBAL_SCALE = ".weight_global_scale"
 INPUT_SCALE = ".input_scale"
 ZERO_POINT = ".weight_zero_point"
+GROUP_INDEX = ".weight_g_idx"
+# Other spellings of the first two. DeepSeek's fp8 multiplies with what it calls an inverse; ModelOpt's second scale of
+# NVFP4 multiplies too, where compressed-tensors' global scale divides.
+INVERSE = ".weight_scale_inv"
+SECOND_SCALE = ".weight_scale_2"
 
-# Scales of the KV cache have several spellings (llm-compressor's now and before, and ModelOpt's), behind the name of
-# the attention module.
+# Scales of the KV cache have several spellings (llm-compressor's now and before, ModelOpt's and AutoFP8's), behind the
+# name of the attention module.
 CACHE_SCALES = {
-    "k_cache": (".k_scale", ".k_cache.scale", ".k_proj.k_scale"),
-    "v_cache": (".v_scale", ".v_cache.scale", ".v_proj.v_scale"),
+    "k_cache": (".k_scale", ".k_cache.scale", ".k_proj.k_scale", ".k_proj.output_scale"),
+    "v_cache": (".v_scale", ".v_cache.scale", ".v_proj.v_scale", ".v_proj.output_scale"),
 }
 
 
 class StoredScales(NamedTuple):
-    """What the files of a directory hold, by key: scales in fp32, zero points as they are stored."""
+    """What the files of a directory hold, by key.
+
+    Attributes:
+        scales: fp32, under the keys of compressed-tensors, whatever the writer's spelling.
+        zero_points, group_indices: as they are stored.
+        tensors: where every tensor lies, those above too.
+    """
 
     scales: dict[str, Tensor]
     zero_points: dict[str, Tensor]
+    group_indices: dict[str, Tensor]
+    tensors: dict[str, DiskTensor]
 
 
 def read_scales(directory: Path) -> StoredScales:
     """Every scale and every zero point in the directory's safetensors files.
 
     Raises:
-        ValueError: there is no safetensors file, or a damaged one.
+        ValueError: there is no safetensors file, or a damaged one; two files have one key, or one has two spellings of
+            a scale, with different values.
     """
-    endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, *(end for ends in CACHE_SCALES.values() for end in ends))
+    cache = [end for ends in CACHE_SCALES.values() for end in ends]
+    endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, INVERSE, SECOND_SCALE, *cache)
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} has no *.safetensors file: expected a PTQ checkpoint")
-    stored = StoredScales({}, {})
+    stored = StoredScales({}, {}, {}, {})
     for path in files:
         try:
             with safe_open(path, framework="pt") as reader:
                 for key in reader.keys():  # noqa: SIM118 (a safe_open handle is not iterable)
                     if key.endswith(endings):
-                        stored.scales[key] = _number(reader.get_tensor(key))
+                        _add(stored.scales, *_as_ours(key, _number(reader.get_tensor(key))), path)
                     elif key.endswith("zero_point"):
-                        stored.zero_points[key] = reader.get_tensor(key)
+                        _add(stored.zero_points, key, reader.get_tensor(key), path)
+                    elif key.endswith(GROUP_INDEX):
+                        _add(stored.group_indices, key, reader.get_tensor(key), path)
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+        stored.tensors.update({tensor.key: tensor for tensor in read_header(path)})
     return stored
+
+
+def _as_ours(key: str, value: Tensor) -> tuple[str, Tensor]:
+    """A scale under compressed-tensors' key, and as that means it."""
+    if key.endswith(INVERSE):
+        return key.removesuffix(INVERSE) + WEIGHT_SCALE, value
+    if key.endswith(SECOND_SCALE):
+        return key.removesuffix(SECOND_SCALE) + GLOBAL_SCALE, 1 / value
+    return key, value
+
+
+def _add(found: dict[str, Tensor], key: str, value: Tensor, path: Path) -> None:
+    if key in found and not torch.equal(found[key], value):
+        raise ValueError(f"{path}: {key} is there twice, with different values (in another file or spelling)")
+    found[key] = value
 
 
 def _number(scale: Tensor) -> Tensor:

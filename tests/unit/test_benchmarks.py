@@ -63,6 +63,13 @@ def test_step(part: str, tmp_path: Path) -> None:
         assert float(row["peak, MiB"]) > 0
 
 
+def test_scale_fit(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model", layers=6, wide=True)
+    rows = {row["scales"]: row for row in run("scale_fit", "--model", str(model), results=tmp_path)}
+    assert rows["largest magnitude"]["with codes"] == "0"
+    assert rows["reciprocal"]["refused"] == rows["reciprocal"]["cases"] != "0"
+
+
 def test_packing(tmp_path: Path) -> None:
     rows = run("packing", results=tmp_path)
     assert len(rows) == 5

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ KINDS = ("qwen3", "qwen3_moe")
 ATTENTION = "model.layers.1.self_attn"
 Q, K, V, OUT = (f"{ATTENTION}.{name}_proj" for name in "qkvo")
 # How files spell the scales of keys and values, by layer; the first is what we write.
+SHAPES: list[tuple[int, ...]] = [(), (1,)]
 SPELLINGS = ("{kind}_scale", "{kind}_cache.scale")
 
 
@@ -49,13 +51,13 @@ def key_of(member: str, what: str, spelling: str | None = None) -> str:
 
 
 def random_scales(quantization: Quantization) -> dict[str, torch.Tensor]:
-    """A scale for every layer's weight and input, none like another, of shape ``()`` or ``[1]``."""
-    shapes = [(), (1,)]
-    return {
-        f"{name}.{kind}": torch.rand(random.choice(shapes)) + 0.01
-        for name in quantization.layers
-        for kind in ("weight_scale", "input_scale")
-    } | {key_of(name, "input"): torch.rand(random.choice(shapes)) + 0.01 for name in quantization.caches}
+    """A scale for every layer's weight (one that fits it) and input, none like another, of shape ``()`` or ``[1]``."""
+    scales = {}
+    for name, layer in quantization.layers.items():
+        own = layer.weight.detach().float().abs().max() / 448
+        scales[f"{name}.weight_scale"] = own * (0.9 + torch.rand(random.choice(SHAPES)))
+        scales[f"{name}.input_scale"] = torch.rand(random.choice(SHAPES)) + 0.01
+    return scales | {key_of(name, "input"): torch.rand(random.choice(SHAPES)) + 0.01 for name in quantization.caches}
 
 
 def write_case(directory: Path, name: str, scales: dict[str, torch.Tensor], **arguments: object) -> None:
@@ -75,8 +77,19 @@ def write_cases(directory: Path, quantization: Quantization, scales: dict[str, t
         return {key: value for key, value in scales.items() if not key.endswith(suffixes)}
 
     zero_points = {f"{place}_zero_point": torch.zeros(1) for place in (f"{Q}.weight", f"{Q}.input", f"{ATTENTION}.k")}
-    inverse = {f"{OUT}.weight_scale_inv": torch.ones(1), f"{OUT}.weight": torch.ones(3).to(torch.float8_e4m3fn)}
-    write_case(directory, "good", {**scales, **zero_points, **inverse})
+    weights = {f"{name}.weight": layer.weight.detach().clone() for name, layer in quantization.layers.items()}
+    codes = {
+        key: (weight.float() / scales[f"{key}_scale"]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        for key, weight in weights.items()
+    }
+    write_case(directory, "good", {**scales, **zero_points, **codes})
+    write_case(directory, "good_plain", {**scales, **weights})
+    far = {f"{place}.weight_scale": scales[f"{place}.weight_scale"] / 128 for place in (Q, K, V)}
+    write_case(directory, "misfit_range", {**scales, **far})
+    other = {f"{V}.weight": codes[f"{V}.weight"].view(torch.uint8).flip(0).view(torch.float8_e4m3fn)}
+    write_case(directory, "misfit_codes", {**scales, **codes, **other})
+    cut = {f"{OUT}.weight": codes[f"{OUT}.weight"][1:]}
+    write_case(directory, "misfit_shape", {**scales, **codes, **cut})
     write_case(directory, "missing_weights", without(f"{K}.weight_scale", f"{OUT}.weight_scale"))
     write_case(directory, "missing_inputs", without(f"{OUT}.input_scale"))
     write_case(directory, "missing_caches", without(f"{ATTENTION}.v_cache.scale"))
@@ -225,6 +238,29 @@ def test_bad_scales_are_refused_on_every_rank_and_nothing_is_written(base, kind,
     found = case(base, kind, f"bad_{name}")
     assert all(part in found["error"] for part in named), found["error"]
     assert found["unchanged"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("range", (f"{K}.weight_scale: scales are", "the squared error would be", "Probably they are")),
+        ("codes", (f"{V}.weight_scale: the codes beside it are of other weights",)),
+        ("shape", (f"{OUT}.weight is F8_E4M3", "of another scheme")),
+    ],
+)
+def test_scales_of_other_weights_are_refused_on_every_rank_and_nothing_is_written(base, kind, name, named):
+    """No rank holds a whole weight here; the text is one, on both."""
+    found = case(base, kind, f"misfit_{name}")
+    assert all(part in found["error"] for part in named), found["error"]
+    assert not re.search(r"^rank \d", found["error"])  # both found the same
+    assert found["unchanged"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_weights_beside_scales_are_compared_too(base, kind):
+    found, good = case(base, kind, "good_plain")["scales"], case(base, kind, "good")["scales"]
+    assert all(torch.equal(value, found[key]) for key, value in good.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,17 +31,16 @@ def quantized(seed: int, scheme: str = "nvfp4"):
 
 
 def random_scales(quantization, scheme: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Of every layer: what lies on the disk, and what a code is multiplied with."""
+    """Of every layer: what lies on the disk, and what a code is multiplied with. They are near the weights' own."""
     disk, meant = {}, {}
-    for name, layer in quantization.layers.items():
-        shape = layer.weight_s0.shape
+    for name, own in measure_weight_scales(quantization).items():
         if scheme == "mxfp4":
-            exponents = torch.randint(-9, 3, shape)
+            exponents = own.log2() - torch.randint(0, 2, own.shape)
             disk[f"{name}.weight_scale"], meant[name] = (exponents + 127).to(torch.uint8), 2.0**exponents
             continue
-        scale = torch.rand(shape) * 0.1 + 1e-3
+        scale = own * (0.8 + 0.3 * torch.rand(own.shape))
         if scheme == "w2a16_g32":
-            scale = torch.where(torch.rand(shape) < 0.5, -scale, scale)
+            scale = torch.where(torch.rand(own.shape) < 0.5, -scale, scale)
         stored = scale.to(torch.bfloat16)
         # Per channel some write one dimension, some two.
         disk[f"{name}.weight_scale"] = stored.squeeze(1) if scheme == "w8a16_channel" else stored
@@ -107,13 +106,28 @@ def test_layers_that_share_a_global_scale_take_the_smallest(tmp_path, seed):
 
 
 def test_scales_without_their_global_one_are_refused(tmp_path, seed):
-    """Other writers spell it in other ways (weight_scale_2); as they are the numbers would be taken for the scales."""
+    """Without it the numbers would be taken for the scales."""
     model, quantization = quantized(seed)
-    scales = {key.replace("global_scale", "scale_2"): scale for key, scale in file_scales(quantization).items()}
+    scales = {key.replace("global_scale", "above"): scale for key, scale in file_scales(quantization).items()}
+    scales = {key: scale for key, scale in scales.items() if not key.endswith("above")}
     save_file(scales, tmp_path / "model.safetensors")
     with pytest.raises(RankError, match=r"no weight_global_scale beside the weight_scale of model.layers.0.self_attn"):
         load_scales(model, quantization, tmp_path)
     assert all(group.s0.isnan().all() for group in quantization.weight_groups)
+
+
+def test_a_second_scale_that_multiplies_is_read(tmp_path, seed):
+    """As ModelOpt writes it: the reciprocal, under another name."""
+    model, quantization = quantized(seed)
+    scales = file_scales(quantization)
+    save_file(scales, tmp_path / "model.safetensors")
+    load_scales(model, quantization, tmp_path)
+    expected = {name: layer.weight_scale() for name, layer in quantization.layers.items()}
+    scales |= {k.replace("global_scale", "scale_2"): 1 / s for k, s in scales.items() if k.endswith("global_scale")}
+    save_file({k: s for k, s in scales.items() if not k.endswith("global_scale")}, tmp_path / "model.safetensors")
+    load_scales(model, quantization, tmp_path)
+    for name, layer in quantization.layers.items():  # 1 / (1 / G) has a rounding of its own
+        torch.testing.assert_close(layer.weight_scale(), expected[name], rtol=1e-6, atol=0)
 
 
 def test_weights_of_zeros_have_a_global_scale(seed):

@@ -1,0 +1,193 @@
+"""The codes that a checkpoint holds beside its scales, against the weights that were loaded.
+
+Scales are right for one weight, and a checkpoint mostly says for which: its codes times its scales are that weight, but
+for rounding. So a rank decodes what lies in its own range of a weight, a few rows at a time, and adds up products
+(:func:`local_products`); their sums over all ranks say whether the two are one weight (:func:`other_weights`).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.shards import DiskTensor, Reader
+from quant.experts import LinearPart
+from quant.packing import packed_columns, unpack_int32, unpack_nibbles
+from quant.reference import dequantize, fake_quant
+from quant.spec import TensorSpec
+
+# The distance of codes over the weights' squares. Codes of other weights are about 2 away, and have nothing of the
+# weights in them; those of GPTQ at 2 bits are up to 1.3 away where a few columns are large, but have all of the weights
+# in them.
+OTHER_FAR, OTHER_GAIN, FARTHEST = 0.5, 0.5, 1.5
+# The decoded weight as a multiple of the weight rounded with the same scales: GPTQ's is within 2% of 1.
+GAIN = (0.8, 1.25)
+# Share of the weights' squares that a factor for each column explains; of the whole distance, too. Rounding, GPTQ and
+# training leave columns as large as they are.
+SMOOTHED, SMOOTHED_SHARE = 0.02, 0.3
+# Share of the weights' squares that one number explains, added to all: codes that are counted from another zero point.
+SHIFTED = 0.02
+
+SUMS = 5  # of each column
+_CHUNK = 2**20  # weights that are decoded at a time
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FileWeight(NamedTuple):
+    """The weight of one Linear in a checkpoint.
+
+    Attributes:
+        tensor: its codes, or its values if it is stored as it is.
+        scale: the effective scale that the file has for it, fp32 in the scheme's shape.
+        zero: its zero points likewise, fp32; None where there are none.
+    """
+
+    tensor: DiskTensor
+    scale: Tensor
+    zero: Tensor | None
+
+
+def file_weight(
+    name: str, part: LinearPart, spec: TensorSpec, tensors: Mapping[str, DiskTensor], scale: Tensor, zero: Tensor | None
+) -> FileWeight | None:
+    """The codes of the Linear called ``name`` on disk, None if the files have scales alone.
+
+    Raises:
+        ValueError: they are no codes of ``spec`` or of a weight of this size.
+    """
+    found = tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight")
+    if found is None:
+        return None
+    rows, columns = part.out_features, part.in_features
+    packed = found.key.endswith("_packed")
+    dtypes: tuple[torch.dtype, ...]
+    if spec.dtype == "int":
+        dtypes = (torch.int32,) if packed else (torch.int8,)
+    elif spec.dtype == "fp4_e2m1":
+        dtypes = (torch.uint8,)
+    else:
+        dtypes = (torch.float8_e4m3fn,)
+    width = columns
+    if packed:
+        width = columns // 2 if spec.dtype == "fp4_e2m1" else packed_columns(columns, spec.bits)
+    elif found.dtype in _PLAIN:
+        dtypes = _PLAIN
+    if found.dtype not in dtypes or found.shape != (rows, width):
+        raise ValueError(
+            f"{found.file}: {found.key} is {found.kind} {list(found.shape)}, but codes of {spec.bits} bits of "
+            f"{spec.dtype} are {' or '.join(str(dtype) for dtype in dtypes)} {[rows, width]}: the scales beside it are "
+            "of another scheme"
+        )
+    shape = spec.scale_shape((rows, columns))
+    return FileWeight(found, scale.reshape(shape), None if zero is None else zero.float().reshape(shape))
+
+
+def local_products(
+    file: FileWeight, part: LinearPart, spec: TensorSpec, local: Tensor, start: int, rows: int, reader: Reader
+) -> Tensor:
+    """Products of this rank's share of a Linear's weight w, of w rounded with the file's scales r, and of the decoded
+    weight d; fp64 ``[SUMS * in_features]`` on the CPU.
+
+    Args:
+        file, part: the Linear in the file, and in its layer.
+        spec: how the layer is quantised.
+        local: this rank's range of the layer's weight, flat.
+        start: where the range begins in the row-major weight.
+        rows: rows of one expert of a stack, or of the weight.
+        reader: of the files.
+
+    Returns:
+        By column, sums over rows of w w, w r, w d, (w - d)^2 and d - r; sums of all ranks' ranges add up.
+    """
+    size = part.in_features
+    sums = torch.zeros(SUMS, size, dtype=torch.float64, device=local.device)
+    begin = ((part.expert or 0) * rows + part.first_row) * size
+    first, last = max(start - begin, 0), min(start + local.numel() - begin, part.out_features * size)
+    for chunk in _row_chunks(first, last, size, spec):
+        codes = _read_rows(file.tensor, chunk, size, spec, reader).to(local.device)
+        values = torch.zeros(codes.numel(), dtype=torch.float32, device=local.device)
+        low, high = max(first, chunk.start * size), min(last, chunk.stop * size)
+        inside = slice(low - chunk.start * size, high - chunk.start * size)
+        values[inside] = local[begin + low - start : begin + high - start].float()
+        scale, zero = (_of_rows(each, chunk, spec) for each in (file.scale, file.zero))
+        assert scale is not None
+        scale, zero = scale.to(local.device), None if zero is None else zero.to(local.device)
+        plain = codes.dtype in _PLAIN
+        decoded = codes.float() if plain else dequantize(codes, scale, spec, torch.float32, zero)
+        weight = values.view(codes.shape)
+        rounded = fake_quant(weight, scale, spec, zero)
+        beside = torch.ones(codes.numel(), dtype=torch.bool, device=local.device)
+        beside[inside] = False  # rows that begin or end on another rank
+        decoded, rounded = (each.masked_fill(beside.view(codes.shape), 0.0) for each in (decoded, rounded))
+        products = (
+            weight * weight,
+            weight * rounded,
+            weight * decoded,
+            (weight - decoded).square(),
+            decoded - rounded,
+        )
+        sums += torch.stack([product.sum(0, dtype=torch.float64) for product in products])
+    return sums.flatten().cpu()
+
+
+def other_weights(sums: Tensor, rows: int) -> str | None:
+    """Why codes are not those of the loaded weight, from the sums of :func:`local_products` over all ranks, of a
+    weight of ``rows`` rows; None if they may be."""
+    columns = sums.view(SUMS, -1)
+    squares, rounded, decoded, distance, shift = (float(each) for each in columns.sum(1))
+    if squares == 0 or rounded <= 0:
+        return None  # nothing, or scales that :mod:`quant.fit` refuses
+    far, gain = distance / squares, decoded / rounded
+    if shift * shift / (rows * columns.shape[1]) > SHIFTED * squares:
+        mean = shift / (rows * columns.shape[1])
+        return f"the codes are weights that lie {mean:.2g} beside those of model.path: their zero points are other ones"
+    of_column = columns[0].clamp(min=1e-30)
+    smoothed = float(((columns[2] - columns[1]).square() / of_column).sum()) / squares
+    other = f"the codes beside it are of other weights than those of model.path: {far:.2g} of their squares lie between"
+    if far > FARTHEST or (far > OTHER_FAR and gain < OTHER_GAIN):
+        return other
+    if not GAIN[0] <= gain <= GAIN[1]:
+        return (
+            f"the codes times the scales are {decoded / squares:.2g} times the weights of model.path: the scales were "
+            "multiplied"
+        )
+    if smoothed > SMOOTHED and smoothed > SMOOTHED_SHARE * far:
+        return (
+            f"the codes are of weights whose columns have other sizes than those of model.path ({smoothed:.2g} of the "
+            "squares): the weights were smoothed (AWQ, SmoothQuant). Name the smoothed checkpoint as model.path"
+        )
+    return None
+
+
+def _row_chunks(first: int, last: int, size: int, spec: TensorSpec) -> Iterator[slice]:
+    """Rows that hold the elements [first, last), about ``_CHUNK`` elements at a time; whole blocks where there are
+    such."""
+    if first >= last:
+        return
+    together = spec.group_size or 1 if spec.granularity == "block" else 1
+    step = max(1, _CHUNK // (size * together)) * together
+    stop = math.ceil(last / size)
+    stop += -stop % together
+    for row in range(first // size // together * together, stop, step):
+        yield slice(row, min(row + step, stop))
+
+
+def _of_rows(scale: Tensor | None, rows: slice, spec: TensorSpec) -> Tensor | None:
+    if scale is None or spec.granularity == "tensor":
+        return scale
+    size = spec.group_size or 1 if spec.granularity == "block" else 1
+    return scale[rows.start // size : rows.stop // size]
+
+
+def _read_rows(tensor: DiskTensor, rows: slice, size: int, spec: TensorSpec, reader: Reader) -> Tensor:
+    """Rows of a weight, unpacked: codes, or values in the dtype on disk."""
+    width, count = tensor.shape[1], rows.stop - rows.start
+    assert tensor.dtype is not None
+    stored = torch.empty(count * width, dtype=tensor.dtype)
+    reader.read(tensor, rows.start * width, stored)
+    stored = stored.view(count, width)
+    if not tensor.key.endswith("_packed"):
+        return stored
+    return unpack_int32(stored, spec.bits, size) if spec.dtype == "int" else unpack_nibbles(stored)

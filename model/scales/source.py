@@ -1,0 +1,187 @@
+"""What a directory with scales says of them: for which scheme each layer's were made.
+
+Read are the ``quantization_config`` of config.json, of compressed-tensors, of vLLM's and DeepSeek's ``fp8``, and of
+ModelOpt, and ModelOpt's own ``hf_quant_config.json``. Other methods are refused by name. A directory without any of
+these says nothing, and its scales are judged by the weights alone (``fit.py``).
+"""
+
+import fnmatch
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from model.ranks import listed
+from model.scales.arrange import Linears
+from model.scales.read import INPUT_SCALE, WEIGHT_SCALE, StoredScales
+from quant import Quantization, Rule, Scheme, TensorSpec
+from quant.config import kv_cache_from_config, rules_from_config
+from quant.spec import FP8_TENSOR
+
+CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
+
+_BLOCK = TensorSpec("fp8_e4m3", 8, "block", 128)
+# ModelOpt's algorithms whose scales are those of a scheme here; with AWQ or SmoothQuant weights are other ones.
+_ALGORITHMS = {
+    "FP8": Scheme("FP8", FP8_TENSOR, FP8_TENSOR),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("FP8_PER_CHANNEL_PER_TOKEN", TensorSpec("fp8_e4m3", 8, "channel")),
+    "FP8_PB_WO": Scheme("FP8_PB_WO", _BLOCK),
+    "NVFP4": Scheme("NVFP4", TensorSpec("fp4_e2m1", 4, "group", 16)),
+    "W4A16_NVFP4": Scheme("W4A16_NVFP4", TensorSpec("fp4_e2m1", 4, "group", 16)),
+}
+
+
+class Source(NamedTuple):
+    """What a directory says of its scales.
+
+    Attributes:
+        file: where it says so.
+        rules: which layer's scales are of which scheme; the first that matches decides.
+        kv_cache: how keys and values are quantised; None if it does not say.
+        kv_problem: why that is not read, for models whose cache is quantised here.
+    """
+
+    file: Path
+    rules: list[Rule]
+    kv_cache: TensorSpec | None = None
+    kv_problem: str | None = None
+
+    def scheme(self, names: Iterable[str]) -> Scheme | None:
+        """Of the Linear that has one of these names; None if it says that the Linear is not quantised."""
+        spellings = list(names)
+        rule = next((rule for rule in self.rules if any(rule.matches(name, 0) for name in spellings)), None)
+        return None if rule is None else rule.scheme
+
+
+def read_source(directory: Path) -> Source | None:
+    """What the directory says of its scales; None if it says nothing.
+
+    Raises:
+        ValueError: a file that is no JSON object, a method that is not read, or numerics that no scheme here has.
+    """
+    modelopt = _json(directory / MODELOPT).get("quantization")
+    config = _json(directory / CONFIG).get("quantization_config")
+    file = directory / (CONFIG if config else MODELOPT)
+    try:
+        if config and config.get("quant_method") == "compressed-tensors":
+            return _compressed(file, config)
+        if config and config.get("quant_method") == "fp8":
+            return Source(file, _fp8_rules(config))
+        if config and config.get("quant_method") == "modelopt":
+            return _modelopt(file, modelopt or config)
+        if modelopt:
+            return _modelopt(directory / MODELOPT, modelopt)
+        if config:
+            raise ValueError(
+                f"quant_method is {config.get('quant_method')!r}, whose scales are not read: expected "
+                "'compressed-tensors', 'fp8' or 'modelopt'"
+            )
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is no JSON object")
+    return found
+
+
+def _compressed(file: Path, config: Mapping[str, Any]) -> Source:
+    rules = rules_from_config(config, scales_only=True)
+    try:
+        return Source(file, rules, kv_cache_from_config(config))
+    except ValueError as error:  # matters to models whose cache is quantised here
+        return Source(file, rules, kv_problem=str(error))
+
+
+def _fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
+    """vLLM's fp8 and DeepSeek's: one scheme, but for the modules that it names."""
+    sides = config.get("weight_block_size")
+    if sides not in (None, [128, 128]):
+        raise ValueError(f"weight_block_size is {sides!r}, expected [128, 128] or none")
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise ValueError(f"fmt is {config['fmt']!r}, expected 'e4m3'")
+    static = config.get("activation_scheme") == "static"
+    scheme = Scheme("fp8", _BLOCK if sides else FP8_TENSOR, FP8_TENSOR if static else None)
+    skipped = [*(config.get("ignored_layers") or []), *(config.get("modules_to_not_convert") or [])]
+    return [*(Rule(None, rf"(.*\.)?{re.escape(name)}(\..*)?") for name in skipped), Rule(scheme)]
+
+
+def _modelopt(file: Path, config: Mapping[str, Any]) -> Source:
+    skipped = config.get("exclude_modules") or config.get("ignore") or []
+    rules = [Rule(None, rf"(?:{fnmatch.translate(name)})(\..*)?") for name in skipped]
+    if config.get("quant_algo") == "MIXED_PRECISION":
+        rules += [
+            Rule(_algorithm(one.get("quant_algo")), re.escape(name))
+            for name, one in (config.get("quantized_layers") or {}).items()
+        ]
+    else:
+        rules.append(Rule(_algorithm(config.get("quant_algo"))))
+    cache = config.get("kv_cache_quant_algo")
+    if cache in (None, "FP8"):
+        return Source(file, rules, FP8_TENSOR if cache else None)
+    return Source(file, rules, kv_problem=f"kv_cache_quant_algo is {cache!r}, expected 'FP8'")
+
+
+def _algorithm(name: Any) -> Scheme:
+    found = _ALGORITHMS.get(str(name).upper())
+    if found is None:
+        raise ValueError(f"quant_algo is {name!r}, expected {', '.join(_ALGORITHMS)} or MIXED_PRECISION of these")
+    return found
+
+
+def check_source(
+    quantization: Quantization, linears: Mapping[str, Linears], stored: StoredScales, source: Source, caches: bool
+) -> None:
+    """Compare the scheme of every layer with what its scales were made for.
+
+    Args:
+        quantization: the layers, with their schemes.
+        linears: the Linears of each layer by name on disk.
+        stored: the scales of the directory.
+        source: what the directory says of them.
+        caches: whether it has scales of keys and values that are wanted here.
+
+    Raises:
+        ValueError: they differ.
+    """
+    problems: dict[str, list[str]] = {}
+    for layer, parts in linears.items():
+        ours = quantization.layers[layer].scheme
+        for disk, part in parts.items():
+            if disk + WEIGHT_SCALE not in stored.scales:
+                continue
+            theirs = source.scheme((disk, part.name))
+            static = ours.static_input if disk + INPUT_SCALE in stored.scales else None
+            if theirs is None:
+                problem = "says that they are not quantised, but there are scales of them"
+            elif theirs.weights != ours.weights:
+                problem = f"says {_words(theirs.weights)}, but scheme {ours.name!r} has {_words(ours.weights)}"
+            elif static is not None and theirs.static_input != static:
+                said = "no stored scale" if theirs.static_input is None else _words(theirs.static_input)
+                problem = f"says {said} of inputs, but scheme {ours.name!r} has {_words(static)}"
+            else:
+                continue
+            problems.setdefault(problem, []).append(disk)
+    lines = [f"{source.file} {problem}: {listed(names, 5)}" for problem, names in problems.items()]
+    if caches and source.kv_problem is not None:
+        lines.append(f"{source.file}: {source.kv_problem}")
+    if lines:
+        raise ValueError(
+            "\n".join(lines) + "\nUse the scheme that the scales were made for, or quant.scales of another"
+        )
+
+
+def _words(spec: TensorSpec) -> str:
+    """A spec for people: int4 in groups of 32."""
+    name = {"fp8_e4m3": "e4m3", "fp4_e2m1": "e2m1"}.get(spec.dtype, f"int{spec.bits}")
+    shared = {"group": f"in groups of {spec.group_size}", "block": f"in blocks of {spec.group_size}"}
+    return f"{name} {shared.get(spec.granularity, f'per {spec.granularity}')}{'' if spec.symmetric else ', asymmetric'}"
