@@ -52,7 +52,7 @@ def _check_inputs_differ(arranged: ArrangedScales) -> None:
     for one in (one for group in arranged.inputs for of_layer in group.layers for one in of_layer):
         weight = weights.get(one.key.removesuffix(INPUT_SCALE) + WEIGHT_SCALE)
         # Powers of two are the same number now and then.
-        if weight is not None and weight.numel() == 1 and math.frexp(weight.item())[0] != 0.5:
+        if weight is not None and weight.numel() == one.value.numel() == 1 and math.frexp(weight.item())[0] != 0.5:
             pairs.append((one.key, one.value.item() == weight.item()))
     same = [key for key, equal in pairs if equal]
     if len(same) >= 2 and len(same) > len(pairs) / 2:

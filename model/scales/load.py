@@ -85,13 +85,7 @@ def load_scales(
             (``source.py``), or that do not fit the weights (``fit.py``).
     """
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
-        source, stored = read_source(Path(directory)), read_scales(Path(directory))
-        arranged = arrange(model, quantization, stored)
-        check_beside(quantization, arranged, stored)
-        if source is not None:
-            check_source(quantization, arranged.linears, stored, source, arranged.caches)
-        check_stored(arranged, Path(directory))
-        codes = _codes(arranged, stored)
+        arranged, codes = _read(model, quantization, Path(directory))
         missing_inputs = _missing(arranged.inputs)
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
@@ -120,6 +114,19 @@ def load_scales(
         inputs_missing=[owner for owner in missing_inputs if owner not in inputs],
         unused=arranged.unused,
     )
+
+
+def _read(
+    model: PreTrainedModel, quantization: Quantization, directory: Path
+) -> tuple[ArrangedScales, dict[str, FileWeight]]:
+    """What the files have, checked as far as no weight is needed for it."""
+    source, stored = read_source(directory), read_scales(directory)
+    arranged = arrange(model, quantization, stored)
+    check_beside(quantization, arranged, stored)
+    if source is not None:
+        check_source(quantization, arranged.linears, stored, source, arranged.caches)
+    check_stored(arranged, directory)
+    return arranged, _codes(arranged, stored)
 
 
 def _codes(arranged: ArrangedScales, stored: StoredScales) -> dict[str, FileWeight]:

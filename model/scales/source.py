@@ -175,9 +175,8 @@ def check_source(
     if caches and source.kv_problem is not None:
         lines.append(f"{source.file}: {source.kv_problem}")
     if lines:
-        raise ValueError(
-            "\n".join(lines) + "\nUse the scheme that the scales were made for, or quant.scales of another"
-        )
+        said = "\n".join(lines)
+        raise ValueError(f"{said}\nUse the scheme that the scales were made for, or other scales")
 
 
 def _words(spec: TensorSpec) -> str:
