@@ -88,7 +88,9 @@ def _exported(source: Path, scheme: Scheme | None, **options) -> Files:
 def read(files: Files, directory: Path, source: Path, scheme: Scheme | None, **options) -> None:
     """Read the scales of changed files into the model: no scale may change, whether there is an error or not."""
     directory.mkdir(exist_ok=True)
-    save_file({key: tensor.contiguous() for key, tensor in files.tensors.items()}, directory / "model.safetensors")
+    save_file(
+        {key: tensor.contiguous().clone() for key, tensor in files.tensors.items()}, directory / "model.safetensors"
+    )
     (directory / "config.json").write_text(json.dumps(files.config))
     model, quantization = quantised(source, scheme, **options)
     before = [layer.weight_scale() for layer in quantization.layers.values()]
