@@ -79,10 +79,16 @@ def read_config(path: Path) -> dict[str, Any]:
 
     try:
         config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
+    except DsConfigError:
+        raise
     except json.JSONDecodeError as error:
         raise DsConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})") from error
     except UnicodeDecodeError as error:
         raise DsConfigError(f"{path}: not UTF-8 text ({error})") from error
+    except RecursionError as error:
+        raise DsConfigError(f"{path}: nested too deep for a configuration") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise DsConfigError(f"{path}: not JSON ({error})") from error
     if not isinstance(config, dict):
         raise DsConfigError(f"{path}: expected an object with DeepSpeed's keys, found {type(config).__name__}")
     problems = [f"{path}: {problem}" for key, value in config.items() for problem in _key_problems(key, value)]

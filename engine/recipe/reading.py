@@ -9,6 +9,7 @@ shows every knob with its default and ``--print_config`` the result of both. An 
 import argparse
 import difflib
 import functools
+import math
 import os
 import re
 import sys
@@ -26,6 +27,8 @@ from engine.recipe.recipe import Recipe
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+MOST_VALUES = 100_000  # of a recipe: some hundred, and a rule or an exempt pattern for each layer of a model
 
 
 @functools.cache  # it takes 0.3 s to make
@@ -54,13 +57,32 @@ def _check_keys(path: str) -> None:
         raise RecipeError(f"{path}{line}: not YAML ({error.problem})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not a YAML text ({error})") from error
+    except RecursionError as error:
+        raise RecipeError(f"{path}: nested too deep for a recipe") from error
     except OSError as error:
         raise RecipeError(f"--config: {not_there(path)}: {error.strerror}") from error
     if not isinstance(root, yaml.MappingNode):
         raise RecipeError(f"{path}: expected sections like model, data and train")
+    if _size(root, {}) > MOST_VALUES:
+        raise RecipeError(
+            f"{path}: more than {MOST_VALUES:,} values, its aliases (*name) written out; expected a recipe"
+        )
     problems = [f"{path}, line {line}: {problem}" for line, problem in _key_problems(root, Recipe, prefix="")]
     if problems:
         raise RecipeError("\n".join(problems))
+
+
+def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """How many values a node stands for with its aliases written out, of which a few lines can make billions.
+
+    ``sizes`` are those of the nodes that were counted. A node that holds itself has no end.
+    """
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterator[tuple[int, str]]:

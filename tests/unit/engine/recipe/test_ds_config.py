@@ -269,6 +269,8 @@ ZERO_VALUES: list[tuple[dict[str, Any], str]] = [
     [
         ('{\n"bf16": {},\n"zero_optimization" {}\n}', ", line 3: not JSON"),
         ("", ", line 1: not JSON"),
+        ("[" * 100_000, ": nested too deep for a configuration"),
+        ('{"steps_per_print": ' + "9" * 5000 + "}", ": not JSON (Exceeds the limit"),
         ("[1]", ": expected an object with DeepSpeed's keys, found list"),
         ('{"bf16": {}, "bf16": {}}', ": 'bf16' occurs twice in one object"),
         ('{"zero_optimization": {"stage": 1, "stage": 3}}', ": 'stage' occurs twice in one object"),

@@ -671,3 +671,22 @@ def test_a_file_is_named_once_whatever_its_path(tmp_path: Path) -> None:
     recipe.data.eval = [f"{tmp_path}/model/../a.jsonl"]
     with pytest.raises(RecipeError, match=r"^data\.eval\[0\]: "):
         recipe.validate()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: " + "[" * 5000 + "]" * 5000, "nested too deep for a recipe"),
+        ("data: &a\n  train: *a\n", "more than 100,000 values, its aliases"),
+        (
+            "\n".join(["a0: &a0 [x]", *(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]" for i in range(40))]),
+            "its aliases (*name)",
+        ),
+    ],
+)
+def test_a_text_that_stands_for_billions_of_values_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(file)
+    assert str(refused.value).startswith(f"{file}: ") and said in str(refused.value)
