@@ -16,10 +16,9 @@ It differs from ours by definition in these points (measured with transformers 5
 - *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are zero
   points, and blocks of fp8 if there is more than one; NVFP4 is read without its global scale, which is silent noise;
   several schemes among the experts are all decoded as the first, and experts that are not quantised, beside layers
-  that are packed, cannot be loaded, or are drawn at random; and
-  so are tensors that it concatenates (Kimi Linear's convolutions), beside packed layers. There the reader that is compared with is transformers'
-  plain model, filled with what compressed-tensors decompresses from the files, its inputs quantised by
-  compressed-tensors.
+  that are packed, cannot be loaded, or are drawn at random; nor are tensors that it concatenates (Kimi Linear's
+  convolutions), beside packed layers. There the reader that is compared with is transformers' plain model, filled
+  with what compressed-tensors decompresses from the files, its inputs quantised by compressed-tensors.
 """
 
 from collections.abc import Callable, Iterator
