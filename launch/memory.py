@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, in bytes")
     arguments, rest = parser.parse_known_args(argv)
     recipe = recipe_or_exit(rest, check_files=False)
+    if arguments.gpu_gb is not None and not 0 < arguments.gpu_gb < 1e6:
+        parser.error(f"--gpu_gb: {arguments.gpu_gb}, expected the memory of a GPU in 10^9 bytes, like 80")
     gpu_bytes = None if arguments.gpu_gb is None else int(arguments.gpu_gb * GB)
     with clean_exit():
         recipe.validate_models()

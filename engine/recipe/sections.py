@@ -244,7 +244,7 @@ class TrainRecipe:
         """One line per bad value of this section."""
         yield from at_least("train.steps", self.steps, 1)
         yield from at_least("train.gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
-        yield from at_least("train.seed", self.seed, 0)
+        yield from need(0 <= self.seed < 2**32, "train.seed", self.seed, "0 to 4294967295, which every generator takes")
         yield from at_least("train.log_every", self.log_every, 1)
         yield from at_least("train.quant_stats_every", self.quant_stats_every, 0)
         yield from at_least("train.checkpoint_every", self.checkpoint_every, 0)

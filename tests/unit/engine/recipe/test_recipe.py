@@ -379,6 +379,7 @@ def test_required_keys_are_named() -> None:
         (f"{CACHED} {FROZEN} --loss.teacher self", "loss.teacher: 'self', expected a directory or null"),
         ("--loss.chunk_tokens 0", "loss.chunk_tokens: 0, expected at least 1"),
         ("--train.steps 0", "train.steps: 0, expected at least 1"),
+        ("--train.seed 4294967296", "train.seed: 4294967296, expected 0 to 4294967295"),
         ("--train.gradient_accumulation_steps 0", "train.gradient_accumulation_steps: 0, expected at least 1"),
         ("--train.log_every 0", "train.log_every: 0, expected at least 1"),
         ("--train.quant_stats_every -1", "train.quant_stats_every: -1, expected at least 0"),
