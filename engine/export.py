@@ -10,7 +10,7 @@ from engine.recipe.checks import RecipeError
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import parse_size
 from engine.session.session import Session
-from model.ranks import say
+from model.ranks import listed, say
 from model.save import check_plan, export_model
 from quant.layouts import check_layout
 
@@ -65,6 +65,8 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
     )
     size = report.bytes / 1e6
     files = f"{len(report.files)} file{'s' * (len(report.files) != 1)}"
+    if report.copied:
+        say(f"export: {listed(report.copied)} copied from {recipe.model.path} as they are")
     say(f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {files}, {report.seconds:.1f} s")
 
 

@@ -26,7 +26,7 @@ from model.load import garbage_kept
 from model.ranks import errors_on_all_ranks, is_main
 from model.save.finish import check_destination, copy_companions, publish, write_config, write_index
 from model.save.loadable import check_loadable, check_written
-from model.save.plan import Item, plan_shards
+from model.save.plan import Item, copied_modules, plan_shards
 from model.save.write import write_shards
 from model.shards import read_headers
 from quant import Quantization
@@ -45,6 +45,7 @@ class ExportReport:
         seconds: wall time.
         peak_bytes: the most bytes of tensors that this rank held at a time, gathered and packed; counted, not measured.
             0 on all but rank 0.
+        copied: modules of the source that are no part of the model, copied as they are: towers, MTP heads.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class ExportReport:
     bytes: int
     seconds: float
     peak_bytes: int
+    copied: list[str]
 
 
 def check_plan(
@@ -142,4 +144,4 @@ def export_model(
         if is_main():
             shutil.rmtree(aside, ignore_errors=True)  # nothing there any more if it was published
     count = sum(len(item.shapes) for shard in shards for item in shard)
-    return ExportReport(out, files, count, total, time.perf_counter() - begin, peak)
+    return ExportReport(out, files, count, total, time.perf_counter() - begin, peak, copied_modules(shards))

@@ -145,7 +145,8 @@ def test_heads_for_speculative_decoding_are_passed_through_and_ignored(tmp_path:
     heads = {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.layers.0.mlp.up_proj.weight": torch.randn(96, 64)}
     save_file(disk | heads, source / "model.safetensors")
     ours = build(source, torch.bfloat16)
-    export_model(ours, quantised(ours, "w4a16_g32"), source, tmp_path / "export")
+    report = export_model(ours, quantised(ours, "w4a16_g32"), source, tmp_path / "export")
+    assert set(report.copied) == {"model.visual", "mtp"}
     after = load_file(tmp_path / "export" / "model.safetensors")
     assert all(torch.equal(after[key], value) for key, value in heads.items())
     ignore = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]["ignore"]
