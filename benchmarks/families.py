@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -44,21 +45,24 @@ def measure(names: Sequence[str], directory: Path) -> dict[str, Stages]:
 
     Outcomes that lie in ``directory`` already are taken from there.
     """
-    left = [name for name in names if not (directory / f"{name}.json").exists()]
-    while left:
+
+    def outcomes(name: str) -> dict[str, Any]:
+        file = directory / f"{name}.json"
+        return dict(json.loads(file.read_text())) if file.exists() else {"stages": {}, "finished": False}
+
+    while left := [name for name in names if not outcomes(name)["finished"]]:
         group = left[:AT_A_TIME]
-        print(f"{len(names) - len(left)} of {len(names)} done; next: {', '.join(group)}", flush=True)
+        before = len(outcomes(group[0])["stages"])
+        print(f"{len(names) - len(left)} of {len(names)} done; next: {group[0]}", flush=True)
         try:
             output = launch(SCRIPT, str(directory), *group, timeout=PATIENCE).stdout
         except subprocess.TimeoutExpired as error:
             output = str(error.output)
-        (directory / f"{group[0]}.log").write_text(output)
-        begun = [name for name in group if (directory / f"{name}.json").exists()]
-        if not begun:  # not even the checkpoint could be written
-            reason = f"wrong: the launch ended: {output[-300:]}"
-            (directory / f"{group[0]}.json").write_text(json.dumps({"stages": {"start": reason}}))
-            begun = group[:1]
-        left = [name for name in left if name not in begun]
+        (directory / f"{group[0]}.{before}.log").write_text(output)
+        first = outcomes(group[0])
+        if not first["finished"] and len(first["stages"]) == before:  # it got nowhere
+            stages = {**first["stages"], "start": f"wrong: the launch ended: {output[-300:]}"}
+            (directory / f"{group[0]}.json").write_text(json.dumps({"stages": stages, "finished": True}))
     found = {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
     return {name: one["stages"] for name, one in found.items()}
 

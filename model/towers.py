@@ -94,7 +94,8 @@ def take_out_towers(model: PreTrainedModel) -> None:
         "",
         *(".".join(pieces[:end]) for name in kept for pieces in [name.split(".")] for end in range(len(pieces))),
     }
-    above -= kept
+    # The text model may hold its own embeddings and lm_head, and what is below it stays as it is.
+    above = {name for name in above if not any(f"{name}.".startswith(f"{part}.") for part in kept)}
     for name, module in list(model.named_modules()):
         if name not in above:
             continue

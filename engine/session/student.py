@@ -144,7 +144,8 @@ def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
         "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),
         "embedding": (recipe.quant.embedding_scheme(), model.get_input_embeddings()),
     }
-    if model.config.get_text_config().tie_word_embeddings:
+    # Not what the configuration says: of a composite model its text part may say nothing.
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         for key, (scheme, _) in chosen.items():
             if scheme is not None:
                 raise ValueError(
