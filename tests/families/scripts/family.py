@@ -30,7 +30,7 @@ from engine.recipe.reading import RecipeError
 from engine.verify.check import compare_with_transformers
 from model.build import build_model
 from model.load import load_weights
-from model.ranks import RankError, gather_objects, is_main, rank
+from model.ranks import RankError, gather_objects, is_main, raise_everywhere, rank
 from model.save import export_model
 from tests.distributed.garbage import collect
 from tests.distributed.recipes import write_chats, write_recipe
