@@ -74,6 +74,9 @@ def verdict(stages: Stages) -> tuple[str, str]:
         return "wrong", wrong[0]
     refused = {stage: outcome for stage, outcome in stages.items() if outcome.startswith("refused")}
     packing = refused.pop("packed", None)
+    exempt = [stage for stage in refused if stages.get(f"{stage}, exempt") == "ok"]
+    if exempt and len(exempt) == len(refused):
+        return "works with layers exempt", refused[exempt[0]].removeprefix("refused: ")
     if refused:
         return "refused", next(iter(refused.values())).removeprefix("refused: ")
     return ("works without packing", "") if packing else ("works", "")
@@ -99,7 +102,8 @@ def table(results: dict[str, Stages]) -> str:
         "fp32 are those of transformers, that 12 steps of `fp8_static` and of `w4a16_g32` run, and that both exports",
         "load without a missing or an unexpected key as the class that their `config.json` names and compute what",
         "training saw. *Works without packing* means that transformers' code of this family lets packed samples see",
-        "each other, so that `data.packing` is refused. To try a model that is not listed, see",
+        "each other, so that `data.packing` is refused. *Works with layers exempt* means that a run is refused with",
+        "the `quant.exempt_more` that it needs, and works with it. To try a model that is not listed, see",
         "[adding a model](adding_a_model.md).",
     ]
     for title, variants in SECTIONS:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from safetensors import safe_open
 from torch import Tensor
 
@@ -49,6 +50,7 @@ NO_TEACHER = {"kd_weight": 0.0, "teacher": None}
 # fp32 sums in another order, through two to six layers; a wrong factor, mask or position gives 1e-2 and more.
 ROUNDING = 2e-4
 UNREAD = re.compile(r"\.experts\.\d+\.\w+\.input_scale$")
+ADVICE = re.compile(r"set quant\.exempt_more: (\[.*\])")  # what an error says can be done about it
 LENGTHS = (7, 7, 11)  # of samples that share packed rows, the first two in turn
 
 
@@ -268,9 +270,14 @@ def take_through(variant: Variant, directory: Path) -> None:
         if progress.run("packed", lambda: train(tried), trains=True):
             progress.note("packed", "wrong: packed samples see each other, and training goes on")
     for scheme in ("fp8_static", "w4a16_g32"):
+        quant: dict[str, Any] = {"scheme": scheme, "calibration_batches": 2}
         sections = packed if scheme == "fp8_static" and leak <= ROUNDING else {}
-        recipe = recipe_of(home, scheme, source, chats, quant={"scheme": scheme, "calibration_batches": 2}, **sections)
+        recipe = recipe_of(home, scheme, source, chats, quant=quant, **sections)
         progress.run(scheme, lambda recipe=recipe: train(recipe), trains=True)
+        if advised := ADVICE.search(progress.stages[scheme]):
+            quant["exempt_more"] = yaml.safe_load(advised[1])
+            recipe = recipe_of(home, f"{scheme}-exempt", source, chats, quant=quant, **sections)
+            progress.run(f"{scheme}, exempt", lambda recipe=recipe: train(recipe), trains=True)
     progress.finish()
 
 
