@@ -19,6 +19,7 @@ DEFAULT_EXEMPT: tuple[str, ...] = (
     r"(.*\.)?embed_tokens",
     r"(.*\.)?(gate|router|shared_expert_gate)",  # MoE routers, whether nn.Linear or a class of their own
     r"(.*\.)?router\..+",
+    r"(.*\.)?indexer\..+",  # chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5); serving keeps it in bf16
 )
 
 _DECODER_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..+")

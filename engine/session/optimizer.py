@@ -20,6 +20,10 @@ from quant import QuantCache, QuantEmbedding, QuantLayer
 # itself.
 SCALE_EPS = 1e-15
 
+# What chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5). transformers runs it without gradients, so that
+# weight decay alone would move it.
+INDEXER = "indexer"
+
 
 @dataclass(frozen=True)
 class OwnedParameter:
@@ -35,7 +39,8 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
     """Every Parameter of the model once, in module order, with its kind.
 
     ``embedding`` is the table of the tokens, and lm_head, tied to it or not.
-    ``frozen`` are the initial scales s0, global scales and zero points, which never train. A 1-dimensional
+    ``frozen`` are the initial scales s0, global scales and zero points, which never train, and what chooses the tokens
+    of sparse attention. A 1-dimensional
     ``weight`` is a norm: transformers has dozens of norm classes and no common base, and no other layer of its language
     models has a 1-dimensional weight.
     """
@@ -48,6 +53,8 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
                 continue
             seen.add(id(parameter))
             kind = "router" if id(parameter) in routers else _kind(module, name, parameter)
+            if INDEXER in prefix.split("."):
+                kind = "frozen"
             if kind == "weight" and (module is head or isinstance(module, (nn.Embedding, QuantEmbedding))):
                 kind = "embedding"
             yield OwnedParameter(f"{prefix}.{name}" if prefix else name, parameter, kind)

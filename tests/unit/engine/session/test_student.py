@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.memory.meta_model import MetaStudent, meta_student
 from engine.recipe.quant import QuantRecipe
@@ -69,3 +70,14 @@ def test_a_scheme_for_linears_that_finds_none_is_refused(scheme: str, tmp_path: 
     """Keys and values alone would have been quantised."""
     with pytest.raises(RankError, match=r"nothing to quantise: .* GPT2LMHeadModel .*its matrices lie in 8 Conv1D"):
         student_of("gpt2", tmp_path, quant=QuantRecipe(scheme=scheme))
+
+
+def test_what_chooses_tokens_of_sparse_attention_is_exempt_and_does_not_train(tmp_path: Path):
+    """transformers runs it without gradients, so that weight decay alone would move it; serving keeps it as it is."""
+    student = student_of("deepseek_v32", tmp_path)
+    chosen = {name: value for name, value in student.model.named_parameters() if ".indexer." in name}
+    assert len(chosen) >= 3 and not any(".indexer." in name for name in student.quantization.layers)
+    assert not any(parameter.requires_grad for parameter in chosen.values())
+    model = VARIANTS["deepseek_v32"].model()
+    model(input_ids=torch.randint(3, 300, (1, 20)), use_cache=False).logits.square().mean().backward()
+    assert chosen.keys() <= {name for name, parameter in model.named_parameters() if parameter.grad is None}
