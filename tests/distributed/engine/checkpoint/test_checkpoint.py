@@ -5,6 +5,7 @@ saw (interrupted before), the scales that were measured then (interrupted after)
 """
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -90,7 +91,9 @@ def runs(tmp_path_factory):
     result = launch(SCRIPT, str(directory), *CASES)
     assert (directory / "errors_1.json").exists(), f"failed before the run that is killed:\n{result.stdout[-8000:]}"
     # The launcher has ended, although the other rank waits in a collective, which would give up after half an hour.
-    assert result.returncode != 0 and f"exits with return code = {-signal.SIGKILL}" in result.stdout, result.stdout
+    # It names the killed rank, or that one, if the loss of its peer ended it within the same look at both.
+    assert result.returncode != 0, result.stdout
+    assert re.search(rf"exits with return code = ({-signal.SIGKILL}|1)\b", result.stdout), result.stdout
     return directory
 
 
