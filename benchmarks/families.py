@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,8 @@ def table(results: dict[str, Stages]) -> str:
         rows = [variant.name for variant in variants if variant.name in verdicts]
         lines += ["", f"## {title}", "", "| model | | why |", "| --- | --- | --- |"] if rows else []
         lines += [f"| {name} | {verdicts[name][0]} | {_cell(verdicts[name][1])} |" for name in rows]
+    if missing := [name for name in VARIANTS if name not in verdicts]:
+        lines += ["", "## Not run", "", *textwrap.wrap("; ".join(missing) + ".", 120, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
 
 
