@@ -93,10 +93,11 @@ def table(results: dict[str, Stages]) -> str:
     lines = [
         "# Which models work",
         "",
-        "This page is written by `python benchmarks/families.py --write`: "
+        f"This page is written by `python benchmarks/families.py --write`. Of {len(verdicts)} variants: "
         + ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-        + f", of {len(verdicts)} variants (torch {torch.__version__.partition('+')[0]}, transformers "
-        f"{transformers.__version__}, two CPU ranks under ZeRO-3).",
+        + ".",
+        f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}, two CPU ranks under "
+        "ZeRO-3.",
         "",
         "Each variant is a tiny random checkpoint, made from transformers' own configuration class with a quirk of the",
         "published models. *Works* means that loading and exporting it changes no byte, that logits and gradients in",
