@@ -92,7 +92,7 @@ def runs(tmp_path_factory):
     assert (directory / "errors_1.json").exists(), f"failed before the run that is killed:\n{result.stdout[-8000:]}"
     # The launcher has ended, although the other rank waits in a collective, which would give up after half an hour.
     # It names the killed rank, or that one, if the loss of its peer ended it within the same look at both.
-    assert result.returncode != 0, result.stdout
+    assert result.returncode != 0 and (directory / "killed").exists(), result.stdout
     assert re.search(rf"exits with return code = ({-signal.SIGKILL}|1)\b", result.stdout), result.stdout
     return directory
 

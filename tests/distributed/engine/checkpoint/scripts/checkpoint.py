@@ -79,6 +79,7 @@ def spoil_and_kill(directory: Path, recipe: Recipe, checkpoints: Path) -> None:
     @loop.every(KILLED_AT)
     def kill(state: LoopState) -> None:
         if rank() == 0:  # the first that the launcher looks at: the other one may have ended by then, too
+            (directory / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     loop.run()
