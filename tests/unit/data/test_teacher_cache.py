@@ -70,6 +70,7 @@ def made(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(teacher_cache, "CHECKED_BYTES", 40)
     teacher = tiny_checkpoint(tmp_path / "teacher", "llama")
     samples = random_samples(20)
+    samples[0].labels[0] = samples[0].input_ids[0]  # whatever was drawn, the first sample has something to mask
     arrays = write(tmp_path / "cache", samples, teacher)
     return samples, teacher, arrays, tmp_path / "cache"
 
