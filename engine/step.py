@@ -1,14 +1,15 @@
 """One optimizer step: count the tokens, accumulate gradients, update, report; and one micro-batch to its losses."""
 
 import json
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.loader import MicroBatch, model_inputs, real_tokens, valid_tokens
 from engine.faults import nan_unless_finite
@@ -25,6 +26,7 @@ from model.head import LogitFunction
 from model.ranks import RankError, gather_objects, listed, raise_everywhere, reduce_over_ranks, world_size
 from model.zero import backward, gathered, global_gradient_norm, gradient_norm
 from quant import Quantization, exempt_line, recomputing, weights_changed
+from quant.config import name_patterns
 
 
 def train_step(state: LoopState) -> StepResult:
@@ -164,6 +166,7 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
     if session.loss_scale is not None:
         engine.optimizer.loss_scale = session.loss_scale.value
     sums: dict[str, Tensor] = {}
+    untouched = _watch_gradients(session.model) if state.last is None else None
     for batch in batches:
         on_device = {name: tensor.to(session.device) for name, tensor in batch.items()}
         losses = training_losses(session, on_device, objective, valid=valid, diagnostics=diagnostics)
@@ -174,6 +177,8 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
             backward(engine, nan_unless_finite(losses.total))
         if not engine.is_gradient_accumulation_boundary():
             engine.step()  # counts the micro-batch; the last one's is the update
+    if untouched is not None:
+        raise_everywhere(untouched())
     return sums
 
 
@@ -190,6 +195,38 @@ def _check_layers_ran(quantization: Quantization) -> None:
         if unused
         else None
     )
+
+
+def _watch_gradients(model: nn.Module) -> Callable[[], str | None]:
+    """Find out which trained Parameters get a gradient.
+
+    Returns:
+        What says what is wrong: trained Parameters that had none, on any rank, since the watch began. Weight decay
+        alone would move them. It ends the watch, and is a collective.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    without = dict.fromkeys(trained)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: without.pop(name, None))
+        for name, parameter in trained.items()
+    ]
+
+    def untouched() -> str | None:
+        for hook in hooks:
+            hook.remove()
+        elsewhere = gather_objects(list(without))
+        names = [name for name in without if all(name in others for others in elsewhere)]
+        if not names:
+            return None
+        patterns = name_patterns(names, trained.keys() - set(names))
+        quoted = [f"'{one.removeprefix('re:') if one.startswith('re:') else re.escape(one)}'" for one in patterns]
+        return (
+            f"{listed(names, 3)}: the loss of the first step did not depend on them (its rows may be too short to "
+            "reach them), so that weight decay alone would move them; to leave them as they are, set "
+            f"learnable.freeze: [{', '.join(quoted)}]"
+        )
+
+    return untouched
 
 
 class Update(NamedTuple):

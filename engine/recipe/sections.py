@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine.recipe.checks import at_least, need, positive
+from engine.recipe.checks import at_least, need, pattern, positive
 from quant.layouts import Layout
 
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -76,10 +76,14 @@ class LearnableRecipe:
     """Weights of the norms."""
     router: bool = False
     """MoE routers; their auxiliary loss is then added to the loss."""
+    freeze: list[str] = field(default_factory=list)
+    """Regexes; a Parameter whose whole name matches one stays as it is, whatever the switches say."""
 
     def problems(self) -> Iterator[str]:
         """One line per bad value of this section."""
-        switches = {name: on for name, on in asdict(self).items() if name != "embedding"}
+        for index, regex in enumerate(self.freeze):
+            yield from pattern(f"learnable.freeze[{index}]", regex)
+        switches = {name: on for name, on in asdict(self).items() if name not in ("embedding", "freeze")}
         if not any(switches.values()):
             yield f"learnable: nothing is learnable, expected at least one of {', '.join(switches)} to be true"
 

@@ -3,7 +3,8 @@
 Parameters are sorted by the module that owns them, not by pieces of their names.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,10 @@ from transformers import PreTrainedModel
 
 from engine.recipe.sections import LearnableRecipe, OptimRecipe
 from model.experts import router_names
+from model.ranks import listed, say
 from model.zero import full_shape
 from quant import QuantCache, QuantEmbedding, QuantLayer
+from quant.rules import examples
 
 # LSQ divides the gradient of a scale by sqrt(numel * qmax), some 1e5 for a 4096 x 4096 weight in fp8: gradients of
 # theta are 1e-9 and less, and Adam's usual eps of 1e-8 would be added to a root of their square that is smaller than
@@ -91,12 +94,29 @@ def trained_scales(model: nn.Module) -> list[nn.Parameter]:
     return [owned.parameter for owned in classify(model) if owned.kind in kinds and owned.parameter.requires_grad]
 
 
+def check_patterns(names: Sequence[str], freeze: Sequence[str]) -> None:
+    """Raise ValueError if a pattern of ``learnable.freeze`` is not that of any Parameter's name."""
+    for pattern in freeze:
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise ValueError(
+                f"learnable.freeze: {pattern!r} matches no parameter; it must match a full name such as "
+                f"{examples(names)}"
+            )
+
+
 def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
     """Set ``requires_grad`` of every Parameter as the recipe's ``learnable`` section says, before the engine is made.
 
     Biases go with the weights, and embeddings too unless they are left out.
-    Scales that do not train have no theta at all, so they are not touched here.
+    Scales that do not train have no theta at all, so they are not touched here. What the model's class has frozen stays
+    so (biases that correct the choice of experts, fixed initial states): it gets no gradient, and weight decay alone
+    would move it.
+
+    Raises:
+        ValueError: a pattern of ``freeze`` matches no Parameter.
     """
+    parameters = list(classify(model))
+    check_patterns([owned.name for owned in parameters if owned.kind != "frozen"], learnable.freeze)
     trains = {
         "weight": learnable.weight,
         "embedding": learnable.weight and learnable.embedding,
@@ -107,8 +127,15 @@ def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
         "act_scale": learnable.act_scale,
         "frozen": False,
     }
-    for owned in classify(model):
-        owned.parameter.requires_grad_(trains[owned.kind])
+    fixed = []
+    for owned in parameters:
+        on = trains[owned.kind] and not any(re.fullmatch(pattern, owned.name) for pattern in learnable.freeze)
+        if on and not owned.parameter.requires_grad:
+            fixed.append(owned.name)
+        else:
+            owned.parameter.requires_grad_(on)
+    if fixed:
+        say(f"frozen, as the model's class has them: {listed(fixed, 3)}")
 
 
 # Kind of a Parameter -> its parameter group. Each group has a learning rate of its own.

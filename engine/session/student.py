@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES
-from engine.session.optimizer import classify, set_learnable
+from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.build import build_model
 from model.experts import ExpertMLPs, router_names
 from model.head import output_head
@@ -70,6 +70,8 @@ def empty_student(
     )
     with errors_on_all_ranks(ValueError):  # before the weights are read
         named = _named_schemes(recipe, model)
+        own = [pattern for pattern in recipe.learnable.freeze if "theta" not in pattern]  # scales come later
+        check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
             _check_head(model, recipe)
     return model, named
@@ -93,7 +95,8 @@ def quantise_student(
             kv_cache=recipe.quant.preset().kv_cache,
         )
     partition_new_parameters(model, ds_config)
-    set_learnable(model, recipe.learnable)
+    with errors_on_all_ranks(ValueError):
+        set_learnable(model, recipe.learnable)
     # transformers computes the router's auxiliary loss in its forward; without a trainable router nobody would use it.
     config = model.config.get_text_config()
     config.output_router_logits = recipe.learnable.router

@@ -18,7 +18,13 @@ from tests.tiny import tiny_checkpoint, tiny_tokenizer
 SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
 RANKS = 2
 RAW_WEIGHT = r"quant.exempt_more: ['model\.layers\.\d+\.mamba\.dt_proj']"
-IN_THE_FIRST_STEP = ("raw_weight",)
+# Whole windows of 128 tokens are compressed, and these samples have none.
+NO_GRADIENT = (
+    "model.layers.0.self_attn.compressor.position_bias, model.layers.0.self_attn.compressor.kv_proj.weight",
+    "the loss of the first step did not depend on them",
+    r"set learnable.freeze: ['model\.layers\.\d+\.self_attn\.compressor\.position_bias$', ",
+)
+IN_THE_FIRST_STEP = ("raw_weight", "no_gradient")
 # name: what the text must hold. Paths are filled in with the test's directory.
 EXPECTED = {
     "bad_line": ("{base}/bad_line.jsonl:31",),
@@ -31,6 +37,7 @@ EXPECTED = {
     "damaged_weights": ("{base}/damaged_weights/model.safetensors",),
     "no_scales": ("{base}/empty", "safetensors"),
     "raw_weight": ("layers.0.mamba.dt_proj: the model's forward did not call them", RAW_WEIGHT),
+    "no_gradient": NO_GRADIENT,
     "unseen_input": ("inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT),
     "fused_experts": ("block_sparse_moe.experts", "input_linear.weight", "no quantised form", "quant.exempt"),
     "samples_seen": ("data.packing: true, expected false: model.path", "{base}/state", "the one before them in a row"),
@@ -86,6 +93,7 @@ def base(tmp_path_factory):
     granite = VARIANTS["granitemoe"].checkpoint(base / "granite")
     packed = {"data": {"packing": True}}
     raw = VARIANTS["jamba"].checkpoint(base / "raw")  # it multiplies by the weight of a Linear, which it does not call
+    windows = VARIANTS["deepseek_v4"].checkpoint(base / "windows")
     raw_weight = {"model": {"path": str(raw), "attn_implementation": "eager"}, "loss": NO_TEACHER}
     sections = {
         "bad_line": {"data": {"train": [str(base / "bad_line.jsonl")]}},
@@ -98,6 +106,11 @@ def base(tmp_path_factory):
         "damaged_weights": {"model": {"path": str(base / "damaged_weights")}},
         "no_scales": {"quant": {"scales": str(base / "empty")}},
         "raw_weight": {**raw_weight, "quant": {"scheme": "w8a16_channel"}},
+        "no_gradient": {
+            "model": {"path": str(windows)},
+            "loss": NO_TEACHER,
+            "quant": {"exempt_more": [r".*\.o_a_proj"]},
+        },
         "unseen_input": raw_weight,
         "fused_experts": {"model": {"path": str(granite)}, "export": {"enabled": True}, "loss": NO_TEACHER},
         "samples_seen": {"model": {"path": str(state)}, "loss": NO_TEACHER, **packed},

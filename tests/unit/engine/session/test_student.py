@@ -81,3 +81,34 @@ def test_what_chooses_tokens_of_sparse_attention_is_exempt_and_does_not_train(tm
     model = VARIANTS["deepseek_v32"].model()
     model(input_ids=torch.randint(3, 300, (1, 20)), use_cache=False).logits.square().mean().backward()
     assert chosen.keys() <= {name for name, parameter in model.named_parameters() if parameter.grad is None}
+
+
+@pytest.mark.parametrize(
+    ("name", "fixed"),
+    [
+        ("ernie4_5_moe", "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"),
+        ("afmoe", "model.layers.1.mlp.expert_bias"),
+        ("hrm_text", "model.z_L_init"),
+    ],
+)
+def test_what_the_class_has_frozen_stays_so_and_is_said(name: str, fixed: str, tmp_path: Path, capsys):
+    """It gets no gradient: weight decay alone would move it."""
+    student = student_of(name, tmp_path, learnable=LearnableRecipe(norm=True, router=name != "hrm_text"))
+    parameters = dict(student.model.named_parameters())
+    assert not parameters[fixed].requires_grad
+    assert sum(parameter.requires_grad for parameter in parameters.values()) > 20
+    assert f"frozen, as the model's class has them: {fixed}" in capsys.readouterr().out
+
+
+def test_parameters_are_frozen_by_name(tmp_path: Path):
+    patterns = [r"model\.layers\.0\..*", r".*\.q_proj\.weight_theta"]
+    student = student_of("qwen3", tmp_path, learnable=LearnableRecipe(norm=True, freeze=patterns))
+    trained = {name for name, value in student.model.named_parameters() if value.requires_grad}
+    assert "model.layers.1.self_attn.q_proj.weight" in trained and "model.embed_tokens.weight" in trained
+    assert not any(".layers.0." in name or ".q_proj.weight_theta" in name for name in trained)
+
+
+@pytest.mark.parametrize("pattern", (r"layers\.0\.mlp", r".*\.o_proj\.input_theta"))
+def test_a_name_to_freeze_must_be_one(pattern: str, tmp_path: Path):
+    with pytest.raises(RankError, match=r"learnable\.freeze: .* matches no parameter.*model\.embed_tokens\.weight"):
+        student_of("qwen3", tmp_path, learnable=LearnableRecipe(freeze=[pattern]))
