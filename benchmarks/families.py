@@ -13,7 +13,6 @@ layouts are handled, not how well it trains.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -25,12 +24,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.distributed.launcher import launch  # noqa: E402
+from tests.distributed.launcher import run_waiting  # noqa: E402
 from tests.families.variants import COMPOSITE, DENSE, EXPERTS, HYBRIDS, VARIANTS  # noqa: E402
 
 SCRIPT = ROOT / "tests" / "families" / "scripts" / "family.py"
 PAGE = ROOT / "docs" / "models.md"
-AT_A_TIME = 16  # variants per launch: a launch costs as much as two of them
 PATIENCE = 3600.0
 SECTIONS = (
     ("Dense", DENSE),
@@ -42,7 +40,7 @@ Stages = dict[str, str]
 
 
 def measure(names: Sequence[str], directory: Path) -> dict[str, Stages]:
-    """Outcomes by variant and stage; a launch that ends early is taken up behind the variant in which it did.
+    """Outcomes by variant and stage; a job that ends early is followed by one that starts behind the stage of its end.
 
     Outcomes that lie in ``directory`` already are taken from there.
     """
@@ -51,21 +49,16 @@ def measure(names: Sequence[str], directory: Path) -> dict[str, Stages]:
         file = directory / f"{name}.json"
         return dict(json.loads(file.read_text())) if file.exists() else {"stages": {}, "finished": False}
 
-    while left := [name for name in names if not outcomes(name)["finished"]]:
-        group = left[:AT_A_TIME]
-        before = len(outcomes(group[0])["stages"])
-        print(f"{len(names) - len(left)} of {len(names)} done; next: {group[0]}", flush=True)
-        try:
-            output = launch(SCRIPT, str(directory), *group, timeout=PATIENCE).stdout
-        except subprocess.TimeoutExpired as error:
-            output = str(error.output)
-        (directory / f"{group[0]}.{before}.log").write_text(output)
-        first = outcomes(group[0])
-        if not first["finished"] and len(first["stages"]) == before:  # it got nowhere
-            stages = {**first["stages"], "start": f"wrong: the launch ended: {output[-300:]}"}
-            (directory / f"{group[0]}.json").write_text(json.dumps({"stages": stages, "finished": True}))
-    found = {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
-    return {name: one["stages"] for name, one in found.items()}
+    for count, name in enumerate(names):
+        while not (found := outcomes(name))["finished"]:
+            print(f"{count} of {len(names)} done; next: {name}", flush=True)
+            before = len(found["stages"])
+            _, output = run_waiting(SCRIPT, directory, name, timeout=PATIENCE)
+            (directory / f"{name}.{before}.log").write_text(output)
+            if len((found := outcomes(name))["stages"]) == before and not found["finished"]:  # it got nowhere
+                stages = {**found["stages"], "start": f"wrong: the job ended: {output[-300:]}"}
+                (directory / f"{name}.json").write_text(json.dumps({"stages": stages, "finished": True}))
+    return {name: outcomes(name)["stages"] for name in names}
 
 
 def verdict(stages: Stages) -> tuple[str, str]:

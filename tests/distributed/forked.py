@@ -28,7 +28,7 @@ class Job:
             pid = os.fork()
             if pid == 0:
                 os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-                _become(action, log)
+                become(action, log)
             self._running.add(pid)
 
     def wait(self, seconds: float) -> list[int] | None:
@@ -60,7 +60,7 @@ class Job:
             raise RuntimeError(f"the job ended with {codes}:\n{self.log.read_text()[-6000:]}")
 
 
-def _become(action: Callable[[], object], log: Path) -> None:
+def become(action: Callable[[], object], log: Path) -> None:
     """In the child: run the action as a process of its own."""
     code = 1
     try:

@@ -1,6 +1,10 @@
-"""Run a script on two real ranks, as a user would: through the ``deepspeed`` launcher, on CPU with gloo."""
+"""Run a script on two real ranks, on CPU with gloo: as a user would, through the ``deepspeed`` launcher.
+
+`launch` does just that. `run_ranks` takes ranks that the launcher has started before (see waiting.py).
+"""
 
 import fcntl
+import functools
 import os
 import random
 import shutil
@@ -11,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from tests.distributed.waiting import RANKS, WaitingRanks
 from tests.patience import PATIENCE
 from tests.root import ROOT
 
@@ -38,24 +43,13 @@ def free_port() -> int:
 
 
 def launch(
-    script: Path | str, *args: str, ranks: int = 2, timeout: float = PATIENCE
+    script: Path | str, *args: object, ranks: int = 2, timeout: float = PATIENCE
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` under the launcher and return what came of it: output of both streams together, exit code."""
-    deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if deepspeed is None:
-        raise RuntimeError(f"no deepspeed launcher beside {sys.executable}: install requirements.txt")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
-    }
-    command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(script), *map(str, args)]
     return subprocess.run(
-        command,
+        [*_command(ranks), str(script), *map(str, args)],
         cwd=ROOT,
-        env=environment,
+        env=_environment(),
         text=True,
         check=False,
         stdout=subprocess.PIPE,
@@ -64,8 +58,36 @@ def launch(
     )
 
 
-def run_ranks(script: Path | str, *args: str, ranks: int = 2, timeout: float = PATIENCE) -> str:
-    """Run ``script`` under the launcher; its output if it succeeds, else an AssertionError that shows the end of it."""
-    result = launch(script, *args, ranks=ranks, timeout=timeout)
-    assert result.returncode == 0, f"{script} {' '.join(map(str, args))} failed:\n{result.stdout[-8000:]}"
-    return result.stdout
+def run_ranks(script: Path | str, *args: object, timeout: float = PATIENCE) -> str:
+    """Run ``script`` on two waiting ranks; its output, or an AssertionError with the end of it unless it succeeds."""
+    code, output = run_waiting(script, *args, timeout=timeout)
+    assert code == 0, f"{script} {' '.join(map(str, args))} failed with {code}:\n{output[-8000:]}"
+    return output
+
+
+def run_waiting(script: Path | str, *args: object, timeout: float = PATIENCE) -> tuple[int, str]:
+    """Run ``script`` on two waiting ranks; exit code and output of both."""
+    environment = {**_environment(), "MASTER_PORT": str(free_port())}
+    return _waiting().run([str(script), *map(str, args)], environment, timeout)
+
+
+@functools.cache
+def _waiting() -> WaitingRanks:
+    return WaitingRanks(_command(RANKS), ROOT, _environment())
+
+
+def _command(ranks: int) -> list[str]:
+    deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if deepspeed is None:
+        raise RuntimeError(f"no deepspeed launcher beside {sys.executable}: install requirements.txt")
+    return [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port())]
+
+
+def _environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
+    }
