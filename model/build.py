@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from model import zero
 from model.experts import Form, arrange_experts
+from model.quantised.config import check_readable, is_quantised
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
 from model.towers import is_composite, model_class, text_of_composite
 
@@ -45,7 +46,6 @@ def build_model(
     trust_remote_code: bool = False,
     attn_implementation: str = AUTO,
     experts: Form = "stacked",
-    quantized: bool = False,
 ) -> PreTrainedModel:
     """Build the causal language model that ``path/config.json`` describes, with uninitialised parameters.
 
@@ -60,16 +60,17 @@ def build_model(
         attn_implementation: as transformers names them ("sdpa", "eager", "flash_attention_2", ...), or "auto": sdpa,
             and eager where transformers refuses that for this class.
         experts: the form of MoE layers, see :mod:`model.experts`.
-        quantized: the checkpoint is a compressed one, to be read by ``model.compressed``: build what it was before.
+
+    Of a quantised checkpoint the model that was quantised is built.
 
     Raises:
-        RankError: on every rank: no config.json, one that is quantised or needs code that was not allowed, a MoE
-            layout that is not supported, ``dtype`` against ``ds_config``.
+        RankError: on every rank: no config.json, one of a quantised checkpoint that is not read or of code that was not
+            allowed, a MoE layout that is not supported, ``dtype`` against ``ds_config``.
     """
     path = Path(path)
     with errors_on_all_ranks(Exception):
         _check_dtype(ds_config, dtype)
-        config = read_config(path, trust_remote_code, quantized)
+        config = read_config(path, trust_remote_code)
         attention = attention_for(config, attn_implementation)
         if attn_implementation == AUTO and attention != "sdpa":
             say(f"attention: {attention}, for {type(config).__name__} has no sdpa; it takes more memory and time")
@@ -129,7 +130,7 @@ def _check_dtype(ds_config: dict[str, Any], dtype: torch.dtype) -> None:
         )
 
 
-def read_config(path: Path, trust_remote_code: bool, quantized: bool) -> PretrainedConfig:
+def read_config(path: Path, trust_remote_code: bool) -> PretrainedConfig:
     """Read the model's configuration. Raises errors that say what a user can do about them."""
     file = path / "config.json"
     if not file.is_file():
@@ -140,11 +141,8 @@ def read_config(path: Path, trust_remote_code: bool, quantized: bool) -> Pretrai
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{file} is a JSON {type(raw).__name__}, expected an object")
-    if raw.get("quantization_config") and not quantized:
-        raise ValueError(
-            f"{file} has a quantization_config: model.path must be the unquantised checkpoint; give the quantised one "
-            "as quant.scales to take its scales"
-        )
+    if is_quantised(path):
+        check_readable(path)
     if not trust_remote_code and _needs_remote_code(raw):
         raise ValueError(
             f"{file} needs Python code from the checkpoint (auto_map: {json.dumps(raw['auto_map'])}): read that code, "
@@ -158,8 +156,9 @@ def read_config(path: Path, trust_remote_code: bool, quantized: bool) -> Pretrai
             f"{file} describes {kinds} (model_type {config.model_type}), expected a causal language model, or a "
             "composite model with one in it"
         )
-    if quantized:
-        del config.quantization_config
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return config
 
 

@@ -9,11 +9,8 @@ Reads what this project exports and what llm-compressor writes with the same num
 scheme or several.
 """
 
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +19,13 @@ from transformers import PreTrainedModel
 from model.build import AUTO, build_model
 from model.load import keys_left_unread, missing_keys
 from model.names import Names, Piece, module_name_on_disk, own_tensors
+from model.quantised.config import read_quantization_config
 from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
 from quant.config import kv_cache_from_config, rules_from_config
 from quant.export import dequantized_weight, packed_shapes, unpack_scale, unpack_weight, unpack_zero
 from quant.layer import QuantLayer
-from quant.patterns import pattern_problem
 from quant.prepare import prepare
 from quant.quantization import Quantization
 from quant.rules import Rule
@@ -74,7 +71,6 @@ def load_compressed(
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
         experts="per_expert",  # which is how they lie on disk
-        quantized=True,
     )
     with errors_on_all_ranks(OSError, ValueError):
         quantization = prepare(
@@ -88,43 +84,6 @@ def load_compressed(
         )
         _fill(model, quantization, read_headers(directory))
     return model.eval(), quantization
-
-
-def read_quantization_config(directory: Path) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint directory.
-
-    Raises:
-        ValueError: no config.json, or the checkpoint is not quantised, or a pattern in it is none that may be used.
-    """
-    file = directory / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist: expected the directory of a compressed checkpoint")
-    try:
-        whole = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    config = whole.get("quantization_config") if isinstance(whole, dict) else None
-    if not config or not isinstance(config, dict):
-        raise ValueError(f"{file} has no quantization_config: this checkpoint is not a compressed one")
-    if problem := next(_pattern_problems(config), None):
-        raise ValueError(f"{file}: quantization_config.{problem}")
-    return config
-
-
-def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with the lists of a quantization_config that names of modules are compared with."""
-    groups = config.get("config_groups") or {}
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        yield f"config_groups: {str(groups)[:80]}, expected groups by name"
-        return
-    lists = {f"config_groups.{name}.targets": group.get("targets") for name, group in groups.items()}
-    for key, entries in {"ignore": config.get("ignore"), **lists}.items():
-        if not isinstance(entries, list | None) or not all(isinstance(entry, str) for entry in entries or []):
-            yield f"{key}: {str(entries)[:80]}, expected a list of names and patterns"
-            continue
-        for entry in entries or []:
-            if entry.startswith("re:") and (problem := pattern_problem(entry.removeprefix("re:"))):
-                yield f"{key}: {entry[:80]!r}, expected a regular expression that ends soon: {problem}"
 
 
 def is_ignored(names: list[str], ignore: list[str]) -> bool:

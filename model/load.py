@@ -1,5 +1,7 @@
 """Reads weights from safetensors files into the parameters, wherever these lie.
 
+Weights that a quantised checkpoint holds as codes are decoded on the way (:mod:`model.quantised`).
+
 ``direct``: each rank reads exactly the bytes of its own partitions and writes them in place. The checkpoint is read
 once in all, nothing is sent between ranks, and no rank holds more than its partitions and one chunk. It must run before
 ``deepspeed.initialize`` (see :mod:`model.zero`).
@@ -27,8 +29,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from model.names import Layout, Names, Piece, UnsupportedConversionError, own_tensors
+from model.quantised.checkpoint import read_checkpoint
+from model.quantised.tensor import CodedTensor, chunks_of, fill
 from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere
-from model.shards import CheckpointError, DiskTensor, Reader, read_headers
+from model.shards import CheckpointError, DiskTensor, Reader
 from model.zero import forget_secondary_copies, full_numel, gathered, local_data, local_range
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,7 +57,7 @@ class _Read(NamedTuple):
     ``filled_from`` is the key that fills it instead, because the two are tied; what lies on disk here must equal it.
     """
 
-    source: DiskTensor
+    source: DiskTensor | CodedTensor
     piece: Piece
     target: Tensor
     filled_from: str | None
@@ -152,12 +156,12 @@ def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
     values = values[begin - start : end - start]
     offset_on_disk = begin - read.piece.start + read.piece.offset
     if read.filled_from is None:
-        reader.read(read.source, offset_on_disk, values)
+        fill(read.source, reader, offset_on_disk, values)
         return True
     equal = True
-    for offset, chunk in reader.chunks(read.source, offset_on_disk, values.numel()):
+    for offset, chunk in chunks_of(read.source, reader, offset_on_disk, values):
         mine = values[offset : offset + chunk.numel()].cpu()
-        equal = equal and torch.equal(chunk.to(mine.dtype).view(torch.uint8), mine.view(torch.uint8))
+        equal = equal and torch.equal(chunk.cpu().to(mine.dtype).view(torch.uint8), mine.view(torch.uint8))
     return equal
 
 
@@ -183,7 +187,7 @@ def _bytes_to_read(reads: list[_Read], method: str) -> int:
     for read in reads:
         start, stop = local_range(read.target) if method == "direct" else (0, full_numel(read.target))
         start, stop = _overlap(read.piece, start, stop)
-        total += (stop - start) * (read.source.dtype or read.target.dtype).itemsize
+        total += read.source.bytes_of(stop - start)
     return total
 
 
@@ -208,7 +212,7 @@ class _Problems:
         """One line for each kind; empty if there is none."""
         lines = [f"file: {problem}" for problem in self.files[:20]]
         kinds = {
-            "not bf16, fp16 or fp32 (model.path must be the unquantised checkpoint)": self.dtypes,
+            "not bf16, fp16 or fp32, and no codes that its quantization_config explains": self.dtypes,
             "needs a conversion that is not supported": self.conversions,
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -224,7 +228,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
     Raises:
         CheckpointError: the files do not hold each tensor of the model exactly once; names everything.
     """
-    checkpoint = read_headers(path)
+    checkpoint = read_checkpoint(path, model)
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
     tensors = own_tensors(model)
     problems = _Problems(files=checkpoint.problems)
@@ -278,7 +282,7 @@ def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Lay
     return layouts
 
 
-def _fits(source: DiskTensor, layout: Layout, tensors: dict[str, Tensor], problems: _Problems) -> bool:
+def _fits(source: DiskTensor | CodedTensor, layout: Layout, tensors: dict[str, Tensor], problems: _Problems) -> bool:
     """Whether shape and dtype on disk are what the model can take."""
     dtypes = {tensors[piece.name].dtype for piece in layout.pieces}
     if source.shape != layout.shape:

@@ -58,6 +58,10 @@ class DiskTensor(NamedTuple):
         """None for the dtypes of the format that are not in ``DTYPES``: floats below 8 bits, and scales for them."""
         return DTYPES.get(self.kind)
 
+    def bytes_of(self, count: int) -> int:
+        """How many bytes hold so many of its elements."""
+        return (self.end - self.begin) * count // max(1, math.prod(self.shape))
+
 
 @dataclass
 class Checkpoint:

@@ -102,7 +102,7 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
 def _attention(recipe: Recipe, path: str) -> str:
     """The attention that the run will take for the model in ``path``. Raises RankError on every rank."""
     with errors_on_all_ranks(Exception):
-        config = read_config(Path(path), recipe.model.trust_remote_code, False)
+        config = read_config(Path(path), recipe.model.trust_remote_code)
     return attention_for(config, recipe.model.attn_implementation)
 
 

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from model.build import build_model
 from model.experts import ExpertMLPs, router_names
 from model.head import output_head
 from model.load import load_weights
+from model.quantised.config import is_quantised
+from model.quantised.scales import take_scales
 from model.ranks import errors_on_all_ranks, listed, say
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import full_shape, partition_new_parameters, stage
@@ -122,11 +125,12 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
     Returns:
         Owners of the input groups whose scales remain to be calibrated in place.
     """
-    if recipe.quant.scales is not None:
-        report = load_scales(
+    if recipe.quant.scales is not None or is_quantised(Path(recipe.model.path)):
+        read = load_scales if recipe.quant.scales is not None else take_scales
+        report = read(
             model,
             quantization,
-            recipe.quant.scales,
+            recipe.quant.scales or recipe.model.path,
             initial_input_scale=recipe.quant.initial_input_scale,
             inputs_calibrated_later=recipe.quant.calibration_batches > 0,
         )

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from model.compressed import is_ignored, quantized_keys, read_quantization_config, read_tensor
+from model.compressed import is_ignored, quantized_keys, read_tensor
 from model.names import Names, module_name_on_disk, own_tensors
+from model.quantised.config import read_quantization_config
 from model.ranks import listed
 from model.save import is_router
 from model.scales import cache_keys

@@ -23,12 +23,12 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from model.load import garbage_kept
+from model.quantised.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
 from model.save.finish import check_destination, copy_companions, publish, write_config, write_index
 from model.save.loadable import check_loadable, check_written
 from model.save.plan import Item, copied_modules, plan_shards
 from model.save.write import write_shards
-from model.shards import read_headers
 from quant import Quantization
 from quant.layouts import Layout, check_layout
 
@@ -82,7 +82,7 @@ def _plan(
         )
     if quantization is not None:
         check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
-    return plan_shards(model, quantization, layout, max_shard_size, read_headers(source).tensors)
+    return plan_shards(model, quantization, layout, max_shard_size, read_checkpoint(source, model).tensors)
 
 
 @garbage_kept()

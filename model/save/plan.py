@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from model.batches import batches
 from model.names import Names, Place, module_name_on_disk
+from model.quantised.tensor import CodedTensor
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
 from model.shards import DiskTensor
@@ -37,7 +38,8 @@ class Item:
         stacked: keys of the equal parts of the module's only parameter, in their order; a single one is the whole of
             it, which is written in parts.
         fused: key of the one tensor that holds all ``linears`` of a stack of experts, in their order.
-        copied: a tensor of the source that is written as it lies there; no module has it.
+        copied: a tensor of the source that is written as it lies there, or as the values of its codes; no module has
+            it.
     """
 
     name: str
@@ -49,7 +51,7 @@ class Item:
     plain: Sequence[tuple[torch.Tensor, Place]] = ()
     stacked: tuple[str, ...] = ()
     fused: str | None = None
-    copied: DiskTensor | None = None
+    copied: DiskTensor | CodedTensor | None = None
 
     @cached_property
     def bytes(self) -> int:
@@ -67,7 +69,7 @@ def plan_shards(
     quantization: Quantization | None,
     layout: Layout,
     max_shard_size: int,
-    source: Mapping[str, DiskTensor],
+    source: Mapping[str, DiskTensor | CodedTensor],
 ) -> list[list[Item]]:
     """Every module with tensors of its own, in module order, and what is copied, by the file that it goes to.
 
@@ -94,11 +96,13 @@ def plan_shards(
             items.append(_stacked_item(model, names, name, module, source))
         else:
             items.append(_plain_item(names, name, module, seen))
-    items += [_copied_item(tensor) for tensor in not_read(model, names, source)]
+    items += [_copied_item(tensor, model.dtype) for tensor in not_read(model, names, source)]
     return list(batches((item for item in items if item.shapes), lambda item: item.bytes, max_shard_size))
 
 
-def not_read(model: PreTrainedModel, names: Names, source: Mapping[str, DiskTensor]) -> list[DiskTensor]:
+def not_read(
+    model: PreTrainedModel, names: Names, source: Mapping[str, DiskTensor | CodedTensor]
+) -> list[DiskTensor | CodedTensor]:
     """The tensors of a checkpoint that the model has no use for, and others may: those of the towers beside its text
     model, of heads for speculative decoding (MTP). Buffers that every reader computes are not among them."""
     computed = {name for name, _ in model.named_non_persistent_buffers()}
@@ -199,7 +203,9 @@ def _cache_item(key: str, cache: QuantCache) -> Item:
     return Item(key, cache, list(cache.parameters()), {key: (torch.float32, (1,))})
 
 
-def _copied_item(tensor: DiskTensor) -> Item:
+def _copied_item(tensor: DiskTensor | CodedTensor, dtype: torch.dtype) -> Item:
+    if isinstance(tensor, CodedTensor):  # its scales are no part of the export's numerics
+        return Item(tensor.key, None, [], {tensor.key: (dtype, tensor.shape)}, copied=tensor)
     if tensor.dtype not in KINDS:
         raise ValueError(
             f"{tensor.file}: {tensor.key} is no part of the model that was trained, and is {tensor.kind}, a dtype that "

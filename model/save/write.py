@@ -10,6 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 from model.batches import batches
+from model.quantised.tensor import CodedTensor, chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.save.plan import Item
 from model.save.shard_writer import ShardWriter
@@ -108,7 +109,8 @@ class _Output:
         try:
             for item in batch:
                 if item.copied is not None:
-                    self._copy(item.copied)
+                    ((dtype, _),) = item.shapes.values()
+                    self._copy(item.copied, dtype)
                 for keys, stack in _stacks(item):
                     self._writer.write_stack(keys, stack.cpu())
                 for key, start, part in _parts(item):
@@ -121,15 +123,16 @@ class _Output:
         except Exception as error:
             self._failure = error
 
-    def _copy(self, tensor: DiskTensor) -> None:
+    def _copy(self, tensor: DiskTensor | CodedTensor, dtype: torch.dtype) -> None:
         assert self._writer is not None
+        numel = math.prod(tensor.shape)
         with Reader(chunk_bytes=GATHER_BYTES) as reader:
-            for start, values in reader.chunks(tensor, 0, math.prod(tensor.shape)):
+            for start, values in chunks_of(tensor, reader, 0, torch.empty((), dtype=dtype).expand(numel)):
                 self._held.add(values.nbytes)
                 self._writer.write_part(tensor.key, start, values)
                 self._held.add(-values.nbytes)
-            if not math.prod(tensor.shape):
-                self._writer.write_part(tensor.key, 0, torch.empty(0, dtype=tensor.dtype))
+            if not numel:
+                self._writer.write_part(tensor.key, 0, torch.empty(0, dtype=dtype))
 
     def finish(self) -> Exception | None:
         """Close the file; what went wrong, if something did."""

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.quantised.tensor import read_codes
 from model.shards import DiskTensor, Reader
 from quant.experts import LinearPart
-from quant.packing import packed_columns, unpack_int32, unpack_nibbles
+from quant.packing import packed_columns
 from quant.reference import dequantize, fake_quant
 from quant.spec import TensorSpec
 
@@ -106,7 +107,7 @@ def local_products(
     begin = ((part.expert or 0) * rows + part.first_row) * size
     first, last = max(start - begin, 0), min(start + local.numel() - begin, part.out_features * size)
     for chunk in _row_chunks(first, last, size, spec):
-        codes = _read_rows(file.tensor, chunk, size, spec, reader).to(local.device)
+        codes = read_codes(file.tensor, chunk, size, spec, reader).to(local.device)
         values = torch.zeros(codes.numel(), dtype=torch.float32, device=local.device)
         low, high = max(first, chunk.start * size), min(last, chunk.stop * size)
         inside = slice(low - chunk.start * size, high - chunk.start * size)
@@ -179,15 +180,3 @@ def _of_rows(scale: Tensor | None, rows: slice, spec: TensorSpec) -> Tensor | No
         return scale
     size = spec.group_size or 1 if spec.granularity == "block" else 1
     return scale[rows.start // size : rows.stop // size]
-
-
-def _read_rows(tensor: DiskTensor, rows: slice, size: int, spec: TensorSpec, reader: Reader) -> Tensor:
-    """Rows of a weight, unpacked: codes, or values in the dtype on disk."""
-    width, count = tensor.shape[1], rows.stop - rows.start
-    assert tensor.dtype is not None
-    stored = torch.empty(count * width, dtype=tensor.dtype)
-    reader.read(tensor, rows.start * width, stored)
-    stored = stored.view(count, width)
-    if not tensor.key.endswith("_packed"):
-        return stored
-    return unpack_int32(stored, spec.bits, size) if spec.dtype == "int" else unpack_nibbles(stored)

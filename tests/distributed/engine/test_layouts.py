@@ -37,9 +37,18 @@ RUNS = {
 }
 
 
+SOURCE, AGAIN = "qwen3_5_moe", "from the export"
+
+
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory) -> dict[str, Path]:
-    return run_variants(tmp_path_factory.mktemp("layouts"), RUNS)
+    directory = tmp_path_factory.mktemp("layouts")
+    # From its own export, with rates that change no weight.
+    sections = RUNS[SOURCE].sections | {
+        "model": {"path": str(directory / SOURCE / "export")},
+        "optim": {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0},
+    }
+    return run_variants(directory, RUNS | {AGAIN: Variant(sections, model=SOURCE, dtype="bfloat16")})
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -59,3 +68,11 @@ def test_an_export_loads_as_the_class_that_it_names(recipes, name):
     assert len(same) < len(before), "nothing was trained"
     report = compare_with_transformers(export, [torch.arange(10, 60)[None]])
     assert report.ok, report.table()
+
+
+def test_a_run_from_an_export_that_changes_nothing_writes_the_same_export(recipes):
+    """Towers, codes of stacked experts, scales and config.json, byte for byte."""
+    export, again = (load_recipe(recipes[name]).export_dir() for name in (SOURCE, AGAIN))
+    files = [file for file in export.iterdir() if file.suffix in (".json", ".safetensors")]
+    assert len(files) >= 2
+    assert not [file.name for file in files if file.read_bytes() != (again / file.name).read_bytes()]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from model.compressed import read_quantization_config
+from model.quantised.config import read_quantization_config
 
 
 @pytest.mark.parametrize(

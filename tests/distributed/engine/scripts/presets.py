@@ -1,5 +1,5 @@
 """Launched on every rank: train a few steps of each model under ZeRO-3 in its preset, export it, keep what the last
-forward used for comparison.
+forward used for comparison; then start from the export, and export that.
 
 Arguments: output directory, then ``name:preset:checkpoint`` per model. Rank 0 writes ``<name>/expected.pt``: codes and
 effective scales by layer, of the last forward and of the first.
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from engine.session.context import init_ranks
 from model.build import build_model
 from model.load import load_weights
-from model.ranks import is_main, raise_everywhere, rank
+from model.quantised.scales import take_scales
+from model.ranks import RankError, is_main, raise_everywhere, rank
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from model.zero import keep_frozen_fp32, partition_new_parameters
@@ -118,6 +119,23 @@ def train(preset: str, checkpoint: str, out: Path, device: torch.device) -> None
         torch.save({"used": used, "before": before}, out / "expected.pt")
     raise_everywhere(None)
     engine.destroy()
+    export_again(preset, out / "export", out / "again", device)
+
+
+def export_again(preset: str, checkpoint: Path, out: Path, device: torch.device) -> None:
+    """The export as the checkpoint to start from, and exported without a step of training."""
+    model = build_model(checkpoint, config(), dtype=torch.bfloat16, device=device)
+    try:
+        load_weights(model, checkpoint, progress=False)
+    except RankError as error:
+        (out.parent / f"refused{rank()}.txt").write_text(str(error))
+        return
+    quantization = prepared(model, preset)
+    partition_new_parameters(model, config())
+    report = take_scales(model, quantization, checkpoint)
+    assert not report.weights_measured, report
+    assert not report.inputs_initial, report
+    export_model(model, quantization, checkpoint, out, max_shard_size=300_000)
 
 
 def main() -> None:

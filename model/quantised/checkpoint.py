@@ -1,0 +1,89 @@
+"""A checkpoint, plain or quantised, as the weights that it holds."""
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from model.names import module_name_on_disk
+from model.quantised.compressed_tensors import read_coded
+from model.quantised.config import check_method, is_quantised, read_quantization_config
+from model.quantised.tensor import CodedTensor
+from model.shards import Checkpoint, CheckpointError, DiskTensor, read_headers
+from quant import TensorSpec
+from quant.config import kv_cache_from_config
+from quant.experts import linears_of
+
+
+@dataclass
+class SourceCheckpoint:
+    """The headers of all files of a checkpoint, with a :class:`CodedTensor` wherever a weight is stored as codes.
+
+    Attributes:
+        tensors: by key, a coded weight under the key that the weight would have.
+        problems, lost: as of :class:`model.shards.Checkpoint`.
+        beside: what the coded weights are made of, and scales of inputs and of keys and values, by key.
+        kv_cache: how keys and values are quantised; None where they are not, or in a way that is not read.
+    """
+
+    tensors: dict[str, DiskTensor | CodedTensor]
+    problems: list[str]
+    lost: set[str]
+    beside: dict[str, DiskTensor] = field(default_factory=dict)
+    kv_cache: TensorSpec | None = None
+
+    @property
+    def coded(self) -> dict[str, CodedTensor]:
+        """The coded weights by the names of their Linears on disk."""
+        return {tensor.name: tensor for tensor in self.tensors.values() if isinstance(tensor, CodedTensor)}
+
+
+def read_checkpoint(directory: Path, model: PreTrainedModel) -> SourceCheckpoint:
+    """Read the headers of a checkpoint of ``model``, and of a quantised one which tensors make up a weight.
+
+    Raises:
+        CheckpointError: there is no safetensors checkpoint in ``directory``, or it is quantised in a way that is not
+            read.
+    """
+    found = read_headers(directory)
+    if is_quantised(directory):
+        return _with_weights(found, directory, model)
+    return SourceCheckpoint({**found.tensors}, found.problems, found.lost)
+
+
+def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel) -> SourceCheckpoint:
+    """A quantised checkpoint, with weights in the place of codes."""
+    config = read_quantization_config(directory)
+    try:
+        check_method(config)
+        names: dict[str, str] = {}
+
+        def spellings(name: str) -> set[str]:
+            if not names:
+                names.update(_our_names(model))
+            return {name, names.get(name, name)}
+
+        coded, beside, problems = read_coded(found, config, spellings)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{directory / 'config.json'}: quantization_config: {error}") from error
+    tensors = {key: tensor for key, tensor in found.tensors.items() if key not in beside}
+    source = SourceCheckpoint({**tensors, **coded}, found.problems + problems, found.lost, beside)
+    with suppress(ValueError):
+        source.kv_cache = kv_cache_from_config(config)
+    return source
+
+
+def _our_names(model: PreTrainedModel) -> dict[str, str]:
+    """The names that the Linears and embeddings of ``model`` have in it, by those on disk."""
+    names = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            names[module_name_on_disk(model, name)] = name
+        elif hasattr(module, "out_features") and hasattr(module, "in_features"):
+            for part in linears_of(name, module):
+                names[module_name_on_disk(model, part.name)] = part.name
+    return names

@@ -1,0 +1,101 @@
+"""The ``quantization_config`` of a checkpoint's config.json, and whether a checkpoint that has it can be read."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from quant.config import rules_from_config
+from quant.patterns import pattern_problem
+
+
+def is_quantised(directory: Path) -> bool:
+    """Whether config.json of a checkpoint directory has a quantization_config; errors as of what reads it."""
+    file = directory / "config.json"
+    if not file.is_file() or b"quantization_config" not in file.read_bytes():
+        return False
+    return find_quantization_config(directory) is not None
+
+
+def find_quantization_config(directory: Path) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a checkpoint directory; None if it has none.
+
+    Raises:
+        ValueError: no config.json, or a pattern in it is none that may be used.
+    """
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
+    try:
+        whole = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(whole, dict):
+        raise ValueError(f"{file} is a JSON {type(whole).__name__}, expected an object")
+    text = whole.get("text_config")  # where composite models may have it
+    inside = text.get("quantization_config") if isinstance(text, dict) else None
+    config = whole.get("quantization_config") or inside
+    if not config:
+        return None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} has a quantization_config that is a {type(config).__name__}, expected an object")
+    if problem := next(_pattern_problems(config), None):
+        raise ValueError(f"{file}: quantization_config.{problem}")
+    return config
+
+
+def read_quantization_config(directory: Path) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint directory.
+
+    Raises:
+        ValueError: no config.json, or the checkpoint is not quantised, or a pattern in it is none that may be used.
+    """
+    config = find_quantization_config(directory)
+    if config is None:
+        file = directory / "config.json"
+        raise ValueError(f"{file} has no quantization_config: this checkpoint is not a compressed one")
+    return config
+
+
+def check_readable(directory: Path) -> None:
+    """Refuse a quantised checkpoint whose weights cannot be read as values; reads its config.json alone.
+
+    Raises:
+        ValueError: another method, numerics that no scheme here has, or none.
+    """
+    config = read_quantization_config(directory)
+    try:
+        check_method(config)
+        rules_from_config(config)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: quantization_config: {error}") from None
+
+
+def check_method(config: Mapping[str, Any]) -> None:
+    """Refuse a ``quantization_config`` of a method whose codes are not read.
+
+    Raises:
+        ValueError: it is one.
+    """
+    method = config.get("quant_method")
+    if method != "compressed-tensors":
+        raise ValueError(
+            f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors'; give the "
+            "unquantised checkpoint as model.path and this one as quant.scales"
+        )
+
+
+def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the lists of a quantization_config that names of modules are compared with."""
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        yield f"config_groups: {str(groups)[:80]}, expected groups by name"
+        return
+    lists = {f"config_groups.{name}.targets": group.get("targets") for name, group in groups.items()}
+    for key, entries in {"ignore": config.get("ignore"), **lists}.items():
+        if not isinstance(entries, list | None) or not all(isinstance(entry, str) for entry in entries or []):
+            yield f"{key}: {str(entries)[:80]}, expected a list of names and patterns"
+            continue
+        for entry in entries or []:
+            if entry.startswith("re:") and (problem := pattern_problem(entry.removeprefix("re:"))):
+                yield f"{key}: {entry[:80]!r}, expected a regular expression that ends soon: {problem}"

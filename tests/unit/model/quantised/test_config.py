@@ -1,0 +1,81 @@
+"""A quantised checkpoint whose codes are not read is refused from its config.json alone, in one line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.memory import main
+from model.quantised.config import check_readable, find_quantization_config, is_quantised
+from quant import SCHEMES
+from quant.config import quantization_config
+from tests.tiny import tiny_config
+from tests.unit.engine.memory.test_memory import recipe
+
+COMPRESSED = quantization_config({"model.layers.0.mlp.up_proj": SCHEMES["w4a16_g32"]}, ["lm_head"])
+
+
+def changed(**weights: object) -> dict:
+    """An int4 configuration with other weights."""
+    config = json.loads(json.dumps(COMPRESSED))
+    config["config_groups"]["group_0"]["weights"].update(weights)
+    return config
+
+
+REFUSED = {
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq', whose codes are not read"),
+    "awq": ({"quant_method": "awq"}, "quant_method is 'awq'"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
+    "modelopt": ({"quant_method": "modelopt"}, "quant_method is 'modelopt'"),
+    "none": ({"bits": 4}, "quant_method is None"),
+    "no object": (3, "has a quantization_config that is a int, expected an object"),
+    "order": (changed(actorder="group"), "weights.actorder is 'group'"),
+    "bits": (changed(num_bits=9), "config_groups.group_0.weights: int codes have 2 to 8 bits, got bits=9"),
+    "rotated": ({**COMPRESSED, "transform_config": {"u": 1}}, "transform_config is set"),
+    "format": (
+        json.loads(json.dumps(COMPRESSED).replace("pack-quantized", "marlin-24")),
+        "format is 'marlin-24', expected 'pack-quantized'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_read_is_named(tmp_path, case):
+    config, text = REFUSED[case]
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        check_readable(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_plain_ones_and_compressed_ones_are_read(tmp_path):
+    for config in ({}, {"quantization_config": None}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert not is_quantised(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": COMPRESSED}))
+    assert is_quantised(tmp_path)
+    check_readable(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": COMPRESSED}}))
+    assert find_quantization_config(tmp_path) == COMPRESSED
+
+
+def memory_of(tmp_path: Path, config: dict) -> None:
+    """``launch/memory.py`` of a model with this quantization_config."""
+    recipe(tmp_path, quant={"scheme": "w4a16_channel"})
+    tiny_config("qwen3").save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+    main(["--config", str(tmp_path / "recipe.yaml"), "--ranks", "2", "--strategies", "zero3"])
+
+
+def test_memory_is_predicted_from_a_quantised_checkpoint(tmp_path, capsys):
+    memory_of(tmp_path, COMPRESSED)
+    assert "zero3" in capsys.readouterr().out
+
+
+def test_memory_of_what_is_not_read_is_refused_by_name(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        memory_of(tmp_path, {"quant_method": "gptq", "bits": 4})
+    assert "whose codes are not read" in capsys.readouterr().err
