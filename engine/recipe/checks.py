@@ -6,9 +6,21 @@ from collections.abc import Iterator
 
 from quant.patterns import pattern_problem
 
+LONGEST_PROBLEM = 1500  # characters; the longest that names every preset has some 600
+
 
 class RecipeError(ValueError):
     """A bad recipe. Its text has one line per problem, which opens with the path of the key, like ``optim.lr``."""
+
+    def __init__(self, problems: str) -> None:
+        super().__init__("\n".join(map(_printable, problems.split("\n"))))
+
+
+def _printable(line: str) -> str:
+    """A line that a terminal shows as it is, whatever the file holds: no control characters, no book in the middle."""
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+    half = LONGEST_PROBLEM // 2
+    return line if len(line) <= LONGEST_PROBLEM else f"{line[:half]} ... {line[-half:]}"
 
 
 def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
@@ -18,13 +30,21 @@ def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
 
 
 def at_least(key: str, value: float, lowest: float) -> Iterator[str]:
-    """Yields a problem line if a number is below ``lowest`` or not finite."""
-    yield from need(math.isfinite(value) and value >= lowest, key, value, f"at least {lowest}")
+    """Yields a problem line if a number is below ``lowest``, not finite, or too large for 64 bits."""
+    yield from need(_fits(value) and value >= lowest, key, value, f"at least {lowest}{_BELOW * (value > lowest)}")
 
 
 def positive(key: str, value: float) -> Iterator[str]:
     """Yields a problem line if a number is not above 0, or not finite."""
-    yield from need(math.isfinite(value) and value > 0, key, value, "a number above 0")
+    yield from need(_fits(value) and value > 0, key, value, f"a number above 0{_BELOW * (value > 0)}")
+
+
+_BELOW = ", and a number that 64 bits hold"
+
+
+def _fits(value: float) -> bool:
+    """Whether an integer fits into 64 bits, or a number is finite; Python's integers may exceed every float."""
+    return -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
 
 
 def pattern(key: str, value: str) -> Iterator[str]:

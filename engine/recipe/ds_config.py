@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -26,7 +28,7 @@ from engine.recipe.checks import RecipeError
 from engine.recipe.ds_keys import (
     ALLOWED,
     FROM_RECIPE,
-    ONLY,
+    NESTED,
     REFUSED,
     REFUSED_BF16,
     REFUSED_FP16,
@@ -41,6 +43,19 @@ from engine.recipe.recipe import Recipe
 from model.ranks import local_world_size
 
 SHIPPED = Path(__file__).parents[2] / "ds_configs"
+
+
+# DeepSpeed's own models of sections.
+MODELS: dict[str, type[BaseModel]] = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "bf16": DeepSpeedBF16Config,
+    "fp16": DeepSpeedFP16Config,
+    "comms_logger": CommsLoggerConfig,
+    "tensorboard": TensorBoardConfig,
+    "csv_monitor": CSVConfig,
+    "wandb": WandbConfig,
+    "comet": CometConfig,
+}
 
 
 class DsConfigError(RecipeError):
@@ -107,13 +122,21 @@ def _key_problems(key: str, value: Any) -> list[str]:
         return [f"{key}: unknown key, which DeepSpeed would ignore in silence; {hint}"]
     if key in SECTIONS and value != "auto" and not isinstance(value, dict):
         return [f"{key}: {value!r}, expected an object"]
-    if other := [name for name in value if name not in ONLY[key]] if key in ONLY and isinstance(value, dict) else []:
-        return [f"{key}.{name}: leave it out; expected {', '.join(ONLY[key])} at most" for name in other]
+    if key in NESTED and isinstance(value, dict):
+        return [problem for name, inner in value.items() for problem in _nested_problems(key, name, inner)]
     if value == "auto" and key not in FROM_RECIPE:
         return [f'{key}: the recipe has no value for "auto"; write one, or leave the key out']
     if key in VALUES and not VALUES[key][0](value):
         return [f"{key}: {value!r}, expected {VALUES[key][1]}"]
     return []
+
+
+def _nested_problems(section: str, key: str, value: Any) -> Iterator[str]:
+    """What is wrong with a key of a section that DeepSpeed does not check."""
+    if key not in (known := NESTED[section]):
+        yield f"{section}.{key}: leave it out; expected {', '.join(known)} at most"
+    elif not known[key][0](value):
+        yield f"{section}.{key}: {value!r}, expected {known[key][1]}"
 
 
 def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -> dict[str, Any]:
@@ -202,10 +225,8 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
     written = types.pop("grad_accum_dtype", "auto")
     if written != "auto":
         types["grad_accum_dtype"] = written
-    own = {"bfloat16": "bf16", "float16": "fp16"}.get(recipe.model.dtype)
-    if own is None:
-        return []
-    if stage == 0:
+    own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[recipe.model.dtype]
+    if stage == 0 and own != "fp32":
         # DeepSpeed raises "unsupported mix" for anything but the parameters' own type here.
         if written in ("auto", own):
             return []
@@ -214,11 +235,13 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
             "stage 1"
         ]
     if written not in ("auto", "fp32", own):
+        also = "" if own == "fp32" else f" or {own}"
         return [
-            f"data_types.grad_accum_dtype is {written!r}, expected fp32 (the default) or {own}: DeepSpeed would add up "
+            f"data_types.grad_accum_dtype is {written!r}, expected fp32 (the default){also}: DeepSpeed would add up "
             "gradients in any type that torch has"
         ]
-    types.setdefault("grad_accum_dtype", "fp32")
+    if own != "fp32":
+        types.setdefault("grad_accum_dtype", "fp32")
     return []
 
 
@@ -279,14 +302,12 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
             "stages, and every weight is NaN after it"
         )
     problems += _type_problems(config.get("bf16", {}), config.get("fp16", {}))
-    sections = (
-        ("zero_optimization", DeepSpeedZeroConfig),
-        ("bf16", DeepSpeedBF16Config),
-        ("fp16", DeepSpeedFP16Config),
-    )
-    for section, model in sections:
+    for section, model in MODELS.items():
+        values = config.get(section, {})
+        if section == "zero_optimization":  # without those that are refused above, which may raise anything
+            values = {key: value for key, value in values.items() if key not in _untried()}
         try:
-            model(**config.get(section, {}))
+            model(**values)
         except ValidationError as error:
             for found in error.errors():
                 key = ".".join(str(part) for part in (section, *found["loc"]))
@@ -294,10 +315,15 @@ def _section_problems(config: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _untried() -> set[str]:
+    """The keys of zero_optimization that DeepSpeed knows and nobody has tried here."""
+    return _known_to(DeepSpeedZeroConfig) - ZERO_KEYS
+
+
 def _zero_problems(zero: dict[str, Any]) -> Iterator[str]:
     """Keys of zero_optimization that DeepSpeed knows and nobody has tried here, and sizes of 0."""
     for key, value in zero.items():
-        if key not in ZERO_KEYS and key in _known_to(DeepSpeedZeroConfig):
+        if key in _untried():
             yield f"zero_optimization.{key}: leave it out: DeepQAT has not been tried with it"
         if key in ZERO_AT_LEAST_1 and isinstance(value, int) and value < 1:
             yield f"zero_optimization.{key}: {value!r}, expected 1 or more"

@@ -3,6 +3,7 @@
 What DeepSpeed does with a key that nobody has tried here is not known to be right, so the lists name what is allowed.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -117,10 +118,6 @@ SECTIONS = frozenset(
     | {"comms_logger", "tensorboard", "csv_monitor", "wandb", "comet"}
 )
 
-# All that a file may set in these sections: other types of parameters and buffers would train another model, and other
-# ways of keeping checkpoints are not those that a resume reads.
-ONLY = {"data_types": {"grad_accum_dtype"}, "checkpoint": {"tag_validation"}}
-
 
 def _truth(value: Any) -> bool:
     return isinstance(value, bool)
@@ -144,6 +141,51 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value in (None, "fp16", "bf16", "fp32"),
         "fp16, bf16, fp32 or null",
     ),
+}
+
+
+def _whole(lowest: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: type(value) is int and value >= lowest, f"a whole number, {lowest} or more"
+
+
+_TRUTH = (_truth, "true or false")
+_FILE = (lambda value: value is None or (isinstance(value, str) and value.isprintable()), "a file's name or null")
+# All that a file may set in sections of which DeepSpeed has no model that checks them, with what is good and in words.
+# Others it would ignore in silence, or obey: other types of parameters and buffers would train another model, and other
+# ways of keeping checkpoints are not those that a resume reads.
+NESTED: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "data_types": {"grad_accum_dtype": (lambda value: True, "")},
+    "flops_profiler": {
+        "enabled": _TRUTH,
+        "recompute_fwd_factor": (
+            lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+            "a number, 0 or more",
+        ),
+        "profile_step": _whole(1),
+        "module_depth": _whole(-1),
+        "top_modules": _whole(1),
+        "detailed": _TRUTH,
+        "output_file": _FILE,
+    },
+    "aio": {
+        **dict.fromkeys(("block_size", "queue_depth", "intra_op_parallelism"), _whole(1)),
+        **dict.fromkeys(("single_submit", "overlap_events", "use_gds"), _TRUTH),
+    },
+    "timers": {
+        "throughput": (
+            lambda value: (
+                isinstance(value, dict)
+                and all(key in ("enabled", "synchronized") and _truth(on) for key, on in value.items())
+            ),
+            "an object with enabled and synchronized, true or false",
+        )
+    },
+    "checkpoint": {
+        "tag_validation": (
+            lambda value: isinstance(value, str) and value.upper() in ("IGNORE", "WARN", "FAIL"),
+            "Ignore, Warn or Fail",
+        )
+    },
 }
 
 # Keys of zero_optimization that move data and memory about and leave the arithmetic alone.

@@ -94,7 +94,8 @@ def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterato
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else f"expected one of {', '.join(known)}"
-            yield line, f"{prefix}{key}: unknown key; {hint}"
+            shown = key if re.fullmatch(r"[\w.-]+", key) else repr(key)
+            yield line, f"{prefix}{shown}: unknown key; {hint}"
         elif key in seen:
             yield line, f"{prefix}{key}: this key is there twice"
         elif is_dataclass(section_type := known[key]):

@@ -349,6 +349,8 @@ def test_required_keys_are_named() -> None:
         ("--data.max_length 1", "data.max_length: 1, expected at least 2"),
         ("--data.micro_batch_size 0", "data.micro_batch_size: 0, expected at least 1"),
         ("--data.seed -1", "data.seed: -1, expected at least 0"),
+        (f"--data.seed 1{'0' * 400}", "data.seed: 1000000"),
+        (f"--train.log_every {2**63}", f"train.log_every: {2**63}, expected at least 1, and a number that 64 bits"),
         ("--optim.lr=-1e-5", "optim.lr: -1e-05, expected at least 0"),
         ("--optim.scale_lr -1", "optim.scale_lr: -1.0, expected at least 0"),
         ("--optim.min_lr_ratio 1.1", "optim.min_lr_ratio: 1.1, expected between 0 and 1"),
