@@ -21,21 +21,20 @@ Where exactness takes more than that, and is counted by turns:
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.jsonl import BadLineError, check_fields, conversation_of, lines_of
-from data.samples import IGNORE, DataError, Problems, Sample, check_files, plain_backend
+from data.samples import IGNORE, DataError, Problems, Sample, check_files
+from data.special import SpecialTokens
 from data.template import Answer, LossOn, Rendering, Template
-
-BATCH = 1024  # conversations tokenised at a time: enough for all cores, little enough text in memory
+from data.tokens import CHARACTERS, TEXTS, Tokeniser, TokeniserError, Tokens, in_groups
 
 
 @dataclass
@@ -54,6 +53,8 @@ class Counts:
     by_content: int = 0  # kept answers: not found by the renderings around them but by their content
     straddling: int = 0  # kept answers: a token reaches from the prompt into the answer and is a target
     without_end: int = 0  # kept answers: no special token ends them
+    spelled: int = 0  # special tokens that people spelled out, in what was kept
+    spelled_targets: int = 0  # of these, the ones that are targets
 
     def summary(self) -> str:
         """One line for people: what was kept, what was dropped and why, and anything unusual about the masks."""
@@ -69,6 +70,8 @@ class Counts:
             "answers found by their content": self.by_content,
             "answers that begin inside a token": self.straddling,
             "answers without an end-of-turn token": self.without_end,
+            "special tokens spelled out in the chats and kept (data.special_tokens)": self.spelled,
+            "of them targets": self.spelled_targets,
         }
         return text + "".join(f"; {count:,} {name}" for name, count in unusual.items() if count)
 
@@ -84,14 +87,6 @@ class Line:
     def where(self) -> str:
         """``file:line``"""
         return f"{self.file}:{self.number}"
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A text's tokens, and the characters ``[left, right)`` of each; `Encoding` builds both anew at every access."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +107,7 @@ def read_chat(
     fields: Mapping[str, str] | None = None,
     loss_on: LossOn = "last",
     too_long: Literal["drop", "truncate"] = "drop",
+    special_tokens: SpecialTokens = "keep",
     progress: bool = False,
 ) -> tuple[list[Sample], Counts]:
     """Read JSONL files into samples, in the order of the lines.
@@ -124,7 +120,8 @@ def read_chat(
         loss_on: which assistant turns are learned, the last one or all.
         too_long: a longer sample is dropped, or loses its beginning (a BOS token is kept), and is dropped only if no
             position would be left to predict the last answer's first token from. An earlier answer whose beginning, or
-            what it is predicted from, is cut off is no target any more.
+            what it is predicted from, is cut off is no target any more. One that is far too long is dropped even so.
+        special_tokens: what becomes of special tokens that people spelled out; see `data.special`.
         progress: show a progress bar.
 
     Raises:
@@ -141,7 +138,7 @@ def read_chat(
         raise DataError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, expected one to write turns with"
         )
-    builder = _Builder(tokenizer, fields, max_length, loss_on, truncate=too_long == "truncate")
+    builder = _Builder(tokenizer, fields, max_length, loss_on, special_tokens, truncate=too_long == "truncate")
     size = sum(path.stat().st_size for path in paths)
     with tqdm(total=size, unit="B", unit_scale=True, desc="chats", delay=1, disable=not progress) as bar:
         for path in paths:
@@ -163,18 +160,18 @@ class _Builder:
         fields: Mapping[str, str] | None,
         max_length: int,
         loss_on: LossOn,
+        special_tokens: SpecialTokens,
         *,
         truncate: bool,
     ) -> None:
         self.template = Template(tokenizer)
         self.fields = fields
         self.loss_on: LossOn = loss_on
-        self.backend = plain_backend(tokenizer)
+        self.special_tokens: SpecialTokens = special_tokens
+        self.tokeniser = Tokeniser(tokenizer, spelled_as_text=special_tokens == "text")
         self.max_length = max_length
         self.truncate = truncate
         self.bos = tokenizer.bos_token_id
-        # What may end a turn: <|im_end|> is a special token in Qwen's tokenizers even where EOS is another one.
-        self.special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.samples: list[Sample] = []
         self.counts = Counts()
         self.problems = Problems()
@@ -182,13 +179,8 @@ class _Builder:
     def read(self, path: Path, bar: tqdm) -> None:
         """Add one file, a batch of lines at a time."""
         self.counts.files += 1
-        batch: list[Line] = []
-        for line in self._lines(path, bar):
-            batch.append(line)
-            if len(batch) == BATCH:
-                self._add(batch)
-                batch = []
-        self._add(batch)
+        for batch in in_groups(self._lines(path, bar), TEXTS, CHARACTERS, lambda line: len(line.rendering.text)):
+            self._add(batch)
 
     def _lines(self, path: Path, bar: tqdm) -> Iterator[Line]:
         before, name = self.counts.lines, str(path)
@@ -198,24 +190,39 @@ class _Builder:
                 continue
             self.counts.lines += 1
             try:
-                rendering = self.template.render(conversation_of(line, self.fields), self.loss_on)
-            except BadLineError as error:
-                self.problems.add(f"{name}:{number}", str(error))
+                rendering = self._rendered(line)
+                hopeless = self.tokeniser.is_longer(rendering.text, self.max_length)
+            except (BadLineError, MemoryError) as error:
+                self.problems.add(f"{name}:{number}", str(error) or "found a line for which there is no memory")
                 continue
-            if rendering.answers:
+            if hopeless:
+                self.counts.too_long += 1
+            elif rendering.answers:
                 yield Line(rendering, name, number)
             else:
                 self.counts.without_target += 1
         if self.counts.lines == before:
             self.problems.add(name, "found only blank lines, expected one JSON object per line")
 
+    def _rendered(self, line: bytes) -> Rendering:
+        """A line as the template writes it. Raises BadLineError for one with special tokens, if they are refused."""
+        conversation = conversation_of(line, self.fields)
+        if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
+            raise BadLineError(f"found the special token {token!r} spelled out, expected none (data.special_tokens)")
+        rendering = self.template.render(conversation, self.loss_on)
+        if self.special_tokens == "text" and rendering.unplaced:
+            raise BadLineError(
+                "found a special token spelled out, and a chat template that writes the conversation otherwise without "
+                "it, expected data.special_tokens keep or refuse"
+            )
+        return rendering
+
     def _add(self, batch: list[Line]) -> None:
         if self.problems.count:
             return  # there will be no samples: finish looking for bad lines
-        encodings = self.backend.encode_batch([line.rendering.text for line in batch], add_special_tokens=False)
-        for line, encoding in zip(batch, encodings, strict=True):
+        for line, tokens in zip(batch, self._tokens(batch), strict=True):
             try:
-                sample = self._sample(line, encoding)
+                sample = self._sample(line, tokens)
             except BadLineError as error:
                 self.problems.add(line.where(), str(error))
                 continue
@@ -225,9 +232,22 @@ class _Builder:
                 self.counts.tokens += len(sample.input_ids)
                 self.counts.targets += int((sample.labels != IGNORE).sum())
 
-    def _sample(self, line: Line, encoding: Encoding) -> Sample | None:
-        text, tokens = line.rendering.text, Tokens(encoding.ids, encoding.offsets)
-        turns = [targets_of(answer, tokens, text, self.backend, self.special) for answer in line.rendering.answers]
+    def _tokens(self, batch: list[Line]) -> Iterable[Tokens]:
+        """The tokens of each line. Raises DataError, with the place, for a text that the tokenizer does not take."""
+        try:
+            return self.tokeniser.batch([line.rendering.text for line in batch])
+        except TokeniserError as error:
+            for line in batch:
+                try:
+                    self.tokeniser.one(line.rendering.text)
+                except TokeniserError as its_own:
+                    raise DataError(f"{line.where()}: {its_own}") from error
+            raise DataError(f"{batch[0].where()} to {batch[-1].where()}: {error}") from error
+
+    def _sample(self, line: Line, tokens: Tokens) -> Sample | None:
+        text, spelled = line.rendering.text, line.rendering.spelled
+        tokens = self.tokeniser.with_text(text, tokens, spelled)
+        turns = [targets_of(answer, tokens, line.rendering, self.tokeniser) for answer in line.rendering.answers]
         length = turns[-1].last  # of the input: the last target is only predicted
         ids = np.array(tokens.ids[: length + 1], dtype=np.int32)
         begin, keeps_bos = self._cut(ids, turns[-1].first)
@@ -244,6 +264,9 @@ class _Builder:
         self.counts.by_content += sum(answer.by_content for answer in line.rendering.answers)
         self.counts.straddling += sum(turn.straddling for turn in turns)
         self.counts.without_end += sum(not turn.ended for turn in turns)
+        kept = [index for index in self.tokeniser.spelled_at(tokens, spelled) if begin <= index <= length]
+        self.counts.spelled += len(kept) + line.rendering.unplaced
+        self.counts.spelled_targets += sum(index > begin and labels[index - 1] != IGNORE for index in kept)
         inputs, labels = ids[begin:length], labels[begin:]
         if keeps_bos:
             inputs, labels = np.append(ids[:1], inputs), np.append(np.int32(IGNORE), labels)
@@ -264,14 +287,14 @@ class _Builder:
         return excess + keeps_bos, keeps_bos
 
 
-def targets_of(answer: Answer, tokens: Tokens, text: str, backend: Tokenizer, special: set[int]) -> Targets:
+def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokeniser: Tokeniser) -> Targets:
     """The tokens of a turn that are targets.
 
     Raises:
         BadLineError: the turn has no token of its own, or nothing stands before it.
     """
-    first, straddling = first_target(tokens, text, answer.start, backend)
-    last, ended = last_target(tokens, text, first, answer.end, special)
+    first, straddling = first_target(tokens, rendering, answer.start, tokeniser)
+    last, ended = last_target(tokens, rendering.text, first, answer.end, tokeniser.special)
     if not 0 < first <= last:
         raise BadLineError(
             f"found the answer to begin at token {first} of {len(tokens.ids)} and to end at {last}, expected tokens "
@@ -280,7 +303,7 @@ def targets_of(answer: Answer, tokens: Tokens, text: str, backend: Tokenizer, sp
     return Targets(first, last, straddling, ended)
 
 
-def first_target(tokens: Tokens, text: str, start: int, backend: Tokenizer) -> tuple[int, bool]:
+def first_target(tokens: Tokens, rendering: Rendering, start: int, tokeniser: Tokeniser) -> tuple[int, bool]:
     """Index of the first target (one past the last token if there is none), and whether it begins in the prompt."""
     offsets = tokens.offsets
     # A token without characters (a prefix that the tokenizer puts before a word) belongs to what it stands before.
@@ -288,13 +311,13 @@ def first_target(tokens: Tokens, text: str, start: int, backend: Tokenizer) -> t
     first = next(inside, len(offsets))
     if first == len(offsets) or offsets[first][0] >= start:
         return first, False
-    given = backend.encode(text[:start], add_special_tokens=False).ids
-    if given == tokens.ids[: first + 1]:
+    given = tokeniser.one(rendering.text[:start], [span for span in rendering.spelled if span[1] <= start])
+    if given.ids == tokens.ids[: first + 1]:
         return first + 1, False
     return first, True
 
 
-def last_target(tokens: Tokens, text: str, first: int, stop: int, special: set[int]) -> tuple[int, bool]:
+def last_target(tokens: Tokens, text: str, first: int, stop: int, special: Collection[int]) -> tuple[int, bool]:
     """Index of the last token that is a target, and whether it is a special one, which ends the turn.
 
     Args:

@@ -30,6 +30,7 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool", **ROLES}
 PAIR = ("instruction", "input", "output")
 FORMS = "exactly one of 'messages', 'conversations' or 'input' (or 'instruction') with 'output'"
 REMEDY = "name the file's keys in the field map (data.fields: {input: question, output: answer})"
+LINE_BYTES = 2**26  # more than any conversation has; what is read, decoded and rendered takes many times as much
 BOM = b"\xef\xbb\xbf"
 
 
@@ -46,10 +47,17 @@ class BadLineError(ValueError):
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line. Split at newline bytes only: U+2028 may stand unescaped inside a JSON string."""
+    """Number and bytes of each line. Split at newline bytes only: U+2028 may stand unescaped inside a JSON string.
+
+    Of a line of more than ``LINE_BYTES`` only one byte more is given out, so that `conversation_of` refuses it.
+    """
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        number = 0
+        while line := file.readline(LINE_BYTES + 1):
+            number += 1
             yield number, line.removeprefix(BOM) if number == 1 else line
+            while len(line) > LINE_BYTES and not line.endswith(b"\n"):
+                line = file.readline(LINE_BYTES + 1)
 
 
 def check_fields(fields: Mapping[str, str] | None) -> None:
@@ -89,6 +97,11 @@ def conversation_of(line: bytes, fields: Mapping[str, str] | None) -> Conversati
 
 
 def _object(line: bytes) -> dict[str, Any]:
+    if len(line) > LINE_BYTES:
+        raise BadLineError(
+            f"found more than {LINE_BYTES >> 20} MiB in one line, expected one conversation per line, not a JSON list "
+            "of them all"
+        )
     try:
         row = json.loads(line.decode("utf-8"), object_pairs_hook=_without_doubles)
     except UnicodeDecodeError as error:

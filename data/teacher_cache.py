@@ -235,7 +235,7 @@ class TeacherCache:
         if self.manifest.samples_digest != digest_of_samples(samples):
             raise CacheError(
                 f"{self.directory} is of other samples than the recipe's data (files, data.max_length, data.too_long, "
-                f"data.loss_on, data.held_out, chat template): {again}"
+                f"data.loss_on, data.special_tokens, data.held_out, chat template): {again}"
             )
         there = teacher is not None and (Path(teacher) / "config.json").is_file()
         if there and self.manifest.teacher_digest != digest_of_checkpoint(str(teacher)):

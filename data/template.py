@@ -14,7 +14,7 @@ one. If any of this does not hold, the turn cannot be found exactly, and the lin
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from data.jsonl import BadLineError, Conversation, Turn
+from data.special import Span, SpecialTexts, shown_again
 
 MARKER = "deepqat-answer-5b1e"
 
@@ -43,6 +44,10 @@ class Rendering:
 
     text: str
     answers: list[Answer]
+    spelled: list[Span] = field(default_factory=list)
+    """Where people spelled special tokens out, in order; see `data.special`."""
+    unplaced: int = 0
+    """So many more that they spelled, where a template writes a content otherwise without them."""
 
 
 class Template:
@@ -50,6 +55,7 @@ class Template:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._special = SpecialTexts(tokenizer)
 
     def render(self, conversation: Conversation, loss_on: LossOn) -> Rendering:
         """Write a conversation that ends with an assistant turn, and find the turns to learn.
@@ -71,7 +77,12 @@ class Template:
         writing.check_tools()
         answers = [writing.answer(i) for i in chosen]
         assert all(one.end <= other.start for one, other in pairwise(answers)), "turns overlap"
-        return Rendering(writing.text, answers)
+        return Rendering(writing.text, answers, *writing.spelled(self._special))
+
+    def special_token_in(self, conversation: Conversation) -> str | None:
+        """A special token that somebody spelled out in a conversation, the first one; None if nobody did."""
+        found = self._special.first_in(conversation.turns, conversation.tools)
+        return found and found[0]
 
     def _formatted(self, turn: Turn) -> Turn:
         """The turn with its content and the arguments of its calls in a form that the template writes."""
@@ -130,6 +141,18 @@ class _Writing:
 
     def _write(self, turns: list[Turn], *, add_generation_prompt: bool = False) -> str:
         return _write(self.tokenizer, turns, self.tools, add_generation_prompt=add_generation_prompt)
+
+    def spelled(self, special: SpecialTexts) -> tuple[list[Span], int]:
+        """Where in the text people spelled special tokens out; or none, and how many they spelled."""
+        conversation = [self.turns, self.tools]
+        if special.first_in(*conversation) is None:
+            return [], 0
+        try:
+            turns, tools = special.hidden(conversation)
+            text, spans = shown_again(_write(self.tokenizer, turns, tools))
+        except (BadLineError, RecursionError):  # a template may look for a special token, and miss it
+            return [], special.count_in(*conversation)
+        return (spans, 0) if text == self.text else ([], special.count_in(*conversation))
 
     def check_tools(self) -> None:
         """A template without tools writes a prompt without them, and nobody would notice."""

@@ -9,6 +9,7 @@ alike.
 
 import re
 from collections.abc import Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +18,27 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.samples import DataError, Sample, check_files, plain_backend
+from data.special import SpecialTexts, SpecialTokens
+from data.tokens import named_errors
 
-PIECE = 1 << 18  # characters: a whole file in one call would use one core, and some 100 bytes of memory per token
-PIECES = 16  # tokenised in one call
+PIECE = 1 << 17  # characters: a whole file in one call would use one core, and some 200 bytes of memory per character
+PIECES = 8  # tokenised in one call
+WINDOW = 1 << 12  # characters on both sides of a cut, at most, that are tokenised together and apart
+TRIES = 100  # cuts between words before the rest stays in one piece: a tokenizer may take none
+LINE_ENDS = re.compile(r"(?<=\S\n)(?=[^\W_])")
+WORD_ENDS = re.compile(r"(?<=\S\n)(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
 
 
 def read_text(
     files: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
     block_length: int,
+    special_tokens: SpecialTokens = "keep",
     *,
     progress: bool = False,
 ) -> list[Sample]:
     """Read UTF-8 text files into blocks of ``block_length`` positions, in order.
+    ``special_tokens`` says what becomes of those that the files spell out.
 
     Raises:
         DataError: a file is missing, empty or not UTF-8, there is no EOS to join files with, or fewer than two tokens.
@@ -41,6 +50,10 @@ def read_text(
     if len(paths) > 1 and not isinstance(eos, int):
         raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to join {len(paths)} files with")
     backend = plain_backend(tokenizer)
+    backend.encode_special_tokens = special_tokens == "text"
+    if special_tokens == "refuse":
+        for path in paths:
+            _refuse_special_tokens(path, SpecialTexts(tokenizer))
     parts: list[np.ndarray] = []
     for path in paths:
         if parts:
@@ -72,10 +85,21 @@ def _tokens(path: Path, backend: Tokenizer, progress: bool) -> np.ndarray:
     ) as bar:
         for index in range(0, len(pieces), PIECES):
             group = pieces[index : index + PIECES]
-            encodings = backend.encode_batch_fast(group, add_special_tokens=False)
+            with named_errors(f"{path}: "):
+                encodings = backend.encode_batch_fast(group, add_special_tokens=False)
             parts.extend(np.array(encoding.ids, dtype=np.int32) for encoding in encodings)
             bar.update(sum(map(len, group)))
     return np.concatenate(parts)
+
+
+def _refuse_special_tokens(path: Path, special: SpecialTexts) -> None:
+    """Raise DataError if a file spells a special token out."""
+    text = _text(path)
+    if token := special.first_in(text):
+        raise DataError(
+            f"{path}:{text.count(chr(10), 0, token.start()) + 1}: found the special token {token[0]!r} spelled out, "
+            "expected none (data.special_tokens)"
+        )
 
 
 def _text(path: Path) -> str:
@@ -93,22 +117,28 @@ def _text(path: Path) -> str:
 def split(text: str, backend: Tokenizer, size: int) -> list[str]:
     """Cut the text into pieces of at least ``size`` characters whose tokens, joined, are those of the whole text.
 
-    Cuts only between a line's newline and a following letter or digit, where no common pre-tokenizer looks across, and
-    only where the two lines around the cut come out the same together and apart. A tokenizer that puts a prefix before
-    every text it is given never does: its text stays in one piece.
+    Cuts only where no common pre-tokenizer looks across: between a line's newline and a following letter or digit, or
+    where no line ends in twice ``size``, between a word and the space before the next. And only where what stands
+    around the cut comes out the same together and apart. A tokenizer that puts a prefix before every text it is given
+    never does: its text stays in one piece.
     """
     pieces, start = [], 0
-    for match in re.finditer(r"(?<=\S\n)(?=[^\W_])", text):
-        cut = match.start()
-        if cut - start >= size and _same_apart(text, cut, backend):
-            pieces.append(text[start:cut])
-            start = cut
+    while (cut := _next_cut(text, start, size, backend)) is not None:
+        pieces.append(text[start:cut])
+        start = cut
     return [*pieces, text[start:]]
 
 
+def _next_cut(text: str, start: int, size: int, backend: Tokenizer) -> int | None:
+    """Where the piece that begins at ``start`` ends, None for the end of the text."""
+    line_ends = LINE_ENDS.finditer(text, start + size, start + 2 * size)
+    places = chain(line_ends, islice(WORD_ENDS.finditer(text, start + 2 * size), TRIES))
+    return next((match.start() for match in places if _same_apart(text, match.start(), backend)), None)
+
+
 def _same_apart(text: str, cut: int, backend: Tokenizer) -> bool:
-    begin = text.rfind("\n", 0, cut - 1) + 1
-    end = text.find("\n", cut) + 1 or len(text)
+    begin = max(text.rfind("\n", 0, cut - 1) + 1, cut - WINDOW)
+    end = min(text.find("\n", cut) + 1 or len(text), cut + WINDOW)
     left, right, both = (
         backend.encode(part, add_special_tokens=False).ids for part in (text[begin:cut], text[cut:end], text[begin:end])
     )

@@ -111,6 +111,9 @@ class DataRecipe:
     """Tokens per sample at most (chat) or exactly (text), and of a packed row. Activation memory grows with it."""
     too_long: Literal["drop", "truncate"] = "drop"
     """A chat sample above max_length is dropped, or loses its beginning; both are counted."""
+    special_tokens: Literal["keep", "text", "refuse"] = "keep"
+    """What becomes of a special token that people spelled out (<|im_end|> in an answer, <s> in HTML). keep: it is one,
+    and counted; text: it is read as the text that it is; refuse: the line is an error."""
     packing: bool = False
     """Fill rows of max_length tokens with several samples each, which do not see each other. false: a sample per row,
     padded to the longest of the micro-batch."""

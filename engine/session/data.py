@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.chat import read_chat
 from data.held_out import HeldOut, seen_in_training, split
 from data.loader import Loader
 from data.samples import Sample
+from data.special import SpecialTexts
 from data.text import read_text
 from engine.cluster.nodes import check_same_samples
 from engine.recipe.recipe import Recipe
@@ -64,8 +66,12 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
     settings = recipe.data
     with errors_on_all_ranks(OSError, ValueError):
         if settings.kind == "text":
-            samples = read_text(files, tokenizer, settings.max_length, progress=is_main())
-            say(f"data: {len(samples):,} blocks of {settings.max_length:,} tokens")
+            samples = read_text(files, tokenizer, settings.max_length, settings.special_tokens, progress=is_main())
+            special = list(SpecialTexts(tokenizer).ids)
+            # One EOS stands between two files.
+            spelled = sum(int(np.isin(sample.input_ids, special).sum()) for sample in samples) - len(files) + 1
+            kept = f"; {spelled:,} special tokens spelled out and kept (data.special_tokens)" if spelled > 0 else ""
+            say(f"data: {len(samples):,} blocks of {settings.max_length:,} tokens{kept}")
             return samples
         samples, counts = read_chat(
             files,
@@ -74,6 +80,7 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
             max_length=settings.max_length,
             loss_on=settings.loss_on,
             too_long=settings.too_long,
+            special_tokens=settings.special_tokens,
             progress=is_main(),
         )
         say(f"data: {counts.summary()}")

@@ -271,7 +271,7 @@ def test_a_slow_tokenizer_and_bad_parameters_are_refused(tmp_path):
 
 
 def test_order_over_files_and_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.chat.BATCH", 7)
+    monkeypatch.setattr("data.chat.TEXTS", 7)
     numbers = list(range(50))
     paths = [
         write(tmp_path / f"{start}.jsonl", *({"input": "n", "output": str(n)} for n in numbers[start : start + 25]))
