@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 IGNORE = -100
 """Label of a position that predicts nothing (the ``ignore_index`` of torch's cross entropy)."""
@@ -91,6 +91,21 @@ def _file_problem(path: Path) -> str | None:
     if not path.is_file():
         return f"{path}: found something else than a file (a folder?), expected the path of a file"
     return None if path.stat().st_size else f"{path}: the file is empty"
+
+
+def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises no other kind, whatever is wrong with a file
+        why = " ".join(str(error).split())
+        raise DataError(
+            f"{directory}: expected a tokenizer (tokenizer.json, tokenizer_config.json) that transformers reads: {why}"
+        ) from error
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

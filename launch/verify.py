@@ -39,17 +39,19 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.tokens < 2 or arguments.window < 2:
         parser.error("--tokens and --window must be at least 2: each token is predicted from those before it")
 
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    from data.samples import DataError, load_tokenizer
     from engine.verify.check import compare_with_transformers, windows
     from model.ranks import RankError
 
     logging.set_verbosity_error()  # what transformers says about the keys is in the report
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(
-        arguments.export, local_files_only=True, trust_remote_code=arguments.trust_remote_code
-    )
+    try:
+        tokenizer = load_tokenizer(arguments.export, trust_remote_code=arguments.trust_remote_code)
+    except DataError as error:
+        print(f"NOT ok: {error}")
+        return 1
     text = SAMPLE if arguments.text is None else arguments.text.read_text(encoding="utf-8")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.tokens]
     if len(ids) < 2:

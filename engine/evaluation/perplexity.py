@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from data.samples import load_tokenizer
 from engine.evaluation.results import Evaluation, Measurement, weights_size
 from engine.evaluation.score import ScoringModel, rolling_windows, score_windows, scoring_model
 from model.build import build_model
@@ -195,7 +196,7 @@ def evaluate_checkpoint(directory: str | Path, questions: Questions, device: tor
         RankError: on every rank: a checkpoint, text or task that cannot be read or does not fit together.
     """
     with errors_on_all_ranks(OSError, ValueError):
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = load_tokenizer(directory)
         text = read_eval_text(questions.text, tokenizer, questions.tokens) if questions.text is not None else None
         size = weights_size(directory)
     model = load_for_evaluation(directory, questions.dtype, device, sharded=questions.sharded)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data.chat import read_chat
 from data.held_out import HeldOut, seen_in_training, split
 from data.loader import Loader
-from data.samples import Sample
+from data.samples import Sample, load_tokenizer
 from data.special import SpecialTexts
 from data.text import read_text
 from engine.cluster.nodes import check_same_samples
@@ -56,9 +56,7 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
 def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Read the tokenizer of the student's checkpoint. Raises RankError on every rank if there is none."""
     with errors_on_all_ranks(OSError, ValueError):
-        return AutoTokenizer.from_pretrained(
-            recipe.model.path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
-        )
+        return load_tokenizer(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
 
 
 def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> list[Sample]:

@@ -3,9 +3,9 @@
 import os
 from collections.abc import Sequence
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from data.samples import Sample
+from data.samples import DataError, Sample, load_tokenizer
 from data.teacher_cache import TeacherCache
 from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary, first_difference
 from engine.recipe.ds_config import teacher_config
@@ -89,10 +89,8 @@ def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: Pr
 def _check_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Refuse a teacher to whom a token id means something else."""
     try:
-        theirs = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
+        theirs = load_tokenizer(path, trust_remote_code=recipe.model.trust_remote_code)
+    except DataError as error:
         raise ValueError(
             f"loss.teacher: {path} has no tokenizer to compare with the student's: distillation compares token by "
             f"token ({error})"

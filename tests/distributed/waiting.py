@@ -66,8 +66,8 @@ class WaitingRanks:
             for rank in [rank for rank in running if rank.connection in ready]:
                 running.remove(rank)
                 ended = rank.receive("code")
-                if ended and not code:
-                    code, end = ended, min(end, time.monotonic() + GRACE)
+                if ended:  # a signal's number is below 0 and says more than what came of it on the other rank
+                    code, end = min(code, ended) if code else ended, min(end, time.monotonic() + GRACE)
             if running and time.monotonic() > end:
                 for rank in running:
                     os.kill(rank.pid, signal.SIGKILL)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.distributed.launcher import run_ranks
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.patience import PATIENCE
 from tests.root import ROOT
@@ -19,11 +20,10 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, EventAccumulator]:
-    """What each script wrote for TensorBoard; all of them run at the same time."""
+    """What each script wrote for TensorBoard."""
     directory = tmp_path_factory.mktemp("examples")
     model, chats = tiny_checkpoint(directory / "model"), write_chats(directory / "chats.jsonl")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    running = {}
+    found = {}
     for script in EXAMPLES:
         recipe = write_recipe(
             directory,
@@ -36,17 +36,10 @@ def pages(tmp_path_factory) -> dict[str, EventAccumulator]:
             loss={"kd_weight": 0.0, "teacher": None},
             export={"enabled": True},
         )
-        command = [sys.executable, str(script), "--config", str(recipe)]
-        running[script.stem] = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-    found = {}
-    for name, process in running.items():
-        output, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, output[-4000:]
-        assert (directory / name / "export" / "config.json").is_file(), output[-4000:]
-        found[name] = EventAccumulator(str(directory / name / "tensorboard"))
-        found[name].Reload()
+        output = run_ranks(script, "--config", recipe)
+        assert (directory / script.stem / "export" / "config.json").is_file(), output[-4000:]
+        found[script.stem] = EventAccumulator(str(directory / script.stem / "tensorboard"))
+        found[script.stem].Reload()
     return found
 
 

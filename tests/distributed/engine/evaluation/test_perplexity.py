@@ -8,7 +8,7 @@ import torch
 
 from engine.evaluation.perplexity import read_eval_text
 from engine.evaluation.results import read_evaluations
-from tests.distributed.launcher import launch, run_ranks
+from tests.distributed.launcher import run_ranks, run_waiting
 from tests.root import ROOT
 from tests.tiny import TEXT, tiny_checkpoint, tiny_model, tiny_tokenizer
 
@@ -64,8 +64,6 @@ def test_two_ranks_equal_one_process(files, sharded, tmp_path):
 
 def test_errors_are_one_line_and_exit_code_1(files, tmp_path):
     path, _ = files
-    result = launch(SCRIPT, "--model", tmp_path, "--text", path)
-    assert result.returncode == 1
-    assert "error: " in result.stdout and str(tmp_path) in result.stdout and "Traceback" not in result.stdout, (
-        result.stdout
-    )
+    code, output = run_waiting(SCRIPT, "--model", tmp_path, "--text", path)
+    assert code == 1
+    assert "error: " in output and str(tmp_path) in output and "Traceback" not in output, output

@@ -14,7 +14,7 @@ from engine.verify.check import compare_with_transformers
 from model.shards import INDEX
 from quant import SCHEMES
 from quant.packing import unpack_int32
-from tests.distributed.launcher import launch
+from tests.distributed.launcher import run_waiting
 from tests.distributed.model.save.scripts.save import CHANNEL, SHARD
 from tests.tiny import tiny_checkpoint
 
@@ -38,9 +38,8 @@ def run(tmp_path_factory):
     for name, (stage, kind, scheme, way) in RUNS.items():
         source = tiny_checkpoint(base / f"source-{name}", kind, tied=kind == "qwen3")
         entries.append(f"{name}:{stage}:{scheme}:{way}:{source}")
-    result = launch(SCRIPT, str(base / "out"), *entries)
-    end = f"exits with return code = {-signal.SIGXFSZ}\n"
-    assert result.stdout.endswith(end), f"expected to be killed at the very end:\n{result.stdout[-8000:]}"
+    code, output = run_waiting(SCRIPT, base / "out", *entries)
+    assert code == -signal.SIGXFSZ, f"expected to be killed at the very end, not {code}:\n{output[-8000:]}"
     return base
 
 
