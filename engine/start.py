@@ -8,7 +8,7 @@ from engine.checkpoint.find import LATEST, STEPS, Checkpoint, check_resumable, c
 from engine.checkpoint.load import load_checkpoint
 from engine.checkpoint.owners import Owners
 from engine.cluster.claim import Claim
-from engine.cluster.nodes import check_shared
+from engine.cluster.nodes import check_shared, several_machines
 from engine.evaluation.held_out import HeldOutResults
 from engine.events import check_events
 from engine.export import check_export, check_exportable
@@ -113,8 +113,13 @@ def _take_output(recipe: Recipe, claim: Claim) -> None:
 
     What lies elsewhere may be another run's, and is named. So is a run that will leave nothing.
     """
-    check_shared(Path(recipe.output_dir), "output_dir")
-    claim.take(Path(recipe.output_dir), "output_dir")
+    output = Path(recipe.output_dir)
+    with errors_on_all_ranks(OSError):
+        if is_main():
+            output.mkdir(parents=True, exist_ok=True)
+    if several_machines():
+        check_shared(output, "output_dir")
+    claim.take(output, "output_dir")
     if not recipe.export.enabled and not recipe.train.checkpoint_every:
         say(
             "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
@@ -124,7 +129,7 @@ def _take_output(recipe: Recipe, claim: Claim) -> None:
         if is_main() and recipe.export.enabled:
             export = recipe.export_dir()
             for left in export.parent.glob(f"{export.name}.tmp-????????"):
-                if export.parent.resolve() == Path(recipe.output_dir).resolve():
+                if export.parent.resolve() == output.resolve():
                     shutil.rmtree(left, ignore_errors=True)
                 else:
                     say(f"warning: {left} is of an export that was killed or still runs; remove it if none does")

@@ -17,7 +17,7 @@ from engine.losses.chunked import LossResult, chunked_losses
 from engine.losses.objective import ROUTER_AUX, Objective
 from engine.losses.teacher import CachedTeacher, Sight, Teacher
 from engine.offload import OnHost
-from engine.quantisation.statistics import watching
+from engine.quantisation.statistics import Watch, watching
 from engine.schedule import lr_factor
 from engine.session.optimizer import SCALE_GROUPS, trained_scales
 from engine.session.session import Session
@@ -40,7 +40,7 @@ def train_step(state: LoopState) -> StepResult:
     _set_learning_rates(state)
     objective = state.objective()
     measures = _is_due(state, state.recipe.train.quant_stats_every) and state.quant.enabled
-    with watching(state.quant, wanted=measures) as watch:
+    with watching(state.quant) if measures else nullcontext(Watch()) as watch:
         seen = state.session.quantization.seen()
         sums = _accumulate(state, batches, objective, valid)
         update = _update(state, measures=measures)

@@ -4,7 +4,8 @@ The ranks of one machine see one disk, one checkout and one environment. Between
 and most differences are silent: from other data the ranks draw batches that overlap, other weights make a model of two,
 and an output directory that is not shared gets half of a checkpoint. So all of it is compared before weights are read.
 
-A machine here is a launcher with its ranks, and the one with ``LOCAL_RANK`` 0 speaks for it.
+A machine here is a launcher with its ranks, and the one with ``LOCAL_RANK`` 0 speaks for it. On one machine there is
+nothing to compare: who calls asks :func:`several_machines` first.
 """
 
 import hashlib
@@ -38,10 +39,15 @@ SOURCES = ("data", "engine", "launch", "model", "quant")
 PATIENCE_SECONDS = 75.0
 
 
+def several_machines() -> bool:
+    """Whether the run has ranks on several machines, whatever launched them; a collective."""
+    return len(_machines()) > 1
+
+
 def check_nodes_agree(recipe: Recipe, ds_config: dict[str, Any]) -> None:
     """Refuse machines with other versions, another checkout, recipe, DeepSpeed configuration or other weights.
 
-    A collective; nothing on one machine.
+    A collective.
 
     Raises:
         RankError: on every rank: what differs, with the values of two machines.
@@ -59,23 +65,18 @@ def check_same_samples(*samples: Sequence[Sample]) -> None:
 
 
 def check_shared(directory: Path, key: str) -> None:
-    """Make ``directory``, and refuse it if a machine does not see what rank 0 writes there.
+    """Refuse a directory if a machine does not see what rank 0 writes there.
 
-    A collective; on one machine it only makes the directory. It takes up to ``PATIENCE_SECONDS`` until it is refused.
+    A collective. It takes up to ``PATIENCE_SECONDS`` until it is refused.
 
     Args:
-        directory: where every rank will write its part of something.
+        directory: where every rank will write its part of something; there on rank 0.
         key: the recipe's key that names the directory, for the message.
 
     Raises:
         RankError: on every rank: names the directory and the machines, or says why it cannot be written.
     """
     probe: str | None = None
-    with errors_on_all_ranks(OSError):
-        if is_main():
-            directory.mkdir(parents=True, exist_ok=True)
-    if len(_machines()) == 1:
-        return
     with errors_on_all_ranks(OSError):
         if is_main():
             # A name that nobody has looked up yet: no machine remembers that it is not there.
@@ -122,8 +123,6 @@ def _machines() -> list[int]:
 def _compare(facts: Callable[[], dict[str, str]]) -> None:
     """Raise RankError on every rank if the facts of two machines differ; a collective. One rank of each finds them."""
     machines = _machines()
-    if len(machines) == 1:
-        return
     mine: dict[str, str] = {}
     with errors_on_all_ranks(OSError, ValueError):
         if rank() in machines:

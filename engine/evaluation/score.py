@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from data.samples import IGNORE
 from engine.losses.chunked import row_blocks
-from engine.session.engines import initialize_frozen
+from engine.session.optimizer import initialize_frozen
 from model.head import HiddenStates, settle_function, take_out_head
 from model.ranks import RankError, errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
 from model.zero import gathered

@@ -39,30 +39,25 @@ def _clipped_inputs(quantization: Quantization) -> dict[str, float]:
 
 @dataclass
 class Watch:
-    """What :func:`watching` found; None until its block has ended, and where it was not wanted."""
+    """What :func:`watching` found; None until its block has ended."""
 
     stats: QuantStats | None = None
 
 
 @contextmanager
-def watching(quant: FakeQuant, *, wanted: bool) -> Iterator[Watch]:
+def watching(quant: FakeQuant) -> Iterator[Watch]:
     """Watch the inputs of the block's forwards, and measure the quantisation when the block ends; a collective then.
 
     Where inputs are watched already (a user's script does it, or a schedule that will switch fake quant on), the
     observers keep what they have seen and go on.
-
-    Args:
-        quant: of the run.
-        wanted: False: nothing is watched or measured; the same on every rank.
     """
     watch = Watch()
-    own = wanted and not quant.quantization.observing
+    own = not quant.quantization.observing
     if own:
         quant.observe(True)
     try:
         yield watch
-        if wanted:
-            watch.stats = measure(quant.quantization)
+        watch.stats = measure(quant.quantization)
     finally:
         if own:
             quant.observe(False)

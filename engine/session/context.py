@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
 from engine.cluster.join import join_ranks
-from engine.cluster.nodes import check_nodes_agree
+from engine.cluster.nodes import check_nodes_agree, several_machines
 from engine.recipe.checks import RecipeError
 from engine.recipe.ds_config import resolve
 from engine.recipe.recipe import Recipe
@@ -46,7 +46,8 @@ def start_ranks(recipe: Recipe) -> RunContext:
     if missing := list(_not_on_this_machine(recipe, ds_config)):
         raise RecipeError("\n".join(missing))
     device = init_ranks()
-    check_nodes_agree(recipe, ds_config)
+    if several_machines():
+        check_nodes_agree(recipe, ds_config)
     slower = Counter(text for text in gather_objects(prepare_kernels()) if text)
     for text, ranks in slower.items():
         say(text if ranks == world_size() else f"{text} ({ranks} of {world_size()} ranks)")

@@ -11,7 +11,7 @@ from data.loader import Loader
 from data.samples import Sample, load_tokenizer
 from data.special import SpecialTexts
 from data.text import read_text
-from engine.cluster.nodes import check_same_samples
+from engine.cluster.nodes import check_same_samples, several_machines
 from engine.recipe.recipe import Recipe
 from model.ranks import errors_on_all_ranks, is_main, rank, say, world_size
 
@@ -40,7 +40,8 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
         "world": world_size(),
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
     }
-    check_same_samples(training, held_out)
+    if several_machines():
+        check_same_samples(training, held_out)
     with errors_on_all_ranks(ValueError):
         loader = Loader(
             training,

@@ -18,9 +18,9 @@ from data.samples import Sample
 from engine.losses.teacher import SelfTeacher, Teacher, unquantised_forward
 from engine.recipe.recipe import Recipe
 from engine.session.context import RunContext
-from engine.session.engines import initialize_frozen, initialize_student
 from engine.session.levers import Levers
 from engine.session.loss_scale import LossScale
+from engine.session.optimizer import initialize_frozen, initialize_student
 from engine.session.student import build_student, initial_scales
 from engine.session.teacher import load_teacher, open_cached_teacher
 from model.coded import gather_codes

@@ -11,7 +11,7 @@ from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary
 from engine.recipe.ds_config import teacher_config
 from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES, RunContext
-from engine.session.engines import initialize_frozen
+from engine.session.optimizer import initialize_frozen
 from model.build import build_model
 from model.head import output_head, settle_function, take_out_head
 from model.load import load_weights

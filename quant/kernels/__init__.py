@@ -6,6 +6,7 @@ operations around it, with their loops in the headers that they include, ``bindi
 :mod:`quant.kernels.build` compiles these files at first use.
 """
 
+from quant.kernels.build import prepare_kernels
 from quant.kernels.ops import (
     amax,
     dequantize,
@@ -19,7 +20,6 @@ from quant.kernels.ops import (
     quantize_tokens,
     quantize_with_values,
 )
-from quant.kernels.registration import prepare_kernels
 
 __all__ = [
     "amax",

@@ -1,9 +1,13 @@
-"""Compiles the operators' C++ and CUDA at first use, and says once what it could not do.
+"""Who computes the operators: compiles their C++ and CUDA at first use, and says once what it could not do.
 
-The result is kept in torch's extension folder (``TORCH_EXTENSIONS_DIR``, by default in the home folder), in a folder
-whose name is a digest of the sources, the flags and torch's version: a change of any of them builds anew, and a library
-that is there is loaded in milliseconds. Only one process builds; the others, on the same machine or on one that shares
-the folder, wait for it. A build that is killed leaves nothing that looks complete.
+On the CPU it is the compiled kernels, or the reference where there is no C++ compiler. On CUDA it is the compiled
+kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference in
+eager mode. What is slower than it should be is said once.
+
+What was compiled is kept in torch's extension folder (``TORCH_EXTENSIONS_DIR``, by default in the home folder), below
+a name that is a digest of the sources, the flags and torch's version: a change of any of them builds anew, and a
+library that is there is loaded in milliseconds. Only one process builds; the others, on the same machine or on one that
+shares the folder, wait for it. A build that is killed leaves nothing that looks complete.
 """
 
 import fcntl
@@ -11,13 +15,20 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils import cpp_extension
+
+from quant.kernels import eager
+from quant.kernels.registration import OPERATORS, SCHEMAS
 
 SOURCES = Path(__file__).parent
 LIBRARY = "deepqat_kernels"
@@ -56,6 +67,60 @@ class Build:
     library: Path | None
     cuda: bool
     why: str
+
+
+_ready: list[bool] = []  # holds something once the kernels can be called
+
+
+# Left alone, inductor keeps in fp32 what the reference rounds to a dtype on its way, and approximates 1/scale.
+_AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+
+
+@cache
+def prepare_kernels() -> str:
+    """Compile and load the kernels, or put in their place what can be had.
+
+    Happens by itself at the first use; call it earlier to choose when the half minute of the first build passes.
+
+    Returns:
+        What is slower than it should be, and why; empty if nothing is.
+    """
+    built = build()
+    remarks = []
+    if built.library is None:
+        _implement("CPU", lambda name: getattr(eager, name))
+        remarks.append(f"fake quantisation runs in eager mode on the CPU, many times slower: {built.why}")
+    if torch.cuda.is_available() and not built.cuda:
+        compilable = find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
+        if compilable:
+            _implement("CUDA", lambda name: torch.compile(getattr(eager, name), dynamic=True, options=_AS_EAGER))
+            remarks.append(f"fake quantisation on CUDA runs the reference through torch.compile, slower: {built.why}")
+        else:
+            _implement("CUDA", lambda name: getattr(eager, name))
+            remarks.append(
+                f"fake quantisation on CUDA runs in eager mode, many times slower: {built.why}; "
+                "torch.compile needs triton and a C compiler"
+            )
+    _ready.append(True)
+    return "; ".join(remarks)
+
+
+def _implement(key: str, implementation: Callable[[str], Callable[..., Any]]) -> None:
+    for schema in SCHEMAS:
+        name = schema.partition("(")[0]
+        OPERATORS.impl(name, implementation(name), key)
+
+
+def ensure_ready() -> None:
+    """Prepare the kernels unless they are, and warn of what is slower than it should be."""
+    if not _ready:
+        remark = prepare_kernels()
+        if remark:
+            warnings.warn(remark, stacklevel=3)
 
 
 def build() -> Build:

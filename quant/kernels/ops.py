@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quant.kernels.registration import ensure_ready
+from quant.kernels.build import ensure_ready
 from quant.reference import round_scale
 from quant.scale import Quantizer
 from quant.spec import TensorSpec

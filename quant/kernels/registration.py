@@ -1,14 +1,10 @@
-"""The quantisers as operators of torch (``torch.ops.deepqat``): schemas, shapes, gradients, and who computes them.
+"""The quantisers as operators of torch (``torch.ops.deepqat``): schemas, shapes, gradients.
 
 An operator forms the scale itself, ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale costs no
 launch of its own. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive parts of the row-major
 tensor: one scale is per tensor, ``(E,)`` per expert of a stack, ``(out, groups)`` per group. A *grid* is 0 for e4m3, 1
 for e2m1, else the number of bits of a signed integer, which may have a zero point beside each scale. Tokens have a grid
 of 0 or 2 to 8; asymmetric only integers.
-
-Who computes: on the CPU the compiled kernels, or where there is no C++ compiler the reference. On CUDA the compiled
-kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference in
-eager mode. What is slower than it should be is said once.
 
 ``fake_quantize`` and ``fake_quantize_tokens`` have a gradient, ``fake_quantized`` and ``fake_quantized_tokens`` are the
 same without one: torch calls a registered gradient from Python, which costs some 0.1 ms in the middle of a step even
@@ -22,24 +18,17 @@ Values that are not finite: a NaN stays a NaN (its code, but for e4m3, is 0) and
 Of :func:`fake_quantize_tokens` a token that holds either becomes NaN as a whole.
 """
 
-import shutil
-import warnings
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quant.kernels import eager
-from quant.kernels.build import build
-
-_LIBRARY = torch.library.Library("deepqat", "DEF")
+OPERATORS = torch.library.Library("deepqat", "DEF")
 _OPS = torch.ops.deepqat
 _SCALE = "Tensor s0, Tensor? theta"
 
-_SCHEMAS = (
+SCHEMAS = (
     f"effective_scale({_SCALE}, ScalarType scale_dtype, Tensor? after=None) -> Tensor",
     f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask, Tensor? zero=None) -> (Tensor, Tensor)",
     f"quantize_with_values(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask, Tensor? zero=None) "
@@ -62,62 +51,8 @@ _SCHEMAS = (
     "fake_quantized_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None) -> Tensor",
     "fake_quantize_tokens_backward(Tensor grad, Tensor x, int grid, bool symmetric) -> Tensor",
 )
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema)
-
-_ready: list[bool] = []  # holds something once the kernels can be called
-
-
-# Left alone, inductor keeps in fp32 what the reference rounds to a dtype on its way, and approximates 1/scale.
-_AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {
-    "emulate_precision_casts": True,
-    "eager_numerics.division_rounding": True,
-    "eager_numerics.disable_ftz": True,
-}
-
-
-@cache
-def prepare_kernels() -> str:
-    """Compile and load the kernels, or put in their place what can be had.
-
-    Happens by itself at the first use; call it earlier to choose when the half minute of the first build passes.
-
-    Returns:
-        What is slower than it should be, and why; empty if nothing is.
-    """
-    built = build()
-    remarks = []
-    if built.library is None:
-        _implement("CPU", lambda name: getattr(eager, name))
-        remarks.append(f"fake quantisation runs in eager mode on the CPU, many times slower: {built.why}")
-    if torch.cuda.is_available() and not built.cuda:
-        compilable = find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
-        if compilable:
-            _implement("CUDA", lambda name: torch.compile(getattr(eager, name), dynamic=True, options=_AS_EAGER))
-            remarks.append(f"fake quantisation on CUDA runs the reference through torch.compile, slower: {built.why}")
-        else:
-            _implement("CUDA", lambda name: getattr(eager, name))
-            remarks.append(
-                f"fake quantisation on CUDA runs in eager mode, many times slower: {built.why}; "
-                "torch.compile needs triton and a C compiler"
-            )
-    _ready.append(True)
-    return "; ".join(remarks)
-
-
-def _implement(key: str, implementation: Callable[[str], Callable[..., Any]]) -> None:
-    for schema in _SCHEMAS:
-        name = schema.partition("(")[0]
-        _LIBRARY.impl(name, implementation(name), key)
-
-
-def ensure_ready() -> None:
-    """Prepare the kernels unless they are, and warn of what is slower than it should be."""
-    if not _ready:
-        remark = prepare_kernels()
-        if remark:
-            warnings.warn(remark, stacklevel=3)
-
+for _schema in SCHEMAS:
+    OPERATORS.define(_schema)
 
 # ---- what torch.compile needs to know: the shapes of results. Torch passes the arguments in the order of the schemas,
 # without those at the end that have their defaults.
@@ -198,8 +133,8 @@ def _tokens_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]
 
 
 torch.library.register_autograd(
-    "deepqat::fake_quantize", _fake_quantize_gradients, setup_context=_save_fake_quantize, lib=_LIBRARY
+    "deepqat::fake_quantize", _fake_quantize_gradients, setup_context=_save_fake_quantize, lib=OPERATORS
 )
 torch.library.register_autograd(
-    "deepqat::fake_quantize_tokens", _tokens_gradients, setup_context=_save_tokens, lib=_LIBRARY
+    "deepqat::fake_quantize_tokens", _tokens_gradients, setup_context=_save_tokens, lib=OPERATORS
 )

@@ -15,9 +15,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "story.py"
 PAGE = ROOT / "docs" / "reading_the_code.md"
 # A file of which fewer lines run need not be opened: the name that was imported says what they do.
 LEAST_LINES = 12
-# What there is today. The goal is 35 files and 3,600 lines: these numbers may go down, not up. What keeps a bad day
-# from costing a run (one job per directory, ranks that agree, values and patterns) took two files and 300 lines.
-MOST_FILES, MOST_LINES = 67, 5460
+# What there is today. The goal is 35 files and 3,600 lines: these numbers may go down, not up.
+MOST_FILES, MOST_LINES = 63, 5371
 
 
 @pytest.fixture(scope="module")

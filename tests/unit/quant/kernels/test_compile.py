@@ -10,8 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import quant
 from engine.session.student import COMPILE_OPTIONS
 from quant.kernels import prepare_kernels
-from quant.kernels.build import build
-from quant.kernels.registration import _AS_EAGER
+from quant.kernels.build import _AS_EAGER, build
 from quant.reference import absmax_scale
 from quant.spec import get_scheme
 
