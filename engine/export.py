@@ -6,9 +6,8 @@ from pathlib import Path
 
 from data.loader import MicroBatch
 from engine.quantisation.switches import FakeQuant
-from engine.recipe.checks import RecipeError
+from engine.recipe.checks import RecipeError, parse_size
 from engine.recipe.recipe import Recipe
-from engine.recipe.sections import parse_size
 from engine.session.session import Session
 from model.ranks import listed, say
 from model.save import check_plan, export_model
@@ -54,13 +53,15 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
     """Write the model into ``directory``, in the recipe's layout or as it is; errors as of
     :func:`model.save.export_model`."""
     recipe = session.recipe
+    max_shard_size = parse_size(recipe.export.max_shard_size)
+    assert max_shard_size is not None, "the recipe refuses what is no size"
     report = export_model(
         session.model,
         session.quantization if compressed else None,
         recipe.model.path,
         directory,
         layout=recipe.export.format,
-        max_shard_size=parse_size(recipe.export.max_shard_size),
+        max_shard_size=max_shard_size,
         trust_remote_code=recipe.model.trust_remote_code,
     )
     size = report.bytes / 1e6

@@ -1,12 +1,21 @@
-"""The error of a bad recipe, and the checks that its sections have in common."""
+"""The error of a bad recipe, and what its knobs declare of the values that they take.
+
+A knob declares its values where it stands, ``lr: float = field(default=1e-5, metadata=at_least(0))``, and
+:func:`field_problems` holds them against a section's values.
+"""
 
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
 
 from quant.patterns import pattern_problem
 
 LONGEST_PROBLEM = 1500  # characters; the longest that names every preset has some 600
+SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+CHECK = "check"  # the key in a field's metadata: value -> what was expected instead, or None
 
 
 class RecipeError(ValueError):
@@ -29,28 +38,73 @@ def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
         yield f"{key}: {value!r}, expected {expected}"
 
 
-def at_least(key: str, value: float, lowest: float) -> Iterator[str]:
-    """Yields a problem line if a number is below ``lowest``, not finite, or too large for 64 bits."""
-    yield from need(_fits(value) and value >= lowest, key, value, f"at least {lowest}{_BELOW * (value > lowest)}")
+def values(expected: str, good: Callable[[Any], object]) -> dict[str, Any]:
+    """Metadata of a field whose values are ``good``."""
+    return {CHECK: lambda value: None if good(value) else expected}
 
 
-def positive(key: str, value: float) -> Iterator[str]:
-    """Yields a problem line if a number is not above 0, or not finite."""
-    yield from need(_fits(value) and value > 0, key, value, f"a number above 0{_BELOW * (value > 0)}")
+def at_least(lowest: float) -> dict[str, Any]:
+    """Metadata of a number that is finite, and of an integer that 64 bits hold."""
+    return _numbers(f"at least {lowest}", lambda value: value >= lowest)
 
 
-_BELOW = ", and a number that 64 bits hold"
+def above_0() -> dict[str, Any]:
+    """Metadata of such a number."""
+    return _numbers("a number above 0", lambda value: value > 0)
 
 
-def _fits(value: float) -> bool:
-    """Whether an integer fits into 64 bits, or a number is finite; Python's integers may exceed every float."""
-    return -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
+def _numbers(expected: str, good: Callable[[Any], bool]) -> dict[str, Any]:
+    def check(value: float) -> str | None:
+        # Python's integers may exceed every float.
+        fits = -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
+        return None if fits and good(value) else f"{expected}{', and a number that 64 bits hold' * good(value)}"
+
+    return {CHECK: check}
 
 
-def pattern(key: str, value: str) -> Iterator[str]:
-    """Yields a problem line if a text is no regular expression, or one that may take for ever."""
-    if problem := pattern_problem(value):
-        yield f"{key}: {value[:200]!r}, expected a regular expression ({problem})"
+def not_empty(expected: str) -> dict[str, Any]:
+    """Metadata of a text."""
+    return values(expected, lambda value: value != "")
+
+
+def regex() -> dict[str, Any]:
+    """Metadata of a regular expression that ends soon on every name."""
+    return {CHECK: lambda value: (found := pattern_problem(value)) and f"a regular expression ({found})"}
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes in a size like ``5GB`` (10^9), ``500MB`` or ``2GiB`` (2^30), at least one; None: it is something else.
+
+    Without a unit the number is bytes.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    size = float(match[1]) * SIZE_UNITS.get(match[2].upper(), 0) if match else 0
+    return int(size) if 1 <= size < 2**63 else None
+
+
+def size() -> dict[str, Any]:
+    """Metadata of a text with a size in bytes."""
+    return values("a positive number and a unit, like 5GB, 500MB or 2GiB", parse_size)
+
+
+def each(of_items: dict[str, Any]) -> dict[str, Any]:
+    """Metadata of a list whose items take the values of other metadata."""
+    return {CHECK: of_items[CHECK], "each": True}
+
+
+def value_problems(key: str, value: Any, declared: Mapping[str, Any]) -> Iterator[str]:
+    """A problem line if a value is none of those that metadata declares; null is good where the type has it."""
+    if CHECK in declared and value is not None and (expected := declared[CHECK](value)):
+        yield from need(False, key, value[:200] if isinstance(value, str) else value, expected)
+
+
+def field_problems(section: Any, path: str) -> Iterator[str]:
+    """One line per field of a section, a dataclass whose path is ``path``, that declares other values than it has."""
+    for item in fields(section):
+        value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")
+        found = {f"{key}[{index}]": one for index, one in enumerate(value)} if "each" in item.metadata else {key: value}
+        for at, one in found.items():
+            yield from value_problems(at, one, item.metadata)
 
 
 def not_there(path: str) -> str:

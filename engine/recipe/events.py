@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.recipe.checks import at_least, need, pattern
+from engine.recipe.checks import at_least, field_problems, need, regex, value_problems, values
 
 CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
 
@@ -13,20 +13,23 @@ CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\
 EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales")
 
 
+_WHEN = values("like loss/lm < 2.5", lambda text: parse_condition(text) is not None)
+
+
 @dataclass
 class EventRecipe:
     """One change during the run: when it happens (one of at, every, when), and what (at least one of the others)."""
 
-    at: int | None = None
+    at: int | None = field(default=None, metadata=at_least(0))
     """Once, when so many optimizer steps are done and before the next begins."""
-    every: int | None = None
+    every: int | None = field(default=None, metadata=at_least(1))
     """After each so many optimizer steps."""
-    when: str | None = None
+    when: str | None = field(default=None, metadata=_WHEN)
     """Once, after the first step at which this holds: a loss or a result of the evaluation (loss/total, loss/lm,
     eval/perplexity, ...), one of < <= > >=, and a number."""
     fake_quant: bool | Literal["weights", "activations"] | None = None
     """true: of weights and activations; weights, activations: of these alone; false: off."""
-    layers: str | None = None
+    layers: str | None = field(default=None, metadata=regex())
     """Regex: fake_quant of the layers whose whole module name matches only."""
     observe: bool | None = None
     """Whether observers watch the inputs; starting forgets what they saw. While off they watch unless this is false."""
@@ -42,22 +45,16 @@ class EventRecipe:
         times = {name: getattr(self, name) for name in ("at", "every", "when") if getattr(self, name) is not None}
         if len(times) != 1:
             yield f"{key}: {times or 'no time'}, expected exactly one of at, every, when"
-        if self.at is not None:
-            yield from at_least(f"{key}.at", self.at, 0)
-        if self.every is not None:
-            yield from at_least(f"{key}.every", self.every, 1)
-        if self.when is not None:
-            yield from need(parse_condition(self.when) is not None, f"{key}.when", self.when, "like loss/lm < 2.5")
+        yield from field_problems(self, key)
         actions = (self.fake_quant, self.observe, self.freeze_scales, self.lr, self.loss)
         if all(action is None for action in actions):
             yield f"{key}: nothing happens, expected one of fake_quant, observe, freeze_scales, lr, loss"
         if self.layers is not None:
             yield from need(self.fake_quant is not None, f"{key}.layers", self.layers, "fake_quant beside it")
-            yield from pattern(f"{key}.layers", self.layers)
         for name, known in (("lr", EVENT_RATES), ("loss", ("lm", "kd"))):
             for what, value in (getattr(self, name) or {}).items():
                 yield from need(what in known, f"{key}.{name}", what, f"one of {', '.join(known)}")
-                yield from at_least(f"{key}.{name}.{what}", value, 0)
+                yield from value_problems(f"{key}.{name}.{what}", value, at_least(0))
 
 
 def parse_condition(text: str) -> tuple[str, str, float] | None:

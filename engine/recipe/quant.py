@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.recipe.checks import at_least, need, pattern, positive
+from engine.recipe.checks import above_0, at_least, each, field_problems, need, regex, values
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
 
 NONE = "none"  # the scheme of a rule whose layers stay as they are
@@ -60,20 +60,16 @@ class RuleRecipe:
 
     scheme: str
     """A name like quant.scheme's; none: they stay as they are."""
-    layers: str | None = None
+    layers: str | None = field(default=None, metadata=regex())
     """Regex on the whole module name. null: any."""
-    first: int | None = None
+    first: int | None = field(default=None, metadata=at_least(1))
     """Layers in the first so many decoder layers."""
-    last: int | None = None
+    last: int | None = field(default=None, metadata=at_least(1))
     """Layers in the last so many decoder layers."""
 
     def problems(self, key: str) -> Iterator[str]:
         """One line per bad value of this rule, whose path is ``key``."""
-        if self.layers is not None:
-            yield from pattern(f"{key}.layers", self.layers)
-        for name in ("first", "last"):
-            if getattr(self, name) is not None:
-                yield from at_least(f"{key}.{name}", getattr(self, name), 1)
+        yield from field_problems(self, key)
         if self.layers is None and self.first is None and self.last is None:
             yield f"{key}: every layer, expected layers, first or last (quant.scheme is for every layer)"
 
@@ -94,9 +90,9 @@ class QuantRecipe:
     """Scheme of lm_head, one without inputs such as w8a16_channel. null: it stays as it is."""
     embedding: str | None = None
     """Scheme of the token embeddings, one without inputs. null: they stay as they are."""
-    exempt: list[str] = field(default_factory=lambda: list(DEFAULT_EXEMPT))
+    exempt: list[str] = field(default_factory=lambda: list(DEFAULT_EXEMPT), metadata=each(regex()))
     """Regexes; a linear layer whose whole module name matches one stays unquantised. Replaces the default list."""
-    exempt_more: list[str] = field(default_factory=list)
+    exempt_more: list[str] = field(default_factory=list, metadata=each(regex()))
     """Regexes beside those of quant.exempt: the default list stays."""
     scales: str | None = None
     """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
@@ -110,14 +106,16 @@ class QuantRecipe:
     input_range: Literal["absmax", "percentile", "mse"] = "absmax"
     """Stored scale of an input, from what calibration sees: the largest magnitude fits, or quant.percentile of the
     magnitudes, or the squared error is smallest."""
-    percentile: float = 99.99
+    percentile: float = field(
+        default=99.99, metadata=values("above 0 and at most 100", lambda percentage: 0 < percentage <= 100)
+    )
     """Percentage of an input's magnitudes that fit, for quant.input_range percentile."""
     scales_follow_weights: bool = False
     """true: the weights' scales are measured again after every step, from absmax (quant.weight_range absmax). With
     learnable.weight_scale that is learnable weight clipping (LWC), without it absmax quantisation of every step."""
-    calibration_batches: int = 16
+    calibration_batches: int = field(default=16, metadata=at_least(0))
     """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none."""
-    initial_input_scale: float | None = None
+    initial_input_scale: float | None = field(default=None, metadata=above_0())
     """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
     compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
     """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
@@ -126,33 +124,11 @@ class QuantRecipe:
     """true: ZeRO-3 gathers the weights of quantised layers as codes, one byte each instead of two or four, where a
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
     bit. See ds_configs/README.md."""
-    fake_quant_start: int = 0
+    fake_quant_start: int = field(default=0, metadata=at_least(-1))
     """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never,
     or when an event under schedule says so."""
 
     def problems(self) -> Iterator[str]:
-        """One line per bad value of this section."""
-        yield from self._scheme_problems()
-        for name in ("exempt", "exempt_more"):
-            for index, regex in enumerate(getattr(self, name)):
-                yield from pattern(f"quant.{name}[{index}]", regex)
-        yield from need(0 < self.percentile <= 100, "quant.percentile", self.percentile, "above 0 and at most 100")
-        if self.scales_follow_weights:
-            expected = "absmax, since quant.scales_follow_weights measures in every step"
-            yield from need(self.weight_range == "absmax", "quant.weight_range", self.weight_range, expected)
-            expected = "null: quant.scales_follow_weights replaces its weight scales after the first step"
-            yield from need(self.scales is None, "quant.scales", self.scales, expected)
-            expected = f"false: quant.scheme {self.scheme} has no weight scales"
-            none = self.known() and not self.linear_schemes()
-            yield from need(not none, "quant.scales_follow_weights", self.scales_follow_weights, expected)
-        if self.known():
-            yield from self._idle_problems()
-        yield from at_least("quant.calibration_batches", self.calibration_batches, 0)
-        if self.initial_input_scale is not None:
-            yield from positive("quant.initial_input_scale", self.initial_input_scale)
-        yield from at_least("quant.fake_quant_start", self.fake_quant_start, -1)
-
-    def _scheme_problems(self) -> Iterator[str]:
         """One line per name of a scheme that is taken or unknown, and per composed scheme that is impossible."""
         for name, own in self.schemes.items():
             if name in PRESETS or name == NONE:
@@ -179,15 +155,6 @@ class QuantRecipe:
             if place == "embedding":
                 good = [one for one in good if QuantEmbedding.takes(schemes[one])]
             yield from need(name in good, f"quant.{place}", name, f"one of {', '.join(good)}")
-
-    def _idle_problems(self) -> Iterator[str]:
-        """One line per setting that no scheme of this recipe uses."""
-        integers = any(self.ranges().signs(scheme.weights) for scheme in self.linear_schemes())
-        expected = "false: no scheme here has symmetric integer weights"
-        yield from need(integers or not self.signed_scales, "quant.signed_scales", self.signed_scales, expected)
-        expected = "absmax: no scheme here stores scales of inputs"
-        absmax = self.input_range == "absmax"
-        yield from need(absmax or self.stores_input_scales(), "quant.input_range", self.input_range, expected)
 
     def _scheme(self, name: str) -> Scheme:
         """The scheme of a name that is known: a shipped one, or one of ``schemes``."""
@@ -218,7 +185,7 @@ class QuantRecipe:
 
     def linear_schemes(self) -> list[Scheme]:
         """Every scheme that some layer may get; empty while a name is unknown or a scheme is wrong."""
-        if any(True for _ in self._scheme_problems()):
+        if any(True for _ in self.problems()):
             return []
         rules = [rule.scheme for rule in self.chosen_rules()]
         found = (self.preset().linear, *rules, self.head_scheme(), self.embedding_scheme())
@@ -226,7 +193,7 @@ class QuantRecipe:
 
     def known(self) -> bool:
         """Whether every scheme that the section names exists, and every one that it composes is possible."""
-        return not any(True for _ in self._scheme_problems())
+        return not any(True for _ in self.problems())
 
     def quantises_activations(self) -> bool:
         """Whether some layer may quantise its input, or attention its KV cache."""
@@ -236,6 +203,10 @@ class QuantRecipe:
         """Whether there are scales of inputs or of the KV cache to calibrate, and perhaps to learn."""
         static = any(scheme.static_input for scheme in self.linear_schemes())
         return static or (self.known() and self.preset().kv_cache is not None)
+
+    def has_signed_integers(self) -> bool:
+        """Whether some layer's weights are symmetric integers, whose scales quant.signed_scales may make negative."""
+        return any(self.ranges().signs(scheme.weights) for scheme in self.linear_schemes())
 
     def has_fp8_gemm(self) -> bool:
         """Whether some layer's codes can be multiplied by the fp8 GEMM."""

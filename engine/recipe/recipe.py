@@ -11,11 +11,11 @@ relative to the current directory, not to that file.
 
 import os
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 
-from engine.recipe.checks import RecipeError, need, not_there
-from engine.recipe.contradictions import RULES
+from engine.recipe.checks import RecipeError, field_problems, not_empty, not_there
+from engine.recipe.contradictions import a_file_is_named_once, contradictions
 from engine.recipe.events import EventRecipe
 from engine.recipe.loss import LossRecipe, TeacherKind
 from engine.recipe.quant import QuantRecipe
@@ -46,7 +46,7 @@ class Recipe:
     """Training samples."""
     train: TrainRecipe
     """The loop."""
-    output_dir: str
+    output_dir: str = field(metadata=not_empty("a directory"))
     """Directory for everything that the run writes: recipe, TensorBoard files, checkpoints, export."""
     quant: QuantRecipe = field(default_factory=QuantRecipe)
     """Quantisation."""
@@ -64,7 +64,7 @@ class Recipe:
     """Evaluation during training."""
     export: ExportRecipe = field(default_factory=ExportRecipe)
     """Compressed checkpoint."""
-    deepspeed: str = "zero3"
+    deepspeed: str = field(default="zero3", metadata=not_empty("a name in ds_configs/ or a JSON file"))
     """ZeRO strategy: the name of a file in ds_configs/ (zero0 ... zero3_offload) or the path of such a JSON file."""
 
     def __post_init__(self) -> None:
@@ -93,23 +93,14 @@ class Recipe:
         Raises:
             RecipeError: names every problem, one line each.
         """
-        sections = (
-            self.model,
-            self.quant,
-            self.learnable,
-            self.data,
-            self.optim,
-            self.loss,
-            self.train,
-            self.eval,
-            self.export,
-        )
-        problems = [problem for section in sections for problem in section.problems()]
+        problems = list(field_problems(self, ""))
+        for item in fields(self):
+            if is_dataclass(section := getattr(self, item.name)):
+                problems += field_problems(section, item.name)
+        problems += self.quant.problems()
         for index, event in enumerate(self.schedule):
             problems += event.problems(f"schedule[{index}]")
-        problems += need(self.output_dir != "", "output_dir", self.output_dir, "a directory")
-        problems += need(self.deepspeed != "", "deepspeed", self.deepspeed, "a name in ds_configs/ or a JSON file")
-        problems += [problem for rule in RULES for problem in rule(self)]
+        problems += contradictions(self)
         if problems:
             raise RecipeError("\n".join(problems))
 
@@ -148,7 +139,7 @@ class Recipe:
             for index, file in enumerate(files):
                 if not os.path.isfile(file):
                     problems.append(f"{key}[{index}]: {not_there(file)}, expected a file")
-        problems += self.data.files_named_twice(_file_identity)  # links to one file too
+        problems += a_file_is_named_once(self, _file_identity)  # links to one file too
         if problems:
             raise RecipeError("\n".join(problems))
 

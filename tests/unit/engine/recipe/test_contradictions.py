@@ -1,17 +1,22 @@
-"""The rules between the sections of a recipe: each is broken by a recipe of its own, and only that rule."""
+"""The rules between the knobs of a recipe: each is broken by a recipe of its own, and only that rule."""
+
+from operator import attrgetter
 
 import pytest
 
 from engine.recipe import contradictions
 from engine.recipe.checks import RecipeError
-from engine.recipe.contradictions import RULES
+from engine.recipe.contradictions import WALKS, WALKS_OF_EVENTS
 from engine.recipe.events import EventRecipe
 from engine.recipe.recipe import Recipe
+from engine.recipe.rules import RULES, RULES_OF_SCHEMES
 from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 
 # By rule: settings that break it, by the path of the key.
+CACHE = {"loss.teacher_cache": "cache", "loss.kd": "kl_top_k", "loss.top_k": 5}
+FOLLOW = {"quant.scales_follow_weights": True, "quant.weight_range": "absmax"}
 BROKEN = {
-    "an_event_that_distils_has_a_teacher": {"schedule": [EventRecipe(at=1, loss={"kd": 1.0})]},
+    "an event that distils has a teacher": {"schedule": [EventRecipe(at=1, loss={"kd": 1.0})]},
     "a_student_that_teaches_itself_is_frozen": {"loss.kd_weight": 1.0, "loss.teacher": "self"},
     "events_happen_during_the_run": {"schedule": [EventRecipe(at=10, freeze_scales=True)]},
     "events_leave_a_loss": {"schedule": [EventRecipe(at=3, loss={"lm": 0.0})]},
@@ -19,44 +24,93 @@ BROKEN = {
         "quant.scheme": "w4a16_g32",
         "schedule": [EventRecipe(at=1, fake_quant="activations")],
     },
-    "flash_attention_packs_a_row_at_a_time": {
+    "flash attention reads where packed samples end in batches of one row alone": {
         "data.packing": True,
         "data.micro_batch_size": 2,
         "model.attn_implementation": "flash_attention_2",
     },
-    "an_evaluation_has_samples": {"eval.every": 2},
-    "checkpoints_fall_on_evaluations": {"eval.every": 2, "data.held_out": 5, "train.checkpoint_every": 3},
-    "the_best_checkpoint_is_chosen_by_a_loss_that_is_measured": {"eval.best": "kd"},
-    "one_place_says_when_fake_quant_starts": {
+    "an evaluation has samples": {"eval.every": 2},
+    "checkpoints fall on evaluations": {"eval.every": 2, "data.held_out": 5, "train.checkpoint_every": 3},
+    "the best checkpoint has a teacher to be judged by": {"eval.best": "kd"},
+    "one place says when fake quant starts": {
         "quant.fake_quant_start": 2,
         "schedule": [EventRecipe(at=1, fake_quant=True)],
     },
-    "scales_of_activations_are_set_only_where_they_are_stored": {
+    "scales of activations that learn are stored": {
         "quant.scheme": "w4a16_g32",
         "learnable.act_scale": True,
     },
-    "fake_quant_starts_during_the_run": {"quant.fake_quant_start": 10},
-    "the_fp8_gemm_has_fp8_codes": {"quant.compute": "fp8_gemm", "quant.scheme": "w4a16_g32"},
-    "what_learns_gets_a_gradient": {"quant.fake_quant_start": -1, "learnable.weight": False},
-    "one_source_gives_the_scales_of_activations": {"quant.calibration_batches": 0},
-    "the_learning_rate_reaches_its_peak": {"optim.warmup_steps": 11},
+    "fake quant starts during the run": {"quant.fake_quant_start": 10},
+    "the fp8 GEMM has fp8 codes": {"quant.compute": "fp8_gemm", "quant.scheme": "w4a16_g32"},
+    "scales that alone learn get a gradient": {"quant.fake_quant_start": -1, "learnable.weight": False},
+    "something gives the scales of activations": {"quant.calibration_batches": 0},
+    "the warm-up ends during the run": {"optim.warmup_steps": 11},
+    "plain text has no keys": {"data.kind": "text", "data.fields": {"input": "a"}},
+    "plain text has no turns": {"data.kind": "text", "data.loss_on": "all"},
+    "every file has a weight, or none has": {"data.weights": [1.0, 2.0]},
+    "something learns": {"learnable.weight": False, "learnable.weight_scale": False},
+    "wsd decays": {"optim.schedule": "wsd"},
+    "wsd alone has steps of decay": {"optim.decay_steps": 2},
+    "the decay begins during the run": {"optim.schedule": "wsd", "optim.decay_steps": 11},
+    "the learning rate reaches its peak": {
+        "optim.schedule": "wsd",
+        "optim.warmup_steps": 6,
+        "optim.decay_steps": 5,
+    },
+    "there is a loss": {"loss.lm_weight": 0.0},
+    "distillation has a teacher": {"loss.kd_weight": 1.0},
+    "kd alone has a temperature": {"loss.temperature": 2.0},
+    "losses on the likeliest tokens know how many": {"loss.kd": "kl_top_k"},
+    "losses on the whole vocabulary have no tail": {"loss.tail": True},
+    "a cache holds the teacher's likeliest tokens": {"loss.teacher_cache": "cache"},
+    "a cache has no teacher that runs": {"loss.teacher": "self", **CACHE},
+    "a cache holds no distributions to compare": {"loss.diagnostics_every": 2, **CACHE},
+    "offload is of recomputed blocks": {"train.activation_offload": True},
+    "the best checkpoint's teacher knows held-out samples": {"loss.kd_weight": 1.0, "eval.best": "kd", **CACHE},
+    "scales that follow the weights are measured by absmax": {"quant.scales_follow_weights": True},
+    "scales that follow the weights come from no checkpoint": {**FOLLOW, "quant.scales": "ptq"},
+    "weights that have scales are followed by them": {**FOLLOW, "quant.scheme": "fp8_kv"},
+    "symmetric integers alone have signed scales": {"quant.signed_scales": True},
+    "inputs that are measured have stored scales": {"quant.scheme": "w4a16_g32", "quant.input_range": "mse"},
+    "scales of activations that are given are stored": {
+        "quant.scheme": "w4a16_g32",
+        "quant.initial_input_scale": 1.0,
+    },
+    "one source gives the scales of activations": {"quant.initial_input_scale": 1.0},
+    "the fp8 GEMM gives bfloat16": {"quant.compute": "fp8_gemm", "model.dtype": "float32"},
+    "weight scales that alone learn exist": {"quant.scheme": "fp8_kv", "learnable.weight": False},
+    "a_file_is_named_once": {"data.train": ["a.jsonl", "./a.jsonl"]},
 }
+
+
+NAMES = [rule.name for rule in (*RULES, *RULES_OF_SCHEMES)] + [walk.__name__ for walk in (*WALKS, *WALKS_OF_EVENTS)]
 
 
 def recipe() -> Recipe:
     return Recipe(ModelRecipe("model"), DataRecipe(["train.jsonl"]), TrainRecipe(steps=10), "out")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_a_rule_is_broken_alone(rule):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rule_is_broken_alone(name):
     broken = recipe()
-    for key, value in BROKEN[rule.__name__].items():
-        section, _, name = key.rpartition(".")
-        setattr(getattr(broken, section) if section else broken, name, value)
-    assert [other.__name__ for other in RULES if list(other(broken))] == [rule.__name__]
+    for key, value in BROKEN[name].items():
+        section, _, knob = key.rpartition(".")
+        setattr(getattr(broken, section) if section else broken, knob, value)
+    found = {rule.name: [rule.text(broken)] for rule in (*RULES, *RULES_OF_SCHEMES) if rule.broken(broken)}
+    found |= {walk.__name__: lines for walk in (*WALKS, *WALKS_OF_EVENTS) if (lines := list(walk(broken)))}
+    assert list(found) == [name]
     with pytest.raises(RecipeError) as refused:
         broken.validate()
-    assert str(refused.value).splitlines() == list(rule(broken))
+    assert str(refused.value).splitlines() == found[name]
+
+
+@pytest.mark.parametrize("rule", (*RULES, *RULES_OF_SCHEMES), ids=lambda rule: rule.name)
+def test_a_rule_names_keys_that_there_are(rule):
+    """And its line can be written for any recipe."""
+    line = rule.text(recipe())
+    assert line.startswith(f"{rule.key}: ") and ", expected " in line
+    for key in rule.key.split(", "):
+        attrgetter(key)(recipe())
 
 
 @pytest.mark.parametrize(
@@ -86,11 +140,12 @@ def test_the_weights_are_followed_through_the_events(start, events, refused):
     assert all("expected a weight above 0 for the other loss in the same event" in problem for problem in problems)
 
 
-def test_every_rule_is_listed_and_says_what_must_hold():
-    rules = {
+def test_every_rule_has_its_example_and_says_what_must_hold():
+    assert len(set(NAMES)) == len(NAMES) and set(NAMES) == set(BROKEN)
+    walks = {
         name: value
         for name, value in vars(contradictions).items()
-        if callable(value) and value.__module__ == contradictions.__name__ and isinstance(value, type(recipe))
+        if isinstance(value, type(recipe)) and value.__module__ == contradictions.__name__
     }
-    assert list(rules) == [rule.__name__ for rule in RULES] == list(BROKEN)
-    assert all(rule.__doc__ and rule.__doc__.endswith(".") and "\n" not in rule.__doc__ for rule in RULES)
+    assert [*walks.values()] == [contradictions.contradictions, *WALKS, *WALKS_OF_EVENTS]
+    assert all(walk.__doc__ and "\n" not in walk.__doc__ for walk in (*WALKS, *WALKS_OF_EVENTS))
