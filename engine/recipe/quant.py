@@ -8,6 +8,7 @@ from engine.recipe.checks import above_0, at_least, each, field_problems, need, 
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
 
 NONE = "none"  # the scheme of a rule whose layers stay as they are
+SOURCE = "source"  # the schemes and layers of a quantised model.path
 
 
 @dataclass
@@ -79,7 +80,8 @@ class QuantRecipe:
     """What is quantised, where the first scales come from, and when fake quant starts."""
 
     scheme: str = "fp8_static"
-    """Number format and granularity of weights, inputs and KV cache: a name of quant.spec.PRESETS or quant.schemes."""
+    """Number format and granularity of weights, inputs and KV cache: a name of quant.spec.PRESETS or quant.schemes.
+    source: each layer as the quantised checkpoint in model.path has it; what is not quantised there stays so."""
     schemes: dict[str, SchemeRecipe] = field(default_factory=dict)
     """Schemes of your own by name, each with weights and perhaps activations, which have dtype, bits, granularity,
     group_size, symmetric and dynamic as in quant.spec.TensorSpec."""
@@ -138,6 +140,10 @@ class QuantRecipe:
             except ValueError as error:
                 yield f"quant.schemes.{name}: {error}"
                 return  # what follows asks for the schemes
+        if self.scheme == SOURCE:
+            expected = "nothing beside quant.scheme source, which says it of every layer"
+            for key in ("rules", "lm_head", "embedding"):
+                yield from need(not getattr(self, key), f"quant.{key}", getattr(self, key), expected)
         known = [*PRESETS, *self.schemes]
         linear = [*SCHEMES, *self.schemes]
         yield from need(self.scheme in known, "quant.scheme", self.scheme, f"one of {', '.join(known)}")
@@ -164,6 +170,10 @@ class QuantRecipe:
         """The preset that quant.scheme names; a scheme of the recipe's own is a preset without a KV cache."""
         return PRESETS[self.scheme] if self.scheme in PRESETS else Preset(self._scheme(self.scheme))
 
+    def default_scheme(self) -> Scheme | None:
+        """The scheme of the Linears of which nothing else speaks; None: they stay as they are."""
+        return None if self.scheme == SOURCE else self.preset().linear
+
     def chosen_rules(self) -> list[Rule]:
         """The rules of quant.rules, as :mod:`quant.rules` applies them to layers."""
         return [
@@ -188,7 +198,9 @@ class QuantRecipe:
         if any(True for _ in self.problems()):
             return []
         rules = [rule.scheme for rule in self.chosen_rules()]
-        found = (self.preset().linear, *rules, self.head_scheme(), self.embedding_scheme())
+        found = [self.preset().linear, *rules, self.head_scheme(), self.embedding_scheme()]
+        if self.scheme == SOURCE:
+            found += [self._scheme(name) for name in self.schemes]
         return list(dict.fromkeys(scheme for scheme in found if scheme is not None))
 
     def known(self) -> bool:

@@ -23,7 +23,9 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from engine.recipe.checks import RecipeError, not_there
+from engine.recipe.quant import SOURCE
 from engine.recipe.recipe import Recipe
+from engine.recipe.source import resolve_source
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -168,6 +170,8 @@ def _parse(argv: Sequence[str]) -> Recipe:
         values = parser.instantiate(parser.parse_args(list(argv)))
     except ArgumentError as error:
         raise RecipeError(_one_line(error)) from error
+    if values["quant"].scheme == SOURCE:
+        resolve_source(values["quant"], values["model"].path)
     return Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from engine.recipe.quant import SOURCE
 from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES
 from engine.session.optimizer import check_patterns, classify, set_learnable
@@ -21,6 +22,7 @@ from model.head import output_head
 from model.load import load_weights
 from model.quantised.config import is_quantised
 from model.quantised.scales import take_scales
+from model.quantised.schemes import source_schemes
 from model.ranks import errors_on_all_ranks, listed, say
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import full_shape, partition_new_parameters, stage
@@ -87,7 +89,7 @@ def quantise_student(
     with errors_on_all_ranks(ValueError):
         quantization = prepare(
             model,
-            recipe.quant.preset().linear,
+            recipe.quant.default_scheme(),
             rules=recipe.quant.chosen_rules(),
             named=named,
             exempt=[*recipe.quant.exempt, *recipe.quant.exempt_more, *_routers(model)],
@@ -145,7 +147,10 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
 
 
 def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
-    """Find the schemes that the recipe gives to lm_head and embeddings, by their names in the model."""
+    """Find the schemes that the recipe gives to lm_head and embeddings, by their names in the model; with
+    quant.scheme source those of all layers."""
+    if recipe.quant.scheme == SOURCE:
+        return source_schemes(model, Path(recipe.model.path))
     modules = {id(module): name for name, module in model.named_modules()}
     chosen = {
         "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
 from model.quantised.compressed_tensors import read_coded
-from model.quantised.config import check_method, is_quantised, read_quantization_config
+from model.quantised.config import is_quantised, read_quantization_config, rules_of
 from model.quantised.tensor import CodedTensor
 from model.shards import Checkpoint, CheckpointError, DiskTensor, read_headers
 from quant import TensorSpec
@@ -57,7 +57,7 @@ def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel) ->
     """A quantised checkpoint, with weights in the place of codes."""
     config = read_quantization_config(directory)
     try:
-        check_method(config)
+        rules = rules_of(config)
         names: dict[str, str] = {}
 
         def spellings(name: str) -> set[str]:
@@ -65,7 +65,7 @@ def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel) ->
                 names.update(_our_names(model))
             return {name, names.get(name, name)}
 
-        coded, beside, problems = read_coded(found, config, spellings)
+        coded, beside, problems = read_coded(found, rules, spellings)
     except CheckpointError:
         raise
     except ValueError as error:

@@ -1,7 +1,10 @@
-"""Which tensors of a compressed-tensors checkpoint are the codes and scales of a Linear, and of which scheme."""
+"""Which tensors of a checkpoint are the codes and scales of a Linear, and of which scheme.
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+The names are those of compressed-tensors, and of vLLM's, transformers' and DeepSeek's ``fp8``, which has the same
+tensors, but for the scale of blocks: there it is called ``weight_scale_inv``.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -9,8 +12,7 @@ from model.quantised.tensor import CodedTensor
 from model.scales.read import CACHE_SCALES
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader
 from quant import Rule, Scheme
-from quant.config import rules_from_config
-from quant.export import packed_shapes
+from quant.export import Shapes, packed_shapes
 from quant.spec import TensorSpec
 
 Spellings = Callable[[str], Iterable[str]]  # the names that rules may have for a Linear, by its name on disk
@@ -19,21 +21,21 @@ Spellings = Callable[[str], Iterable[str]]  # the names that rules may have for 
 _CODES = (torch.float8_e4m3fn, torch.int8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # What lies beside codes, by how its key ends behind the name of the Linear.
-_OF_WEIGHT = ("weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+INVERSE = "weight_scale_inv"
+_OF_WEIGHT = (INVERSE, "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _OF_INPUT = ("input_scale", "input_zero_point")
 _OF_CACHE = tuple(end for ends in CACHE_SCALES.values() for end in ends)
 
 
 def read_coded(
-    checkpoint: Checkpoint, config: Mapping[str, Any], spellings: Spellings
+    checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings
 ) -> tuple[dict[str, CodedTensor], dict[str, DiskTensor], list[str]]:
-    """What a checkpoint with this ``quantization_config`` holds as codes.
+    """What a checkpoint of these rules holds as codes, see :func:`model.quantised.config.rules_of`.
 
     Returns:
         Coded weights by the key that each weight would have; tensors that belong to these or to the keys and values of
         attention, by their own keys; and problems, a line each.
     """
-    rules = rules_from_config(config)
     tensors = checkpoint.tensors
     coded: dict[str, CodedTensor] = {}
     beside = {key: tensor for key, tensor in tensors.items() if key.endswith(_OF_CACHE)}
@@ -45,6 +47,8 @@ def read_coded(
                 continue
             parts = {end: tensors[f"{name}.{end}"] for end in _OF_WEIGHT if f"{name}.{end}" in tensors}
             of_input = [f"{name}.{end}" for end in _OF_INPUT if f"{name}.{end}" in tensors]
+            if INVERSE in parts and "weight_scale" not in parts:
+                parts["weight_scale"] = parts.pop(INVERSE)
             beside |= {key: codes, **{part.key: part for part in parts.values()}}
             beside |= {each: tensors[each] for each in of_input}
             try:
@@ -78,7 +82,7 @@ def _coded(
     """
     spec = scheme.weights
     shape = _shape(codes, parts, spec, reader)
-    expected = packed_shapes(shape[1], shape[0], scheme, torch.bfloat16)
+    expected = _expected(shape, scheme)
     found = {codes.key.rpartition(".")[2]: codes, **parts}
     for suffix, (dtype, sides) in expected.items():
         if suffix == "input_scale":
@@ -100,6 +104,17 @@ def _coded(
         zero = None
     above = parts["weight_global_scale"] if "weight_global_scale" in expected else None
     return CodedTensor(f"{name}.weight", shape, scheme, codes, parts["weight_scale"], zero, above)
+
+
+def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:
+    """Dtype and shape of what stands for a weight. The last block of its rows need not be full."""
+    rows, size = shape[0], scheme.weights.group_size
+    if scheme.weights.granularity == "block" and size is not None:
+        rows += -rows % size
+    expected = packed_shapes(shape[1], rows, scheme, torch.bfloat16)
+    if rows != shape[0]:
+        expected["weight"] = (expected["weight"][0], shape)
+    return expected
 
 
 def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec, reader: Reader) -> tuple[int, int]:

@@ -1,12 +1,15 @@
 """The ``quantization_config`` of a checkpoint's config.json, and whether a checkpoint that has it can be read."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quant import Rule, Scheme, TensorSpec
 from quant.config import rules_from_config
 from quant.patterns import pattern_problem
+from quant.spec import FP8_TENSOR
 
 
 def is_quantised(directory: Path) -> bool:
@@ -65,24 +68,48 @@ def check_readable(directory: Path) -> None:
     """
     config = read_quantization_config(directory)
     try:
-        check_method(config)
-        rules_from_config(config)
+        rules_of(config)
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: quantization_config: {error}") from None
 
 
-def check_method(config: Mapping[str, Any]) -> None:
-    """Refuse a ``quantization_config`` of a method whose codes are not read.
+def rules_of(config: Mapping[str, Any]) -> list[Rule]:
+    """What a ``quantization_config`` says of every layer, as rules: the first one that matches decides.
 
     Raises:
-        ValueError: it is one.
+        ValueError: a method whose codes are not read, or numerics that no scheme here has.
     """
     method = config.get("quant_method")
-    if method != "compressed-tensors":
-        raise ValueError(
-            f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors'; give the "
-            "unquantised checkpoint as model.path and this one as quant.scales"
-        )
+    if method == "compressed-tensors":
+        return rules_from_config(config)
+    if method == "fp8":
+        return fp8_rules(config)
+    raise ValueError(
+        f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors' or 'fp8'; give the "
+        "unquantised checkpoint as model.path and this one as quant.scales"
+    )
+
+
+def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
+    """vLLM's fp8 and DeepSeek's, which transformers has too: one scheme, but for the modules that it names.
+
+    Raises:
+        ValueError: other codes or blocks.
+    """
+    sides = config.get("weight_block_size")
+    if sides not in (None, [128, 128]):
+        raise ValueError(f"weight_block_size is {sides!r}, expected [128, 128] or none")
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise ValueError(f"fmt is {config['fmt']!r}, expected 'e4m3'")
+    if config.get("scale_fmt") not in (None, "float", "ue8m0"):
+        raise ValueError(f"scale_fmt is {config['scale_fmt']!r}, expected 'float' or 'ue8m0'")
+    inputs = FP8_TENSOR
+    if config.get("activation_scheme") != "static":
+        size = 128 if sides else None
+        inputs = TensorSpec("fp8_e4m3", 8, "group" if sides else "token", size, dynamic=True)
+    scheme = Scheme("fp8", TensorSpec("fp8_e4m3", 8, "block", 128) if sides else FP8_TENSOR, inputs)
+    skipped = [*(config.get("ignored_layers") or []), *(config.get("modules_to_not_convert") or [])]
+    return [*(Rule(None, rf"(.*\.)?{re.escape(name)}(\..*)?") for name in skipped), Rule(scheme)]
 
 
 def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:

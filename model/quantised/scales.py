@@ -5,7 +5,8 @@ that the codes come back. Scales finer than one per weight are read where they g
 others are arranged as those of a PTQ checkpoint are (:mod:`model.scales.arrange`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,7 +64,9 @@ def take_scales(
     with errors_on_all_ranks(OSError, CheckpointError):
         _fill_fine(quantization, taken)
     forget_secondary_copies(model)
-    return _fill_others(quantization, arranged, set(taken), initial_input_scale)
+    report = _fill_others(quantization, arranged, set(taken), initial_input_scale)
+    linears = [one for members in taken.values() for of_layer in members.values() for one in of_layer]
+    return replace(report, merged=_merged(arranged), rounded=_rounded(linears, model.dtype))
 
 
 def _taken(
@@ -90,6 +93,27 @@ def _taken(
             for name in above.members:
                 found.pop(name, None)
     return found
+
+
+def _merged(arranged: ArrangedScales) -> list[str]:
+    """Owners of the groups of weights that get one scale in the place of several."""
+    return [
+        scale.group.owner
+        for scale in (*arranged.weights, *arranged.globals)
+        # Experts of a stack have a scale each, which gate and up of one share.
+        if any(
+            len({one.value.item() for of_layer in scale.layers for one in of_layer[first : first + together]}) > 1
+            for together in [scale.projections or 1]
+            for first in range(0, max(map(len, scale.layers), default=0), together)
+        )
+    ]
+
+
+def _rounded(linears: Iterable[CodedTensor], dtype: torch.dtype) -> str | None:
+    """The dtype of the scales of integers in the files that ``dtype`` cannot hold."""
+    kinds = {one.scale.dtype for one in linears if one.scheme.weights.scale_format == "model"}
+    digits = torch.finfo(dtype).eps
+    return next((str(kind) for kind in kinds if kind is not None and torch.finfo(kind).eps < digits), None)
 
 
 def _is_fine(spec: TensorSpec) -> bool:

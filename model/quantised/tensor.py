@@ -100,7 +100,7 @@ class CodedTensor:
         if spec.granularity == "tensor":
             return self.scales(reader, 0, 1)
         down = spec.group_size or 1 if spec.granularity == "block" else 1
-        across = spec.scale_shape(self.shape)[1]
+        across = spec.scale_shape((self.shape[0] + -self.shape[0] % down, self.shape[1]))[1]
         first, last = rows.start // down, -(-rows.stop // down)
         scale = self.scales(reader, first * across, (last - first) * across).view(-1, across)
         if down > 1:

@@ -1,6 +1,6 @@
 """The scales of a PTQ checkpoint into a model, from files to partitions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,6 +30,8 @@ class ScaleReport:
         inputs_initial: owners whose scale no file had, and got the recipe's initial value.
         inputs_missing: owners whose scale is still to be calibrated.
         unused: keys of scales in the files that belong to layers which are not quantised here.
+        merged: owners of groups of weights whose layers have different scales in the files they were read from.
+        rounded: dtype of the scales of integers in those files, where the model's has fewer digits.
     """
 
     weights_loaded: list[str]
@@ -38,6 +40,8 @@ class ScaleReport:
     inputs_initial: list[str]
     inputs_missing: list[str]
     unused: list[str]
+    merged: list[str] = field(default_factory=list)
+    rounded: str | None = None
 
     def summary(self) -> str:
         """One line for people."""
@@ -52,6 +56,13 @@ class ScaleReport:
             parts.append(
                 f"{len(self.unused)} in the files of layers that are not quantised here ({listed(self.unused)})"
             )
+        if self.merged:
+            parts.append(
+                f"{len(self.merged)} of layers that are served as one and have several in the files, of which the "
+                f"largest is taken: their codes are made anew ({listed(self.merged)})"
+            )
+        if self.rounded:
+            parts.append(f"those of the files are {self.rounded}, and are rounded to the model's dtype")
         return "scales: " + ", ".join(parts)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from model.quantised.config import fp8_rules
 from model.ranks import listed
 from model.scales.arrange import Linears
 from model.scales.read import INPUT_SCALE, WEIGHT_SCALE, StoredScales
@@ -67,7 +68,7 @@ def read_source(directory: Path) -> Source | None:
         if config and config.get("quant_method") == "compressed-tensors":
             return _compressed(file, config)
         if config and config.get("quant_method") == "fp8":
-            return Source(file, _fp8_rules(config))
+            return Source(file, fp8_rules(config))
         if config and config.get("quant_method") == "modelopt":
             return _modelopt(file, modelopt or config)
         if modelopt:
@@ -100,19 +101,6 @@ def _compressed(file: Path, config: Mapping[str, Any]) -> Source:
         return Source(file, rules, kv_cache_from_config(config))
     except ValueError as error:  # matters to models whose cache is quantised here
         return Source(file, rules, kv_problem=str(error))
-
-
-def _fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """vLLM's fp8 and DeepSeek's: one scheme, but for the modules that it names."""
-    sides = config.get("weight_block_size")
-    if sides not in (None, [128, 128]):
-        raise ValueError(f"weight_block_size is {sides!r}, expected [128, 128] or none")
-    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise ValueError(f"fmt is {config['fmt']!r}, expected 'e4m3'")
-    static = config.get("activation_scheme") == "static"
-    scheme = Scheme("fp8", _BLOCK if sides else FP8_TENSOR, FP8_TENSOR if static else None)
-    skipped = [*(config.get("ignored_layers") or []), *(config.get("modules_to_not_convert") or [])]
-    return [*(Rule(None, rf"(.*\.)?{re.escape(name)}(\..*)?") for name in skipped), Rule(scheme)]
 
 
 def _modelopt(file: Path, config: Mapping[str, Any]) -> Source:

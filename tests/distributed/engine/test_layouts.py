@@ -46,6 +46,7 @@ def recipes(tmp_path_factory) -> dict[str, Path]:
     # From its own export, with rates that change no weight.
     sections = RUNS[SOURCE].sections | {
         "model": {"path": str(directory / SOURCE / "export")},
+        "quant": {"scheme": "source", "calibration_batches": 0},
         "optim": {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0},
     }
     return run_variants(directory, RUNS | {AGAIN: Variant(sections, model=SOURCE, dtype="bfloat16")})

@@ -11,6 +11,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from model.quantised.compressed_tensors import read_coded
+from model.quantised.config import rules_of
 from model.quantised.tensor import CodedTensor
 from model.shards import CheckpointError, Reader, read_headers
 from quant import SCHEMES, Scale, Scheme, TensorSpec
@@ -50,7 +51,7 @@ def written(directory: Path, scheme: Scheme, tensors: dict[str, torch.Tensor]) -
     """The tensors in a file, and read as a coded weight."""
     save_file(tensors, directory / "model.safetensors")
     config = quantization_config({NAME: scheme}, [])
-    coded, beside, problems = read_coded(read_headers(directory), config, lambda name: [name])
+    coded, beside, problems = read_coded(read_headers(directory), rules_of(config), lambda name: [name])
     assert not problems, problems
     assert beside.keys() == tensors.keys()
     (tensor,) = coded.values()
@@ -175,7 +176,7 @@ def test_what_does_not_fit_together_is_a_problem(tmp_path, case):
             tensors[f"{NAME}.{suffix}"] = value
     save_file(tensors, tmp_path / "model.safetensors")
     config = quantization_config({NAME: SCHEMES[name]}, [])
-    coded, _, problems = read_coded(read_headers(tmp_path), config, lambda name: [name])
+    coded, _, problems = read_coded(read_headers(tmp_path), rules_of(config), lambda name: [name])
     assert not coded
     assert len(problems) == 1
     assert NAME in problems[0]
@@ -190,3 +191,17 @@ def test_columns_in_their_order_and_zero_points_of_zero_change_nothing(tmp_path)
     tensors[f"{NAME}.weight_zero_point"] = torch.zeros(16, 8, dtype=torch.int8)
     tensor = written(tmp_path, SCHEMES["w4a16_g32"], tensors)
     assert torch.equal(values(tensor, 0, 16 * 256, torch.bfloat16), plain)
+
+
+def test_a_last_block_of_rows_that_is_not_full(tmp_path, monkeypatch):
+    """As DeepSeek-V3's kv_a_proj_with_mqa, of 576 rows in blocks of 128; by hand, as DeepSeek's own code does it."""
+    monkeypatch.setattr("model.quantised.tensor._CHUNK", 7000)
+    codes, scale = (torch.randn(200, 256) * 30).to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.01
+    save_file({f"{NAME}.weight": codes, f"{NAME}.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    coded, beside, problems = read_coded(read_headers(tmp_path), rules_of(config), lambda name: [name])
+    assert not problems
+    assert len(beside) == 2
+    expected = codes.float() * scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
+    found = values(coded[f"{NAME}.weight"], 300, 200 * 256 - 300, torch.float32)
+    assert torch.equal(found, expected.view(-1)[300:])
