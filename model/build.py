@@ -76,11 +76,12 @@ def build_model(
             say(f"attention: {attention}, for {type(config).__name__} has no sdpa; it takes more memory and time")
         with _parameters_on_meta(dtype), no_init_weights():
             options = {"dtype": dtype, "attn_implementation": attention}
-            model: PreTrainedModel = (
-                text_of_composite(config, **options)
-                if is_composite(config)
-                else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
-            )
+            with _named(path / "config.json"):
+                model: PreTrainedModel = (
+                    text_of_composite(config, **options)
+                    if is_composite(config)
+                    else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+                )
             arrange_experts(model, experts)
         # no_init_weights switches off the method that ties them.
         model.tie_weights()
@@ -89,6 +90,15 @@ def build_model(
     raise_everywhere(_untied(model))
     check_rotary_buffers(model)
     return model
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Say which configuration it is that transformers can do nothing with: its numbers may lead to any exception."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{file} describes no model that can be built: {type(error).__name__}: {error}") from error
 
 
 def attention_for(config: PretrainedConfig, name: str) -> str:
@@ -148,7 +158,8 @@ def read_config(path: Path, trust_remote_code: bool) -> PretrainedConfig:
             f"{file} needs Python code from the checkpoint (auto_map: {json.dumps(raw['auto_map'])}): read that code, "
             "and if you trust it set model.trust_remote_code to true"
         )
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    with _named(file):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or is_composite(config)
     if not known and "AutoModelForCausalLM" not in raw.get("auto_map", {}):
         kinds = ", ".join(config.architectures or ()) or type(config).__name__

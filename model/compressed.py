@@ -61,7 +61,10 @@ def load_compressed(
     directory, device = Path(directory), device or torch.device("cpu")
     with errors_on_all_ranks(OSError, ValueError):
         config = read_quantization_config(directory)
-        rules, kv_cache = rules_from_config(config), kv_cache_from_config(config)
+        try:
+            rules, kv_cache = rules_from_config(config), kv_cache_from_config(config)
+        except ValueError as error:
+            raise ValueError(f"{directory / 'config.json'}: quantization_config: {error}") from error
     engine = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
     model = build_model(
         directory,
@@ -193,6 +196,7 @@ def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], 
     """Copy the dequantised weight into ``layer``; add its effective scales, fp32 in the scheme's shape, to
     ``scales``."""
     spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
+    _check_dtypes(name, layer, tensors)
     global_scale = None
     if "weight_global_scale" in tensors:
         global_scale = _usable(f"{name}.weight_global_scale", tensors["weight_global_scale"].float(), (1,))
@@ -213,6 +217,19 @@ def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], 
         layer.weight_fake_quant = (spec.qmax - spec.qmin) * torch.finfo(layer.weight.dtype).eps / 2 < 0.5
     weight = dequantized_weight(codes, scales["weight_scale"][name], spec, layer.weight.dtype, zero)
     layer.weight.copy_(weight)
+
+
+def _check_dtypes(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse codes and scales of another dtype than their scheme's, which would be read as other numbers.
+
+    Scales that the scheme keeps in a float of 16 bits or more may be in another one: that is the model's choice.
+    """
+    for suffix, (dtype, _) in packed_shapes(layer.in_features, layer.out_features, layer.scheme, torch.float32).items():
+        found, wide = tensors[suffix].dtype, dtype.is_floating_point and dtype.itemsize > 1
+        counted = suffix == "weight_shape" and not found.is_floating_point
+        if not (counted or found == dtype or (wide and found.is_floating_point and found.itemsize > 1)):
+            expected = "a float of 16 bits or more" if wide else str(dtype)
+            raise CheckpointError(f"{name}.{suffix} is {found}, expected {expected} for {layer.scheme.name}")
 
 
 def _usable(key: str, scale: torch.Tensor, shape: tuple[int, ...], weight: TensorSpec | None = None) -> torch.Tensor:

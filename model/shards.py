@@ -156,7 +156,7 @@ def _read_index(file: Path) -> dict[str, str]:
     """Read which file holds each key. File names must stay inside the directory."""
     try:
         placed = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        outside = [name for name in set(placed.values()) if Path(name).name != name]
+        outside = [name for name in set(placed.values()) if Path(name).name != name or name == ".."]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is no index of a checkpoint (a JSON object with a weight_map): {error}"

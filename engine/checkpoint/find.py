@@ -113,7 +113,9 @@ def _read_manifest(path: Path) -> Checkpoint:
         files = {str(name): (int(size), int(crc32)) for name, (size, crc32) in state["files"].items()}
         samples = state.get("samples")
         good = step >= 0 and 1 <= ranks <= len(files) and stage in range(4)
-        if not good or any(Path(name).name != name for name in files):  # nothing outside of the directory
+        if not good or any(
+            Path(name).name != name or name == ".." for name in files
+        ):  # nothing outside of the directory
             raise ValueError
     except OSError:
         raise ValueError("is not a whole checkpoint: it has no state.json") from None

@@ -129,7 +129,15 @@ def test_no_checkpoint(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "index", [b"{", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"w": "../../other.safetensors"}}']
+    "index",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"weight_map": 3}',
+        b'{"weight_map": {"w": "../../other.safetensors"}}',
+        b'{"weight_map": {"w": ".."}}',
+    ],
 )
 def test_an_index_that_is_none(index: bytes, tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_bytes(index)

@@ -26,7 +26,7 @@ MANY = settings(max_examples=2000, print_blob=True, **HYGIENE)
 SECTIONS = "|".join(sorted({path[0] for path in knobs()}))
 # optim.lr: or quant.rules[3].layers: or, of an unknown key that no one would write, optim.'l r':
 KEY = re.compile(rf"({SECTIONS})[\w.\[\], -]*('.*'|\".*\")?: |('.*'|\".*\"|[\w.-]+): unknown key; ")
-DS_KEY = re.compile(r"(\w+)[^:]*(: | is )")
+DS_KEY = re.compile(r"(\w+).*?(: | is )")
 
 
 @FEW

@@ -1,0 +1,170 @@
+"""Folders of models, exports and training checkpoints in which something is not what it was."""
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+OUTSIDE = "../outside"  # a folder with files of the same names, which nobody may open
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    10**30,
+    1e308,
+    float("nan"),
+    "",
+    "x",
+    "../x",
+    "\0",
+    [],
+    {},
+    [[]],
+)
+
+
+def of_folder(rng: random.Random, folder: Path) -> str:
+    """Change something in a folder; returns what, for the message of a failing test."""
+    name, action = rng.choice(list(ACTIONS.items()))
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    wanted = {"json": ".json", "weights": ".safetensors"}.get(name.split(":")[0])
+    fitting = [path for path in files if wanted in (None, path.suffix)]
+    if not fitting:
+        return "nothing"
+    path = rng.choice(fitting)
+    return f"{name} of {path.name}: {action(rng, path)}"
+
+
+def flip(rng: random.Random, path: Path) -> str:
+    """One to three bits, more often near the beginning, where a file says what it holds."""
+    data = bytearray(path.read_bytes())
+    places = [int(len(data) * rng.random() ** 3) for _ in range(rng.choice([1, 3]))] if data else []
+    for place in places:
+        data[place] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return str(places)
+
+
+def cut(rng: random.Random, path: Path) -> str:
+    """The end is missing, or a block of zeros is in the middle, or there is more than there was."""
+    data = path.read_bytes()
+    place, kind = rng.randrange(len(data) + 1), rng.randrange(3)
+    path.write_bytes((data[:place], data[:place] + bytes(len(data) - place), data + data[:place])[kind])
+    return f"{kind} at {place}"
+
+
+def remove(rng: random.Random, path: Path) -> str:
+    """The file is gone, or a folder."""
+    path.unlink()
+    if rng.random() < 0.5:
+        path.mkdir()
+    return ""
+
+
+def value(rng: random.Random, path: Path) -> str:
+    """One value of a JSON file is another one, or its key is, or is gone."""
+    whole = json.loads(path.read_text())
+    place, key = rng.choice(list(_places(whole)))
+    kind = rng.randrange(4)
+    if kind == 0 and isinstance(place, dict):
+        place[str(key)[::-1]] = place.pop(key)
+    elif kind == 1:
+        del place[key]
+    else:
+        place[key] = rng.choice(VALUES) if kind == 2 else _near(rng, place[key])
+    path.write_text(json.dumps(whole))
+    return f"{key!r} -> {place.get(key) if isinstance(place, dict) else place!r}"[:200]
+
+
+def index(rng: random.Random, path: Path) -> str:
+    """The index of the weights, or a file's own names, point elsewhere."""
+    target = path.parent / "model.safetensors.index.json"
+    if not target.is_file():
+        return "no index"
+    whole = json.loads(target.read_text())
+    key = rng.choice(list(whole["weight_map"]))
+    file = whole["weight_map"][key]
+    absolute = str((path.parent / OUTSIDE / file).absolute())
+    whole["weight_map"][key] = rng.choice([f"{OUTSIDE}/{file}", absolute, "..", ".", "config.json", "", 3, f"./{file}"])
+    target.write_text(json.dumps(whole))
+    return f"{key} -> {whole['weight_map'][key]!r}"
+
+
+def code(rng: random.Random, path: Path) -> str:
+    """A JSON file asks for Python code, which lies beside it."""
+    target = path.parent / "config.json"
+    if not target.is_file():
+        return "no configuration"
+    whole = json.loads(target.read_text())
+    names = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "AutoModel"), "evil.Evil")
+    whole["auto_map"] = names if rng.random() < 0.5 else dict.fromkeys(names, f"{OUTSIDE}--evil.Evil")
+    if rng.random() < 0.5:
+        whole["model_type"] = "evil"
+    target.write_text(json.dumps(whole))
+    (path.parent / "evil.py").write_text("import os\nos.environ['EVIL'] = 'ran'\nclass Evil: pass\n")
+    return str(whole["auto_map"])[:60]
+
+
+def header(rng: random.Random, path: Path) -> str:
+    """One thing in the header of a safetensors file."""
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    whole, rest = json.loads(data[8 : 8 + length]), data[8 + length :]
+    key = rng.choice([name for name in whole if name != "__metadata__"])
+    entry, other = whole[key], rng.choice([name for name in whole if name != "__metadata__"])
+    kind = rng.randrange(8)
+    if kind == 0:
+        entry["dtype"] = rng.choice(["F32", "F16", "F8_E4M3", "I8", "U8", "I32", "BOOL", "C64", 3])
+    elif kind == 1:
+        entry["shape"] = rng.choice([entry["shape"][::-1], [*entry["shape"], 1], [], [-1], [10**30], [0.5], "x", None])
+    elif kind == 2:
+        entry["data_offsets"] = rng.choice(
+            [[0, 2**62], [-8, 8], [0.0, 8.0], [8, 0], [], None, whole[other]["data_offsets"]]
+        )
+    elif kind == 3:
+        whole[key[:-1] + "x"] = whole.pop(key)
+    elif kind == 4:
+        whole[key], whole[other] = whole[other], whole[key]
+    elif kind == 5:
+        whole["__metadata__"] = rng.choice([3, {"format": "tf"}, {"format": 3}, [], {"x": "y" * 10**5}])
+    elif kind == 6:
+        del whole[key]
+    text = json.dumps(whole).encode()
+    length = rng.choice([2**63, 2**64 - 1, 0, len(text) - 1, len(text) + 1, 10**8 + 1]) if kind == 7 else len(text)
+    path.write_bytes(struct.pack("<Q", length) + text + rest)
+    return f"{kind} at {key}"
+
+
+def _places(whole: Any) -> Any:
+    """Every container of a JSON value with each of its keys."""
+    if isinstance(whole, dict | list):
+        for key in whole if isinstance(whole, dict) else range(len(whole)):
+            yield whole, key
+            yield from _places(whole[key])
+
+
+def _near(rng: random.Random, old: Any) -> Any:
+    """A value like the old one."""
+    if isinstance(old, bool):
+        return not old
+    if isinstance(old, int | float):
+        return rng.choice([old + 1, old * 2, -old, old / 2, float(old), str(old)])
+    return old[:-1] if isinstance(old, str) else [old]
+
+
+ACTIONS: dict[str, Callable[[random.Random, Path], str]] = {
+    "flip": flip,
+    "cut": cut,
+    "remove": remove,
+    "json:value": value,
+    "json:more values": value,
+    "json:index": index,
+    "json:code": code,
+    "weights:header": header,
+    "weights:more headers": header,
+}

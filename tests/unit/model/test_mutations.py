@@ -1,0 +1,105 @@
+"""Models and exports in which something is not what it was: an error that names it, or what the files hold. No code of
+theirs runs, and nothing outside of the folder is read.
+"""
+
+import os
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from model.build import build_model
+from model.compressed import load_compressed
+from model.load import load_weights
+from model.ranks import RankError
+from quant import SCHEMES
+from tests.tiny import tiny_checkpoint
+from tests.unit.engine.verify.test_presets import exported
+from tests.unit.model.mutations import of_folder
+
+CPU = torch.device("cpu")
+OPENED: list[str] = []
+NAMED = re.compile(r"\.json|\.safetensors|model\.\w|lm_head")
+
+
+def _watch(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and "/outside/" in os.path.abspath(str(arguments[0])):
+        OPENED.append(str(arguments[0]))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A plain model of several files, exports of codes of each kind, and beside them what nobody may open."""
+    base = tmp_path_factory.mktemp("mutations")
+    found = {"plain": tiny_checkpoint(base / "plain", layers=1, max_shard_size="60KB")}
+    for scheme in ("fp8_static", "w4a16_g32"):
+        exported(base / scheme, "qwen3", SCHEMES[scheme])
+        found[scheme] = base / scheme / "export"
+    shutil.copytree(found["plain"], base / "outside")
+    sys.addaudithook(_watch)  # for the rest of the process
+    return found
+
+
+def load(kind: str, folder: Path):
+    if kind != "plain":
+        return load_compressed(folder, dtype=torch.float32, device=CPU)[0]
+    model = build_model(folder, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
+    load_weights(model, folder, progress=False)
+    return model
+
+
+def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) -> str:
+    """One mutation of one folder; what came of it."""
+    kind = rng.choice(list(folders))
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(folders[kind], work)
+    OPENED.clear()
+    said = f"{kind}: {of_folder(rng, work)}"
+    try:
+        model = load(kind, work)
+    except RankError as error:
+        assert NAMED.search(str(error)) and len(str(error)) < 20_000, f"{said}\n{error}"
+        return "named"
+    finally:
+        assert "EVIL" not in os.environ, said
+        assert not OPENED, (said, OPENED)
+    if kind == "plain":
+        held = model.state_dict()
+        for file in work.glob("*.safetensors"):
+            with safe_open(file, "pt") as tensors:
+                for key in tensors.keys() & held.keys():
+                    expected = tensors.get_tensor(key).to(torch.bfloat16)
+                    assert torch.equal(held[key].view(torch.int16), expected.view(torch.int16)), (said, key)
+    return "loaded"
+
+
+def test_forty_folders(folders, tmp_path):
+    rng = random.Random(22)
+    assert {mutate_and_load(rng, folders, tmp_path / "work") for _ in range(40)} == {"named", "loaded"}
+
+
+@pytest.mark.full
+def test_five_hundred_folders(folders, tmp_path, seed):
+    rng = random.Random(seed)
+    for _ in range(500):
+        mutate_and_load(rng, folders, tmp_path / "work")
+
+
+@pytest.mark.parametrize(("suffix", "dtype"), [("weight", torch.uint8), ("weight_scale", torch.int32)])
+def test_bytes_under_another_dtype_are_not_read_as_other_numbers(folders, tmp_path, suffix, dtype):
+    shutil.copytree(folders["fp8_static"], work := tmp_path / "work")
+    key = f"model.layers.0.self_attn.k_proj.{suffix}"
+    names = {torch.uint8: (b'"F8_E4M3"', b'"U8"'), torch.int32: (b'"F32"', b'"I32"')}[dtype]
+    for file in work.glob("*.safetensors"):
+        data = file.read_bytes()
+        at = data.find(f'"{key}":'.encode())
+        if at >= 0:
+            padded = names[1].ljust(len(names[0]))
+            file.write_bytes(data[:at] + data[at:].replace(names[0], padded, 1))
+    with pytest.raises(RankError, match=rf"{re.escape(key)} is {dtype}, expected"):
+        load("fp8_static", work)
