@@ -123,7 +123,8 @@ class Loop:
                 report = RunReport(state, resident)
                 self._train(state, report)
                 failure = _finish(state)
-            report.end(state, checkpoints(self.recipe))
+                state.stop_requests.work_alone()
+                report.end(state, checkpoints(self.recipe))
         if failure is not None:
             raise failure
         return state

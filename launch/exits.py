@@ -11,15 +11,25 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from engine.cluster.exits import spans_nodes, tell_other_nodes
+from engine.cluster.signals import ignore_signals
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import parse_recipe
 from engine.recipe.recipe import Recipe
-from model.ranks import RankError, barrier, is_main, rank, shut_down, world_size
+from model.ranks import RankError, barrier, is_lost_peer, is_main, rank, shut_down, world_size
 
 # The first process to end makes the launcher end the others, and there is no process group yet to wait in: the silent
 # ranks give the one that prints this long to get as far as they are.
 GRACE_SECONDS = 5
+
+INTERRUPTED = 130  # what a shell calls the end by SIGINT
+
+LOST_PEER = (
+    "another rank has ended, and its connection is closed; that rank says why, unless it was killed (the kernel's log "
+    "says whether for want of memory)"
+)
 
 
 def recipe_or_exit(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
@@ -37,8 +47,9 @@ def clean_exit() -> Iterator[None]:
     """Around a script's work: exit code 2 for a bad recipe, 1 for what a rank found wrong; closes the process group.
 
     Any other exception is one rank's own, and the others wait for it in a collective: its process ends at once, with
-    the traceback, so that the launcher sees it and ends the others. An ordinary end would first tear down NCCL's
-    communicators, which may wait for the others in turn.
+    the traceback, so that the launcher sees it and ends the others; what these say of it is one line. An ordinary end
+    would first tear down NCCL's communicators, which may wait for the others in turn. Ctrl-C outside of training
+    (see engine/cluster/signals.py) is one line and exit code 130.
 
     Raises:
         SystemExit: as said.
@@ -51,15 +62,23 @@ def clean_exit() -> Iterator[None]:
             if is_main():
                 print(f"error: {error}", file=sys.stderr, flush=True)
             barrier()  # the first process to end makes the launcher end the others: not before rank 0 has printed
-            shut_down()
+            _leave()
             raise SystemExit(1) from None
-        except Exception:
+        except Exception as error:
             if world_size() == 1:
                 raise
+            text = f" {LOST_PEER}\n" if is_lost_peer(error) else f"\n{traceback.format_exc()}"
             # In one piece, since ranks share the stream, and below rank 0's progress bar.
-            print(f"\nerror on rank {rank()}:\n{traceback.format_exc()}", end="", file=sys.stderr, flush=True)
+            print(f"\nerror on rank {rank()}:{text}", end="", file=sys.stderr, flush=True)
             os._exit(1)
-    shut_down()
+    _leave()
+
+
+def _leave() -> None:
+    """Close the process group. From here on signals change nothing: the exit code is that of the work."""
+    if dist.is_initialized():
+        ignore_signals()
+        shut_down()
 
 
 @contextmanager
@@ -78,3 +97,9 @@ def _exit_on_recipe_error() -> Iterator[None]:
             time.sleep(GRACE_SECONDS)
         tell_other_nodes(str(error))
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("\ninterrupted", file=sys.stderr, flush=True)
+        if world_size() > 1:
+            os._exit(INTERRUPTED)
+        raise SystemExit(INTERRUPTED) from None

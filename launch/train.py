@@ -18,7 +18,8 @@ def main() -> None:
     """Check the recipe, then train: a bad recipe ends every process before a process group starts."""
     recipe = recipe_or_exit()
     with clean_exit():
-        Loop(recipe).run()
+        state = Loop(recipe).run()
+    del state  # not before: it takes a moment, in which a signal would end the process as if it had failed
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Every function works without a process group too: one process is then rank 0 of 
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
+
+# As gloo and NCCL call it.
+_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
 
 
 class RankError(RuntimeError):
@@ -80,9 +84,21 @@ def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.
 
 
 def shut_down() -> None:
-    """Close the process group when a script has succeeded; without it NCCL warns and gloo may abort at exit."""
+    """Close the process group when all ranks have come to their end; without it NCCL warns and gloo may abort at exit.
+
+    A rank that leaves closes its connections, and gloo tells a peer that has not yet returned from the last collective
+    that the connection is lost. So nobody leaves before all have returned from it: they wait for each other once more,
+    and whether a peer has left this last wait already does not matter.
+    """
     if dist.is_initialized():
+        with suppress(RuntimeError):
+            dist.barrier()
         dist.destroy_process_group()
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether an error of a collective says that another rank has gone."""
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 def gather_objects(value: Any) -> list[Any]:

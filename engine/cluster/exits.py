@@ -31,7 +31,7 @@ def tell_other_nodes(error: str) -> None:
     join_ranks()
     with suppress(RankError):  # the caller ends this process
         raise_everywhere(f"on {socket.gethostname()}: {error}")
-    # The other ranks wait in the same barrier, at the end of launch.exits.clean_exit. If this process ended before
+    # The other ranks wait in the same barriers, at the end of launch.exits.clean_exit. If this process ended before
     # they get there, they would report its disappearance instead of the error.
     barrier()
     shut_down()

@@ -1,8 +1,9 @@
-"""SIGTERM and SIGUSR1: finish the step, save, exit 0.
+"""SIGTERM, SIGUSR1 and SIGINT (Ctrl-C): finish the step, save, exit 0.
 
 A signal may reach any part of a job: one rank, all of them, or only the launcher. So a signal is a wish that a rank
 brings to the next reduction over all ranks (``Loop`` adds it to the losses of the step), and all ranks stop after the
-same step. A second signal changes nothing; a save that has begun goes on.
+same step. A second signal changes nothing, nor does one that comes when the last step is done: what has begun is
+written to its end, and the exit code is 0.
 
 DeepSpeed's launcher has ways of its own. ``deepspeed`` on one machine dies of SIGTERM and leaves its children running;
 its child ``deepspeed.launcher.launch`` dies of SIGUSR1 likewise, and on SIGTERM (or when a rank has died) it sends
@@ -23,7 +24,7 @@ import psutil
 
 from model.ranks import world_size
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 
 
@@ -70,6 +71,10 @@ class StopRequests:
             os.close(self._wakeup[1])  # the thread reads the end of the pipe, and ends
             self._wakeup = None
 
+    def work_alone(self) -> None:
+        """From here on this rank waits for no other one, so that it need not end because they have."""
+        self._peers = []
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
 
@@ -98,6 +103,13 @@ class StopRequests:
             if not all(_alive(peer) for peer in self._peers):
                 os._exit(1)
         os.close(read)
+
+
+def ignore_signals() -> None:
+    """For the end of a process that has done its work: a signal would make its exit code that of a failure."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -48,6 +48,26 @@ def test_machines_that_agree_train(found):
     assert found["nothing"]["left"] == []
 
 
+def test_ctrl_c_ends_with_a_checkpoint_and_one_line(found):
+    """A second signal changes nothing, nor does one behind the end."""
+    end = found["interrupted"]
+    assert end["codes"] == [0, 0], end["said"]
+    assert end["said"].count("asked to stop: step 2 is saved") == 1 and "Traceback" not in end["said"]
+
+
+def test_ctrl_c_before_training_is_one_line(found):
+    end = found["interrupted_early"]
+    assert end["codes"] == [130, 130] and end["said"].splitlines().count("interrupted") == 1, end["said"]
+    assert "Traceback" not in end["said"]
+
+
+def test_the_ranks_that_are_left_say_in_one_line_that_another_has_ended(found):
+    end = found["peer_lost"]
+    assert sorted(end["codes"]) == [1, 3], end["said"]
+    assert "error on rank 0: another rank has ended, and its connection is closed" in end["said"]
+    assert "Traceback" not in end["said"]
+
+
 @pytest.mark.parametrize(
     ("case", "codes", "said"),
     [

@@ -2,13 +2,17 @@
 
     scripts/nodes.py DIRECTORY
 
-Writes ``DIRECTORY/nodes.json``: exit codes and what was printed, by the name of what differs between the machines.
+Writes ``DIRECTORY/nodes.json``: exit codes and what was printed, by the name of what differs between the machines. Then
+come jobs of two ranks on one machine which end early, by the name of what ends them.
 """
 
 import json
 import os
 import shutil
+import signal
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  imported by the engine at first, which takes 2 s
@@ -17,6 +21,11 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from safetensors.torch import load_file, save_file
 
 from engine.cluster import nodes
+from engine.loop import Loop
+from engine.recipe.reading import load_recipe
+from engine.session.context import init_ranks
+from engine.state import LoopState
+from launch.exits import clean_exit
 from launch.train import main as train
 from tests.distributed.forked import Job
 from tests.distributed.recipes import write_chats, write_recipe
@@ -48,6 +57,14 @@ def main() -> None:
             job.kill()
         left = sorted(str(path.relative_to(machine)) for machine in machines for path in (machine / "out").glob(".*"))
         found[name] = {"codes": codes, "said": job.log.read_text(), "left": left}
+    for end in (interrupted, interrupted_early, peer_lost):
+        machine = directory / end.__name__
+        shutil.copytree(template, machine)
+        job = Job(2, lambda machine=machine, end=end: end_early(machine, end), directory / f"{end.__name__}.log")
+        codes = job.wait(PATIENCE)
+        if codes is None:
+            job.kill()
+        found[end.__name__] = {"codes": codes, "said": job.log.read_text()}
     (directory / "nodes.json").write_text(json.dumps(found))
 
 
@@ -77,6 +94,41 @@ def rank(machines: list[Path]) -> None:
     os.chdir(machines[int(os.environ["RANK"])])
     sys.argv = ["train.py", "--config", "out.yaml"]
     train()
+
+
+def end_early(machine: Path, end: Callable[[Loop], None]) -> None:
+    """A rank of a run of three steps; behind its end comes a signal, which is too late to change anything."""
+    os.chdir(machine)
+    recipe = load_recipe("out.yaml")
+    loop = Loop(replace(recipe, train=replace(recipe.train, steps=3)))
+    with clean_exit():
+        end(loop)
+        loop.run()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupted(loop: Loop) -> None:
+    """Ctrl-C in the second step, and once more when the run has ended."""
+
+    @loop.at(1)
+    def interrupt(state: LoopState) -> None:
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+
+
+def interrupted_early(loop: Loop) -> None:
+    """Ctrl-C before there is a model."""
+    init_ranks()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def peer_lost(loop: Loop) -> None:
+    """Rank 1 is gone in the second step, without a word."""
+
+    @loop.at(1)
+    def die(state: LoopState) -> None:
+        if os.environ["RANK"] == "1":
+            os._exit(3)
 
 
 def nothing(machine: Path) -> None:
