@@ -19,7 +19,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -39,7 +39,14 @@ SECTIONS = (
 Stages = dict[str, str]
 
 
-def measure(names: Sequence[str], directory: Path) -> dict[str, Stages]:
+class Outcome(NamedTuple):
+    """How the stages of a variant ended, and the commit that was tried."""
+
+    stages: Stages
+    commit: str
+
+
+def measure(names: Sequence[str], directory: Path) -> dict[str, Outcome]:
     """Outcomes by variant and stage; a job that ends early is followed by one that starts behind the stage of its end.
 
     Outcomes that lie in ``directory`` already are taken from there.
@@ -58,7 +65,8 @@ def measure(names: Sequence[str], directory: Path) -> dict[str, Stages]:
             if len((found := outcomes(name))["stages"]) == before and not found["finished"]:  # it got nowhere
                 stages = {**found["stages"], "start": f"wrong: the job ended: {output[-300:]}"}
                 (directory / f"{name}.json").write_text(json.dumps({"stages": stages, "finished": True}))
-    return {name: outcomes(name)["stages"] for name in names}
+    found = {name: outcomes(name) for name in names}
+    return {name: Outcome(one["stages"], one.get("commit", "")) for name, one in found.items()}
 
 
 def verdict(stages: Stages) -> tuple[str, str]:
@@ -73,15 +81,18 @@ def verdict(stages: Stages) -> tuple[str, str]:
         return "works with layers exempt", refused[exempt[0]].removeprefix("refused: ")
     if refused:
         return "refused", next(iter(refused.values())).removeprefix("refused: ")
-    return ("works without packing", "") if packing else ("works", "")
+    readers = [
+        f"{stage.removesuffix(', reader')}: {why}" for stage, why in stages.items() if stage.endswith(", reader")
+    ]
+    return "works without packing" if packing else "works", "; ".join(readers)
 
 
-def table(results: dict[str, Stages]) -> str:
+def table(results: dict[str, Outcome]) -> str:
     """The page docs/models.md."""
     import torch
     import transformers
 
-    verdicts = {name: verdict(stages) for name, stages in results.items()}
+    verdicts = {name: verdict(one.stages) for name, one in results.items()}
     counts = Counter(kind for kind, _ in verdicts.values())
     lines = [
         "# Which models work",
@@ -98,13 +109,17 @@ def table(results: dict[str, Stages]) -> str:
         "load without a missing or an unexpected key as the class that their `config.json` names and compute what",
         "training saw. *Works without packing* means that transformers' code of this family lets packed samples see",
         "each other, so that `data.packing` is refused. *Works with layers exempt* means that a run is refused with",
-        "the `quant.exempt_more` that it needs, and works with it. To try a model that is not listed, see",
-        "[adding a model](adding_a_model.md).",
+        "the `quant.exempt_more` that it needs, and works with it. Where transformers cannot load an export in a",
+        "scheme, which a run says before it trains, the reason stands behind; it was compared with what",
+        "compressed-tensors decompresses. *At* is the commit that was tried, with a + where files had changed since.",
+        "To try a model that is not listed, see [adding a model](adding_a_model.md).",
     ]
     for title, variants in SECTIONS:
         rows = [variant.name for variant in variants if variant.name in verdicts]
-        lines += ["", f"## {title}", "", "| model | | why |", "| --- | --- | --- |"] if rows else []
-        lines += [f"| {name} | {verdicts[name][0]} | {_cell(verdicts[name][1])} |" for name in rows]
+        lines += ["", f"## {title}", "", "| model | | why | at |", "| --- | --- | --- | --- |"] if rows else []
+        for name in rows:
+            kind, why = verdicts[name]
+            lines.append(f"| {name} | {kind} | {_cell(why)} | {results[name].commit} |")
     if missing := [name for name in VARIANTS if name not in verdicts]:
         lines += ["", "## Not run", "", *textwrap.wrap("; ".join(missing) + ".", 120, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"

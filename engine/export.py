@@ -10,7 +10,7 @@ from engine.recipe.checks import RecipeError, parse_size
 from engine.recipe.recipe import Recipe
 from engine.session.session import Session
 from model.ranks import listed, say
-from model.save import check_plan, export_model
+from model.save import check_plan, export_model, not_loaded
 from quant.layouts import check_layout
 
 
@@ -40,6 +40,12 @@ def check_exportable(session: Session) -> None:
     """Refuse before training a model whose export nobody could load; a collective, errors as of
     :func:`model.save.export_model`."""
     recipe = session.recipe
+    compressed = recipe.export.format == "compressed" and not recipe.never_quantises()
+    if compressed and (reason := not_loaded(session.model, session.quantization)):
+        say(
+            f"warning: {reason}: the export will be one for vLLM and SGLang, and launch/verify.py will compare it with "
+            "what compressed-tensors decompresses. With export.format: dequantized transformers loads it"
+        )
     check_plan(
         session.model,
         None if recipe.never_quantises() else session.quantization,

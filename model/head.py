@@ -42,8 +42,9 @@ FACTORS = (
     "output_multiplier",
 )
 DIVISORS = ("logits_scaling",)  # granite
-# What goes through a model in the place of logits, to see what it makes of them: both signs, small and far beyond caps.
-PROBE = (-300.0, -40.0, -7.0, -1.0, -0.125, 0.0, 0.0625, 0.5, 3.0, 20.0, 90.0, 500.0)
+# What goes through a model in the place of logits, to see what it makes of them: both signs, small and far beyond caps,
+# all of them numbers of bf16, and one that any factor moves which moves a number of bf16 at all.
+PROBE = (-300.0, -40.0, -7.0, -1.0, -0.125, 0.0, 0.0625, 0.5, 1.9921875, 3.0, 20.0, 90.0, 500.0)
 
 
 class LogitFunction(NamedTuple):
@@ -280,19 +281,17 @@ def settle_function(stand_in: StandIn, forward: Callable[[Tensor], Tensor], conf
     finally:
         stand_in._probing = False
     probe = found.new_tensor(PROBE).expand(*found.shape[:-1], -1)
-    # Models compute it in their own dtype: bf16 rounds each of three operations by 2^-9 at most.
-    matching = [
-        function
-        for function in (proposed, UNCHANGED)
-        if found.shape == probe.shape and torch.allclose(found, function(probe), rtol=2**-6, atol=1e-6)
-    ]
+    # Nothing is rounded where nothing is done, so that a class which ignores a factor near 1 is told from one that
+    # applies it. Others compute in their own dtype: bf16 rounds each of three operations by 2^-9 at most.
+    comparable = found.shape == probe.shape
+    unchanged = comparable and torch.equal(found, probe)
     raise_everywhere(
         None
-        if matching
+        if unchanged or (comparable and torch.allclose(found, proposed(probe), rtol=2**-6, atol=1e-6))
         else f"{type(config).__name__} ({config.model_type}) changes its logits after lm_head in another way than its "
         f"configuration says ({proposed}): its losses cannot be computed from the hidden states"
     )
-    stand_in.function = matching[0]
+    stand_in.function = UNCHANGED if unchanged else proposed
 
 
 def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:

@@ -30,8 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.verify.files import check_files
-from engine.verify.reader import inputs_of_experts_left, is_expert, load_theirs, not_loaded, their_arithmetic
+from engine.verify.reader import inputs_of_experts_left, load_theirs, their_arithmetic
 from model.compressed import load_compressed
+from model.save import is_expert, not_loaded
 
 # Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels see
 # the same numbers. Of a MoE transformers multiplies gate and up at once and we one after the other: 1e-6 of a logit,

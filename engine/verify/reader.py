@@ -42,48 +42,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 
 from engine.verify.files import dtype_on_disk
 from model.compressed import quantized_keys, read_tensor
-from model.names import concatenates, module_name_on_disk
+from model.names import module_name_on_disk
 from model.ranks import RankError, listed
+from model.save import is_expert, not_loaded
 from model.scales import cache_keys
 from model.shards import Reader, read_headers
 from model.towers import model_class
 from quant import Quantization, QuantLayer, Scheme, TensorSpec
 from quant.config import quantization_args
-from quant.embedding import QuantEmbedding
-from quant.export import FLOAT_QUANTIZED, INT_QUANTIZED, NVFP4_PACKED, export_format
+from quant.export import export_format
 from quant.kv_cache import QuantCache
-
-
-def is_expert(name: str) -> bool:
-    """Whether a module's or key's name says that it belongs to the routed experts of a MoE."""
-    return ".experts." in name
-
-
-def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None:
-    """The reason why transformers cannot read this checkpoint of ``model`` correctly; None where it can."""
-    if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
-        return "transformers does not load quantised embeddings"
-    schemes = {layer.scheme for name, layer in quantization.layers.items() if is_expert(name)}
-    plain = any(is_expert(name) and isinstance(module, nn.Linear) for name, module in model.named_modules())
-    packed = any(export_format(layer.scheme) != FLOAT_QUANTIZED for layer in quantization.layers.values())
-    if packed and concatenates(model):
-        return "transformers does not put the parts of a tensor together in a checkpoint with packed layers"
-    if len(schemes) > 1 or (plain and packed):
-        return "transformers decodes all experts with one scheme"
-    if _has_zero_points(quantization) and len({layer.scheme for layer in quantization.layers.values()}) > 1:
-        return "transformers decodes all layers with one scheme where weights have zero points"
-    for scheme in schemes:
-        if scheme.weights.has_zero_points:
-            return "transformers does not load zero points of experts"
-        if scheme.weights.granularity == "block":
-            return "transformers does not load experts with a scale per block"
-        if export_format(scheme) in (INT_QUANTIZED, NVFP4_PACKED):
-            return f"transformers does not load experts stored as {export_format(scheme)}"
-    return None
-
-
-def _has_zero_points(quantization: Quantization) -> bool:
-    return any(layer.weight_zero is not None for layer in quantization.layers.values())
 
 
 def load_theirs(
@@ -106,7 +74,7 @@ def load_theirs(
     trust = {"trust_remote_code": trust_remote_code}
     kind: Any = _class_of(directory, **trust)
     if not_loaded(model, quantization) is None:
-        if shifted := _has_zero_points(quantization):
+        if shifted := any(layer.weight_zero is not None for layer in quantization.layers.values()):
             options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         try:
             theirs, info = kind.from_pretrained(directory, local_files_only=True, **options, **trust)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -18,11 +19,14 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
+from model.names import concatenates
 from model.ranks import listed
 from model.save.plan import Item
 from model.shards import read_headers
 from model.towers import model_class
-from quant.export import Shapes
+from quant import Quantization, exempt_line
+from quant.embedding import QuantEmbedding
+from quant.export import FLOAT_QUANTIZED, INT_QUANTIZED, NVFP4_PACKED, Shapes, export_format
 from quant.kv_cache import QuantCache
 
 META = torch.device("meta")
@@ -48,12 +52,50 @@ def check_loadable(source: Path, shards: Iterable[Iterable[Item]], *, trust_remo
     with META, no_init_weights():
         model: PreTrainedModel = kind(config)
     model.tie_weights()
-    problems = _problems(model, _unquantised(shards))
+    items = [item for shard in shards for item in shard]
+    problems = _problems(model, _unquantised(items))
+    if not problems:
+        _check_initialisation(model, [item for item in items if item.layout == "compressed"])
     if problems:
         raise ValueError(
             f"config.json of {source} names {kind.__name__}, whose weights transformers would not find in the export: "
             f"{'; '.join(problems)}"
         )
+
+
+def _check_initialisation(model: PreTrainedModel, compressed: Iterable[Item]) -> None:
+    """Refuse a class that gives first values to the weights of layers which the export packs (nanochat's o_proj).
+
+    transformers calls that of a class for modules that hold such layers, also where it is going to load all of them;
+    and packed layers have no weight there.
+
+    Raises:
+        ValueError: names the layers, and the line of a recipe that leaves them as they are.
+    """
+    packed = {item.name for item in compressed if not any(key.endswith(".weight") for key in item.shapes)}
+    modules = dict(model.named_modules())
+    read = []
+    for name in packed & modules.keys():
+        weight = modules[name]._parameters.pop("weight")
+        holders = [modules[above] for above in _above(name) if not isinstance(modules[above], PreTrainedModel)]
+        try:
+            with META:
+                for holder in holders:
+                    model._init_weights(holder)
+        except AttributeError:
+            read.append(name)
+        modules[name]._parameters["weight"] = weight
+    if read:
+        raise ValueError(
+            f"{listed(sorted(read), 2)}: transformers reads their weights while it loads a {type(model).__name__}, "
+            f"which fails where they are packed; set {exempt_line(sorted(read))}, or export.format: dequantized"
+        )
+
+
+def _above(name: str) -> list[str]:
+    """Names of the modules that hold the module ``name``."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts))]
 
 
 def check_written(directory: Path, shards: Iterable[Iterable[Item]]) -> None:
@@ -70,10 +112,10 @@ def check_written(directory: Path, shards: Iterable[Iterable[Item]]) -> None:
         raise ValueError("; ".join([*checkpoint.problems, *([f"not as planned: {listed(wrong)}"] if wrong else [])]))
 
 
-def _unquantised(shards: Iterable[Iterable[Item]]) -> Shapes:
+def _unquantised(items: Iterable[Item]) -> Shapes:
     """The tensors that a plain export would have: weights in the place of codes and their scales."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for item in (item for shard in shards for item in shard):
+    for item in items:
         if item.layout is None or item.fused is not None:
             if not isinstance(item.module, QuantCache):
                 shapes |= item.shapes
@@ -104,3 +146,35 @@ def _problems(model: PreTrainedModel, shapes: Mapping[str, tuple[torch.dtype, tu
         "not converted": info.conversion_errors,
     }
     return [f"{kind}: {listed(sorted(map(str, names)), 6)}" for kind, names in kinds.items() if names]
+
+
+def is_expert(name: str) -> bool:
+    """Whether a module's or key's name says that it belongs to the routed experts of a MoE."""
+    return ".experts." in name
+
+
+def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None:
+    """The reason why transformers cannot read this checkpoint of ``model`` correctly; None where it can."""
+    if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
+        return "transformers does not load quantised embeddings"
+    schemes = {layer.scheme for name, layer in quantization.layers.items() if is_expert(name)}
+    plain = any(is_expert(name) and isinstance(module, nn.Linear) for name, module in model.named_modules())
+    packed = any(export_format(layer.scheme) != FLOAT_QUANTIZED for layer in quantization.layers.values())
+    if packed and concatenates(model):
+        return "transformers does not put the parts of a tensor together in a checkpoint with packed layers"
+    if len(schemes) > 1 or (plain and packed):
+        return "transformers decodes all experts with one scheme"
+    if _has_zero_points(quantization) and len({layer.scheme for layer in quantization.layers.values()}) > 1:
+        return "transformers decodes all layers with one scheme where weights have zero points"
+    for scheme in schemes:
+        if scheme.weights.has_zero_points:
+            return "transformers does not load zero points of experts"
+        if scheme.weights.granularity == "block":
+            return "transformers does not load experts with a scale per block"
+        if export_format(scheme) in (INT_QUANTIZED, NVFP4_PACKED):
+            return f"transformers does not load experts stored as {export_format(scheme)}"
+    return None
+
+
+def _has_zero_points(quantization: Quantization) -> bool:
+    return any(layer.weight_zero is not None for layer in quantization.layers.values())

@@ -21,7 +21,7 @@ from torch import nn
 
 from engine.recipe.reading import load_recipe, parse_recipe
 from engine.recipe.recipe import Recipe
-from engine.verify.reader import not_loaded
+from model.save import not_loaded
 from quant import PRESETS, Quantization
 from quant.export import packed_shapes
 from tests.root import ROOT

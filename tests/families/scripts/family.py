@@ -7,11 +7,13 @@ Rank 0 writes ``DIRECTORY/<variant>.json``, after every stage anew, so that a ru
 "wrong: <what>"; what no error of the project's names is wrong too.
 """
 
+import functools
 import json
 import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -32,11 +34,12 @@ from engine.verify.check import compare_with_transformers
 from model.build import build_model
 from model.load import load_weights
 from model.ranks import RankError, gather_objects, is_main, raise_everywhere, rank
-from model.save import export_model
+from model.save import export_model, not_loaded
 from tests.distributed.garbage import collect
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.families.make import Variant
 from tests.families.variants import VARIANTS
+from tests.root import ROOT
 
 REFUSALS = (RankError, RecipeError)
 STEPS = 12
@@ -170,12 +173,28 @@ def recipe_of(directory: Path, name: str, source: Path, chats: Path, **sections:
     return write_recipe(directory, name, source, chats, stage=3, dtype="bfloat16", **{**defaults, **sections})
 
 
-def train(recipe: Path) -> None:
-    """Run it; its export must load as the class that its config.json names, and compute what training saw."""
+def train(recipe: Path) -> str | None:
+    """Run it; its export must load as the class that its config.json names, and compute what training saw.
+
+    Returns:
+        The reason why transformers cannot load it, where the run says so before it trains; others may.
+    """
     loop = Loop.from_recipe(recipe)
     state = loop.run()
+    reason = not_loaded(state.session.model, state.session.quantization)
     state.session.engine.destroy()
     export = Path(loop.recipe.output_dir) / "export"
+    if reason is None:
+        load(export)
+    batches = [torch.randint(7, 300, (2, 24), generator=torch.Generator().manual_seed(3))]
+    report = compare_with_transformers(export, batches)
+    if not report.ok:
+        raise Wrong(f"verify: {report.problems[0]}")
+    return reason
+
+
+def load(export: Path) -> None:
+    """Load an export with transformers; every key of the class that config.json names must be there, none else."""
     config = json.loads((export / "config.json").read_text())
     cls = getattr(transformers, config["architectures"][0])
     loaded, info = cls.from_pretrained(export, output_loading_info=True, dtype=torch.float32)
@@ -185,10 +204,6 @@ def train(recipe: Path) -> None:
     if problems:
         raise Wrong(f"{cls.__name__} finds {problems}")
     del loaded
-    batches = [torch.randint(7, 300, (2, 24), generator=torch.Generator().manual_seed(3))]
-    report = compare_with_transformers(export, batches)
-    if not report.ok:
-        raise Wrong(f"verify: {report.problems[0]}")
 
 
 class Progress:
@@ -212,8 +227,10 @@ class Progress:
             return self.stages[stage] == "ok"
         self.note(stage, "wrong: the process ended")
         try:
-            work()
+            remark = work()
             outcome = "ok"
+            if isinstance(remark, str):
+                self.note(f"{stage}, reader", remark)
         except REFUSALS as error:
             outcome = f"refused: {error}"
         except Wrong as error:
@@ -240,7 +257,18 @@ class Progress:
 
     def _write(self, *, finished: bool) -> None:
         if is_main():
-            self._file.write_text(json.dumps({"stages": self.stages, "finished": finished}, indent=1))
+            found = {"stages": self.stages, "commit": commit(), "finished": finished}
+            self._file.write_text(json.dumps(found, indent=1))
+
+
+@functools.cache
+def commit() -> str:
+    """What is tried: the commit of this repository, with a + where tracked files differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
 
 
 def take_through(variant: Variant, directory: Path) -> None:

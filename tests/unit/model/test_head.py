@@ -162,6 +162,21 @@ def test_a_configuration_that_says_something_else_than_its_class_does_is_refused
         settle_function(stand_in, other, model.config)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("factor", [0.99, 1.004, 1.015])
+def test_a_factor_near_1_is_told_from_none(seed, dtype, factor):
+    for name, applied in (("cohere", True), ("llama", False)):
+        model = VARIANTS[name].model(seed=seed, dtype=dtype)
+        model.config.logit_scale = model.logit_scale = factor  # Llama has no such setting, and ignores it
+        stand_in = take_out_head(model)[1]
+
+        def forward(ids, model=model):
+            return model(input_ids=ids, use_cache=False).logits
+
+        settle_function(stand_in, forward, model.config)
+        assert stand_in.function == (LogitFunction(factor) if applied else UNCHANGED)
+
+
 def test_neutral_values_propose_nothing():
     for config in (LlamaConfig(), Gemma2Config(final_logit_softcapping=None), GraniteConfig(logits_scaling=1.0)):
         assert proposed_function(config) == UNCHANGED

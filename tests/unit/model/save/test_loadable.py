@@ -1,5 +1,6 @@
 """Exports that transformers would not find its weights in are refused, whatever the family."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from engine.verify.check import compare_with_transformers
 from model.build import build_model
 from model.load import load_weights
 from model.ranks import RankError
-from model.save import check_plan, export_model
+from model.save import check_plan, export_model, not_loaded
 from model.save.loadable import check_written
 from model.save.plan import plan_shards
 from model.scales import renew_weight_scales
@@ -105,6 +106,36 @@ def test_a_class_that_would_not_find_its_weights_is_named(tmp_path: Path, seed: 
     config.write_text(config.read_text().replace("LlamaForCausalLM", "LlamaForSequenceClassification"))
     with pytest.raises(RankError, match=r"names LlamaForSequenceCl.*missing: score\.weight; unknown: lm_head"):
         check_plan(model, None, source)
+
+
+def test_packed_layers_that_the_class_reads_as_it_loads_are_named_with_the_line_that_helps(tmp_path: Path, seed: int):
+    """NanoChat's ``_init_weights`` gives ``o_proj.weight`` a value, and a packed layer has none."""
+    source = VARIANTS["nanochat"].checkpoint(tmp_path / "source", seed=seed)
+    model = loaded(source)
+    line = re.escape(r"set quant.exempt_more: ['model\.layers\.\d+\.self_attn\.o_proj']")
+    with pytest.raises(RankError, match=line):
+        check_plan(model, quantised(model), source)
+    for name, scheme, exempt in (("fp8", "fp8_dynamic", ()), ("int4", "w4a16_g32", (r".*\.o_proj",))):
+        model = loaded(source)
+        quantization = quantised(model, scheme, exempt=(*DEFAULT_EXEMPT, *exempt))
+        check_plan(model, quantization, source)
+        export_model(model, quantization, source, tmp_path / name)
+        loads(tmp_path / name)
+
+
+@pytest.mark.parametrize(("scheme", "read"), [("fp8_dynamic", True), ("w4a16_channel", False)])
+def test_parts_of_a_tensor_beside_packed_layers_are_known_not_to_load(scheme: str, read: bool, tmp_path: Path):
+    """transformers decodes whatever it puts together as if it were packed, also convolutions."""
+    source = VARIANTS["olmo_hybrid"].checkpoint(tmp_path / "source")
+    model = loaded(source)
+    quantization = quantised(model, scheme)
+    assert (not_loaded(model, quantization) is None) == read
+    export_model(model, quantization, source, tmp_path / "export")
+    if read:
+        loads(tmp_path / "export")
+    else:
+        with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+            loads(tmp_path / "export")
 
 
 def test_files_that_are_not_as_planned_are_an_error(tmp_path: Path, seed: int):
