@@ -136,6 +136,8 @@ def _moved_apart(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    if _only_shapes(x):
+        return x.new_empty(x.shape[0], weight.shape[1])
     if _grouped(x, weight):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
     return torch.cat([F.linear(rows, one) for rows, one in zip(_split(x, offsets), weight, strict=True)])
@@ -145,6 +147,8 @@ def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tens
     """``grad @ weight``: ``[rows, out]`` to ``[rows, in]``, as above."""
     if offsets is None:
         return grad @ weight
+    if _only_shapes(grad):
+        return grad.new_empty(grad.shape[0], weight.shape[2])
     if _grouped(grad, weight):
         return F.grouped_mm(grad, weight, offs=offsets)
     return torch.cat([rows @ one for rows, one in zip(_split(grad, offsets), weight, strict=True)])
@@ -154,10 +158,17 @@ def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
     """``grad.t() @ x`` of ``[rows, out]`` and ``[rows, in]``, in the shape of the weight, as above."""
     if offsets is None:
         return grad.t() @ x
+    if _only_shapes(grad):
+        return grad.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
     if _grouped(grad, x):
         return F.grouped_mm(grad.t(), x, offs=offsets)
     pairs = zip(_split(grad, offsets), _split(x, offsets), strict=True)
     return torch.stack([left.t() @ right for left, right in pairs])
+
+
+def _only_shapes(rows: Tensor) -> bool:
+    """Whether there is nothing to compute, and no ``grouped_mm``: on the meta device torch has it for bf16 alone."""
+    return rows.is_meta and rows.dtype != torch.bfloat16
 
 
 def _split(rows: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:

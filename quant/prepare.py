@@ -1,13 +1,15 @@
 """Replaces the Linears of a model by QuantLinears, which share scales as serving does (see quant/scale_groups.py)."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from quant.calibrate import Ranges
 from quant.embedding import QuantEmbedding
-from quant.experts import StackedLinear
+from quant.experts import StackedLinear, linears_of
 from quant.fusion import fused_sets, schemes_of_layers
 from quant.gemm import takes_codes_of_stacks
 from quant.inputs import SharedInput
@@ -15,7 +17,7 @@ from quant.kv_cache import attach_kv_cache
 from quant.layer import QuantLayer
 from quant.linear import QuantLinear
 from quant.quantization import Quantization
-from quant.rules import DEFAULT_EXEMPT, Rule, assign
+from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples, exempt_line
 from quant.scale_groups import (
     Linears,
     ScaleGroup,
@@ -65,12 +67,12 @@ def prepare(
     modules = dict(model.named_modules())
     schemes = schemes_of_layers(assigned.schemes, modules)
     embeddings = {name: one for name, one in modules.items() if name in schemes and isinstance(one, nn.Embedding)}
-    linears = {name: _checked_linear(name, modules[name]) for name in schemes if name not in embeddings}
+    linears: dict[str, Any] = {name: modules[name] for name in schemes if name not in embeddings}
     if not assigned.schemes and (kv_cache is None or scheme is not None or any(rule.scheme for rule in rules)):
         raise ValueError(_nothing_to_quantise(model))
     of_linears = {name: schemes[name] for name in linears}
     _check_schemes_allow(of_linears, learn_input_scale=learn_input_scale and kv_cache is None, fp8_gemm=fp8_gemm)
-    _check_not_tied(modules, {**linears, **embeddings})
+    _check_layers(modules, linears, schemes, embeddings)
     by_weight = fused_sets(of_linears, modules, across_experts=False)
     by_input = fused_sets(of_linears, modules, across_experts=True)
     of_weights, of_globals = weight_groups(by_weight, linears, schemes, learn_weight_scale)
@@ -112,26 +114,78 @@ def _check_schemes_allow(schemes: Mapping[str, Scheme], *, learn_input_scale: bo
         raise ValueError(f"{names}: no scheme here has fp8 codes per tensor on both sides, which the fp8 GEMM needs")
 
 
-def _checked_linear(name: str, module: nn.Module) -> nn.Linear | StackedLinear:
-    if type(module) not in (nn.Linear, StackedLinear):
-        raise ValueError(
-            f"{name} is a {type(module).__name__}, a subclass of nn.Linear, whose forward QuantLinear might not "
-            f"reproduce; exempt it"
-        )
-    return module  # type: ignore[return-value]
-
-
-def _check_not_tied(
-    modules: dict[str, nn.Module], chosen: Mapping[str, nn.Linear | StackedLinear | nn.Embedding]
+def _check_layers(
+    modules: Mapping[str, nn.Module], linears: Linears, schemes: Mapping[str, Scheme], embeddings: Iterable[str]
 ) -> None:
-    """A tied weight has one value on disk, so it cannot be quantised in one place and not in the other."""
+    """Refuse what cannot be quantised: everything at once, with the line of a recipe that leaves it as it is.
+
+    Layers that serving fuses with such a layer, and the other Linears of a stack, stay as they are too.
+    """
+    shared = _shared(modules, [*linears, *embeddings])
+    problems = {
+        name: problem
+        for name, linear in linears.items()
+        if (problem := shared.get(name) or _problem(name, linear, schemes[name]))
+    }
+    tables = {name: problem for name, problem in shared.items() if name not in linears}
+    if not problems and not tables:
+        return
+    names = dict.fromkeys(problems)
+    for members in fused_sets({name: schemes[name] for name in linears}, dict(modules), across_experts=False):
+        names |= dict.fromkeys(members) if problems.keys() & members else {}
+    for stack in [name for name in names if isinstance(linears[name], StackedLinear)]:
+        names |= dict.fromkeys(name for name in linears if name.rpartition(".")[0] == stack.rpartition(".")[0])
+    parts = [part.name for name in names for part in linears_of(name, linears[name])]
+    raise ValueError(
+        examples(list(dict.fromkeys([*tables.values(), *problems.values()])))
+        + (f"; to leave them as they are, set {exempt_line(parts)}" if parts else "")
+    )
+
+
+def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> str | None:
+    """Why a layer cannot be quantised with a scheme; None where it can."""
+    if not isinstance(linear, StackedLinear) and not _is_linear(linear):
+        return f"{name} is a {type(linear).__name__}, a subclass of nn.Linear that computes something else"
+    try:
+        scheme.weights.scale_shape(weight_shape(linear))
+    except ValueError as error:
+        return f"{name}: {error}"
+    return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a Linear computes what nn.Linear does: a subclass (Falcon has one) is tried on a small weight."""
+    if type(module) is nn.Linear:
+        return True
+    small: Any = object.__new__(type(module))
+    small.__dict__ = {**module.__dict__, "_parameters": {"weight": None, "bias": None}}
+    with torch.device("cpu"), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        x, weight, bias = (torch.randn(*shape, generator=generator).double() for shape in ((2, 3, 8), (4, 8), (4,)))
+        bias = bias if module.bias is not None else None
+        values = {"weight": nn.Parameter(weight), "bias": None if bias is None else nn.Parameter(bias)}
+        small.__dict__ |= {"_parameters": values, "in_features": 8, "out_features": 4}
+        expected = nn.functional.linear(x, weight, bias)
+        try:
+            found = type(module).forward(small, x)
+        except Exception:  # of whatever kind: it wants another input, so it is something else
+            return False
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+
+
+def _shared(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, str]:
+    """The layers whose weight another module has too, with what is wrong: one value on disk cannot be quantised in one
+    place and not in the other."""
     users: dict[int, list[str]] = {}
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
             users.setdefault(id(parameter), []).append(name)
-    for name, layer in chosen.items():
-        if len(users[id(layer.weight)]) > 1:
-            raise ValueError(f"{' and '.join(users[id(layer.weight)])} share one weight; leave {name} unquantised")
+    found = {}
+    for name in chosen:
+        names = users[id(modules[name].weight)]
+        if len(names) > 1:
+            found[name] = f"{' and '.join(names)} share one weight; leave {name} unquantised"
+    return found
 
 
 def _replace_embedding(

@@ -78,7 +78,7 @@ def empty_student(
         own = [pattern for pattern in recipe.learnable.freeze if "theta" not in pattern]  # scales come later
         check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
-            _check_head(model, recipe)
+            output_head(model)  # its losses are computed from its hidden states, or this is an error
     return model, named
 
 
@@ -92,7 +92,7 @@ def quantise_student(
             recipe.quant.default_scheme(),
             rules=recipe.quant.chosen_rules(),
             named=named,
-            exempt=[*recipe.quant.exempt, *recipe.quant.exempt_more, *_routers(model)],
+            exempt=[*recipe.quant.exempt, *recipe.quant.exempt_more, *_kept(model)],
             learn_weight_scale=recipe.learnable.weight_scale,
             learn_input_scale=recipe.learnable.act_scale,
             ranges=recipe.quant.ranges(),
@@ -115,10 +115,13 @@ def quantise_student(
     return quantization
 
 
-def _routers(model: PreTrainedModel) -> list[str]:
-    """Patterns of the routers, whatever they are called: one that is quantised sends tokens to other experts."""
+def _kept(model: PreTrainedModel) -> list[str]:
+    """Patterns of what stays as it is whatever it is called: the routers, which would send tokens to other experts, and
+    the output layer, through which losses are computed in the model's dtype."""
     modules = {name for name, _ in model.named_modules()}
-    return [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
+    routers = [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
+    head = model.get_output_embeddings()
+    return routers + [re.escape(name) for name, module in model.named_modules() if module is head]
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
@@ -165,17 +168,6 @@ def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
                     "have one weight on disk, read by readers that quantise neither"
                 )
     return {modules[id(module)]: scheme for scheme, module in chosen.values() if scheme is not None}
-
-
-def _check_head(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Refuse, before weights are read, a model whose losses cannot be computed from its hidden states."""
-    name, _ = output_head(model)
-    exempt = [*recipe.quant.exempt, *recipe.quant.exempt_more]
-    if recipe.quant.lm_head is None and not any(re.fullmatch(pattern, name) for pattern in exempt):
-        raise ValueError(
-            f"quant.exempt: {exempt}, expected a pattern that matches {name}: losses are computed through it in "
-            "the model's dtype"
-        )
 
 
 def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from quant import DEFAULT_EXEMPT, SCALE_PARAMETERS, QuantLinear, Rule, get_scheme, prepare
+from tests.families.variants import VARIANTS
 from tests.tiny import tiny_config
 
 FP8, INT4, INT2 = get_scheme("fp8_static"), get_scheme("w4a16_g32"), get_scheme("w2a16_g32")
@@ -308,16 +309,37 @@ def test_layers_that_cannot_be_quantised_are_named():
     ):
         fp8(model, exempt=[])
 
-    class Router(nn.Linear):
-        pass
+    class Grouped(nn.Linear):
+        def forward(self, input):
+            return (input.unflatten(-1, (2, -1)) * self.weight).sum(-1)
 
-    with pytest.raises(ValueError, match=r"mlp\.choose is a Router.*exempt it"):
-        fp8(Tree(mlp=Tree(choose=Router(4, 4))))
+    with pytest.raises(ValueError, match=r"mlp\.of is a Grouped, a subclass.*set quant\.exempt_more: \['mlp\\.of'\]"):
+        fp8(Tree(mlp=Tree(of=Grouped(4, 4), down_proj=nn.Linear(4, 4))))
     with pytest.raises(ValueError, match=r"mlp\.odd: in_features 33 is not divisible by group_size 32"):
         prepare(Tree(mlp=Tree(odd=nn.Linear(33, 4))), INT4, learn_weight_scale=True, learn_input_scale=False)
     crossed = Tree(**{name: nn.Linear(32 if name == "q_proj" else 64, 32) for name in ATTENTION})
     with pytest.raises(ValueError, match=r"different widths: .*'q_proj': 32.*'k_proj': 64"):
         fp8(crossed)
+
+
+def test_all_that_does_not_fit_is_named_at_once_with_what_is_fused_with_it():
+    """Group sizes of 32; gate and up are served as one layer, so that both stay as they are."""
+    narrow = Tree(gate_proj=nn.Linear(64, 8), up_proj=nn.Linear(40, 8), down_proj=nn.Linear(64, 8))
+    layers = nn.ModuleList(Tree(mlp=narrow, dt_proj=nn.Linear(8, 64)) for _ in range(2))
+    line = r"quant.exempt_more: ['layers\.\d+\.mlp\.up_proj', 'layers\.\d+\.dt_proj', 'layers\.\d+\.mlp\.gate_proj']"
+    with pytest.raises(ValueError, match=r"mlp\.up_proj: in_features 40 .*dt_proj: in_features 8 ") as caught:
+        prepare(Tree(layers=layers), INT4, learn_weight_scale=True, learn_input_scale=False)
+    assert set(str(caught.value).partition("set ")[2][:-1].split(", ")) == set(line[:-1].split(", "))
+
+
+def test_a_subclass_that_computes_what_a_linear_does_is_one(seed):
+    model = VARIANTS["falcon"].model(seed=seed)
+    ids = torch.randint(3, 300, (2, 9))
+    expected = model(input_ids=ids, use_cache=False).logits
+    quantization = fp8(model)
+    assert any(name.endswith("self_attention.query_key_value") for name in quantization.layers)
+    quantization.set_fake_quant(weights=False, activations=False)
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_switches_and_observers(seed):

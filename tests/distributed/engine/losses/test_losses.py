@@ -83,7 +83,6 @@ def base(tmp_path_factory):
 REFUSED = {
     "refused_tokens": "has another tokenizer: token 290 is",
     "refused_few": "the tokenizer has 300 tokens, the student 301 logits and the teacher 290",
-    "refused_exempt": r"quant.exempt: ['(.*\\.)?embed_tokens'], expected a pattern that matches lm_head",
     "refused_samples": "is of other samples than the recipe's data",
     "refused_topk": "loss.top_k: 9, expected at most 7",
     "refused_ondisk1": "rank 1: ",
@@ -105,7 +104,6 @@ def add_refused(base, add, wide):
     cache = {"teacher": str(wide), **TOP_K, "teacher_cache": str(base / "cache_of_3")}
     add("refused", "refused_tokens", "qwen3", stage=0, loss={"teacher": str(strange)})
     add("refused", "refused_few", "qwen3", stage=0, loss={"teacher": str(few)})
-    add("refused", "refused_exempt", "llama", stage=3, quant={"exempt": [r"(.*\.)?embed_tokens"]})
     add("refused", "refused_samples", "qwen3", stage=3, loss=cache, data={"max_length": 90, "too_long": "truncate"})
     add("refused", "refused_topk", "qwen3", stage=3, loss={**cache, "top_k": 9})
     add("refused", "refused_ondisk1", "qwen3", stage=3, loss=cache)

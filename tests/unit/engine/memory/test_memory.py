@@ -122,6 +122,18 @@ def test_equal_layers_are_run_twice_and_counted_as_often_as_they_are(tmp_path, m
     torch.testing.assert_close(own_bytes(short), own_bytes(whole), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_experts_in_every_dtype_take_the_memory_that_their_size_says(tmp_path, dtype):
+    """On the meta device torch multiplies groups in bf16 alone."""
+
+    def peak(dtype: str) -> int:
+        settings = recipe(tmp_path, "qwen3_moe", model={"path": str(tmp_path / "model"), "dtype": dtype})
+        settings.quant.scheme = "w8a16_channel"
+        return int(own_bytes(student_events(meta_student(settings), None, 2).events).max())
+
+    assert (1 if dtype == "float16" else 1.3) * 0.9 < peak(dtype) / peak("bfloat16") < 2.2
+
+
 def test_checkpointing_keeps_less_and_masks_take_their_bytes(tmp_path):
     def peak(**sections) -> int:
         return int(own_bytes(student_events(meta_student(recipe(tmp_path, **sections)), None, 2).events).max())

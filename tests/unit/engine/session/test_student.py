@@ -72,6 +72,11 @@ def test_a_scheme_for_linears_that_finds_none_is_refused(scheme: str, tmp_path: 
         student_of("gpt2", tmp_path, quant=QuantRecipe(scheme=scheme))
 
 
+def test_the_output_layer_stays_as_it_is_whatever_it_is_called(tmp_path: Path):
+    student = student_of("rwkv", tmp_path, quant=QuantRecipe(exempt=[r".*\.key"]))
+    assert "head" in student.quantization.exempt and "head" not in student.quantization.layers
+
+
 def test_what_chooses_tokens_of_sparse_attention_is_exempt_and_does_not_train(tmp_path: Path):
     """transformers runs it without gradients, so that weight decay alone would move it; serving keeps it as it is."""
     student = student_of("deepseek_v32", tmp_path)
