@@ -144,6 +144,10 @@ class QuantRecipe:
             expected = "nothing beside quant.scheme source, which says it of every layer"
             for key in ("rules", "lm_head", "embedding"):
                 yield from need(not getattr(self, key), f"quant.{key}", getattr(self, key), expected)
+            expected = "{}: with quant.scheme source the scales are those of the files, which this would measure again"
+            start, follow = self.fake_quant_start, self.scales_follow_weights
+            yield from need(start <= 0, "quant.fake_quant_start", start, expected.format(0))
+            yield from need(not follow, "quant.scales_follow_weights", follow, expected.format("false"))
         known = [*PRESETS, *self.schemes]
         linear = [*SCHEMES, *self.schemes]
         yield from need(self.scheme in known, "quant.scheme", self.scheme, f"one of {', '.join(known)}")

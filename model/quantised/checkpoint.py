@@ -8,8 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
+from model.quantised.columns import read_columns
 from model.quantised.compressed_tensors import read_coded
-from model.quantised.config import is_quantised, read_quantization_config, rules_of
+from model.quantised.config import is_quantised, packing_of, read_quantization_config, rules_of
 from model.quantised.tensor import CodedTensor
 from model.shards import Checkpoint, CheckpointError, DiskTensor, read_headers
 from quant import TensorSpec
@@ -65,7 +66,11 @@ def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel) ->
                 names.update(_our_names(model))
             return {name, names.get(name, name)}
 
-        coded, beside, problems = read_coded(found, rules, spellings)
+        packing = packing_of(config)
+        if packing is not None:
+            coded, beside, problems = read_columns(found, rules, packing)
+        else:
+            coded, beside, problems = read_coded(found, rules, spellings)
     except CheckpointError:
         raise
     except ValueError as error:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from model.quantised.columns import Packing
 from quant import Rule, Scheme, TensorSpec
 from quant.config import rules_from_config
 from quant.patterns import pattern_problem
@@ -84,10 +85,66 @@ def rules_of(config: Mapping[str, Any]) -> list[Rule]:
         return rules_from_config(config)
     if method == "fp8":
         return fp8_rules(config)
+    if packing_of(config) is not None:
+        return [Rule(_integers(config))]
     raise ValueError(
-        f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors' or 'fp8'; give the "
-        "unquantised checkpoint as model.path and this one as quant.scales"
+        f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors', 'fp8', 'gptq', 'awq' "
+        "or 'auto-round'; give the unquantised checkpoint as model.path and this one as quant.scales"
     )
+
+
+def packing_of(config: Mapping[str, Any]) -> Packing | None:
+    """In which of the layouts of :mod:`model.quantised.columns` the codes are; None in none of them.
+
+    Raises:
+        ValueError: in one of GPTQ's, AWQ's or AutoRound's that is not read.
+    """
+    key, found, known = _LAYOUTS.get(str(config.get("quant_method")), ("", "", {}))
+    if not key:
+        return None
+    name = str(config.get(key) or found)
+    if name not in known:
+        raise ValueError(f"{key} is {name!r}, expected {' or '.join(map(repr, known))}")
+    return known[name]
+
+
+# By method: the key that says how codes are packed, what it is where it is missing, and what is read.
+_LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
+    "gptq": ("checkpoint_format", "gptq", {"gptq": "gptq", "gptq_v2": "gptq_v2"}),
+    "awq": ("version", "gemm", {"gemm": "awq", "GEMM": "awq"}),
+    "auto-round": (
+        "packing_format",
+        "auto_round:auto_gptq",
+        {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round:auto_awq": "awq"},
+    ),
+}
+
+
+def _integers(config: Mapping[str, Any]) -> Scheme:
+    """The scheme of a file of GPTQ, AWQ or AutoRound: integer weights, inputs as they are.
+
+    Raises:
+        ValueError: layers in several schemes, or numerics that no scheme here has.
+    """
+    if config.get("desc_act"):
+        raise ValueError("desc_act is true: columns were quantised in another order, which no scheme here has")
+    awq = config["quant_method"] == "awq"
+    others = {**(config.get("dynamic") or {}), **(config.get("extra_config") or {})}
+    for name, other in others.items():
+        left_out = name.startswith("-:") or (isinstance(other, dict) and other.get("bits", 0) >= 16)
+        if not left_out:
+            raise ValueError(f"{name!r} has a scheme of its own, expected one for all layers")
+    if config.get("data_type", "int") != "int" or config.get("act_bits", 16) < 16:
+        raise ValueError("data_type or act_bits says more than integer weights, which is not read")
+    bits, size = config.get("bits", config.get("w_bit", 4)), config.get("group_size", config.get("q_group_size", 128))
+    symmetric = not config.get("zero_point", True) if awq else bool(config.get("sym", True))
+    widths = (4,) if awq or packing_of(config) == "awq" else (2, 3, 4, 8)
+    if bits not in widths:
+        raise ValueError(f"bits is {bits!r}, expected {' or '.join(map(str, widths))}")
+    whole = size in (-1, None)
+    spec = TensorSpec("int", bits, "channel" if whole else "group", None if whole else size, symmetric)
+    kind = "channel" if whole else f"g{size}"
+    return Scheme(f"w{bits}a16_{kind}{'' if symmetric else '_asym'}", spec)
 
 
 def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:

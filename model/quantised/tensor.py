@@ -83,8 +83,8 @@ class CodedTensor:
 
     def _rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
         """The codes of some rows, one by one, and what they are quantised with."""
-        spec, columns = self.scheme.weights, self.shape[1]
-        codes = read_codes(self.codes, rows, columns, spec, reader).to(device)
+        spec = self.scheme.weights
+        codes = self.codes_of_rows(reader, rows).to(device)
         scale = self.scale_of_rows(reader, rows).to(device)
         zero = self.zero_of_rows(reader, rows)
         above = None if self.above is None else self.read_above(reader).to(device)
@@ -93,6 +93,10 @@ class CodedTensor:
             spec = replace(spec, granularity="group")
         whole = Scale(scale, global_=above, zero=None if zero is None else zero.to(device))
         return codes, Quantizer(whole, spec, dtype)
+
+    def codes_of_rows(self, reader: Reader, rows: slice) -> Tensor:
+        """The codes of some rows ``[rows, in]``, one by one."""
+        return read_codes(self.codes, rows, self.shape[1], self.scheme.weights, reader)
 
     def scale_of_rows(self, reader: Reader, rows: slice) -> Tensor:
         """The fp32 scales of some rows: ``[rows, n]``, of blocks too, or ``(1,)`` of a weight with one."""
@@ -117,7 +121,11 @@ class CodedTensor:
         stored = torch.empty(count, dtype=self.scale.dtype)
         reader.read(self.scale, start, stored)
         spec = self.scheme.weights
-        scale = unpack_scale(stored, spec, None if self.above is None else self.read_above(reader))
+        return self._checked(unpack_scale(stored, spec, None if self.above is None else self.read_above(reader)))
+
+    def _checked(self, scale: Tensor) -> Tensor:
+        """The fp32 scales, if a quantiser can have them."""
+        spec = self.scheme.weights
         good, expected = scale > 0, "finite and positive"
         if spec.dtype == "int":
             good, expected = scale != 0, "finite and not 0"

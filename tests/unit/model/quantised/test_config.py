@@ -24,8 +24,8 @@ def changed(**weights: object) -> dict:
 
 
 REFUSED = {
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq', whose codes are not read"),
-    "awq": ({"quant_method": "awq"}, "quant_method is 'awq'"),
+    "hqq": ({"quant_method": "hqq", "bits": 4}, "quant_method is 'hqq', whose codes are not read"),
+    "mxfp4": ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4'"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
     "modelopt": ({"quant_method": "modelopt"}, "quant_method is 'modelopt'"),
     "none": ({"bits": 4}, "quant_method is None"),
@@ -77,5 +77,5 @@ def test_memory_is_predicted_from_a_quantised_checkpoint(tmp_path, capsys):
 
 def test_memory_of_what_is_not_read_is_refused_by_name(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        memory_of(tmp_path, {"quant_method": "gptq", "bits": 4})
+        memory_of(tmp_path, {"quant_method": "hqq", "bits": 4})
     assert "whose codes are not read" in capsys.readouterr().err

@@ -162,5 +162,7 @@ def test_the_scheme_source_is_written_into_the_recipe(tmp_path):
             quant={"scheme": "source", "rules": [{"scheme": "none", "first": 1}]},
             model={"path": str(export)},
         )
+    with pytest.raises(RecipeError, match=r"quant\.fake_quant_start: 3, expected 0: with quant\.scheme source"):
+        recipe(tmp_path / "recipe", quant={"scheme": "source", "fake_quant_start": 3}, model={"path": str(export)})
     with pytest.raises(RecipeError, match=r"quant\.scheme: 'source'.* has no quantization_config"):
         recipe(tmp_path / "recipe", quant={"scheme": "source"})
