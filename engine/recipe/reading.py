@@ -30,6 +30,7 @@ from engine.recipe.source import resolve_source
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
+LONGEST_INTEGER = 100  # characters; floats end at 309
 MOST_VALUES = 100_000  # of a recipe: some hundred, and a rule or an exempt pattern for each layer of a model
 
 
@@ -111,7 +112,8 @@ def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterato
 
 
 def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterator[tuple[int, str]]:
-    """Problems of a value of type ``kind``: nothing where something must stand, and sections that are none.
+    """Problems of a value of type ``kind``: nothing where something must stand, integers that no float holds, and
+    sections that are none.
 
     jsonargparse takes null for any type. A text in place of a section names a class to it, which it imports: a recipe
     is plain data, so such a text must not get that far.
@@ -121,7 +123,9 @@ def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterato
         if type(None) not in parts and kind is not type(None):
             yield line, f"{path}: null, expected a value (leave the key out for its default)"
         return
-    if get_origin(kind) is list and isinstance(node, yaml.SequenceNode):
+    if float in (kind, *parts) and node.tag == "tag:yaml.org,2002:int" and len(node.value) > LONGEST_INTEGER:
+        yield line, f"{path}: {node.value}, expected a number that 64 bits hold"
+    elif get_origin(kind) in (list, tuple) and isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield from _value_problems(item, parts[0], f"{path}[{index}]", item.start_mark.line + 1)
     elif get_origin(kind) is dict and isinstance(node, yaml.MappingNode):
@@ -170,6 +174,10 @@ def _parse(argv: Sequence[str]) -> Recipe:
         values = parser.instantiate(parser.parse_args(list(argv)))
     except ArgumentError as error:
         raise RecipeError(_one_line(error)) from error
+    except OverflowError as error:  # of an option; those of files have been found
+        option = re.search(rf"--([\w.]+)[= ]\S*\d{{{LONGEST_INTEGER}}}", " ".join(argv))
+        key = option[1] if option else "a number"
+        raise RecipeError(f"{key}: an integer beyond every float, expected a number that 64 bits hold") from error
     if values["quant"].scheme == SOURCE:
         resolve_source(values["quant"], values["model"].path)
     return Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})

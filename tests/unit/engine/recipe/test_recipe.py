@@ -226,6 +226,8 @@ def test_print_config_is_a_recipe(tmp_path: Path) -> None:
         ("optim: 3", 5, "optim: expected keys and values below it"),
         ("data.kind: text", 5, "data.kind: unknown key"),
         ("optim: {lr: ", 6, "not YAML"),
+        (f"optim: {{lr: 1{'0' * 400}}}", 5, "optim.lr: 1000000"),
+        ("optim: {betas: [0.9, null]}", 5, "optim.betas[1]: null, expected a value"),
     ],
 )
 def test_bad_keys_in_the_file(tmp_path: Path, extra: str, line: int, said: str) -> None:
@@ -359,6 +361,7 @@ def test_required_keys_are_named() -> None:
         ("--data.micro_batch_size 0", "data.micro_batch_size: 0, expected at least 1"),
         ("--data.seed -1", "data.seed: -1, expected at least 0"),
         (f"--data.seed 1{'0' * 400}", "data.seed: 1000000"),
+        (f"--optim.lr 1{'0' * 400}", "optim.lr: an integer beyond every float, expected a number that 64 bits hold"),
         (f"--train.log_every {2**63}", f"train.log_every: {2**63}, expected at least 1, and a number that 64 bits"),
         ("--optim.lr=-1e-5", "optim.lr: -1e-05, expected at least 0"),
         ("--optim.scale_lr -1", "optim.scale_lr: -1.0, expected at least 0"),
