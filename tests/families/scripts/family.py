@@ -31,7 +31,7 @@ from engine.cluster.join import join_ranks
 from engine.loop import Loop
 from engine.recipe.reading import RecipeError
 from engine.verify.check import compare_with_transformers
-from model.build import build_model
+from model.build import AUTO, attention_for, build_model
 from model.load import load_weights
 from model.ranks import RankError, gather_objects, is_main, raise_everywhere, rank
 from model.save import export_model, not_loaded
@@ -100,8 +100,12 @@ def plain(source: Path, out: Path) -> None:
 
 
 def exact(variant: Variant, source: Path, out: Path) -> None:
-    """Logits and gradients in fp32 against transformers' own model, read from the same file."""
-    theirs = variant.model(dtype=torch.float32)
+    """Logits and gradients in fp32 against transformers' own model, read from the same file.
+
+    The attention is the one that a run takes by itself: of some classes eager and sdpa disagree (Falcon with alibi,
+    whose eager form adds it twice in transformers 5.23).
+    """
+    theirs = variant.model(dtype=torch.float32, attention=attention_for(variant.config(), AUTO))
     model = build_model(source, ZERO_0, dtype=torch.float32, device=torch.device("cpu")).eval()
     load_weights(model, source, progress=False)
     generator = torch.Generator().manual_seed(1)
