@@ -1,13 +1,14 @@
 """Who computes the operators: compiles their C++ and CUDA at first use, and says once what it could not do.
 
 On the CPU it is the compiled kernels, or the reference where there is no C++ compiler. On CUDA it is the compiled
-kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference in
-eager mode. What is slower than it should be is said once.
-
-What was compiled is kept in torch's extension folder (``TORCH_EXTENSIONS_DIR``, by default in the home folder), below
-a name that is a digest of the sources, the flags and torch's version: a change of any of them builds anew, and a
-library that is there is loaded in milliseconds. Only one process builds; the others, on the same machine or on one that
-shares the folder, wait for it. A build that is killed leaves nothing that looks complete.
+kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference
+in eager mode. What is slower than it should be is said once. What was compiled is kept in torch's extension folder
+(``TORCH_EXTENSIONS_DIR``, by default in the home folder), below a name that is a digest of the sources, the flags and
+torch's version: a change of any of them builds anew, and a library that is there is loaded in milliseconds. Only one
+process builds; the others, on the same machine or on one that shares the folder, wait for it. A build that is killed
+leaves nothing that looks complete. A library that is not what was written (after a loss of power, say) would end the
+process with a bus error when it is loaded. So a checksum beside it is compared first. A damaged library is built
+anew, and so is one that does not load.
 """
 
 import fcntl
@@ -165,7 +166,7 @@ def _compiled(cuda: bool) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     library = root / name / f"{name}.so"
     with _locked(root / f"{name}.lock"):
-        if not library.exists():
+        if not _loaded(library):
             scratch = root / f"{name}.build"
             shutil.rmtree(scratch, ignore_errors=True)  # of a build that was killed; its lock went with its process
             scratch.mkdir()
@@ -178,12 +179,40 @@ def _compiled(cuda: bool) -> Path:
                 build_directory=str(scratch),
                 is_python_module=False,
             )
-            (root / name).mkdir(exist_ok=True)
-            os.replace(scratch / f"{name}.so", library)
+            _move(scratch / f"{name}.so", library)
             shutil.rmtree(scratch)
-        else:
-            torch.ops.load_library(library)
     return library
+
+
+def _loaded(library: Path) -> bool:
+    """Load a library that is there, whole, and fit for this machine; whether it was."""
+    try:
+        if _checksum_file(library).read_text() != _checksum(library):
+            return False
+        torch.ops.load_library(library)
+    except OSError:
+        return False
+    return True
+
+
+def _move(built: Path, library: Path) -> None:
+    """Give a library its name, with its checksum beside it, once both are on the disk."""
+    library.parent.mkdir(exist_ok=True)
+    with open(built, "rb") as file:
+        os.fsync(file.fileno())
+    with open(_checksum_file(library), "w") as record:
+        record.write(_checksum(built))
+        record.flush()
+        os.fsync(record.fileno())
+    os.replace(built, library)
+
+
+def _checksum_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _architectures() -> list[str]:

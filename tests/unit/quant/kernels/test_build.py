@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from quant.kernels.build import _architectures, build
+from quant.kernels.build import _architectures, _loaded, _move, build
 from tests.patience import PATIENCE, until
 from tests.root import ROOT
 
@@ -198,6 +198,40 @@ def test_a_build_that_is_killed(machine):
     assert result["right"] and result["compiled"] and result["remark"] == ""
     assert len(machine.libraries()) == 1
     assert [path.name for path in machine.extensions.iterdir() if path.name.endswith(".build")] == []
+
+
+def test_a_library_that_is_cut_off_is_built_anew(machine):
+    """Loaded, it would be a bus error in every process."""
+    assert machine.run()["compiled"]
+    (library,) = machine.libraries()
+    content = library.read_bytes()
+    library.write_bytes(content[: len(content) // 3])
+    result = machine.run()
+    assert result["right"] and result["compiled"] and result["remark"] == ""
+    assert library.read_bytes() == content and machine.asked("link") == 2
+
+
+def test_only_what_was_written_is_loaded(tmp_path):
+    """Nothing of a damaged file is mapped; a whole one that the machine cannot load is no end of the process either."""
+    built, library = tmp_path / "built", tmp_path / "name" / "name.so"
+    content = b"no library" * 3000
+
+    def write() -> None:
+        built.write_bytes(content)
+        _move(built, library)
+        assert library.read_bytes() == content and not built.exists()
+
+    write()
+    assert not _loaded(library), "no library at all, but what was written"
+    for damaged in (content[:20_000], b"", content[:9000] + bytes(5000) + content[14_000:]):
+        write()
+        library.write_bytes(damaged)
+        assert not _loaded(library)
+    write()
+    library.with_suffix(".sha256").unlink()
+    assert not _loaded(library)
+    library.unlink()
+    assert not _loaded(library)
 
 
 def test_without_a_compiler(machine):
