@@ -25,7 +25,7 @@ from model.scales import cache_keys
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
 from quant.config import kv_cache_from_config, rules_from_config
 from quant.export import dequantized_weight, packed_shapes, unpack_scale, unpack_weight, unpack_zero
-from quant.layer import QuantLayer
+from quant.linear import QuantLayer
 from quant.prepare import prepare
 from quant.quantization import Quantization
 from quant.rules import Rule

@@ -16,8 +16,7 @@ from quant.calibrate import (
 from quant.embedding import QuantEmbedding
 from quant.kernels import prepare_kernels
 from quant.kv_cache import QuantCache
-from quant.layer import SCALE_PARAMETERS, QuantLayer, weights_changed
-from quant.linear import QuantLinear
+from quant.linear import SCALE_PARAMETERS, QuantLayer, QuantLinear, weights_changed
 from quant.observe import Observer, recomputing
 from quant.prepare import prepare
 from quant.quantization import Quantization

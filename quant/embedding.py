@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quant import kernels
 from quant.function import lsq_factor
-from quant.layer import QuantLayer
+from quant.linear import QuantLayer
 from quant.scale import Quantizer, Scale
 from quant.spec import Scheme
 

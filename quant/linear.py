@@ -1,9 +1,11 @@
-"""The module that stands where a quantised nn.Linear stood.
+"""The module that stands where a quantised nn.Linear stood, and what it has in common with other quantised layers.
 
 It holds the very Parameters of the Linear that it replaces (under ZeRO-3 these are partitioned, and what hangs on them
 is kept) and the scales, which layers that serving fuses share. What is quantised at this moment is a switch, not a
 structure: a schedule turns fake quantisation on in the middle of a run.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +13,150 @@ from torch import Tensor, nn
 from quant import gemm, kernels
 from quant.experts import StackedLinear
 from quant.function import Plan, UsedWeightFunction, quant_linear
-from quant.layer import QuantLayer
-from quant.scale import Scale
+from quant.inputs import SharedInput
+from quant.observe import Observer
+from quant.scale import Quantizer, Scale
 from quant.spec import Scheme
+
+# The Parameters of a quantised layer that the layer it replaces does not have: the parts of a Scale of the weight, then
+# s0 and theta of one of the input. Checkpoints know them by these names.
+SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "weight_zero", "input_s0", "input_theta")
+
+
+class QuantLayer(nn.Module):
+    """A weight ``[out_features, in_features]`` with its scale, fake-quantised where that is switched on; or a stack of
+    those of E experts, as in :class:`quant.experts.StackedLinear`.
+
+    Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``weight_shape``.
+
+    Attributes:
+        scheme: how the layer is quantised.
+        in_features, out_features: of one expert, where it is a stack.
+        num_experts, projections: as in :class:`quant.experts.StackedLinear`; 0 and () where it is none.
+        weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype; or ``[E, out, in]`` and None.
+        weight_s0, weight_global, input_s0: frozen fp32 scales, NaN until filled; ``weight_global`` is None but for
+            weights with e4m3 scales, ``input_s0`` where no scale of the input is stored.
+        weight_zero: the frozen zero points of the weight, fp32, NaN until filled; None where it is symmetric.
+        weight_theta, input_theta: learned logarithmic corrections in the model's dtype, or None.
+        weight_fake_quant, input_fake_quant: what is quantised now.
+        input_observer: watches the input in every forward while set.
+        shared_input: hands the quantised input to the layers that read the same tensor, or None.
+        fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
+        keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
+            :func:`weights_changed`. Only where weights stay resident.
+        trained: whether a forward with gradients has run. Where none has, somebody uses the weight as it is.
+        when_changed: called when weights, scales or switches changed, so that what is kept of them elsewhere is
+            dropped; None where nothing is.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    weight_s0: nn.Parameter
+    weight_theta: nn.Parameter | None
+    weight_global: nn.Parameter | None
+    weight_zero: nn.Parameter | None
+    input_s0: nn.Parameter | None
+    input_theta: nn.Parameter | None
+
+    def __init__(
+        self,
+        replaced: nn.Module,
+        scheme: Scheme,
+        *,
+        in_features: int,
+        out_features: int,
+        weight: Scale,
+        input: Scale | None,
+    ) -> None:
+        """Takes over the Parameter objects ``weight`` and ``bias`` of the layer that it replaces.
+
+        Args:
+            replaced: the layer.
+            scheme: how it is quantised.
+            in_features, out_features: as above.
+            weight, input: the scales, of Parameters; of the input None where the scheme stores none.
+
+        Raises:
+            ValueError: scheme and scales do not agree.
+        """
+        super().__init__()
+        if (input is None) != (scheme.static_input is None):
+            raise ValueError(f"scheme {scheme.name!r} and input_s0 disagree on whether a scale of the input is stored")
+        if (weight.global_ is None) != (scheme.weights.scale_format != "e4m3"):
+            raise ValueError(f"scheme {scheme.name!r} and weight_global disagree on whether there is a global scale")
+        if (weight.zero is None) != (not scheme.weights.has_zero_points):
+            raise ValueError(f"scheme {scheme.name!r} and weight_zero disagree on whether there are zero points")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.num_experts = 0
+        self.projections: tuple[str, ...] = ()
+        self.scheme = scheme
+        assert isinstance(replaced.weight, nn.Parameter)
+        self.weight = replaced.weight
+        self.bias = getattr(replaced, "bias", None)
+        parts = (*weight, *((None, None) if input is None else input[:2]))
+        for name, part in zip(SCALE_PARAMETERS, parts, strict=True):
+            assert part is None or isinstance(part, nn.Parameter)
+            self.register_parameter(name, part)
+        self.weight_fake_quant = True
+        self.input_fake_quant = scheme.activations is not None
+        self.input_observer: Observer | None = None
+        self.shared_input: SharedInput | None = None
+        self.fp8_gemm = False
+        self.keeps_weight_codes = False
+        self.trained = False
+        self.when_changed: Callable[[], None] | None = None
+        self._weight_codes: Tensor | None = None
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the whole weight."""
+        stack = (self.num_experts,) if self.projections else ()
+        return (*stack, self.out_features, self.in_features)
+
+    def forget_codes(self) -> None:
+        """Drop everything that was made of the weight or a scale: they have changed."""
+        self._weight_codes = None
+        if self.shared_input is not None:
+            self.shared_input.drop()
+        if self.when_changed is not None:
+            self.when_changed()
+
+    @property
+    def scale_of_weight(self) -> Scale:
+        """The Parameters of the weight's scale as they are now; under ZeRO-3 these may be partitions."""
+        return Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
+
+    @property
+    def scale_of_input(self) -> Scale | None:
+        """The Parameters of the input's scale likewise; None where none is stored."""
+        return None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
+
+    @torch.no_grad()
+    def weight_scale(self) -> Tensor:
+        """The effective scale of the weight, as the forward uses it: fp32, shape by the scheme. Parameters gathered."""
+        return kernels.effective_scale(self._weight_quantizer())
+
+    def _weight_quantizer(self) -> Quantizer:
+        return Quantizer(self.scale_of_weight, self.scheme.weights, self.weight.dtype)
+
+    @torch.no_grad()
+    def input_scale(self) -> Tensor | None:
+        """The effective scale of the input, fp32 ``(1,)``, or None where none is stored. Parameters gathered."""
+        scale, spec = self.scale_of_input, self.scheme.static_input
+        if scale is None or spec is None:
+            return None
+        return kernels.effective_scale(Quantizer(scale, spec, self.weight.dtype))
+
+    def _check_scale_dtypes(self) -> None:
+        """A module-wide cast (DeepSpeed's to bf16, on stages 0 to 2) rounds the frozen scales in silence."""
+        for name in ("weight_s0", "weight_global", "weight_zero", "input_s0"):
+            scale = getattr(self, name)
+            if scale is not None and scale.dtype != torch.float32:
+                raise TypeError(
+                    f"{name} is {scale.dtype}, expected torch.float32: something cast the whole module; "
+                    f"restore the frozen scales after it"
+                )
 
 
 class QuantLinear(QuantLayer):
@@ -41,7 +184,7 @@ class QuantLinear(QuantLayer):
 
         Args:
             linear: the Linear, or stack of them, that this module replaces.
-            scheme, weight, input: as of :class:`quant.layer.QuantLayer`.
+            scheme, weight, input: as of :class:`QuantLayer`.
             weight_numel: as above.
 
         Raises:
@@ -123,3 +266,14 @@ class QuantLinear(QuantLayer):
             f"{stack}in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"scheme={self.scheme.name}, fake_quant(weight={self.weight_fake_quant}, input={self.input_fake_quant})"
         )
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Say that weights or scales of ``model`` changed, so that no layer uses codes of the old ones.
+
+    The training loop calls it after every optimizer step, load and write of scales. Nothing else can notice: DeepSpeed
+    writes to ``.data``, which leaves a tensor's version as it was.
+    """
+    for module in model.modules():
+        if isinstance(module, QuantLayer):
+            module.forget_codes()

@@ -10,14 +10,12 @@ from torch import nn
 from quant.calibrate import Ranges
 from quant.embedding import QuantEmbedding
 from quant.experts import StackedLinear, linears_of
-from quant.fusion import fused_sets, schemes_of_layers
 from quant.gemm import takes_codes_of_stacks
 from quant.inputs import SharedInput
 from quant.kv_cache import attach_kv_cache
-from quant.layer import QuantLayer
-from quant.linear import QuantLinear
+from quant.linear import QuantLayer, QuantLinear
 from quant.quantization import Quantization
-from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples, exempt_line
+from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples, exempt_line, fused_sets, schemes_of_layers
 from quant.scale_groups import (
     Linears,
     ScaleGroup,

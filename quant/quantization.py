@@ -8,7 +8,7 @@ from typing import Any
 
 from quant.calibrate import Ranges
 from quant.kv_cache import QuantCache
-from quant.layer import QuantLayer
+from quant.linear import QuantLayer
 from quant.rules import examples
 from quant.scale_groups import ScaleGroup
 

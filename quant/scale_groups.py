@@ -1,6 +1,6 @@
 """The scales of a model, each with the layers that share it.
 
-Serving keeps one scale for the layers that it fuses (:mod:`quant.fusion`) and one for their input; a fused MoE kernel
+Serving keeps one scale for the layers that it fuses (:mod:`quant.rules`) and one for their input; a fused MoE kernel
 keeps one input scale per layer for all experts. If training used separate scales, serving would requantise to the
 largest one and compute something else than was trained. So the same groups share one Parameter here:
 
@@ -87,7 +87,7 @@ def weight_groups(
     """The scale groups of weights, and those of their global scales.
 
     Args:
-        sets: names of the layers that serving fuses, see :func:`quant.fusion.fused_sets`.
+        sets: names of the layers that serving fuses, see :func:`quant.rules.fused_sets`.
         linears: the layers by name.
         schemes: their schemes by name.
         learn: whether the scales get a theta. Global scales and zero points never do.
@@ -126,7 +126,7 @@ def embedding_group(name: str, embedding: nn.Embedding, spec: TensorSpec, learn:
 def input_groups(
     sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool, ranges: Ranges
 ) -> list[ScaleGroup]:
-    """The scale groups of inputs: one for each of the sets (see :func:`quant.fusion.fused_sets`) whose scheme stores a
+    """The scale groups of inputs: one for each of the sets (see :func:`quant.rules.fused_sets`) whose scheme stores a
     scale of its input.
 
     Raises:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from quant import Quantization
 from quant.experts import LinearPart, StackedLinear, linears_of
-from quant.layer import QuantLayer
+from quant.linear import QuantLayer
 
 
 def linears(quantization: Quantization) -> Iterator[tuple[LinearPart, QuantLayer]]:

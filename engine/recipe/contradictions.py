@@ -1,12 +1,10 @@
 """What no knob of a recipe shows alone: values that are each in bounds and do not go together.
 
-engine/recipe/rules.py lists what is said in one line. Here are the rules that look at several things: functions whose
-name and docstring say what must hold, listed in ``WALKS`` and ``WALKS_OF_EVENTS``, which yield
-a line per violation.
+engine/recipe/rules.py lists what is said in one line. Here are the rules of events, which take more than one: functions
+whose name and docstring say what must hold, and which yield a line per violation.
 """
 
-import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 
 from engine.recipe.checks import need
 from engine.recipe.rules import RULES, RULES_OF_SCHEMES, Sections
@@ -16,28 +14,8 @@ def contradictions(recipe: Sections) -> Iterator[str]:
     """One line per rule that a recipe breaks."""
     rules = (*RULES, *RULES_OF_SCHEMES) if recipe.quant.known() else RULES
     yield from (rule.text(recipe) for rule in rules if rule.broken(recipe))
-    for walk in (*WALKS, *(WALKS_OF_EVENTS if recipe.schedule else ())):
+    for walk in WALKS_OF_EVENTS if recipe.schedule else ():
         yield from walk(recipe)
-
-
-def a_file_is_named_once(recipe: Sections, identity: Callable[[str], Hashable] = os.path.abspath) -> Iterator[str]:
-    """No file is there twice, among those to train and to evaluate on; ``identity`` tells files apart."""
-    first: dict[Hashable, str] = {}
-    for key, files in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
-        for index, file in enumerate(files):
-            here = f"{key}[{index}]"
-            if (there := first.setdefault(identity(file), here)) != here:
-                yield f"{here}: {file!r} is {there}, expected each file once (data.weights says how often it is used)"
-
-
-def a_student_that_teaches_itself_is_frozen(recipe: Sections) -> Iterator[str]:
-    """With loss.teacher self the weights, norms and routers do not train: they are the teacher's too."""
-    moving = [f"learnable.{name}" for name in ("weight", "norm", "router") if getattr(recipe.learnable, name)]
-    if recipe.teacher_kind() == "self" and moving:
-        yield (
-            f"loss.teacher: 'self', expected {' and '.join(moving)} to be false, or a directory: a student that "
-            "changes would be taught by what it has become"
-        )
 
 
 def events_happen_during_the_run(recipe: Sections) -> Iterator[str]:
@@ -94,10 +72,6 @@ def events_switch_what_the_scheme_quantises(recipe: Sections) -> Iterator[str]:
             yield from need(bool(quant.linear_schemes()), key, event.fake_quant, expected)
 
 
-WALKS: tuple[Callable[[Sections], Iterator[str]], ...] = (
-    a_file_is_named_once,
-    a_student_that_teaches_itself_is_frozen,
-)
 WALKS_OF_EVENTS: tuple[Callable[[Sections], Iterator[str]], ...] = (
     events_happen_during_the_run,
     events_leave_a_loss,

@@ -30,13 +30,10 @@ from engine.recipe.ds_keys import (
     FROM_RECIPE,
     NESTED,
     REFUSED,
-    REFUSED_BF16,
-    REFUSED_FP16,
-    REFUSED_NVME,
     SECTIONS,
+    SETTINGS,
     TEACHER_KEYS,
     VALUES,
-    ZERO_AT_LEAST_1,
     ZERO_KEYS,
 )
 from engine.recipe.recipe import Recipe
@@ -155,13 +152,16 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
     path = config_path(recipe.deepspeed)
     config = read_config(path)
     problems = _fill_from_recipe(config, recipe, world_size) + _fill_precision(config, recipe)
-    problems += _fill_hpz(config, world_size, local_size or local_world_size()) + _section_problems(config)
+    if config.get("zero_optimization", {}).get("zero_hpz_partition_size") is not None:
+        problems += _fill_hpz(config["zero_optimization"], world_size, local_size or local_world_size())
+    problems += _section_problems(config)
     if recipe.train.compile and config.get("zero_optimization", {}).get("stage") == 3:
         problems.append(
             "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of "
             "each module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
         )
-    problems += _gather_problems(config, recipe)
+    if recipe.quant.gather_codes:
+        problems += _gather_problems(config, recipe)
     if problems := problems or list(_refused_by_deepspeed(config)):
         raise DsConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     if config["zero_optimization"].get("offload_optimizer") is not None:
@@ -173,8 +173,6 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
 def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
     """What rules out gathering weights as codes (quant.gather_codes): the model's dtype, the stage or hpZ."""
     zero = config.get("zero_optimization", {})
-    if not recipe.quant.gather_codes or not isinstance(zero, dict):
-        return []
     if recipe.model.dtype == "float16":
         return [
             "fp16 is on (model.dtype: float16), but quant.gather_codes is true: codes are gathered in bfloat16 and "
@@ -245,12 +243,9 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
     return []
 
 
-def _fill_hpz(config: dict[str, Any], world_size: int, local_size: int | None) -> list[str]:
+def _fill_hpz(zero: dict[str, Any], world_size: int, local_size: int | None) -> list[str]:
     """Replace hpZ's "auto" by the number of ranks of a node, among which gathering is fast; returns the problems."""
-    zero = config.get("zero_optimization", {})
-    size = zero.get("zero_hpz_partition_size")
-    if size is None:
-        return []
+    size = zero["zero_hpz_partition_size"]
     if size == "auto":
         if local_size is None and world_size > 1:
             return [
@@ -266,80 +261,30 @@ def _fill_hpz(config: dict[str, Any], world_size: int, local_size: int | None) -
     return []
 
 
-def _section_problems(config: dict[str, Any]) -> list[str]:
+def _section_problems(config: dict[str, Any]) -> Iterator[str]:
     """What is wrong inside the nested sections, some of it found by DeepSpeed's own models of them.
 
     DeepSpeed would say so only after the process group has started, or not at all.
     """
-    problems = []
-    zero = config.get("zero_optimization", {})
-    given = zero.get("stage", "auto")
-    if given == "auto":
-        # DeepSpeed takes a missing stage for 0: every rank would hold everything, and at scale run out of memory.
-        problems.append("zero_optimization.stage: missing, expected 0, 1, 2 or 3")
-    elif isinstance(given, bool):  # DeepSpeed takes true for 1
-        problems.append(f"zero_optimization.stage: {given!r}, expected 0, 1, 2 or 3")
-    if zero.get("load_from_fp32_weights", True) is not True:
-        problems.append(
-            "zero_optimization.load_from_fp32_weights: leave it out: a resumed run would go on from rounded weights, "
-            "not from the optimizer's fp32 copies"
-        )
-    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
-        if zero.get(key):
-            problems.append(
-                f"zero_optimization.{key}: leave it out: it rounds what is gathered for the forward, scales too (by "
-                "way of fp16), but not what is gathered for the export, so that another model would be exported than "
-                "the one that was trained"
-            )
-    problems += _zero_problems(zero)
-    for key, why in REFUSED_NVME.items():
-        section = zero.get(key) or {}
-        if isinstance(section, dict) and section.get("device") == "nvme":
-            problems.append(f"zero_optimization.{key}.device: 'nvme', expected cpu or none: {why}")
-    if config.get("bf16", {}).get("check_grad_overflow", True) is not True:
-        problems.append(
-            "bf16.check_grad_overflow: leave it out: without it a step whose gradients are not finite is taken on some "
-            "stages, and every weight is NaN after it"
-        )
-    problems += _type_problems(config.get("bf16", {}), config.get("fp16", {}))
+    for path, good, problem in SETTINGS:
+        value: Any = config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not good(value):
+            yield f"{path}: {problem.format(value)}"
+    untried = _known_to(DeepSpeedZeroConfig) - ZERO_KEYS
     for section, model in MODELS.items():
         values = config.get(section, {})
-        if section == "zero_optimization":  # without those that are refused above, which may raise anything
-            values = {key: value for key, value in values.items() if key not in _untried()}
+        if section == "zero_optimization":  # without those that are refused, which may raise anything
+            refused = [key for key in values if key in untried]
+            yield from (f"{section}.{key}: leave it out: DeepQAT has not been tried with it" for key in refused)
+            values = {key: value for key, value in values.items() if key not in untried}
         try:
             model(**values)
         except ValidationError as error:
             for found in error.errors():
                 key = ".".join(str(part) for part in (section, *found["loc"]))
-                problems.append(f"{key}: {found['msg']}, found {found['input']!r}")
-    return problems
-
-
-def _untried() -> set[str]:
-    """The keys of zero_optimization that DeepSpeed knows and nobody has tried here."""
-    return _known_to(DeepSpeedZeroConfig) - ZERO_KEYS
-
-
-def _zero_problems(zero: dict[str, Any]) -> Iterator[str]:
-    """Keys of zero_optimization that DeepSpeed knows and nobody has tried here, and sizes of 0."""
-    for key, value in zero.items():
-        if key in _untried():
-            yield f"zero_optimization.{key}: leave it out: DeepQAT has not been tried with it"
-        if key in ZERO_AT_LEAST_1 and isinstance(value, int) and value < 1:
-            yield f"zero_optimization.{key}: {value!r}, expected 1 or more"
-
-
-def _type_problems(bf16: dict[str, Any], fp16: dict[str, Any]) -> Iterator[str]:
-    """What DeepQAT does not do with a 16-bit type, and numbers of the loss scale that fp32 has no room for.
-
-    DeepSpeed's own model of the section bounds these from below.
-    """
-    for name, section, refused in (("bf16", bf16, REFUSED_BF16), ("fp16", fp16, REFUSED_FP16)):
-        yield from (f"{name}.{key}: leave it out: {why}" for key, why in refused.items() if key in section)
-    for key, most in (("loss_scale", 2.0**32), ("min_loss_scale", 2.0**32), ("initial_scale_power", 32)):
-        value = fp16.get(key, "auto")
-        if isinstance(value, int | float) and not value <= most:
-            yield f"fp16.{key}: {value!r}, expected at most {most:g}"
+                yield f"{key}: {found['msg']}, found {found['input']!r}"
 
 
 def _known_to(model: type[BaseModel]) -> set[str]:

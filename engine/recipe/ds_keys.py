@@ -73,33 +73,6 @@ REFUSED = {
     "vocabulary_size": _UNTESTED,
 }
 
-
-_HALVED = "every overflow halves the scale (engine/session/loss_scale.py)"
-# Keys of the section fp16 that ask for what DeepQAT does not do, and why.
-REFUSED_FP16 = {
-    "auto_cast": "inputs are token ids",
-    "hysteresis": _HALVED,
-    "consecutive_hysteresis": _HALVED,
-    "fp16_master_weights_and_grads": "the optimizer's copies are fp32",
-}
-# The same of the section bf16.
-REFUSED_BF16 = {
-    "bf16_master_weights_and_grads": "the optimizer's copies are fp32",
-    "bf16_optimizer_states": "the optimizer's moments are fp32",
-}
-
-# Why each section of zero_optimization cannot offload to files.
-REFUSED_NVME = {
-    "offload_param": (
-        "weights are read into their partitions and scales measured there, in memory; a file would have to be read and "
-        "written for each"
-    ),
-    "offload_optimizer": (
-        "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load neither "
-        "the weights nor groups below 1 MB, among which are the scales"
-    ),
-}
-
 # The keys of the student's configuration that its teacher, which has no optimizer, takes over.
 TEACHER_KEYS = (
     "train_batch_size",
@@ -220,4 +193,75 @@ ZERO_KEYS = frozenset(
         "zero_quantized_nontrainable_weights",
     }
 )
-ZERO_AT_LEAST_1 = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
+
+
+def _unset(value: Any) -> bool:
+    return value is None
+
+
+def _false(value: Any) -> bool:
+    return not value
+
+
+def _at_most(most: float) -> Callable[[Any], bool]:
+    return lambda value: not isinstance(value, int | float) or value <= most
+
+
+_QUANTIZED = (
+    "leave it out: it rounds what is gathered for the forward, scales too (by way of fp16), but not what is gathered "
+    "for the export, so that another model would be exported than the one that was trained"
+)
+_HALVED = "leave it out: every overflow halves the scale (engine/session/loss_scale.py)"
+_COPIES = "leave it out: the optimizer's copies are fp32"
+_NVME = "{!r}, expected cpu or none: "
+# What DeepQAT asks of settings in sections beside what DeepSpeed's own model of the section does: the path, what is
+# good (None: the key is not there), and the problem, with the value for {}.
+SETTINGS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    # DeepSpeed takes a missing stage for 0: every rank would hold everything, and at scale run out of memory.
+    ("zero_optimization.stage", lambda value: value not in (None, "auto"), "missing, expected 0, 1, 2 or 3"),
+    # DeepSpeed takes true for 1.
+    ("zero_optimization.stage", lambda value: not isinstance(value, bool), "{!r}, expected 0, 1, 2 or 3"),
+    (
+        "zero_optimization.load_from_fp32_weights",
+        lambda value: value is None or value is True,
+        "leave it out: a resumed run would go on from rounded weights, not from the optimizer's fp32 copies",
+    ),
+    ("zero_optimization.zero_quantized_weights", _false, _QUANTIZED),
+    ("zero_optimization.zero_quantized_nontrainable_weights", _false, _QUANTIZED),
+    *(
+        (
+            f"zero_optimization.{key}",
+            lambda value: not isinstance(value, int) or value >= 1,
+            "{!r}, expected 1 or more",
+        )
+        for key in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
+    ),
+    (
+        "zero_optimization.offload_param.device",
+        lambda value: value != "nvme",
+        _NVME + "weights are read into their partitions and scales measured there, in memory; a file would have to be "
+        "read and written for each",
+    ),
+    (
+        "zero_optimization.offload_optimizer.device",
+        lambda value: value != "nvme",
+        _NVME + "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load "
+        "neither the weights nor groups below 1 MB, among which are the scales",
+    ),
+    (
+        "bf16.check_grad_overflow",
+        lambda value: value is None or value is True,
+        "leave it out: without it a step whose gradients are not finite is taken on some stages, and every weight is "
+        "NaN after it",
+    ),
+    ("bf16.bf16_master_weights_and_grads", _unset, _COPIES),
+    ("bf16.bf16_optimizer_states", _unset, "leave it out: the optimizer's moments are fp32"),
+    ("fp16.auto_cast", _unset, "leave it out: inputs are token ids"),
+    ("fp16.hysteresis", _unset, _HALVED),
+    ("fp16.consecutive_hysteresis", _unset, _HALVED),
+    ("fp16.fp16_master_weights_and_grads", _unset, _COPIES),
+    # Numbers that fp32 has room for.
+    ("fp16.loss_scale", _at_most(2.0**32), "{!r}, expected at most 4.29497e+09"),
+    ("fp16.min_loss_scale", _at_most(2.0**32), "{!r}, expected at most 4.29497e+09"),
+    ("fp16.initial_scale_power", _at_most(32), "{!r}, expected at most 32"),
+)

@@ -10,12 +10,12 @@ relative to the current directory, not to that file.
 """
 
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 
 from engine.recipe.checks import RecipeError, field_problems, not_empty, not_there
-from engine.recipe.contradictions import a_file_is_named_once, contradictions
+from engine.recipe.contradictions import contradictions
 from engine.recipe.events import EventRecipe
 from engine.recipe.loss import LossRecipe, TeacherKind
 from engine.recipe.quant import QuantRecipe
@@ -100,6 +100,7 @@ class Recipe:
         problems += self.quant.problems()
         for index, event in enumerate(self.schedule):
             problems += event.problems(f"schedule[{index}]")
+        problems += _named_twice(self.data, os.path.abspath)
         problems += contradictions(self)
         if problems:
             raise RecipeError("\n".join(problems))
@@ -139,9 +140,19 @@ class Recipe:
             for index, file in enumerate(files):
                 if not os.path.isfile(file):
                     problems.append(f"{key}[{index}]: {not_there(file)}, expected a file")
-        problems += a_file_is_named_once(self, _file_identity)  # links to one file too
+        problems += _named_twice(self.data, _file_identity)  # links to one file too
         if problems:
             raise RecipeError("\n".join(problems))
+
+
+def _named_twice(data: DataRecipe, identity: Callable[[str], Hashable]) -> Iterator[str]:
+    """A problem line per file of data.train and data.eval that was named before; ``identity`` tells files apart."""
+    first: dict[Hashable, str] = {}
+    for key, files in (("data.train", data.train), ("data.eval", data.eval)):
+        for index, file in enumerate(files):
+            here = f"{key}[{index}]"
+            if (there := first.setdefault(identity(file), here)) != here:
+                yield f"{here}: {file!r} is {there}, expected each file once (data.weights says how often it is used)"
 
 
 def _file_identity(path: str) -> Hashable:

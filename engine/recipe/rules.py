@@ -144,6 +144,13 @@ RULES = (
         "a directory since an event under schedule sets kd",
     ),
     Rule(
+        "a student that teaches itself is frozen",
+        "loss.teacher",
+        lambda r: r.teacher_kind() == "self" and (r.learnable.weight or r.learnable.norm or r.learnable.router),
+        "learnable.weight, learnable.norm and learnable.router to be false, or a directory: a student that changes "
+        "would be taught by what it has become",
+    ),
+    Rule(
         "kd alone has a temperature",
         "loss.temperature",
         lambda r: r.loss.kd != "kd" and r.loss.temperature != 1,

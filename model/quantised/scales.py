@@ -18,11 +18,10 @@ from model.quantised.checkpoint import SourceCheckpoint, read_checkpoint
 from model.quantised.tensor import CodedTensor
 from model.ranks import errors_on_all_ranks, listed
 from model.scales.arrange import ArrangedScales, GroupScale, arrange
-from model.scales.check import check_values
 from model.scales.load import ScaleReport
 from model.scales.measure import measure_global_scales, measure_weight_scales
 from model.scales.read import GLOBAL_SCALE, INPUT_SCALE, WEIGHT_SCALE, StoredScales, cache_keys
-from model.scales.write import fill_scales
+from model.scales.write import check_values, fill_scales
 from model.shards import CheckpointError, Reader
 from model.zero import forget_secondary_copies, local_data, local_range
 from quant import Quantization, ScaleGroup, TensorSpec

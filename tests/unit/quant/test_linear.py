@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quant.function import Plan, quant_linear
-from quant.layer import SCALE_PARAMETERS
-from quant.linear import QuantLinear
+from quant.linear import SCALE_PARAMETERS, QuantLinear
 from quant.observe import Observer
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quantize_tokens, inside_range
 from quant.scale import Scale
