@@ -131,7 +131,7 @@ class Loop:
 
     def _train(self, state: LoopState, report: RunReport) -> None:
         """Steps until the last one, or until somebody stops them."""
-        if state.saved_step is None and not self.recipe.never_quantises():
+        if state.held_out is not None and state.saved_step is None and not self.recipe.never_quantises():
             evaluate_held_out(state)  # what training starts from: PTQ
         while state.step < self.recipe.train.steps and not state.stopped:
             self.schedule.run_before(state.step, state)

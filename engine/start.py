@@ -54,11 +54,11 @@ def start_run(
         check_exportable(session)
     if recipe.data.packing:
         check_borders(session, loader.samples)
-    with errors_on_all_ranks(ValueError):
-        groups = [group["name"] for group in session.engine.optimizer.param_groups]
-        check_events(
-            recipe.schedule, session.quantization, groups, _measured(recipe, [loss.name for loss in token_losses])
-        )
+    if recipe.schedule:
+        with errors_on_all_ranks(ValueError):
+            groups = [group["name"] for group in session.engine.optimizer.param_groups]
+            metrics = _measured(recipe, [loss.name for loss in token_losses])
+            check_events(recipe.schedule, session.quantization, groups, metrics)
     with errors_on_all_ranks(OSError):
         if is_main():
             save_recipe(recipe, output / "recipe.yaml")

@@ -84,7 +84,7 @@ class Claim:
             free = _lock(file, fcntl.LOCK_EX)
             file.seek(0)
             text = file.read()
-            if not free or _of_a_running_job(path, text):
+            if not free or (text and _of_a_running_job(path, text)):
                 file.close()
                 raise ValueError(f"{what}: {_who(text)} runs in it; wait for its end, or name another directory")
             with suppress(FileNotFoundError):

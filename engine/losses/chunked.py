@@ -177,7 +177,8 @@ class _ChunkedLosses(torch.autograd.Function):
         flat = hidden.reshape(-1, hidden.shape[-1])
         gradients = _Gradients.like(hidden, weight, bias, len(positions), job)
         values = torch.empty(len(job.names), len(positions), dtype=_work_dtype(weight.dtype), device=weight.device)
-        student, teacher = _Projection(weight, bias), _teacher_rows(job.teacher, positions)
+        student = _Projection(weight, bias)
+        teacher = _NO_TEACHER if job.teacher is None else _teacher_rows(job.teacher, positions)
         for start in range(0, len(positions), job.objective.chunk_tokens):
             chunk = slice(start, start + job.objective.chunk_tokens)
             rows = flat.index_select(0, positions[chunk])  # [C, H]
@@ -240,12 +241,11 @@ class _Projection:
 
 
 BlockTeacher = Callable[[slice], Tensor | TopK | None]
+_NO_TEACHER: Callable[[slice], BlockTeacher] = lambda chunk: lambda block: None  # noqa: E731
 
 
-def _teacher_rows(teacher: Teacher | None, positions: Tensor) -> Callable[[slice], BlockTeacher]:
+def _teacher_rows(teacher: Teacher, positions: Tensor) -> Callable[[slice], BlockTeacher]:
     """A function of a chunk of positions, which gives one of a block of its rows: what the teacher says of them."""
-    if teacher is None:
-        return lambda chunk: lambda block: None
     if isinstance(teacher, TeacherTopK):
         top = teacher.top
         return lambda chunk: lambda block: TopK(*(tensor[chunk][block] for tensor in top))

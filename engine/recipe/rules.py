@@ -48,13 +48,14 @@ class Rule(NamedTuple):
     name: str
     key: str
     broken: Callable[[Sections], object]
-    expected: str
+    expected: str | Callable[[Sections], str]
     found: str | None = None
 
     def text(self, recipe: Sections) -> str:
         """The line that says that a recipe breaks this rule."""
         found = self.found or f"{{{self.key}!r}}"
-        return f"{self.key}: {found}, expected {self.expected}".format_map(vars(recipe))
+        expected = self.expected if isinstance(self.expected, str) else self.expected(recipe)
+        return f"{self.key}: {found}, expected {expected}".format_map(vars(recipe))
 
 
 RULES = (
@@ -147,8 +148,10 @@ RULES = (
         "a student that teaches itself is frozen",
         "loss.teacher",
         lambda r: r.teacher_kind() == "self" and (r.learnable.weight or r.learnable.norm or r.learnable.router),
-        "learnable.weight, learnable.norm and learnable.router to be false, or a directory: a student that changes "
-        "would be taught by what it has become",
+        lambda r: (
+            " and ".join(f"learnable.{name}" for name in ("weight", "norm", "router") if getattr(r.learnable, name))
+            + " to be false, or a directory: a student that changes would be taught by what it has become"
+        ),
     ),
     Rule(
         "kd alone has a temperature",

@@ -111,7 +111,11 @@ def quantise_student(
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
         _compile_layers(model)
-    _keep_weight_codes(recipe, ds_config, quantization)
+    if stage(ds_config) < 3 and recipe.train.gradient_accumulation_steps > 1:
+        # Weights stay resident and several micro-batches use them: they are quantised once per optimizer step. The
+        # codes take a byte per weight. Under stage 3 a weight is there only while its layer runs.
+        for layer in quantization.layers.values():
+            layer.keeps_weight_codes = True
     return quantization
 
 
@@ -198,16 +202,6 @@ def _compile_layers(model: PreTrainedModel) -> None:
     for layer in dense:
         layer.compile(options=COMPILE_OPTIONS)
     say(f"compiled: {len(dense)} of {len(layers)} decoder layers; the first steps take longer")
-
-
-def _keep_weight_codes(recipe: Recipe, ds_config: dict[str, Any], quantization: Quantization) -> None:
-    """Quantise weights once per optimizer step where they stay resident and several micro-batches use them.
-
-    The codes take a byte per weight. Under stage 3 nothing is kept: a weight is there only while its layer runs.
-    """
-    keep = stage(ds_config) < 3 and recipe.train.gradient_accumulation_steps > 1
-    for layer in quantization.layers.values():
-        layer.keeps_weight_codes = keep
 
 
 ENOUGH = 0.8  # a smaller share of a decoder's matrices is worth a warning

@@ -38,7 +38,8 @@ def renew_weight_scales(quantization: Quantization, owners: set[str] | None = No
         RankError: a weight holds NaN or Inf (on every rank, naming the layers).
     """
     write_scales(quantization.weight_groups, measure_weight_scales(quantization, owners))
-    write_scales(quantization.global_groups, measure_global_scales(quantization, owners))
+    if quantization.global_groups:
+        write_scales(quantization.global_groups, measure_global_scales(quantization, owners))
 
 
 def follow_weights(quantization: Quantization) -> None:

@@ -129,7 +129,7 @@ def build() -> Build:
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         return Build(None, False, f"there is no C++ compiler ({compiler!r} is not in PATH; CXX names one, no options)")
-    cuda, why = _can_build_cuda()
+    cuda, why = _can_build_cuda() if torch.cuda.is_available() else (False, "")
     if cuda:
         try:
             return Build(_compiled(cuda=True), True, "")
@@ -142,9 +142,7 @@ def build() -> Build:
 
 
 def _can_build_cuda() -> tuple[bool, str]:
-    """Whether to build the CUDA half; if a GPU goes without it, why."""
-    if not torch.cuda.is_available():
-        return False, ""
+    """Whether to build the CUDA half, where there is a GPU; if it goes without it, why."""
     if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
         return False, "there is no nvcc (CUDA_HOME names the CUDA toolkit)"
     oldest = min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
