@@ -36,6 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--export {arguments.export} is not a directory")
     if arguments.text is not None and not arguments.text.is_file():
         parser.error(f"--text {arguments.text} is not a file")
+    try:
+        text = SAMPLE if arguments.text is None else arguments.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--text {arguments.text}: {error}, expected UTF-8 text")
     if arguments.tokens < 2 or arguments.window < 2:
         parser.error("--tokens and --window must be at least 2: each token is predicted from those before it")
 
@@ -52,7 +56,6 @@ def main(argv: list[str] | None = None) -> int:
     except DataError as error:
         print(f"NOT ok: {error}")
         return 1
-    text = SAMPLE if arguments.text is None else arguments.text.read_text(encoding="utf-8")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.tokens]
     if len(ids) < 2:
         parser.error(f"--text {arguments.text} has {len(ids)} tokens, at least 2 are needed")

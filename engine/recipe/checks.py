@@ -15,6 +15,7 @@ from quant.patterns import pattern_problem
 
 LONGEST_PROBLEM = 1500  # characters; the longest that names every preset has some 600
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+FP32_MAX = (2 - 2**-23) * 2.0**127
 CHECK = "check"  # the key in a field's metadata: value -> what was expected instead, or None
 
 
@@ -56,15 +57,22 @@ def above_0() -> dict[str, Any]:
 def _numbers(expected: str, good: Callable[[Any], bool]) -> dict[str, Any]:
     def check(value: float) -> str | None:
         # Python's integers may exceed every float.
-        fits = -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
-        return None if fits and good(value) else f"{expected}{', and a number that 64 bits hold' * good(value)}"
+        whole = isinstance(value, int)
+        fits = -(2**63) <= value < 2**63 if whole else math.isfinite(value) and abs(value) <= FP32_MAX
+        held = f", and a number that {'64 bits' if whole else 'fp32'} hold{'' if whole else 's'}"
+        return None if fits and good(value) else f"{expected}{held * good(value)}"
 
     return {CHECK: check}
 
 
 def not_empty(expected: str) -> dict[str, Any]:
-    """Metadata of a text."""
-    return values(expected, lambda value: value != "")
+    """Metadata of a text, which may be a path: without NUL, and of names that a disk takes."""
+
+    def good(value: str) -> bool:
+        names = [len(os.fsencode(name)) for name in value.split("/")] if "\0" not in value else [0]
+        return value != "" and "\0" not in value and max(names) <= 255 and sum(names) <= 4000
+
+    return values(f"{expected}, in names of at most 255 bytes without NUL", good)
 
 
 def regex() -> dict[str, Any]:

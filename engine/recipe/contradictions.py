@@ -19,11 +19,13 @@ def contradictions(recipe: Sections) -> Iterator[str]:
 
 
 def events_happen_during_the_run(recipe: Sections) -> Iterator[str]:
-    """An event's step is one that the run begins."""
+    """An event's step is one that the run begins, and what happens every so many steps happens at all."""
     steps = recipe.train.steps
     for index, event in enumerate(recipe.schedule):
         if event.at is not None and event.at >= steps > 0:
             yield f"schedule[{index}].at: {event.at}, expected below train.steps ({steps})"
+        if event.every is not None and event.every > steps > 0:
+            yield f"schedule[{index}].every: {event.every}, expected at most train.steps ({steps})"
 
 
 def events_leave_a_loss(recipe: Sections) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The recipe's ``schedule`` section: a list of events, each a change at some time of the run."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class EventRecipe:
         if self.layers is not None:
             yield from need(self.fake_quant is not None, f"{key}.layers", self.layers, "fake_quant beside it")
         for name, known in (("lr", EVENT_RATES), ("loss", ("lm", "kd"))):
+            given = getattr(self, name)
+            yield from need(given is None or len(given) > 0, f"{key}.{name}", given, f"one of {', '.join(known)}")
             for what, value in (getattr(self, name) or {}).items():
                 yield from need(what in known, f"{key}.{name}", what, f"one of {', '.join(known)}")
                 yield from value_problems(f"{key}.{name}.{what}", value, at_least(0))
@@ -61,6 +64,7 @@ def parse_condition(text: str) -> tuple[str, str, float] | None:
     """Metric, relation and number of a condition like ``loss/lm < 2.5``; None if it is something else."""
     match = CONDITION.fullmatch(text.strip())
     try:
-        return (match["metric"], match["relation"], float(match["value"])) if match else None
+        number = float(match["value"]) if match else math.nan
     except ValueError:
         return None
+    return (match["metric"], match["relation"], number) if match and math.isfinite(number) else None

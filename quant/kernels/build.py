@@ -2,13 +2,14 @@
 
 On the CPU it is the compiled kernels, or the reference where there is no C++ compiler. On CUDA it is the compiled
 kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference
-in eager mode. What is slower than it should be is said once. What was compiled is kept in torch's extension folder
-(``TORCH_EXTENSIONS_DIR``, by default in the home folder), below a name that is a digest of the sources, the flags and
-torch's version: a change of any of them builds anew, and a library that is there is loaded in milliseconds. Only one
-process builds; the others, on the same machine or on one that shares the folder, wait for it. A build that is killed
-leaves nothing that looks complete. A library that is not what was written (after a loss of power, say) would end the
-process with a bus error when it is loaded. So a checksum beside it is compared first. A damaged library is built
-anew, and so is one that does not load.
+in eager mode. What is slower than it should be is said once.
+
+What was compiled is kept in torch's extension folder (``TORCH_EXTENSIONS_DIR``, by default in the home folder), below
+a name that is a digest of the sources, the flags and torch's version: a change of any of them builds anew, and a
+library that is there is loaded in milliseconds. Only one process builds; the others, on the same machine or on one
+that shares the folder, wait for it. A build that is killed leaves nothing that looks complete. A library that is not
+what was written (after a loss of power, say) would end the process with a bus error when it is loaded. So a checksum
+beside it is compared first. A damaged library is built anew, and so is one that does not load.
 """
 
 import fcntl

@@ -704,3 +704,31 @@ def test_a_text_that_stands_for_billions_of_values_is_refused(tmp_path: Path, te
     with pytest.raises(RecipeError) as refused:
         load_recipe(file)
     assert str(refused.value).startswith(f"{file}: ") and said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        ("optim.lr", "1e300", "optim.lr: 1e+300, expected at least 0, and a number that fp32 holds"),
+        ("optim.eps", "1e39", "optim.eps: 1e+39, expected a number above 0, and a number that fp32 holds"),
+        (
+            "output_dir",
+            "a\0b",
+            "output_dir: 'a\\x00b', expected a directory, in names of at most 255 bytes without NUL",
+        ),
+        ("output_dir", "x" * 256, "expected a directory, in names of at most 255 bytes without NUL"),
+        ("output_dir", "x/" * 5000, "expected a directory, in names of at most 255 bytes without NUL"),
+        ("schedule", "[{when: loss/lm < nan, fake_quant: true}]", "schedule[0].when: 'loss/lm < nan', expected like"),
+        ("schedule", "[{when: loss/lm < inf, fake_quant: true}]", "schedule[0].when: 'loss/lm < inf', expected like"),
+        (
+            "schedule",
+            "[{every: 1000000, fake_quant: true}]",
+            "schedule[0].every: 1000000, expected at most train.steps",
+        ),
+        ("schedule", "[{at: 0, lr: {}}]", "schedule[0].lr: {}, expected one of weights"),
+    ],
+)
+def test_values_that_no_run_can_use_are_named(option, value, problem, tmp_path):
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(["--config", str(write(tmp_path)), f"--{option}", value], check_files=False)
+    assert problem in str(caught.value)
