@@ -10,6 +10,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
+from launch.early import check_model_path
+
+if __name__ == "__main__":
+    check_model_path()  # before the imports, which take many seconds
+
 from engine.loop import Loop
 from launch.exits import clean_exit, recipe_or_exit
 

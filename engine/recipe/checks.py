@@ -5,7 +5,6 @@ A knob declares its values where it stands, ``lr: float = field(default=1e-5, me
 """
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -113,8 +112,3 @@ def field_problems(section: Any, path: str) -> Iterator[str]:
         found = {f"{key}[{index}]": one for index, one in enumerate(value)} if "each" in item.metadata else {key: value}
         for at, one in found.items():
             yield from value_problems(at, one, item.metadata)
-
-
-def not_there(path: str) -> str:
-    """A path for an error message; beside a relative one stands the directory that it is relative to."""
-    return repr(path) if os.path.isabs(path) else f"{path!r} (in {os.getcwd()})"

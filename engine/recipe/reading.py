@@ -22,7 +22,8 @@ from typing import Any, cast, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from engine.recipe.checks import RecipeError, not_there
+from engine.recipe.checks import RecipeError
+from engine.recipe.paths import not_there
 from engine.recipe.quant import SOURCE
 from engine.recipe.recipe import Recipe
 from engine.recipe.source import resolve_source

@@ -14,10 +14,11 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 
-from engine.recipe.checks import RecipeError, field_problems, not_empty, not_there
+from engine.recipe.checks import RecipeError, field_problems, not_empty
 from engine.recipe.contradictions import contradictions
 from engine.recipe.events import EventRecipe
 from engine.recipe.loss import LossRecipe, TeacherKind
+from engine.recipe.paths import checkpoint_problems, not_there
 from engine.recipe.quant import QuantRecipe
 from engine.recipe.sections import (
     DataRecipe,
@@ -111,9 +112,9 @@ class Recipe:
         Raises:
             RecipeError: names every one that is missing, one line each.
         """
-        problems = list(_checkpoint_problems("model.path", self.model.path))
+        problems = list(checkpoint_problems("model.path", self.model.path))
         if self.teacher_kind() == "model":
-            problems += _checkpoint_problems("loss.teacher", str(self.loss.teacher))
+            problems += checkpoint_problems("loss.teacher", str(self.loss.teacher))
         if problems:
             raise RecipeError("\n".join(problems))
 
@@ -123,7 +124,7 @@ class Recipe:
         Raises:
             RecipeError: names every one that is missing, one line each.
         """
-        problems = list(_checkpoint_problems("model.path", self.model.path))
+        problems = list(checkpoint_problems("model.path", self.model.path))
         if self.teacher_kind() == "cache":
             # The teacher itself need not be there any more.
             assert self.loss.teacher_cache is not None
@@ -133,7 +134,7 @@ class Recipe:
                     "launch/cache_teacher.py wrote, with manifest.json"
                 )
         elif self.teacher_kind() == "model":
-            problems += _checkpoint_problems("loss.teacher", str(self.loss.teacher))
+            problems += checkpoint_problems("loss.teacher", str(self.loss.teacher))
         if self.quant.scales is not None and not os.path.isdir(self.quant.scales):
             problems.append(f"quant.scales: {not_there(self.quant.scales)}, expected the directory of a PTQ checkpoint")
         for key, files in (("data.train", self.data.train), ("data.eval", self.data.eval)):
@@ -162,11 +163,3 @@ def _file_identity(path: str) -> Hashable:
     except OSError:
         return path
     return (found.st_dev, found.st_ino)
-
-
-def _checkpoint_problems(key: str, path: str) -> Iterator[str]:
-    """A problem line if there is no directory with config.json at ``path``."""
-    if not os.path.isdir(path):
-        yield f"{key}: {not_there(path)}, expected a directory with config.json (a local Hugging Face checkpoint)"
-    elif not os.path.isfile(os.path.join(path, "config.json")):
-        yield f"{key}: {not_there(path)}, expected config.json in that directory (a Hugging Face checkpoint)"

@@ -1,0 +1,55 @@
+"""A wrong ``model.path`` ends a script before it imports torch and DeepSpeed, which takes many seconds.
+
+It is the mistake that people make most. All else is found by reading the recipe (:mod:`engine.recipe.reading`), which
+knows every knob; what cannot be understood here is left to that.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import yaml
+
+from engine.recipe.paths import checkpoint_problems
+
+GRACE_SECONDS = 1.0  # for the rank that prints, before another's end makes the launcher end them all
+
+
+def check_model_path(argv: Sequence[str] | None = None) -> None:
+    """Exit with code 2, and one line of local rank 0's, unless the last ``model.path`` is a directory with config.json.
+
+    Several machines are left to the reading of the recipe: what one of them lacks, the others must hear.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    world = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world)) != world:
+        return
+    path = _model_path(arguments)
+    if path is None or {"-h", "--help", "--print_config"} & set(arguments):
+        return
+    if problems := list(checkpoint_problems("model.path", path)):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
+        else:
+            time.sleep(GRACE_SECONDS)
+        raise SystemExit(2)
+
+
+def _model_path(arguments: Sequence[str]) -> str | None:
+    """What the command line says of ``model.path``, the last that does; None where it is not plain."""
+    found = None
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for option, value in pairwise(words):
+        if option == "--model":
+            return None
+        if option == "--model.path":
+            found = value
+        elif option == "--config":
+            try:
+                with open(value, encoding="utf-8") as file:
+                    found = yaml.safe_load(file)["model"]["path"]
+            except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
+                return None
+    return found if isinstance(found, str) else None

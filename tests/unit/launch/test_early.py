@@ -1,0 +1,64 @@
+"""A wrong model.path ends a script before anything heavy is imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+from launch.early import check_model_path
+from tests.root import ROOT
+
+SCRIPT = """
+import runpy, sys
+try:
+    runpy.run_path(sys.argv[1], run_name="__main__")
+except SystemExit as end:
+    print("exit", end.code, "imported", sorted({"torch", "deepspeed", "transformers"} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize("script", ["train", "calibrate"])
+def test_nothing_heavy_is_imported_for_a_wrong_path(tmp_path, script):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {path: models/Qwen3}\n")
+    code = SCRIPT.replace("sys.argv[1]", f"{str(ROOT / 'launch' / script)!r} + '.py'")
+    command = [sys.executable, "-c", code, "--config", str(recipe)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ended.stdout == "exit 2 imported []\n"
+    assert ended.stderr == (
+        f"error: model.path: 'models/Qwen3' (in {tmp_path}), expected a directory with config.json "
+        "(a local Hugging Face checkpoint)\n"
+    )
+
+
+def test_the_last_path_counts_and_what_is_not_plain_is_left_to_the_recipe(tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {path: models/none}\n")
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text("model: [")
+    (tmp_path / "there" / "config.json").touch()
+    config = ["--config", str(recipe)]
+    for passing in (
+        [*config, "--model.path", "there"],
+        [*config, "--model.path=there"],
+        [*config, "--model", "{path: there}"],
+        [*config, "--help"],
+        ["--config", "broken.yaml"],
+        ["--config", "absent.yaml"],
+        [],
+    ):
+        check_model_path(passing)
+    for failing in (["--model.path", "there", *config], config, [*config, "--model.path=elsewhere"]):
+        with pytest.raises(SystemExit) as end:
+            check_model_path(failing)
+        assert end.value.code == 2
+    (tmp_path / "there" / "config.json").unlink()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        check_model_path(["--model.path", "there"])
+    assert capsys.readouterr().err.startswith("error: model.path: 'there'")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_model_path(["--model.path", "there"])
