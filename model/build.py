@@ -16,6 +16,7 @@ Against building all of it on the meta device, buffers need not be computed agai
 """
 
 import json
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,7 +77,7 @@ def build_model(
             say(f"attention: {attention}, for {type(config).__name__} has no sdpa; it takes more memory and time")
         with _parameters_on_meta(dtype), no_init_weights():
             options = {"dtype": dtype, "attn_implementation": attention}
-            with _named(path / "config.json"):
+            with _named(path / "config.json", attn_implementation):
                 model: PreTrainedModel = (
                     text_of_composite(config, **options)
                     if is_composite(config)
@@ -93,11 +94,17 @@ def build_model(
 
 
 @contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Say which configuration it is that transformers can do nothing with: its numbers may lead to any exception."""
+def _named(file: Path, attention: str = AUTO) -> Iterator[None]:
+    """Say which configuration it is that transformers can do nothing with: its numbers may lead to any exception; or
+    that it does not have the attention that a recipe asks for."""
     try:
         yield
     except Exception as error:
+        where = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        if attention != AUTO and any("attn_implementation" in name for name in where):
+            why = str(error).partition(" Please request")[0]  # without its advice to ask for it
+            text = f"model.attn_implementation: {attention!r}, expected auto, or another one: {why}"
+            raise ValueError(text) from error
         raise ValueError(f"{file} describes no model that can be built: {type(error).__name__}: {error}") from error
 
 

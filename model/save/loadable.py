@@ -66,8 +66,8 @@ def check_loadable(source: Path, shards: Iterable[Iterable[Item]], *, trust_remo
 def _check_initialisation(model: PreTrainedModel, compressed: Iterable[Item]) -> None:
     """Refuse a class that gives first values to the weights of layers which the export packs (nanochat's o_proj).
 
-    transformers calls that of a class for modules that hold such layers, also where it is going to load all of them;
-    and packed layers have no weight there.
+    transformers calls that of a class for such layers and the modules that hold them, also where it is going to load
+    all of them; and packed layers have no weight there.
 
     Raises:
         ValueError: names the layers, and the line of a recipe that leaves them as they are.
@@ -77,7 +77,7 @@ def _check_initialisation(model: PreTrainedModel, compressed: Iterable[Item]) ->
     read = []
     for name in packed & modules.keys():
         weight = modules[name]._parameters.pop("weight")
-        holders = [modules[above] for above in _above(name) if not isinstance(modules[above], PreTrainedModel)]
+        holders = [modules[above] for above in (*_above(name), name) if not isinstance(modules[above], PreTrainedModel)]
         try:
             with META:
                 for holder in holders:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from model.build import build_model
 from model.ranks import RankError
+from tests.families.variants import VARIANTS
 from tests.root import ROOT
 from tests.tiny import tiny_config
 
@@ -138,3 +140,24 @@ def test_native_architectures_ignore_the_code_that_a_checkpoint_brings(tmp_path:
     path = write_config(tmp_path, auto_map={"AutoModelForCausalLM": "code.Other"})
     (path / "code.py").write_text("raise SystemExit('remote code ran')")
     assert type(build(path)).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "why"),
+    [
+        pytest.param(
+            "llama",
+            "flash_attention_2",
+            r"FlashAttention2",
+            marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="it is installed"),
+        ),
+        ("llama", "sdpaa", r"is not supported\. The only possible arguments are"),
+        ("gemma2", "sdpa", r"Gemma2ForCausalLM does not support .*yet\.$"),
+    ],
+)
+def test_an_attention_that_cannot_be_used_is_one_line_with_its_key(tmp_path: Path, kind: str, attention: str, why: str):
+    """Before weights are read: the directory has none."""
+    VARIANTS[kind].config().save_pretrained(tmp_path)
+    with pytest.raises(RankError, match=rf"^model\.attn_implementation: '{attention}', expected auto.*{why}") as caught:
+        build_model(tmp_path, {}, dtype=torch.float32, device=torch.device("cpu"), attn_implementation=attention)
+    assert "\n" not in str(caught.value)

@@ -123,6 +123,16 @@ def test_packed_layers_that_the_class_reads_as_it_loads_are_named_with_the_line_
         loads(tmp_path / name)
 
 
+def test_packed_layers_of_a_class_that_gives_them_values_itself_are_named(tmp_path: Path, seed: int):
+    """Falcon's ``_init_weights`` does so for each of its Linears."""
+    source = VARIANTS["falcon"].checkpoint(tmp_path / "source", seed=seed)
+    with pytest.raises(RankError, match=r"h\.0\.mlp\.dense_4h_to_h.* FalconForCausalLM.* export\.format: dequantized"):
+        model = loaded(source)
+        check_plan(model, quantised(model), source)
+    model = loaded(source)
+    check_plan(model, quantised(model, "fp8_dynamic"), source)
+
+
 @pytest.mark.parametrize(("scheme", "read"), [("fp8_dynamic", True), ("w4a16_channel", False)])
 def test_parts_of_a_tensor_beside_packed_layers_are_known_not_to_load(scheme: str, read: bool, tmp_path: Path):
     """transformers decodes whatever it puts together as if it were packed, also convolutions."""
