@@ -5,6 +5,7 @@ A knob declares its values where it stands, ``lr: float = field(default=1e-5, me
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
