@@ -30,7 +30,8 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model import zero
-from model.experts import Form, arrange_experts
+from model.arrange_experts import arrange_experts
+from model.experts import Form
 from model.quantised.config import check_readable, is_quantised
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
 from model.towers import is_composite, model_class, text_of_composite

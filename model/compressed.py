@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from model.build import AUTO, build_model
 from model.load import keys_left_unread, missing_keys
-from model.names import Names, Piece, module_name_on_disk, own_tensors
+from model.names import Names, module_name_on_disk, own_tensors
+from model.pieces import Piece
 from model.quantised.config import read_quantization_config
 from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
@@ -135,7 +136,7 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
         for key, targets in plain.items():
             values = read_tensor(reader, checkpoint.tensors[key]).view(-1)
             for piece, target in targets:
-                target.view(-1)[piece.start :][: piece.numel].copy_(values[piece.offset :][: piece.numel])
+                target.view(-1)[piece.start :][: piece.numel].copy_(piece.of(values[piece.offset :]))
         for name, key in caches.items():
             scale = read_tensor(reader, checkpoint.tensors[key]).float()
             quantization.caches[name].input_s0.copy_(_usable(key, scale, (1,)))

@@ -28,7 +28,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
-from model.names import Layout, Names, Piece, UnsupportedConversionError, own_tensors
+from model.names import Names, UnsupportedConversionError, own_tensors
+from model.pieces import Layout, Piece
 from model.quantised.checkpoint import read_checkpoint
 from model.quantised.tensor import CodedTensor, chunks_of, fill
 from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere
@@ -154,6 +155,8 @@ def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
     if begin == end:
         return True
     values = values[begin - start : end - start]
+    if read.piece.turned:
+        return _transfer_turned(read, reader, begin - read.piece.start, values)
     offset_on_disk = begin - read.piece.start + read.piece.offset
     if read.filled_from is None:
         fill(read.source, reader, offset_on_disk, values)
@@ -163,6 +166,18 @@ def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
         mine = values[offset : offset + chunk.numel()].cpu()
         equal = equal and torch.equal(chunk.cpu().to(mine.dtype).view(torch.uint8), mine.view(torch.uint8))
     return equal
+
+
+def _transfer_turned(read: _Read, reader: Reader, begin: int, values: Tensor) -> bool:
+    """The same for elements from ``begin`` on of a matrix that lies turned on disk: it is read as a whole, and held
+    twice."""
+    on_disk = torch.empty(read.piece.span, dtype=values.dtype)
+    fill(read.source, reader, read.piece.offset, on_disk)
+    found = read.piece.of(on_disk)[begin : begin + values.numel()]
+    if read.filled_from is None:
+        values.copy_(found)
+        return True
+    return torch.equal(values.cpu().view(torch.uint8), found.view(torch.uint8))
 
 
 def _overlap(piece: Piece, start: int, stop: int) -> tuple[int, int]:
@@ -186,8 +201,8 @@ def _bytes_to_read(reads: list[_Read], method: str) -> int:
     total = 0
     for read in reads:
         start, stop = local_range(read.target) if method == "direct" else (0, full_numel(read.target))
-        start, stop = _overlap(read.piece, start, stop)
-        total += read.source.bytes_of(stop - start)
+        begin, end = _overlap(read.piece, start, stop)
+        total += read.source.bytes_of(read.piece.span if read.piece.turned and begin < end else end - begin)
     return total
 
 

@@ -2,19 +2,19 @@
 
 Three things lie between them. transformers renames keys as it loads (mixtral's ``block_sparse_moe`` is ``mlp`` in its
 model); it merges per-expert tensors into its fused 3-D parameters; and :mod:`model.experts` may take these apart again.
-All three only move whole runs of memory: a tensor on disk is made of contiguous runs of ours, row-major. So a mapping
-is a key, the shape that its tensor must have, and the :class:`Piece` of ours that each run of it is.
+All three only move runs of memory, or turn matrices. So a mapping is a key, the shape that its tensor must have, and
+the :class:`model.pieces.Piece` of ours that each run of it is.
 
 The renaming rules are transformers' own (``get_model_conversion_mapping``). They are found by model class and type, not
 by looking at the experts, so that it does not matter that these have been replaced. Rules that compute something
-(transposing, splitting a projection, permuting for RoPE) are refused by name, if a key of the checkpoint meets one.
+(splitting a projection, permuting for RoPE) are refused by name, if a key of the checkpoint meets one.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -24,46 +24,17 @@ from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     PrefixChange,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     apply_renamings,
     rename_source_key,
 )
 
-from model.experts import ExpertMLPs, StackedMLPs
+from model.pieces import ExpertTensor, Layout, Piece, Shape, Stack, expert_tensors, fused_layouts, turned
 from model.towers import is_composite, left_out
 from model.zero import full_shape
 from quant import SCALE_PARAMETERS
-
-Shape = tuple[int, ...]
-
-
-class Piece(NamedTuple):
-    """A run of one of our tensors inside a tensor on disk, ``prod(shape)`` contiguous elements of both.
-
-    Attributes:
-        name: the name of our tensor.
-        offset: the element of the tensor on disk at which the run begins.
-        shape: its shape there.
-        start: the element of our tensor at which it begins.
-    """
-
-    name: str
-    offset: int
-    shape: Shape
-    start: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-class Layout(NamedTuple):
-    """What a tensor on disk holds: the shape it must have, and our tensors in it."""
-
-    shape: Shape
-    pieces: tuple[Piece, ...]
 
 
 class Place(NamedTuple):
@@ -108,9 +79,12 @@ class Names:
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._prefix = model.base_model_prefix
         self.own = {name: tuple(full_shape(tensor)) for name, tensor in own_tensors(model).items()}
-        self._experts = _expert_tensors(model)
-        self._fused = _fused_layouts(self._experts)
-        self._fused_of = {expert.piece.name: expert.fused for expert in self._experts.values()}
+        self._experts = expert_tensors(model)
+        self._fused = fused_layouts(self._experts)
+        self._fused_of: dict[str, dict[str, list[str]]] = {}  # by our name: transformers' names, and Linears there
+        for expert in self._experts.values():
+            inside = self._fused_of.setdefault(expert.piece.name, {}).setdefault(expert.fused, [])
+            inside += [expert.projection] if expert.projection not in inside else []
         # The names that transformers' own model has, and that its rules lead to.
         arranged = {expert.piece.name for expert in self._experts.values()}
         self._theirs = dict.fromkeys([*(name for name in self.own if name not in arranged), *self._fused], True)
@@ -123,7 +97,8 @@ class Names:
         self._sources: dict[str, list[tuple[list[str], str]]] = {}
         self._expert_of = {p: re.compile(_expert_pattern(p)) for rule in stacking for p in rule.source_patterns}
         self._left_out = left_out(model) if is_composite(model.config) else []
-        self._rows = self._concatenated(on_disk or {})
+        self._on_disk = on_disk or {}
+        self._rows = self._concatenated(self._on_disk)
 
     def layout(self, key: str) -> Layout | None:
         """What the tensor ``key`` of a checkpoint holds; None if nothing in the model.
@@ -140,7 +115,7 @@ class Names:
         if key not in self._experts:
             return None
         piece = self._experts[key].piece
-        return Layout(piece.shape, (piece._replace(offset=0),))
+        return Layout(piece.shape, (piece._replace(offset=0, turned=0),))
 
     def key(self, name: str) -> str:
         """The key under which ``save_pretrained`` writes our parameter ``name``.
@@ -161,15 +136,16 @@ class Names:
             return [Place(key, self._rows[key].shape, start) for start, key in sorted(parts)]
         return [Place(self.key(name), self.own[name], 0)]
 
-    def stack(self, name: str) -> tuple[str, bool] | None:
-        """The key that a tensor with all experts has on disk, and whether transformers reads them in no other form.
-
-        None where ``name`` is no weight of experts of ours.
-        """
-        if name not in self._fused_of:
-            return None
-        fused = self._fused_of[name]
-        return apply_renamings(fused, self._reverse_renamings), not self._stacked_from(fused)
+    def stacks(self, name: str) -> list[Stack]:
+        """The tensors on disk with all experts that our parameter ``name`` lies in; none where it is no weight of
+        experts. Where ``on_disk`` has them turned, they are written so."""
+        stacks = []
+        for fused, projections in self._fused_of.get(name, {}).items():
+            key = apply_renamings(fused, self._reverse_renamings)
+            layout = self._fused_at(key, fused, self._find(key)[2])
+            only = not self._stacked_from(fused)
+            stacks.append(Stack(key, layout.shape, tuple(projections), layout.pieces[0].turned > 0, only))
+        return stacks
 
     def is_unknown(self, key: str) -> bool:
         """Whether the tensor ``key`` of a checkpoint holds nothing that the model has."""
@@ -188,7 +164,7 @@ class Names:
             (
                 name
                 for name, expert in self._experts.items()
-                if expert.piece == piece._replace(offset=expert.piece.offset)
+                if expert.piece == piece._replace(offset=expert.piece.offset, turned=expert.piece.turned)
             ),
             None,
         )
@@ -247,6 +223,8 @@ class Names:
             _, start, shape = self._rows[key]
             return Layout(shape, (Piece(name, 0, shape, start),))
         converter = self._by_pattern[pattern]
+        if name in self._fused and _is_turning(converter):
+            return self._fused_at(key, name, pattern)
         expert = self._expert_of[pattern].search(renamed) if pattern in self._expert_of else None
         if name not in self._fused or expert is None:
             operations = ", ".join(type(operation).__name__ for operation in converter.operations)
@@ -261,7 +239,20 @@ class Names:
         pieces = tuple(Piece(piece.name, piece.offset - start, piece.shape, piece.start) for piece in inside)
         return Layout(shape, pieces) if pieces else None
 
-    def _expert_key(self, expert: "_ExpertTensor") -> str | None:
+    def _fused_at(self, key: str, fused: str, pattern: str | None) -> Layout:
+        """What the tensor ``key`` holds, which transformers makes its parameter ``fused`` of by the converter that has
+        the source ``pattern``, if any."""
+        layout = self._fused[fused]
+        converter = self._by_pattern.get(pattern or "")
+        if converter is None or not _is_turning(converter):
+            return layout
+        operation: Any
+        (operation,) = converter.operations
+        if operation.check_dims and self._on_disk.get(key, layout.shape) == layout.shape:
+            return layout
+        return turned(layout)
+
+    def _expert_key(self, expert: ExpertTensor) -> str | None:
         """The key that a stacking converter has for a part of a fused parameter; None without such a converter."""
         rows = self._fused[expert.fused].shape[1]
         index, row = divmod(expert.piece.offset // math.prod(expert.piece.shape[1:]), rows)
@@ -279,15 +270,6 @@ class Names:
                 if matched is not None:
                     found.append((converter._original_source_patterns, first))
         return self._sources[fused]
-
-
-class _ExpertTensor(NamedTuple):
-    """The weight of one Linear of one expert: transformers' parameter that holds it, and where it lies there and
-    here."""
-
-    fused: str
-    shape: Shape  # of transformers' parameter
-    piece: Piece
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -324,39 +306,18 @@ def concatenates(model: PreTrainedModel) -> bool:
     return any(isinstance(rule, WeightConverter) and _is_concatenation(rule) for rule in rules)
 
 
-def _expert_tensors(model: nn.Module) -> dict[str, _ExpertTensor]:
-    """The weight of every Linear of every expert, by its per-expert name, in transformers' order."""
-    found = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, ExpertMLPs):
-            for fused, (shape, projections) in module.of.stacks.items():
-                whole = module.of.shapes()[fused]
-                for index in range(module.num_experts * len(projections)):
-                    expert, part = divmod(index, len(projections))
-                    name = f"{prefix}.{expert}.{projections[part]}.weight"
-                    offset = index * math.prod(shape)
-                    piece = Piece(name, offset, shape)
-                    if isinstance(module, StackedMLPs):
-                        piece = Piece(f"{prefix}.{fused}.weight", offset, shape, offset)
-                    found[name] = _ExpertTensor(f"{prefix}.{fused}", whole, piece)
-    return found
-
-
-def _fused_layouts(experts: dict[str, _ExpertTensor]) -> dict[str, Layout]:
-    """Transformers' fused parameters by name: their shapes, and our tensors in them."""
-    shapes, pieces = {}, defaultdict(list)
-    for expert in experts.values():
-        shapes[expert.fused] = expert.shape
-        pieces[expert.fused].append(expert.piece)
-    return {name: Layout(shape, tuple(pieces[name])) for name, shape in shapes.items()}
-
-
 def _is_stacking(converter: WeightConverter) -> bool:
     """Whether a converter does nothing but stack experts, with gate and up of each behind one another at most."""
     kinds = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
     several = len(converter.source_patterns) > 1
     expected = [(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]
     return len(kinds) == len(converter.operations) and kinds == expected and len(converter.target_patterns) == 1
+
+
+def _is_turning(converter: WeightConverter) -> bool:
+    """Whether a converter does nothing but turn the matrices of a stack."""
+    kinds = [(type(one), {getattr(one, "dim0", 0), getattr(one, "dim1", 0)}) for one in converter.operations]
+    return kinds == [(Transpose, {1, 2})] and len(converter.source_patterns) == len(converter.target_patterns) == 1
 
 
 def _is_concatenation(converter: WeightConverter) -> bool:

@@ -18,7 +18,7 @@ from engine.recipe.recipe import Recipe
 from engine.recipe.sections import LearnableRecipe, OptimRecipe
 from engine.session.loss_scale import LossScale
 from model.build import check_rotary_buffers
-from model.experts import router_names
+from model.experts import ExpertMLPs, router_names
 from model.ranks import errors_on_all_ranks, listed, say
 from model.zero import forget_secondary_copies, full_shape, keep_frozen_fp32, stage
 from quant import QuantCache, QuantEmbedding, QuantLayer
@@ -81,7 +81,7 @@ def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
         }
         if name in scales:
             return scales[name]
-    if name == "bias":
+    if name == "bias" or isinstance(module, ExpertMLPs):  # which hold nothing else themselves
         return "bias"
     return "norm" if len(full_shape(parameter)) == 1 else "weight"
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from engine.verify.files import check_files
 from engine.verify.reader import inputs_of_experts_left, load_theirs, their_arithmetic
 from model.compressed import load_compressed
-from model.save import is_expert, not_loaded
+from model.save import fused_there, is_expert, not_loaded
 
 # Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels see
 # the same numbers. Of a MoE transformers multiplies gate and up at once and we one after the other: 1e-6 of a logit,
@@ -183,7 +183,8 @@ def compare_with_transformers(
 
     quantization.set_fake_quant(weights=True, activations=True)
     same, ours, given, full = Comparison("same arithmetic"), Comparison("our forward"), None, None
-    quantised_inputs = {is_expert(name) for name, layer in quantization.layers.items() if layer.input_fake_quant}
+    is_fused = fused_there(model)
+    quantised_inputs = {is_fused(name) for name, layer in quantization.layers.items() if layer.input_fake_quant}
     if False in quantised_inputs or quantization.caches:
         given = Comparison("inputs as given")
     if True in quantised_inputs:
@@ -192,7 +193,7 @@ def compare_with_transformers(
         expected = theirs(input_ids=ids, use_cache=False).logits
         with their_arithmetic(directory, model, quantization):
             same.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
-        with inputs_of_experts_left(quantization):
+        with inputs_of_experts_left(model, quantization):
             ours.add(model(input_ids=ids, use_cache=False).logits, expected, ids)
         if full is not None:
             full.add(model(input_ids=ids, use_cache=False).logits, expected, ids)

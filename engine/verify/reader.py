@@ -9,7 +9,8 @@ It differs from ours by definition in these points (measured with transformers 5
 - *Weights.* compressed-tensors decompresses fp4 to bf16, in a model loaded as fp32 too. A value of MXFP4 is a bf16
   number; of NVFP4 it is rounded.
 - *Experts.* transformers keeps the experts of a MoE fused and dequantises them when it loads: their inputs are not
-  quantised, and integer weights are rounded to the dtype of their scale, bf16.
+  quantised, and integer weights are rounded to the dtype of their scale, bf16. In the place of Llama 4's it
+  puts Linears, of which nothing of this is true.
 - *Zero points* of weights it loads with ``dequantize=True`` alone: otherwise it makes the model on the meta device,
   where compressed-tensors does not pack them, and the shapes differ from those in the file. The weights are then
   rounded to the dtype of their scale, bf16, and all layers decoded with one scheme.
@@ -44,7 +45,7 @@ from engine.verify.files import dtype_on_disk
 from model.compressed import quantized_keys, read_tensor
 from model.names import module_name_on_disk
 from model.ranks import RankError, listed
-from model.save import is_expert, not_loaded
+from model.save import fused_there, is_expert, not_loaded
 from model.scales import cache_keys
 from model.shards import Reader, read_headers
 from model.towers import model_class
@@ -158,9 +159,10 @@ def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> Non
 
 
 @contextmanager
-def inputs_of_experts_left(quantization: Quantization) -> Iterator[None]:
-    """Inside the block the inputs of experts are not quantised."""
-    experts = [layer for name, layer in quantization.layers.items() if is_expert(name) and layer.input_fake_quant]
+def inputs_of_experts_left(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
+    """Inside the block the inputs of experts are not quantised, where transformers does not."""
+    is_fused = fused_there(model)
+    experts = [layer for name, layer in quantization.layers.items() if is_fused(name) and layer.input_fake_quant]
     for layer in experts:
         layer.input_fake_quant = False
     yield
@@ -171,10 +173,10 @@ def inputs_of_experts_left(quantization: Quantization) -> Iterator[None]:
 @contextmanager
 def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
     """Inside the block our model uses the arithmetic of transformers."""
-    decoded = not_loaded(model, quantization) is None
+    decoded, is_fused = not_loaded(model, quantization) is None, fused_there(model)
     model_dtype = dtype_on_disk(directory, model)
     with ExitStack() as stack:
-        stack.enter_context(inputs_of_experts_left(quantization))
+        stack.enter_context(inputs_of_experts_left(model, quantization))
         for name, layer in quantization.layers.items():
             if layer.input_fake_quant:
                 assert layer.scheme.activations is not None
@@ -182,7 +184,7 @@ def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quan
             spec = layer.scheme.weights
             if spec.scale_format == "e4m3":
                 stack.enter_context(_rounded_weight(layer, torch.bfloat16))
-            elif decoded and spec.dtype == "int" and (is_expert(name) or spec.has_zero_points):
+            elif decoded and spec.dtype == "int" and (is_fused(name) or spec.has_zero_points):
                 stack.enter_context(_rounded_weight(layer, model_dtype))
         for cache in quantization.caches.values():
             stack.enter_context(_their_input(cache, cache.spec))

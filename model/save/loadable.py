@@ -6,7 +6,7 @@ layout that the export does not write, listed or not: before a run, from the pla
 from the headers of its files. Nothing is read or held but names.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from model.names import concatenates
 from model.ranks import listed
-from model.save.plan import Item
+from model.save.plan import Item, linears_of_quantised
 from model.shards import read_headers
 from model.towers import model_class
 from quant import Quantization, exempt_line
@@ -32,7 +32,7 @@ from quant.kv_cache import QuantCache
 META = torch.device("meta")
 
 
-def check_loadable(source: Path, shards: Iterable[Iterable[Item]], *, trust_remote_code: bool = False) -> None:
+def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remote_code: bool = False) -> None:
     """Check a planned export of a model of ``source``.
 
     Args:
@@ -51,6 +51,8 @@ def check_loadable(source: Path, shards: Iterable[Iterable[Item]], *, trust_remo
         del config.quantization_config
     with META, no_init_weights():
         model: PreTrainedModel = kind(config)
+        if any(item.layout not in (None, "dequantized") for shard in shards for item in shard):
+            _as_for_quantised(model)
     model.tie_weights()
     items = [item for shard in shards for item in shard]
     problems = _problems(model, _unquantised(items))
@@ -112,11 +114,18 @@ def check_written(directory: Path, shards: Iterable[Iterable[Item]]) -> None:
         raise ValueError("; ".join([*checkpoint.problems, *([f"not as planned: {listed(wrong)}"] if wrong else [])]))
 
 
+def _as_for_quantised(model: PreTrainedModel) -> None:
+    """Put Linears where transformers does so before it loads a quantised checkpoint."""
+    for name, module in list(model.named_modules()):
+        if (linears := linears_of_quantised(type(module).__name__)) is not None:
+            model.set_submodule(name, linears(model.config.get_text_config()))
+
+
 def _unquantised(items: Iterable[Item]) -> Shapes:
     """The tensors that a plain export would have: weights in the place of codes and their scales."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for item in items:
-        if item.layout is None or item.fused is not None:
+        if item.layout is None or item.fused:
             if not isinstance(item.module, QuantCache):
                 shapes |= item.shapes
             continue
@@ -153,12 +162,21 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+def fused_there(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Whether transformers keeps the experts fused that a module of some name belongs to, and so dequantises them as it
+    loads. Of some classes it makes Linears."""
+    kinds = ((name, getattr(module, "replaces", "")) for name, module in model.named_modules())
+    linears = tuple(f"{name}." for name, kind in kinds if linears_of_quantised(kind) is not None)
+    return lambda name: is_expert(name) and not name.startswith(linears)
+
+
 def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None:
     """The reason why transformers cannot read this checkpoint of ``model`` correctly; None where it can."""
     if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
         return "transformers does not load quantised embeddings"
-    schemes = {layer.scheme for name, layer in quantization.layers.items() if is_expert(name)}
-    plain = any(is_expert(name) and isinstance(module, nn.Linear) for name, module in model.named_modules())
+    is_fused = fused_there(model)
+    schemes = {layer.scheme for name, layer in quantization.layers.items() if is_fused(name)}
+    plain = any(isinstance(module, nn.Linear) and is_fused(name) for name, module in model.named_modules())
     packed = any(export_format(layer.scheme) != FLOAT_QUANTIZED for layer in quantization.layers.values())
     if packed and concatenates(model):
         return "transformers does not put the parts of a tensor together in a checkpoint with packed layers"

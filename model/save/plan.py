@@ -1,16 +1,20 @@
 """What becomes of every module on disk: a pure function of names and sizes, the same on every rank."""
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+from transformers.utils.quantization_config import QuantizationMethod
 
 from model.batches import batches
 from model.names import Names, Place, module_name_on_disk
+from model.pieces import Stack
 from model.quantised.tensor import CodedTensor
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
@@ -35,9 +39,8 @@ class Item:
         layout: how a QuantLayer is written; None for every other module, which is written as it is.
         linears: of a QuantLayer, the Linears that it is on disk, by their names there.
         plain: parameters and buffers that are written as they are, and where.
-        stacked: keys of the equal parts of the module's only parameter, in their order; a single one is the whole of
-            it, which is written in parts.
-        fused: key of the one tensor that holds all ``linears`` of a stack of experts, in their order.
+        stacked: keys of the equal parts of the module's only parameter, in their order.
+        fused: the tensors that hold all Linears of a stack of experts; they are written in parts.
         copied: a tensor of the source that is written as it lies there, or as the values of its codes; no module has
             it.
     """
@@ -50,7 +53,7 @@ class Item:
     linears: Mapping[str, LinearPart] = field(default_factory=dict)
     plain: Sequence[tuple[torch.Tensor, Place]] = ()
     stacked: tuple[str, ...] = ()
-    fused: str | None = None
+    fused: tuple[Stack, ...] = ()
     copied: DiskTensor | CodedTensor | None = None
 
     @cached_property
@@ -84,6 +87,7 @@ def plan_shards(
         ValueError: experts that lie in one tensor on disk, and not so in the model.
     """
     names = Names(model, {key: tensor.shape for key, tensor in source.items()})
+    quantised = quantization is not None and bool(quantization.layers) and layout != "dequantized"
     seen: set[int] = set()
     items = []
     for name, module in model.named_modules():
@@ -93,7 +97,7 @@ def plan_shards(
             if quantization is not None and layout != "dequantized":
                 items.append(_cache_item(cache_keys(model, name)[0], module))
         elif getattr(module, "projections", ()):
-            items.append(_stacked_item(model, names, name, module, source))
+            items.append(_stacked_item(model, names, name, module, source, quantised=quantised))
         else:
             items.append(_plain_item(names, name, module, seen))
     items += [_copied_item(tensor, model.dtype) for tensor in not_read(model, names, source)]
@@ -142,16 +146,16 @@ def _quantized_item(
 ) -> Item:
     dtype = layer.weight.dtype
     linears = {module_name_on_disk(model, part.name): part for part in linears_of(name, layer)}
-    fused = _fused_key(names, name, layer, source)
     parameters = list(layer.parameters(recurse=False))
-    if fused is not None and layout == "dequantized":
-        shapes: Shapes = {fused: (dtype, _stack_shape(layer))}
+    if layout == "dequantized" and (fused := _fused(names, name, layer, source)):
+        shapes: Shapes = {stack.key: (dtype, stack.shape) for stack in fused}
         return Item(name, layer, parameters, shapes, layout=layout, linears=linears, fused=fused)
-    if (stack := names.stack(f"{name}.weight")) is not None and stack[1]:
+    only = [stack.key for stack in names.stacks(f"{name}.weight") if stack.only]
+    if only and layout != "dequantized" and not _becomes_linears(model, name):
         raise ValueError(
-            f"{name}: transformers reads these experts as one tensor, {stack[0]}, which has no quantised form in "
-            f"layout {layout!r}: leave them as they are (quant.exempt with '.*\\.experts\\..+'), or write them with "
-            "export.format 'dequantized'"
+            f"{name}: transformers reads these experts as one tensor, {only[0]}, which has no quantised form in "
+            f"layout {layout!r}: to leave them as they are set quant.exempt_more: ['.*\\.{_parent(name)}\\..+'], or "
+            "write them with export.format 'dequantized'"
         )
     shapes = {}
     for on_disk, part in linears.items():
@@ -162,39 +166,61 @@ def _quantized_item(
     return Item(name, layer, parameters, shapes, layout=layout, linears=linears)
 
 
-def _fused_key(names: Names, name: str, module: nn.Module, source: Container[str]) -> str | None:
-    """The key of the one tensor in which experts are written as they are: where the source has them so, or transformers
-    reads no other form.
+def _parent(name: str) -> str:
+    """What the module above ``name`` is called."""
+    return name.split(".")[-2]
+
+
+def linears_of_quantised(kind: str) -> Callable[[PretrainedConfig], nn.Module] | None:
+    """What makes the Linears that transformers puts in the place of experts of the class ``kind`` before it loads a
+    quantised checkpoint; None where it does not."""
+    entry: Any = MODULES_TO_PATCH_FOR_QUANTIZATION.get(kind, {})
+    applies = QuantizationMethod.COMPRESSED_TENSORS in entry.get("quantization_methods", ())
+    linears: Callable[[PretrainedConfig], nn.Module] | None = entry["module_name"] if applies else None
+    return linears
+
+
+def _becomes_linears(model: PreTrainedModel, name: str) -> bool:
+    """The same for the experts of ours that hold the stack ``name``."""
+    experts = model.get_submodule(name.rpartition(".")[0])
+    return linears_of_quantised(getattr(experts, "replaces", "")) is not None
+
+
+def _fused(names: Names, name: str, module: nn.Module, source: Container[str]) -> tuple[Stack, ...]:
+    """The tensors with all experts that the weight of a module is written in: where the source has them so, or
+    transformers reads no other form.
 
     Raises:
         ValueError: it does not, and the model has each expert by itself.
     """
-    key, only = names.stack(f"{name}.weight") or ("", False)
+    stacks = tuple(names.stacks(f"{name}.weight"))
+    only = [stack.key for stack in stacks if stack.only]
     if getattr(module, "projections", ()):
-        return key if only or key in source else None
+        return stacks if only or any(stack.key in source for stack in stacks) else ()
     if only:
         raise ValueError(
-            f"{name}: transformers reads these experts as one tensor, {key}, so they cannot be written one by one: set "
-            "model.experts to stacked"
+            f"{name}: transformers reads these experts as one tensor, {only[0]}, so they cannot be written one by one: "
+            "set model.experts to stacked"
         )
-    return None
+    return ()
 
 
-def _stack_shape(stack: nn.Module) -> tuple[int, ...]:
-    return stack.num_experts, stack.out_features, stack.in_features  # type: ignore[return-value]
+def _stacked_item(
+    model: PreTrainedModel, names: Names, name: str, module: nn.Module, source: Container[str], *, quantised: bool
+) -> Item:
+    """A stack of experts that is written without scales: one that is not quantised, or a plain checkpoint.
 
-
-def _stacked_item(model: PreTrainedModel, names: Names, name: str, module: nn.Module, source: Container[str]) -> Item:
-    """A stack of experts that is written without scales: one that is not quantised, or a plain checkpoint."""
+    ``quantised``: other layers of the checkpoint are.
+    """
     stack = module.get_parameter("weight")
-    fused = _fused_key(names, name, module, source)
-    if fused is not None:
-        shapes: Shapes = {fused: (stack.dtype, _stack_shape(module))}
-    else:
-        shapes = {
-            f"{module_name_on_disk(model, part.name)}.weight": (stack.dtype, (part.out_features, part.in_features))
-            for part in linears_of(name, module)
-        }
+    fused = () if quantised and _becomes_linears(model, name) else _fused(names, name, module, source)
+    if fused:
+        shapes: Shapes = {one.key: (stack.dtype, one.shape) for one in fused}
+        return Item(name, module, [stack], shapes, fused=fused)
+    shapes = {
+        f"{module_name_on_disk(model, part.name)}.weight": (stack.dtype, (part.out_features, part.in_features))
+        for part in linears_of(name, module)
+    }
     return Item(name, module, [stack], shapes, stacked=tuple(shapes))
 
 
@@ -216,7 +242,7 @@ def _copied_item(tensor: DiskTensor | CodedTensor, dtype: torch.dtype) -> Item:
 
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> Item:
     """A module whose own parameters and persistent buffers are written as they are, but for scales of a QuantLayer."""
-    _fused_key(names, name, module, ())  # none of its own, or an error
+    _fused(names, name, module, ())  # none of its own, or an error
     plain: list[tuple[torch.Tensor, Place]] = []
     own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
     for suffix, tensor in own.items():

@@ -148,7 +148,7 @@ class _Output:
 
 def _stacks(item: Item) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
     """The equal parts of the only parameter of a stacked item, some MiB at a time: keys, and ``[keys, out, in]``."""
-    if len(item.stacked) > 1:
+    if item.stacked:
         stack = item.parameters[0].detach()
         parts = stack.view(len(item.stacked), -1, stack.shape[-1])
         some = max(1, GATHER_BYTES // parts[0].nbytes)
@@ -158,16 +158,26 @@ def _stacks(item: Item) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
 
 def _parts(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The parts of tensors that are not written at once: key, the element where the part begins, and its values."""
-    if len(item.stacked) == 1:
-        (key,), stack = item.stacked, item.parameters[0].detach()
+    start = dict.fromkeys(item.fused, 0)
+    for experts in _experts(item) if item.fused else ():
+        for stack in item.fused:
+            part = torch.cat([experts[projection] for projection in stack.projections], dim=1)
+            yield stack.key, start[stack], part.transpose(1, 2) if stack.turned else part
+            start[stack] += part.numel()
+
+
+def _experts(item: Item) -> Iterator[dict[str, torch.Tensor]]:
+    """The Linears of a fused item, some experts at a time: ``[experts, out, in]`` by the name of the projection."""
+    projections: tuple[str, ...] = item.module.projections  # type: ignore[assignment, union-attr]
+    if item.layout is None:
+        stack = item.parameters[0].detach()
         some = max(1, GATHER_BYTES // max(1, stack[0].nbytes))
         for begin in range(0, len(stack), some):
-            yield key, begin * stack[0].numel(), stack[begin : begin + some]
-    if item.fused is not None:
-        start = 0
-        for _, weight in _weights(item):
-            yield item.fused, start, weight["weight"]
-            start += weight["weight"].numel()
+            yield dict(zip(projections, stack[begin : begin + some].chunk(len(projections), dim=1), strict=True))
+        return
+    weights = (tensors["weight"] for _, tensors in _weights(item))
+    for together in zip(*[weights] * len(projections), strict=True):
+        yield {name: weight[None] for name, weight in zip(projections, together, strict=True)}
 
 
 def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
@@ -176,12 +186,12 @@ def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
     if isinstance(item.module, QuantCache):
         yield {item.name: cache_scale(item.name, item.module.input_scale())}
         return
-    if item.layout is None:
+    if item.layout is None:  # nothing of a stack
         for tensor, place in item.plain:
             values = tensor.detach().cpu().contiguous().view(-1)
             yield {place.key: values[place.start : place.start + math.prod(place.shape)].view(place.shape)}
         return
-    for name, tensors in _weights(item) if item.fused is None else ():
+    for name, tensors in _weights(item) if not item.fused else ():
         yield {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 

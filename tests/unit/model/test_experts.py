@@ -8,13 +8,14 @@ from typing import get_args
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, DeepseekV4Config, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+from transformers import DeepseekV4Config, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from model.arrange_experts import _gated_of, arrange_experts
 from model.build import build_model
-from model.experts import Experts, Form, PerExpertMLPs, StackedMLPs, _gated_of, arrange_experts
+from model.experts import Experts, Form, PerExpertMLPs, StackedMLPs
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
 
@@ -136,7 +137,10 @@ def test_every_expert_gets_a_gradient_and_it_is_the_fused_one(form: Form, clampe
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "lfm2_moe", "granitemoe", "nemotron_h"])
+WHOLE = ["deepseek_v4", "lfm2_moe", "granitemoe", "nemotron_h", "gpt_oss", "aria_text", "dbrx", "llama4_text"]
+
+
+@pytest.mark.parametrize("name", WHOLE)
 def test_whole_models_compute_what_they_did(seed, name: str):
     """Classes that clamp, whose activation is a plain function, and without a gate; logits and gradients in fp64."""
     theirs = VARIANTS[name].model(seed=seed, dtype=torch.float64)
@@ -199,19 +203,13 @@ def test_choices_of_no_expert_are_left_out(form: Form):
     assert torch.equal(ours, theirs)
 
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
-REFUSED = {
-    "gpt_oss": ("GptOssExperts", {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
-    "llama4_text": ("Llama4TextExperts", {"num_local_experts": 4}),
-}
+REFUSED = {"longcat_flash": "LongcatFlashExperts", "jetmoe": "JetMoeParallelExperts"}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_layouts_are_refused_by_class_name(kind: str, tmp_path: Path):
-    name, sizes = REFUSED[kind]
-    config = AutoConfig.for_model(kind, vocab_size=64, intermediate_size=48, **{**SMALL, **sizes})
-    config.save_pretrained(tmp_path)
-    with pytest.raises(RankError, match=rf"experts \({name}\) is a mixture of experts .*not supported"):
+    VARIANTS[kind].config().save_pretrained(tmp_path)
+    with pytest.raises(RankError, match=rf"\({REFUSED[kind]}\) is a mixture of experts .*not supported"):
         build_model(tmp_path, {}, dtype=torch.float32, device=torch.device("cpu"), attn_implementation="eager")
 
 
@@ -271,17 +269,6 @@ def test_several_experts_in_an_unknown_form_are_refused_by_name(form: str, says:
     model = odd_model(form, says=says)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.odd\.bank(\.w)? \(\w+\) is a mixture of experts"):
         arrange_experts(model, "stacked")
-
-
-def test_dbrx_is_refused_by_name(tmp_path: Path):
-    """Its experts lie one below the other in matrices of two dimensions."""
-    config = AutoConfig.for_model(
-        "dbrx", d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=64,
-        attn_config={"kv_n_heads": 2, "rope_theta": 1e4}, ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4},
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    with pytest.raises(RankError, match=r"experts\.mlp \(DbrxExpertGLU\) is a mixture of experts .*not supported"):
-        build_model(tmp_path, {}, dtype=torch.float32, device=torch.device("cpu"), attn_implementation="eager")
 
 
 def test_several_parts_that_nobody_chooses_from_are_left_alone():

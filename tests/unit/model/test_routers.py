@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model.experts import arrange_experts, router_names
+from model.arrange_experts import arrange_experts
+from model.experts import router_names
 from model.routers import routers_of
 from tests.families.variants import VARIANTS
 
@@ -21,6 +22,10 @@ EXPECTED = {
     "phimoe": [f"{BLOCK}.router"],
     "granitemoe": ["model.layers.1.block_sparse_moe.router"],
     "jamba": ["model.layers.1.feed_forward.router"],
+    "gpt_oss": [f"{BLOCK}.router"],
+    "aria_text": [f"{BLOCK}.router"],
+    "llama4_text": ["model.layers.1.feed_forward.router"],
+    "dbrx": ["transformer.blocks.1.ffn.router"],
     "gemma4_text, experts": ["model.layers.1.router"],  # beside attention, in the layer itself
 }
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -74,6 +75,37 @@ def test_fused_experts_that_are_exempt_are_exported_beside_quantised_layers(kind
     model = loaded(source)
     quantization = quantised(model, exempt=(*DEFAULT_EXEMPT, r".*\.experts\..+"))
     export_model(model, quantization, source, tmp_path / "export")
+    report = compare_with_transformers(tmp_path / "export", [torch.arange(10, 60)[None]])
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "dbrx"])
+def test_quantised_experts_that_no_class_reads_are_refused_with_what_to_do(kind: str, tmp_path: Path, seed: int):
+    source = VARIANTS[kind].checkpoint(tmp_path / "source", seed=seed)
+    model = loaded(source)
+    with pytest.raises(
+        RankError, match=r"experts\.gate_up_proj: .*no quantised.* set quant\.exempt_more: \[.*\]"
+    ) as error:
+        check_plan(model, quantised(model), source)
+    advised = yaml.safe_load(re.search(r"exempt_more: (\[.*\])", str(error.value))[1])
+    model = loaded(source)
+    quantization = quantised(model, exempt=(*DEFAULT_EXEMPT, *advised))
+    export_model(model, quantization, source, tmp_path / "export")
+    report = compare_with_transformers(tmp_path / "export", [torch.arange(10, 60)[None]])
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("exempt", [(), (r".*\.experts\..+",)], ids=("all", "attention"))
+def test_llama_4_has_linears_for_experts_where_it_is_quantised(exempt: tuple[str, ...], tmp_path: Path, seed: int):
+    """transformers puts them in the place of its experts then, whether these are quantised or not."""
+    source = VARIANTS["llama4_text"].checkpoint(tmp_path / "source", seed=seed)
+    model = loaded(source)
+    quantization = quantised(model, exempt=(*DEFAULT_EXEMPT, *exempt))
+    check_plan(model, quantization, source)
+    export_model(model, quantization, source, tmp_path / "export")
+    after = load_file(tmp_path / "export" / "model.safetensors")
+    suffix = "weight" if exempt else "weight_packed"
+    assert f"model.layers.0.feed_forward.experts.3.gate_proj.{suffix}" in after
     report = compare_with_transformers(tmp_path / "export", [torch.arange(10, 60)[None]])
     assert report.ok, report.table()
 
