@@ -7,11 +7,13 @@ one rank and on two. In every round, one after the other on the same disk:
 
 - read: safetensors' ``load_file`` of every file, and each tensor copied into memory of its own, by rank 0 alone;
 - load: ``load_weights`` into the partitions of an empty model; the building of the model is not in it;
+- decode: the same of a checkpoint in int4 (w4a16_g32), whose codes become bf16 weights and are compared on the way;
 - write: ``save_file`` of the same tensors in files of the same size, each forced to disk (fsync);
 - export: ``export_model`` as bf16, which forces everything to disk too.
 
-Elapsed time, median and least of the rounds, and that for which rank 0 had a core. Files are read from the page cache.
-Before each of the four a file of more than their size is written and removed: in a virtual machine, memory that went
+Elapsed time, median and least of the rounds, and that for which rank 0 had a core; and by how much rank 0's peak memory
+grew over what it held before loading and decoding, in the last round. Files are read from the page cache.
+Before each of these a file of more than their size is written and removed: in a virtual machine, memory that went
 back to the host is slow to take, 2 s per GB on the one of our results, whoever happens to take it. Results go to
 ``benchmarks/results/checkpoint_io.md``; a person's remarks stand beside it, in ``checkpoint_io_remarks.md``.
 """
@@ -37,7 +39,7 @@ from benchmarks.timing import RESULTS, machine
 
 BAR = 1.2
 SHARD = 400 * 10**6
-PAIRS = {"load": "read", "export": "write"}
+PAIRS = {"load": "read", "decode": "read", "export": "write"}
 MODELS = ("dense", "moe")
 
 
@@ -132,6 +134,9 @@ def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
             with safe_open(file, "pt") as opened:
                 tensors |= {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
     times: dict[str, list[tuple[float, float]]] = {name: [] for pair in PAIRS.items() for name in pair}
+    grown: dict[str, int] = {}
+    coded = out.with_name("coded")
+    make_coded(source, coded, config, device)
     memory = 3 * sum(file.stat().st_size for file in source.glob("*.safetensors")) // 2
 
     def done(name: str, action: Callable[[], object], everywhere: bool) -> None:
@@ -139,8 +144,11 @@ def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
             take_memory(memory, out.with_name("scratch"))
             os.sync()  # what was written before is not waited for in the time of this
         barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = peak_bytes()
         if everywhere or is_main():
             times[name].append(timed(action))
+        grown[name] = peak_bytes() - before
         barrier()
         if is_main():
             shutil.rmtree(out, ignore_errors=True)
@@ -149,6 +157,9 @@ def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
         done("read", lambda: read(source), everywhere=False)
         model = build_model(source, config, dtype=torch.bfloat16, device=device)
         done("load", lambda model=model: load_weights(model, source, progress=False), everywhere=True)
+        decoded = build_model(coded, config, dtype=torch.bfloat16, device=device)
+        done("decode", lambda model=decoded: load_weights(model, coded, progress=False), everywhere=True)
+        del decoded
         done("write", lambda: write(tensors, out), everywhere=False)
         done(
             "export", lambda model=model: export_model(model, None, source, out, max_shard_size=SHARD), everywhere=True
@@ -156,12 +167,36 @@ def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
         del model
         gc.collect()
     if is_main():
-        results.write_text(json.dumps({name: values[1:] for name, values in times.items()}))  # the first warms up
+        # The first round warms up.
+        results.write_text(json.dumps({**{name: values[1:] for name, values in times.items()}, "grown": grown}))
     shut_down()
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has held since its peak began anew."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def make_coded(source: Path, coded: Path, config: dict[str, Any], device: torch.device) -> None:
+    """The checkpoint in int4, in groups of 32; a collective."""
+    from model.build import build_model
+    from model.load import load_weights
+    from model.save import export_model
+    from model.scales import renew_weight_scales
+    from model.zero import partition_new_parameters
+    from quant import SCHEMES, prepare
+
+    model = build_model(source, config, dtype=torch.bfloat16, device=device)
+    load_weights(model, source, progress=False)
+    quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=False, learn_input_scale=False)
+    partition_new_parameters(model, config)
+    renew_weight_scales(quantization)
+    export_model(model, quantization, source, coded, max_shard_size=SHARD, overwrite=True)
+
+
 def rows(title: str, times: dict[str, list[list[float]]]) -> list[str]:
-    """One row for load and one for export: median and least elapsed time, and rank 0's core."""
+    """One row for load, for decode and for export: median and least elapsed time, and rank 0's core."""
     lines = []
     for ours, plain in PAIRS.items():
         cells = [f"{title}, {ours}"]
@@ -188,10 +223,11 @@ def main() -> None:
         measure(source, out, results, arguments.rounds)
         return
 
-    from tests.distributed.launcher import run_ranks
+    from tests.distributed.launcher import launch
 
     load = os.getloadavg()
     table: list[str] = []
+    memory: list[str] = []
     sizes = []
     for kind in MODELS:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
@@ -202,9 +238,14 @@ def main() -> None:
             for ranks in (1, 2):
                 paths = [str(base / name) for name in ("checkpoint", "out", "results.json")]
                 options = ["--rounds", str(arguments.rounds), "--measure", *paths]
-                run_ranks(Path(__file__), *options, ranks=ranks, timeout=3000)
+                done = launch(Path(__file__), *options, ranks=ranks, timeout=3000)
+                if done.returncode:
+                    raise SystemExit(done.stdout[-8000:])
                 title = f"{kind}, {ranks} rank{'s' * (ranks > 1)}"
-                table += rows(title, json.loads((base / "results.json").read_text()))
+                found = json.loads((base / "results.json").read_text())
+                table += rows(title, found)
+                grown = [f"{found['grown'][name] / 2**20:.0f}" for name in ("load", "decode")]
+                memory.append(f"{title} {' and '.join(grown)}")
     text = "\n".join(
         [
             "# Load and export against plain safetensors",
@@ -217,6 +258,8 @@ def main() -> None:
             "| plain, rank 0's core, median | ours | ratio |",
             "| --- " * 10 + "|",
             *table,
+            "",
+            f"Growth of rank 0's peak memory in MiB, loading and decoding: {'; '.join(memory)}.",
             "",
             "Remarks on the run are in `checkpoint_io_remarks.md`.",
             "",

@@ -34,6 +34,10 @@ def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """The int8 codes [out, columns] of words packed by :func:`pack_int32`."""
+    if 32 % bits == 0:  # no code straddles two words: few operations, which is what small tensors cost
+        places = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+        every = ((packed.unsqueeze(-1) >> places) & ((1 << bits) - 1)) - (1 << (bits - 1))
+        return every.to(torch.int8).flatten(1)[:, :columns].contiguous()
     rows, groups = packed.shape[0], math.ceil(columns / 32)
     words = torch.nn.functional.pad(packed, (0, groups * bits - packed.shape[1])).view(rows, groups, bits)
     codes = torch.empty(rows, groups, 32, dtype=torch.int8, device=packed.device)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +16,7 @@ from engine.session.optimizer import initialize_frozen
 from model.build import build_model
 from model.head import output_head, settle_function, take_out_head
 from model.load import load_weights
+from model.quantised.config import is_quantised
 from model.ranks import errors_on_all_ranks, rank, say, world_size
 
 
@@ -57,6 +59,8 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
         )
     report = load_weights(model, path, method=recipe.model.load)
     say(f"teacher: {report.summary()}")
+    if is_quantised(Path(path)):
+        say("teacher: its weights are those of its codes, and its inputs are not quantised")
     _, stand_in = take_out_head(model)
     module = initialize_frozen(model, context.ds_config)
     settle_function(
