@@ -50,7 +50,7 @@ def source_schemes(model: PreTrainedModel, directory: Path) -> dict[str, Scheme]
 
 def _parts(model: nn.Module) -> list[LinearPart]:
     """Every Linear, of stacks too; and embeddings where the files may have codes of one."""
-    parts = []
+    parts: list[LinearPart] = []
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, StackedLinear)):
             parts += linears_of(name, module)

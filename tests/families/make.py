@@ -173,8 +173,9 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         elif parameter.ndim > 1 and spread < 0.1:
             parameter *= 0.1 / spread
+    stored = model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        if "bias" in name and buffer.is_floating_point():  # corrections of the choice of experts
+        if name in stored and "bias" in name and buffer.is_floating_point():  # corrections of the choice of experts
             buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
 
 

@@ -84,7 +84,9 @@ def same_values(ours: Tensor, theirs: Tensor) -> bool:
     """Bit for bit; a buffer that classes keep in fp32 may have become wider than this source has it."""
     if ours.dtype == torch.float32 and theirs.dtype == torch.bfloat16:
         theirs = theirs.float()
-    return ours.dtype == theirs.dtype and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    return ours.dtype == theirs.dtype and torch.equal(
+        ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)
+    )
 
 
 def plain(source: Path, out: Path) -> None:

@@ -46,9 +46,9 @@ def test_no_config(tmp_path: Path):
         build(tmp_path / "nowhere")
 
 
-def test_quantised_config(tmp_path: Path):
-    write_config(tmp_path, quantization_config={"quant_method": "compressed-tensors"})
-    with pytest.raises(RankError, match=r"config\.json has a quantization_config: .* unquantised"):
+def test_a_quantised_checkpoint_that_is_not_read_is_refused(tmp_path: Path):
+    write_config(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(RankError, match=r"config\.json: quantization_config: .*whose codes are not read"):
         build(tmp_path)
 
 
