@@ -78,13 +78,11 @@ def _check_initialisation(model: PreTrainedModel, compressed: Iterable[Item]) ->
     modules = dict(model.named_modules())
     read = []
     for name in packed & modules.keys():
-        weight = modules[name]._parameters.pop("weight")
         holders = [modules[above] for above in (*_above(name), name) if not isinstance(modules[above], PreTrainedModel)]
-        try:
-            with META:
-                for holder in holders:
-                    model._init_weights(holder)
-        except AttributeError:
+        if isinstance(modules[name], nn.Embedding) or _lacks(model, holders):
+            continue  # no packed embedding is loaded, as a run says; or something else is missing either way
+        weight = modules[name]._parameters.pop("weight")
+        if _lacks(model, holders):
             read.append(name)
         modules[name]._parameters["weight"] = weight
     if read:
@@ -92,6 +90,17 @@ def _check_initialisation(model: PreTrainedModel, compressed: Iterable[Item]) ->
             f"{listed(sorted(read), 2)}: transformers reads their weights while it loads a {type(model).__name__}, "
             f"which fails where they are packed; set {exempt_line(sorted(read))}, or export.format: dequantized"
         )
+
+
+def _lacks(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
+    """Whether the class's initialisation of these modules asks for an attribute that one of them does not have."""
+    try:
+        with META:
+            for module in modules:
+                model._init_weights(module)
+    except AttributeError:
+        return True
+    return False
 
 
 def _above(name: str) -> list[str]:

@@ -9,7 +9,9 @@ import pytest
 
 from tests.root import ROOT
 
-SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py") if path.stem not in ("__init__", "exits"))
+SCRIPTS = sorted(
+    path.name for path in (ROOT / "launch").glob("*.py") if path.stem not in ("__init__", "early", "exits")
+)
 
 
 def run(*words: object, cwd: Path, path: Path = ROOT) -> subprocess.CompletedProcess[str]:

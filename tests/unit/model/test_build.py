@@ -58,9 +58,9 @@ def test_an_architecture_that_transformers_does_not_have(tmp_path: Path):
 
 
 def test_a_failed_build_leaves_no_hook_behind(tmp_path: Path):
-    config = AutoConfig.for_model("gpt_oss", num_local_experts=2, num_hidden_layers=1, hidden_size=32)
+    config = AutoConfig.for_model("jetmoe", num_local_experts=2, num_hidden_layers=1, hidden_size=32)
     config.save_pretrained(tmp_path)
-    with pytest.raises(RankError, match="GptOssExperts"):
+    with pytest.raises(RankError, match="JetMoeParallelExperts"):
         build(tmp_path, attn_implementation="eager")
     linear = nn.Linear(2, 2)
     assert not linear.weight.is_meta and linear.weight.dtype == torch.float32 and linear.weight.any()

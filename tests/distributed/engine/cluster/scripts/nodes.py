@@ -119,6 +119,7 @@ def interrupted(loop: Loop) -> None:
 def interrupted_early(loop: Loop) -> None:
     """Ctrl-C before there is a model."""
     init_ranks()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what runs in its background ignore it
     os.kill(os.getpid(), signal.SIGINT)
 
 
