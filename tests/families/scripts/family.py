@@ -170,13 +170,16 @@ def leaks(variant: Variant) -> float:
 
 
 def recipe_of(directory: Path, name: str, source: Path, chats: Path, **sections: Any) -> Path:
-    """A recipe of 12 steps in bf16 under ZeRO-3 with an export."""
+    """A recipe of 12 steps in bf16 under ZeRO-3 with an export; it is there for all ranks when this returns."""
     defaults: dict[str, Any] = {
         "loss": NO_TEACHER,
         "train": {"steps": STEPS, "gradient_accumulation_steps": 1, "quant_stats_every": 0},
         "export": {"enabled": True},
     }
-    return write_recipe(directory, name, source, chats, stage=3, dtype="bfloat16", **{**defaults, **sections})
+    if is_main():
+        write_recipe(directory, name, source, chats, stage=3, dtype="bfloat16", **{**defaults, **sections})
+    raise_everywhere(None)
+    return directory / f"{name}.yaml"
 
 
 def train(recipe: Path) -> str | None:
