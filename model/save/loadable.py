@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from model.names import concatenates
 from model.ranks import listed
+from model.save.packed import weights_read
 from model.save.plan import Item, linears_of_quantised
 from model.shards import read_headers
 from model.towers import model_class
@@ -30,6 +31,7 @@ from quant.export import FLOAT_QUANTIZED, INT_QUANTIZED, NVFP4_PACKED, Shapes, e
 from quant.kv_cache import QuantCache
 
 META = torch.device("meta")
+UNPACKED = (FLOAT_QUANTIZED, INT_QUANTIZED)
 
 
 def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remote_code: bool = False) -> None:
@@ -56,57 +58,11 @@ def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remo
     model.tie_weights()
     items = [item for shard in shards for item in shard]
     problems = _problems(model, _unquantised(items))
-    if not problems:
-        _check_initialisation(model, [item for item in items if item.layout == "compressed"])
     if problems:
         raise ValueError(
             f"config.json of {source} names {kind.__name__}, whose weights transformers would not find in the export: "
             f"{'; '.join(problems)}"
         )
-
-
-def _check_initialisation(model: PreTrainedModel, compressed: Iterable[Item]) -> None:
-    """Refuse a class that gives first values to the weights of layers which the export packs (nanochat's o_proj).
-
-    transformers calls that of a class for such layers and the modules that hold them, also where it is going to load
-    all of them; and packed layers have no weight there.
-
-    Raises:
-        ValueError: names the layers, and the line of a recipe that leaves them as they are.
-    """
-    packed = {item.name for item in compressed if not any(key.endswith(".weight") for key in item.shapes)}
-    modules = dict(model.named_modules())
-    read = []
-    for name in packed & modules.keys():
-        holders = [modules[above] for above in (*_above(name), name) if not isinstance(modules[above], PreTrainedModel)]
-        if isinstance(modules[name], nn.Embedding) or _lacks(model, holders):
-            continue  # no packed embedding is loaded, as a run says; or something else is missing either way
-        weight = modules[name]._parameters.pop("weight")
-        if _lacks(model, holders):
-            read.append(name)
-        modules[name]._parameters["weight"] = weight
-    if read:
-        raise ValueError(
-            f"{listed(sorted(read), 2)}: transformers reads their weights while it loads a {type(model).__name__}, "
-            f"which fails where they are packed; set {exempt_line(sorted(read))}, or export.format: dequantized"
-        )
-
-
-def _lacks(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
-    """Whether the class's initialisation of these modules asks for an attribute that one of them does not have."""
-    try:
-        with META:
-            for module in modules:
-                model._init_weights(module)
-    except AttributeError:
-        return True
-    return False
-
-
-def _above(name: str) -> list[str]:
-    """Names of the modules that hold the module ``name``."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts))]
 
 
 def check_written(directory: Path, shards: Iterable[Iterable[Item]]) -> None:
@@ -200,6 +156,16 @@ def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None
             return "transformers does not load experts with a scale per block"
         if export_format(scheme) in (INT_QUANTIZED, NVFP4_PACKED):
             return f"transformers does not load experts stored as {export_format(scheme)}"
+    packed_alone = [
+        name
+        for name, layer in quantization.layers.items()
+        if export_format(layer.scheme) not in UNPACKED and not is_fused(name)
+    ]
+    if read := weights_read(model, packed_alone):
+        return (
+            f"transformers reads the weights of packed layers of a {type(model).__name__}, which have none: "
+            f"{listed(read, 2)} (it loads with {exempt_line(read)})"
+        )
     return None
 
 
