@@ -117,6 +117,11 @@ DENSE = (
     _v("openai-gpt"),
     _v("modernbert-decoder", bos_token_id=1),
     _v("hrm_text"),
+    _v("gpt_neox_japanese"),
+    _v("ctrl"),
+    _v("cpmant", dim_head=16, dim_ff=96, prompt_length=4, prompt_types=4, segment_types=4),
+    _v("gemma4_unified_text", **SLIDING_AND_FULL),
+    _v("flint", **SLIDING_AND_FULL),
 )
 
 EXPERTS = (
@@ -176,6 +181,13 @@ EXPERTS = (
     _v("nemotron_h", layers_block_type=["mamba", "attention", "moe", "mlp"]),
     _v("jamba", attn_layer_period=2, attn_layer_offset=1),
     _v("zaya", num_experts_per_tok=1),
+    _v("axk2", **MLA),
+    _v("dots3_note_text", num_key_value_heads=4),
+    _v("hy_v4"),
+    _v("inkling_text", layer_types=["hybrid_sliding", "hybrid"], mlp_layer_types=["dense", "sparse"]),
+    _v("inkling2_text", layer_types=["hybrid_sliding", "hybrid"]),
+    _v("kolibri1", **SLIDING_AND_FULL),
+    _v("minimax_m3_vl_text", layer_types=["minimax_m3_sparse", "full_attention"]),
 )
 
 HYBRIDS = (
@@ -192,6 +204,8 @@ HYBRIDS = (
     _v("zamba2", num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, n_mamba_heads=8),
     _v("rwkv"),
     _v("xlstm"),
+    _v("lfm3", layer_types=["conv", "full_attention"]),
+    _v("qwen4_exp_text", **LINEAR_AND_FULL),
 )
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
@@ -244,6 +258,44 @@ COMPOSITE = (
         parts={"text_config": {"intermediate_size_mlp": 96, "num_experts_per_tok": 1, "num_hidden_layers": 4}},
     ),
     _v("glm4v", image_token_id=3, video_token_id=4, parts=_QWEN_MROPE),
+    _v(
+        "glm4v_moe",
+        image_token_id=3,
+        video_token_id=4,
+        parts={"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}}},
+    ),
+    _v("kimi_k25", parts={"text_config": {"model_type": "deepseek_v3", **MLA}}),
+    _v(
+        "lfm2_vl",
+        image_token_id=3,
+        parts={"text_config": {"model_type": "lfm2"}, "vision_config": {"model_type": "siglip2_vision_model"}},
+    ),
+    _v(
+        "smolvlm",
+        image_token_id=3,
+        parts={"text_config": {"model_type": "llama"}, "vision_config": {"model_type": "smolvlm_vision"}},
+    ),
+    _v(
+        "idefics3",
+        image_token_id=3,
+        parts={"text_config": {"model_type": "llama"}, "vision_config": {"model_type": "idefics3_vision"}},
+    ),
+    _v(
+        "paligemma",
+        image_token_index=3,
+        parts={"text_config": {"model_type": "gemma"}, "vision_config": {"model_type": "siglip_vision_model"}},
+    ),
+    _v(
+        "llava_onevision",
+        image_token_index=3,
+        video_token_index=4,
+        parts={"text_config": {"model_type": "qwen2"}, "vision_config": {"model_type": "siglip_vision_model"}},
+    ),
+    _v("exaone4_5", parts={"text_config": {"model_type": "exaone4", **SLIDING_AND_FULL}}),
+    _v("gemma4_unified", parts={"text_config": SLIDING_AND_FULL}),
+    _v("minimax_m3_vl"),
+    _v("qwen4_exp", parts={"text_config": LINEAR_AND_FULL}),
+    _v("step3p7"),
 )
 
 VARIANTS = {variant.name: variant for variant in (*DENSE, *EXPERTS, *HYBRIDS, *COMPOSITE)}
