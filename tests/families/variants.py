@@ -21,6 +21,13 @@ LONGROPE = {
 }
 HYBRID = {"num_hidden_layers": 4}
 LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
+QWEN4 = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -205,7 +212,7 @@ HYBRIDS = (
     _v("rwkv"),
     _v("xlstm"),
     _v("lfm3", layer_types=["conv", "full_attention"]),
-    _v("qwen4_exp_text", **LINEAR_AND_FULL),
+    _v("qwen4_exp_text", **LINEAR_AND_FULL, **QWEN4),
 )
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
@@ -294,7 +301,7 @@ COMPOSITE = (
     _v("exaone4_5", parts={"text_config": {"model_type": "exaone4", **SLIDING_AND_FULL}}),
     _v("gemma4_unified", parts={"text_config": SLIDING_AND_FULL}),
     _v("minimax_m3_vl"),
-    _v("qwen4_exp", parts={"text_config": LINEAR_AND_FULL}),
+    _v("qwen4_exp", parts={"text_config": {**LINEAR_AND_FULL, **QWEN4}}),
     _v("step3p7"),
 )
 
