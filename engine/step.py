@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from data.loader import MicroBatch, model_inputs, real_tokens, valid_tokens
 from engine.faults import nan_unless_finite
 from engine.losses.chunked import LossResult, chunked_losses
-from engine.losses.objective import ROUTER_AUX, Objective
+from engine.losses.objective import ROUTER_AUX, Objective, router_loss_factor
 from engine.losses.teacher import CachedTeacher, Sight, Teacher
 from engine.offload import OnHost
 from engine.quantisation.statistics import Watch, watching
@@ -355,7 +355,7 @@ def _micro_batch(
         sums[ROUTER_AUX] = torch.zeros_like(sums["lm"])
         if (aux := getattr(output, "aux_loss", None)) is not None:
             # A mean over the micro-batch, as transformers defines it; weighted by its tokens like the rest.
-            aux = aux * session.model.router_aux_loss_coef * valid_tokens([batch])
+            aux = aux * router_loss_factor(session.model) * valid_tokens([batch])
             sums[ROUTER_AUX] = aux.detach().float()
             total = total + aux * scale
     return MicroBatchLosses(total, sums)

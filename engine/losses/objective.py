@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from engine.losses.kd import Distillation, TopK, distil, forward_kl, reverse_kl
 
@@ -18,6 +19,21 @@ from engine.losses.kd import Distillation, TopK, distil, forward_kl, reverse_kl
 DIAGNOSTICS = ("forward_kl", "backward_kl", "top1_agreement")
 # The auxiliary loss of a MoE's router. The model computes it, with the weight that its configuration gives.
 ROUTER_AUX = "router_aux"
+
+
+def router_loss_factor(model: PreTrainedModel) -> float:
+    """What transformers multiplies a model's auxiliary loss by, which balances the experts.
+
+    Raises:
+        ValueError: the class computes that loss, and neither it nor its config has the factor.
+    """
+    for owner in (model, model.config.get_text_config()):
+        if (factor := getattr(owner, "router_aux_loss_coef", None)) is not None:
+            return float(factor)
+    raise ValueError(
+        f"learnable.router: {type(model).__name__} computes an auxiliary loss, but has no router_aux_loss_coef; set "
+        "router_aux_loss_coef in its config.json"
+    )
 
 
 class LossChunk(NamedTuple):
