@@ -145,7 +145,7 @@ EXPERTS = (
     _v("deepseek_v3", **MLA),
     _v("deepseek_v3, no low rank of q", "deepseek_v3", **MLA, q_lora_rank=None),
     _v("deepseek_v32", **MLA),
-    _v("deepseek_v4"),  # of whose windows, of 128 tokens, these samples fill none
+    _v("deepseek_v4", compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}),
     _v("glm4_moe", use_qk_norm=True),
     _v("glm4_moe_lite", **MLA),
     _v("glm_moe_dsa", **MLA),
