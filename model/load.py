@@ -223,8 +223,8 @@ class _Problems:
     shapes: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
 
-    def text(self) -> str:
-        """One line for each kind; empty if there is none."""
+    def lines(self) -> list[str]:
+        """One for each kind."""
         lines = [f"file: {problem}" for problem in self.files[:20]]
         kinds = {
             "not bf16, fp16 or fp32, and no codes that its quantization_config explains": self.dtypes,
@@ -234,7 +234,7 @@ class _Problems:
             "of another shape": self.shapes,
             "there twice": self.twice,
         }
-        return "\n".join(lines + [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names])
+        return lines + [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
 
 
 def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
@@ -264,8 +264,9 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
         elif key in layouts and layout is None and not (ignored.search(key) or names.is_left_out(key)):
             problems.unexpected.append(key)
     problems.missing += missing_keys(names, tensors, layouts)
-    if text := problems.text():
-        raise CheckpointError(f"the weights in {path} do not fill {type(model).__name__}:\n{text}")
+    if lines := problems.lines():
+        between = " " if len(lines) == 1 else "\n"
+        raise CheckpointError(between.join([f"the weights in {path} do not fill {type(model).__name__}:", *lines]))
     return reads
 
 

@@ -115,7 +115,7 @@ NORM = "model.layers.0.input_layernorm.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 
-@damaged("missing", rf"do not fill Qwen3ForCausalLM:\nmissing: {NORM}, {K_PROJ}$")
+@damaged("missing", rf"do not fill Qwen3ForCausalLM: missing: {NORM}, {K_PROJ}$")
 def _(path: Path) -> None:
     edit_tensors(path, lambda tensors: [tensors.pop(NORM), tensors.pop(K_PROJ)])
 
@@ -162,7 +162,7 @@ def truncate(path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
 
 
-@damaged("truncated", r"fill Qwen3ForCausalLM:\nfile: .*model-00002-of-\d+\.safetensors is truncated: [^\n]*$")
+@damaged("truncated", r"fill Qwen3ForCausalLM: file: .*model-00002-of-\d+\.safetensors is truncated: [^\n]*$")
 def _(path: Path) -> None:
     truncate(path)
 
@@ -172,7 +172,7 @@ def _(path: Path) -> None:
     truncate(path)
 
 
-@damaged("shard-gone", r"fill Qwen3ForCausalLM:\nfile: [^\n]*model-00002-of-\d+\.safetensors does not exist$")
+@damaged("shard-gone", r"fill Qwen3ForCausalLM: file: [^\n]*model-00002-of-\d+\.safetensors does not exist$")
 def _(path: Path) -> None:
     shards(path)[1].unlink()
 
