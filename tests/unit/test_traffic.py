@@ -1,0 +1,61 @@
+"""What a quantised layer costs a GPU in launches and bytes, counted: nobody adds a pass unseen."""
+
+import pytest
+import torch
+
+from benchmarks.traffic import QWEN3_8B, Traffic, counted, decoder_layer, quant_linear
+
+TOKENS = 1024
+IN, OUT = QWEN3_8B["hidden_size"], QWEN3_8B["intermediate_size"]
+# Forward and backward of a Linear whose scales train. These numbers may go down, not up.
+MOST_LAUNCHES = {"fp8_static": (3, 7), "w4a16_g32": (2, 5), "8da4w": (3, 7), "nvfp4": (14, 34), "mxfp4": (15, 36)}
+# Beside its GEMMs, per element of the weight and of the input, forward and backward together.
+MOST_BYTES = {"fp8_static": (14, 12.25), "w4a16_g32": (14.7, 0)}
+
+
+def elementwise_bytes(traffics) -> float:
+    return sum(count for one in traffics for name, count in one.bytes.items() if "mm" not in name)
+
+
+@pytest.mark.parametrize("scheme", MOST_LAUNCHES)
+def test_launches_of_a_quantised_linear(scheme: str):
+    found = tuple(one.launches.total() for one in counted(quant_linear(scheme, OUT), TOKENS))
+    assert found <= MOST_LAUNCHES[scheme] and found[1] <= MOST_LAUNCHES[scheme][1]
+    plain = counted(quant_linear(None, OUT), TOKENS)
+    assert [one.launches.total() for one in plain] == [1, 2]
+
+
+@pytest.mark.parametrize("scheme", MOST_BYTES)
+def test_bytes_of_a_quantised_linear(scheme: str):
+    of_weight, of_input = MOST_BYTES[scheme]
+    few, many = (elementwise_bytes(counted(quant_linear(scheme, OUT), tokens)) for tokens in (TOKENS, 2 * TOKENS))
+    per_input = (many - few) / (TOKENS * IN)
+    assert per_input <= of_input
+    assert (few - per_input * TOKENS * IN) / (IN * OUT) <= of_weight
+
+
+def test_the_codes_are_multiplied_in_fp8_and_gradients_in_bf16():
+    there, back = counted(quant_linear("fp8_static", OUT, fp8_gemm=True), TOKENS)
+    assert there.operations == {"fp8": 2 * TOKENS * IN * OUT} and back.operations == {"bf16": 4 * TOKENS * IN * OUT}
+    assert there.launches.total() <= 4
+
+
+@pytest.mark.parametrize("scheme", ["fp8_static", "w4a16_g32", "8da4w", "fp8_block"])
+def test_no_host_waits_inside_a_layer(scheme: str):
+    """An operator that the host waits for has no result on the meta device: most fail there, the others are counted."""
+    for traffic in counted(decoder_layer(scheme), 64, checkpointed=True):
+        assert not traffic.waits
+
+
+def test_the_counter_counts():
+    x = torch.randn(4, 8, requires_grad=True)
+    with Traffic() as traffic:
+        y = (x.t().reshape(-1)[::2].exp() * 2).sum()
+        y.add_(1)
+        torch.addmm(torch.zeros(3), torch.zeros(4, 8), torch.zeros(8, 3).expand(8, 3))
+        y.item()
+    assert traffic.waits == {"_local_scalar_dense": 1}
+    assert traffic.launches["exp"] == traffic.launches["sum"] == traffic.launches["add_"] == 1
+    assert traffic.launches["t"] == traffic.launches["expand"] == 0
+    assert traffic.bytes["exp"] == 2 * 16 * 4 and traffic.bytes["add_"] == 8
+    assert traffic.operations == {"bf16": 2 * 4 * 8 * 3}
