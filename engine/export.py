@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from data.loader import MicroBatch
@@ -20,6 +21,8 @@ def check_export(recipe: Recipe) -> None:
         check_layout(recipe.export.format, recipe.quant.linear_schemes())
     except ValueError as error:
         raise RecipeError(f"export.format: {error}") from None
+    if recipe.export.format == "gguf":
+        _check_gguf(recipe)
     directory, output = recipe.export_dir(), Path(recipe.output_dir)
     problem = None
     if directory.resolve() == output.resolve() or directory.resolve() in output.resolve().parents:
@@ -34,6 +37,25 @@ def check_export(recipe: Recipe) -> None:
             problem = f"{str(above)!r} is not a directory that may be written"
     if problem is not None:
         raise RecipeError(f"export.dir: {str(directory)!r}: {problem}")
+
+
+def _check_gguf(recipe: Recipe) -> None:
+    """Refuse what a GGUF file needs and the recipe or this machine lacks."""
+    template = _template(recipe)
+    if template is None or not template.is_file():
+        found = "null" if template is None else f"{str(template)!r} is not a file"
+        raise RecipeError(
+            f"export.template: {found}, expected a GGUF file of the base model (export.format gguf), which llama.cpp's "
+            "convert_hf_to_gguf.py makes"
+        )
+    if recipe.model.dtype == "float32" and recipe.quant.linear_schemes():
+        raise RecipeError("model.dtype: float32, expected bfloat16 or float16: a GGUF file has scales in fp16")
+    if find_spec("gguf") is None:
+        raise RecipeError("export.format: gguf needs the package gguf: pip install -e '.[gguf]'")
+
+
+def _template(recipe: Recipe) -> Path | None:
+    return None if recipe.export.template is None else Path(recipe.export.template)
 
 
 def check_exportable(session: Session) -> None:
@@ -51,6 +73,7 @@ def check_exportable(session: Session) -> None:
         None if recipe.never_quantises() else session.quantization,
         recipe.model.path,
         layout=recipe.export.format,
+        template=_template(recipe),
         trust_remote_code=recipe.model.trust_remote_code,
     )
 
@@ -67,6 +90,7 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
         recipe.model.path,
         directory,
         layout=recipe.export.format,
+        template=_template(recipe),
         max_shard_size=max_shard_size,
         trust_remote_code=recipe.model.trust_remote_code,
     )

@@ -3,7 +3,8 @@
     deepspeed --num_gpus 8 launch/export.py --checkpoint runs/qwen3_4b/checkpoints/step_00001000 --out served/qwen3_4b
 
 The run's recipe lies in the checkpoint. Any number of ranks will do that can hold it. ``--format`` names another layout
-than the recipe's ``export.format``: ``vllm_fp8``, or ``dequantized`` for readers of plain checkpoints.
+than the recipe's ``export.format``: ``vllm_fp8``, ``dequantized`` for readers of plain checkpoints, or ``gguf`` for
+llama.cpp, with ``--template``.
 """
 
 import sys
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="a step directory that train.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; it must not hold anything yet")
     parser.add_argument("--format", choices=get_args(Layout), help="layout of the files; that of the recipe by default")
+    parser.add_argument("--template", help="of --format gguf: a GGUF file of the base model, see docs/gguf.md")
     parser.add_argument(
         "--trust_remote_code",
         action="store_true",
@@ -53,6 +55,9 @@ def main() -> None:
         recipe.model.trust_remote_code = arguments.trust_remote_code
         recipe.export.dir = str(arguments.out)
         recipe.export.format = arguments.format or recipe.export.format
+        if arguments.template and recipe.export.format != "gguf":
+            raise RecipeError(f"--template: no part of --format {recipe.export.format}, expected --format gguf")
+        recipe.export.template = arguments.template or recipe.export.template
         export_checkpoint(recipe, arguments.checkpoint)
 
 

@@ -5,6 +5,8 @@
   input, or with blocks of 128 x 128 (``weight_scale_inv``, as DeepSeek-V3 has it, which transformers reads too).
 - ``dequantized``: the fake-quantised values as weights in the model's dtype. Every reader of plain checkpoints computes
   with them; inputs are not quantised there.
+- ``gguf``: llama.cpp's blocks (``quant.gguf``), for weights of 4 or 8 bits in groups of 32; ``model.save`` puts them
+  into one file.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,10 +24,11 @@ from quant.export import (
     unpack_weight,
     unpack_zero,
 )
+from quant.gguf import BLOCK, BYTES, block_type, blocks
 from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
-Layout = Literal["compressed", "vllm_fp8", "dequantized"]
+Layout = Literal["compressed", "vllm_fp8", "dequantized", "gguf"]
 
 _BLOCK = SCHEMES["fp8_block"]
 _PER_TENSOR = SCHEMES["fp8_static"]
@@ -42,6 +45,8 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
     schemes = list(schemes)
     for scheme in schemes:
         export_format(scheme)
+        if layout == "gguf":
+            block_type(scheme)
     found = {(scheme.weights, scheme.activations): scheme.name for scheme in schemes}
     ours = [(scheme.weights, scheme.activations) for scheme in (_PER_TENSOR, _BLOCK)]
     if layout == "vllm_fp8" and (len(found) != 1 or next(iter(found)) not in ours):
@@ -55,6 +60,8 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
     """Dtype and shape of what stands for one Linear's weight on disk, by suffix; ``dtype`` is the model's."""
     if layout == "dequantized":
         return {"weight": (dtype, (out_features, in_features))}
+    if layout == "gguf":
+        return {"weight": (torch.uint8, (out_features, in_features // BLOCK * BYTES[block_type(scheme)]))}
     shapes = packed_shapes(in_features, out_features, scheme, dtype)
     return {_suffix(layout, scheme, suffix): expected for suffix, expected in shapes.items()}
 
@@ -75,11 +82,15 @@ def linear_tensors(
     It has the parameters and errors of :func:`quant.export.pack_linear`, whose result it rearranges.
     """
     packed = pack_linear(name, weight, scale, input_scale, bias, scheme, dtype)
-    if layout != "dequantized":
+    if layout not in ("dequantized", "gguf"):
         return {f"{name}.{_suffix(layout, scheme, key.removeprefix(f'{name}.'))}": t for key, t in packed.items()}
     by_suffix = {key.removeprefix(f"{name}."): tensor for key, tensor in packed.items()}
     codes, zero = unpack_weight(by_suffix, scheme), unpack_zero(by_suffix, scheme)
-    tensors = {f"{name}.weight": dequantized_weight(codes, scale.s0.cpu(), scheme.weights, dtype, zero)}
+    if layout == "gguf":
+        weight = blocks(f"{name}.weight_scale", codes, scale.s0, block_type(scheme))
+    else:
+        weight = dequantized_weight(codes, scale.s0.cpu(), scheme.weights, dtype, zero)
+    tensors = {f"{name}.weight": weight}
     return tensors | ({} if bias is None else {f"{name}.bias": packed[f"{name}.bias"]})
 
 
@@ -111,7 +122,7 @@ def layout_config(
             ``vllm_fp8`` those of the Linears in them.
         anywhere: readers may have the model inside another one: the names are those inside it.
     """
-    if layout == "dequantized":
+    if layout in ("dequantized", "gguf"):
         return None
     if layout == "compressed":
         ignore = ignore_patterns(skipped, layers, routers, copied, anywhere=anywhere)

@@ -245,6 +245,12 @@ RULES = (
         "absmax, since quant.scales_follow_weights measures in every step",
     ),
     Rule(
+        "one format has a template",
+        "export.template",
+        lambda r: r.export.template is not None and r.export.format != "gguf",
+        "null with export.format {export.format}",
+    ),
+    Rule(
         "scales that follow the weights come from no checkpoint",
         "quant.scales",
         lambda r: r.quant.scales_follow_weights and r.quant.scales is not None,

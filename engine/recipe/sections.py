@@ -203,6 +203,10 @@ class ExportRecipe:
     """Where to write it. null: export in output_dir."""
     format: Layout = "compressed"
     """compressed: compressed-tensors, which transformers, vLLM and SGLang read. vllm_fp8: the same tensors under vLLM's
-    own fp8 configuration (fp8_static and fp8_block). dequantized: a plain checkpoint of fake-quantised weights."""
+    own fp8 configuration (fp8_static and fp8_block). dequantized: a plain checkpoint of fake-quantised weights. gguf:
+    one file for llama.cpp (w4a16_g32 as Q4_0, w8a16_g32 as Q8_0); it needs export.template."""
+    template: str | None = None
+    """For export.format gguf: a GGUF file of the base model, which llama.cpp's convert_hf_to_gguf.py makes. Metadata
+    and vocabulary are its own."""
     max_shard_size: str = field(default="5GB", metadata=size())
     """Largest safetensors file, like 5GB, 500MB or 2GiB; rank 0 holds one such file in memory while writing."""

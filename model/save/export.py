@@ -16,8 +16,10 @@ The directory is written aside, as ``<out_dir>.tmp-<random>``, and renamed when 
 
 import secrets
 import shutil
+import sys
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -26,6 +28,7 @@ from model.load import garbage_kept
 from model.quantised.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
 from model.save.finish import check_destination, copy_companions, publish, write_config, write_index
+from model.save.gguf_file import FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
 from model.save.loadable import check_loadable, check_written
 from model.save.plan import Item, copied_modules, plan_shards
 from model.save.write import write_shards
@@ -63,6 +66,7 @@ def check_plan(
     source_dir: str | Path,
     *,
     layout: Layout = "compressed",
+    template: Path | None = None,
     trust_remote_code: bool = False,
 ) -> None:
     """Refuse before a run what could not be exported after it; a collective, with the arguments and errors of
@@ -70,6 +74,8 @@ def check_plan(
     with errors_on_all_ranks(Exception):
         if is_main():
             shards = _plan(model, quantization, Path(source_dir), layout, 5 * 10**9)
+            if layout == "gguf":
+                plan_gguf(model, chain(*shards), template)
             check_loadable(Path(source_dir), shards, trust_remote_code=trust_remote_code)
 
 
@@ -93,6 +99,7 @@ def export_model(
     out_dir: str | Path,
     *,
     layout: Layout = "compressed",
+    template: Path | None = None,
     max_shard_size: int = 5 * 10**9,
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -107,8 +114,9 @@ def export_model(
             tokenizer, chat template and generation config are copied.
         out_dir: the directory to make.
         layout: how its layers are written, see :mod:`quant.layouts`.
+        template: of layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
         max_shard_size: bytes of tensors in one file. A module's tensors stay together; a module larger than this gets a
-            file of its own.
+            file of its own. A GGUF file is one file whatever its size.
         overwrite: replace an ``out_dir`` that is not empty, as a whole, when the new one is complete.
         trust_remote_code: whether Python code in ``source_dir`` may be run.
 
@@ -120,9 +128,10 @@ def export_model(
     begin = time.perf_counter()
     source, out = Path(source_dir), Path(out_dir)
     with errors_on_all_ranks(ValueError, OSError):
-        shards = _plan(model, quantization, source, layout, max_shard_size)
+        shards = _plan(model, quantization, source, layout, max_shard_size if layout != "gguf" else sys.maxsize)
     total = sum(item.bytes for shard in shards for item in shard)
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
+    gguf: GGUFPlan | None = None  # rank 0 has one, of that layout
     # Whatever goes wrong on rank 0 alone must reach the others, which are in the next collective already.
     with errors_on_all_ranks(Exception):
         if max_shard_size <= 0:
@@ -130,13 +139,21 @@ def export_model(
         if is_main():
             check_destination(out, total, overwrite)
             check_loadable(source, shards, trust_remote_code=trust_remote_code)
+            if layout == "gguf":
+                gguf = plan_gguf(model, chain(*shards), template)
             aside.mkdir()
     try:
-        files, peak = write_shards(shards, aside)
+        if layout == "gguf":
+            files, peak = write_shards(shards, aside, FILE, lambda path, _: GGUFWriter(path, gguf))
+        else:
+            files, peak = write_shards(shards, aside)
         with errors_on_all_ranks(Exception):
             if is_main():
-                write_index(shards, files, aside)
-                check_written(aside, shards)
+                if gguf is None:
+                    write_index(shards, files, aside)
+                    check_written(aside, shards)
+                else:
+                    check_gguf_written(aside / FILE, gguf)
                 write_config(model, quantization, layout, source, aside, shards)
                 copy_companions(source, aside)
                 publish(aside, out)

@@ -32,14 +32,15 @@ class ShardWriter:
     Args:
         path: of the file, which must not be there.
         shapes: dtype and shape of every tensor, by key.
+        head: of a file in another format, its first bytes, and where in it each tensor begins.
 
     Raises:
         OSError: the file cannot be made.
         ValueError: the format has no such dtype.
     """
 
-    def __init__(self, path: Path, shapes: Shapes) -> None:
-        header, self._begin = _header(shapes)
+    def __init__(self, path: Path, shapes: Shapes, head: tuple[bytes, Mapping[str, int]] | None = None) -> None:
+        header, self._begin = head or _header(shapes)
         self._left = dict(shapes)
         self._elements: dict[str, int] = {}  # still to come, of tensors that are written in parts
         self._unsynced = 0

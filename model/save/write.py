@@ -1,7 +1,7 @@
 """Modules gathered on rank 0, packed, and written into the shards of the plan."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,8 +37,24 @@ class HeldBytes:
         self.peak = max(self.peak, self.now)
 
 
-def write_shards(shards: list[list[Item]], directory: Path) -> tuple[list[str], int]:
+Writers = Callable[[Path, list[Item]], ShardWriter]
+
+
+def safetensors_file(path: Path, items: list[Item]) -> ShardWriter:
+    """A safetensors file for these items."""
+    return ShardWriter(path, {key: shape for item in items for key, shape in item.shapes.items()})
+
+
+def write_shards(
+    shards: list[list[Item]], directory: Path, single: str = SINGLE, writer: Writers = safetensors_file
+) -> tuple[list[str], int]:
     """Gather everything in order; rank 0 packs and writes. A collective.
+
+    Args:
+        shards: of the plan.
+        directory: where to write.
+        single: name of a file that is the only one.
+        writer: makes a file.
 
     Returns:
         The files' names, and the most bytes of tensors that this rank held at a time.
@@ -55,11 +71,11 @@ def write_shards(shards: list[list[Item]], directory: Path) -> tuple[list[str], 
                 buffer.reserve(_parameters(shard))
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
-        files = [SINGLE]
+        files = [single]
     total = sum(item.bytes for shard in shards for item in shard)
     with tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=1, disable=not is_main()) as progress:
         for file, shard in zip(files, by_shard, strict=True):
-            _write_shard(directory / file, shard, buffer, held, progress)
+            _write_shard(directory / file, shard, buffer, held, progress, writer)
     return files, held.peak
 
 
@@ -68,9 +84,16 @@ def _parameters(shard: list[list[Item]]) -> list[list[nn.Parameter]]:
     return [[parameter for item in batch for parameter in item.parameters] for batch in shard]
 
 
-def _write_shard(path: Path, shard: list[list[Item]], buffer: ReceiveBuffer, held: HeldBytes, progress: tqdm) -> None:
+def _write_shard(
+    path: Path,
+    shard: list[list[Item]],
+    buffer: ReceiveBuffer,
+    held: HeldBytes,
+    progress: tqdm,
+    writer: Writers,
+) -> None:
     """Write one file; ``shard`` has its items in the batches that are gathered together."""
-    output = _Output(path, [item for batch in shard for item in batch], held) if is_main() else None
+    output = _Output(path, [item for batch in shard for item in batch], held, writer) if is_main() else None
     gathered = gathered_on_main(_parameters(shard), buffer)
     for batch, coming, _ in zip(shard, [*shard[1:], []], gathered, strict=True):
         if output is not None:
@@ -93,12 +116,12 @@ class _Output:
     An error of any kind must wait: the other ranks are in the next gather.
     """
 
-    def __init__(self, path: Path, shard: list[Item], held: HeldBytes) -> None:
+    def __init__(self, path: Path, shard: list[Item], held: HeldBytes, writer: Writers) -> None:
         self._held = held
         self._failure: Exception | None = None
         self._writer: ShardWriter | None = None
         try:
-            self._writer = ShardWriter(path, {key: shape for item in shard for key, shape in item.shapes.items()})
+            self._writer = writer(path, shard)
         except Exception as error:
             self._failure = error
 

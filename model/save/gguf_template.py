@@ -1,0 +1,161 @@
+"""The template of a GGUF file: one that llama.cpp's own converter made of the base model.
+
+It gives what is no weight: metadata and vocabulary. It also says which tensors the file must have, so that a tensor
+that is missing, or one of another model, is found whatever its name is.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from model.ranks import listed
+
+# By the model_type of config.json: the architectures whose tensors llama.cpp takes as they are, but for the order of
+# the rows of q and k. Others change values (Gemma's norms), or split and merge tensors.
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+
+# What both files say of a model: the end of llama.cpp's key, and the attribute of transformers' config.
+_SAME = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "rope.dimension_count": "head_dim",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "vocab_size": "vocab_size",
+}
+# Written anew, or of the template's own weights.
+_NOT_COPIED = (
+    "GGUF.",
+    "general.architecture",
+    "general.file_type",
+    "general.quantization_version",
+    "split.",
+    "quantize.",
+)
+ROPE_FREQS = "rope_freqs.weight"  # computed by the converter from config.json (Llama 3); copied
+
+
+def gguf_package() -> Any:
+    """The package ``gguf``. Raises ValueError, with the command that installs it, where it is missing."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(f"layout 'gguf' needs the package gguf ({error}): pip install -e '.[gguf]'") from None
+    return gguf
+
+
+def open_template(path: Path) -> Any:
+    """The template as a ``gguf.GGUFReader``.
+
+    Raises:
+        ValueError: there is no such file, or it is no GGUF file.
+    """
+    gguf = gguf_package()
+    if not path.is_file():
+        raise ValueError(
+            f"the GGUF template {path} is not a file: make one of the base model by llama.cpp's convert_hf_to_gguf.py"
+        )
+    try:
+        return gguf.GGUFReader(path)
+    except Exception as error:  # whatever it says about damaged bytes
+        raise ValueError(f"{path} is no GGUF file: {error}") from error
+
+
+def value_of(template: Any, key: str) -> Any:
+    """A metadata value of the template; None where it has none."""
+    field = template.fields.get(key)
+    return None if field is None else field.contents()
+
+
+def architecture_of(config: PretrainedConfig) -> str:
+    """llama.cpp's name of the architecture.
+
+    Raises:
+        ValueError: it is none that is known to be written right, or has what llama.cpp computes in another way.
+    """
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"layout 'gguf' holds models of type {', '.join(ARCHITECTURES)}, got {config.model_type}; "
+            "export.format dequantized gives a checkpoint that llama.cpp's converter takes"
+        )
+    problems = []
+    if getattr(config, "hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act is {config.hidden_act!r}, expected 'silu'")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        problems.append("it has sliding attention")
+    if config.model_type == "qwen3_moe":
+        if not config.norm_topk_prob:
+            problems.append("norm_topk_prob is false, and llama.cpp makes the experts' weights sum to 1")
+        if config.mlp_only_layers or config.decoder_sparse_step != 1:
+            problems.append("some layers have no experts")
+    if problems:
+        raise ValueError(f"llama.cpp does not compute what this {config.model_type} does: {'; '.join(problems)}")
+    return ARCHITECTURES[config.model_type]
+
+
+def check_template(template: Any, path: Path, config: PretrainedConfig) -> None:
+    """Check that the template's metadata are those of the model.
+
+    Raises:
+        ValueError: another architecture, other sizes or another vocabulary; names each.
+    """
+    architecture, found = architecture_of(config), value_of(template, "general.architecture")
+    problems = []
+    if found != architecture:
+        problems.append(f"general.architecture is {found!r}, expected {architecture!r}")
+    else:
+        problems += _other_values(template, architecture, config)
+        problems += _other_positions(template, architecture, config)
+        tokens = template.fields.get("tokenizer.ggml.tokens")
+        if tokens is None:
+            problems.append("it has no vocabulary (tokenizer.ggml.tokens)")
+        elif len(tokens.data) != config.vocab_size:
+            problems.append(f"its vocabulary has {len(tokens.data)} tokens, expected {config.vocab_size}")
+    if problems:
+        raise ValueError(f"{path} is the template of another model: {listed(problems, 8)}")
+
+
+def _other_values(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
+    for end, attribute in _SAME.items():
+        found = value_of(template, key := f"{architecture}.{end}")
+        expected = getattr(config, attribute, None)
+        if found is None or expected is None:
+            continue
+        if abs(found - expected) > 1e-6 * abs(expected):  # the file has floats in fp32
+            yield f"{key} is {found}, expected {expected} ({attribute})"
+
+
+def _other_positions(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
+    """What differs in how positions are encoded."""
+    rope = config.rope_parameters
+    base, theta = value_of(template, f"{architecture}.rope.freq_base"), rope["rope_theta"]
+    if base is not None and abs(base - theta) > 1e-6 * theta:
+        yield f"{architecture}.rope.freq_base is {base}, expected {theta}"
+    if base is None and theta != 10000.0:
+        yield f"it has no {architecture}.rope.freq_base, expected {theta}"
+    kind, scaling = rope.get("rope_type", "default"), value_of(template, f"{architecture}.rope.scaling.type")
+    has_factors = any(tensor.name == ROPE_FREQS for tensor in template.tensors)
+    if kind not in ("default", "llama3"):
+        yield f"positions of type {kind!r} are not known to be the same in llama.cpp"
+    if scaling not in (None, "none"):
+        yield f"{architecture}.rope.scaling.type is {scaling!r}, config.json says rope_type {kind!r}"
+    if (kind == "llama3") != has_factors:
+        yield f"it has {'' if has_factors else 'no '}{ROPE_FREQS}, and config.json says rope_type {kind!r}"
+
+
+def copy_metadata(template: Any, writer: Any) -> None:
+    """Give a ``gguf.GGUFWriter`` the template's metadata, but for what is said of its own weights."""
+    array = gguf_package().GGUFValueType.ARRAY
+    for name, field in template.fields.items():
+        if not name.startswith(_NOT_COPIED):
+            kind = field.types[0]
+            writer.add_key_value(name, field.contents(), kind, field.types[-1] if kind == array else None)

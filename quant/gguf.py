@@ -1,0 +1,68 @@
+"""Codes and scales of one Linear as llama.cpp's blocks of 32 weights: Q4_0 and Q8_0 (ggml's ``block_q4_0`` and
+``block_q8_0``).
+
+A block begins with its scale ``d`` in fp16, little-endian. Of Q4_0 16 bytes follow: byte ``i`` holds element ``i`` in
+its low four bits and element ``i + 16`` in its high ones, each as ``code + 8``. Of Q8_0 32 signed bytes follow. Both
+mean ``d * code``, and ``d`` may be negative.
+
+A scale in fp16 holds every bf16 number between 2^-17 and 65504 exactly, so that the blocks mean what a bf16 model
+multiplied in its last forward; a scale that is outside is refused, unless all its codes are 0.
+"""
+
+import torch
+
+from quant.spec import SCHEMES, Scheme
+
+BLOCK = 32  # weights that share a scale
+
+_TYPES = {SCHEMES["w4a16_g32"]: "Q4_0", SCHEMES["w8a16_g32"]: "Q8_0"}
+BYTES = {"Q4_0": 2 + BLOCK // 2, "Q8_0": 2 + BLOCK}  # of a block
+
+
+def block_type(scheme: Scheme) -> str:
+    """``"Q4_0"`` or ``"Q8_0"``: the blocks that mean what ``scheme`` trains.
+
+    Raises:
+        ValueError: none does; the text names the nearest scheme that has some.
+    """
+    for known, name in _TYPES.items():
+        if (scheme.weights, scheme.activations) == (known.weights, known.activations):
+            return name
+    nearest = "w4a16_g32" if scheme.weights.bits <= 4 else "w8a16_g32"
+    raise ValueError(
+        f"layout 'gguf' holds {' and '.join(f'{known.name} ({name})' for known, name in _TYPES.items())}, got "
+        f"{scheme.name}; the nearest is {nearest}"
+    )
+
+
+def blocks(key: str, codes: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
+    """The bytes of a weight's blocks: uint8 ``[out, in / 32 * bytes of a block]``.
+
+    Args:
+        key: of the scale, for messages.
+        codes: int8 ``[out, in]`` in CPU memory.
+        scale: effective scale of the forward, ``[out, in / 32]``.
+        kind: what :func:`block_type` says.
+
+    Raises:
+        ValueError: fp16 does not hold a scale.
+    """
+    groups = codes.unflatten(1, (-1, BLOCK))
+    scale = scale.cpu().float()
+    d = scale.to(torch.float16)
+    empty = groups.eq(0).all(-1)
+    d[empty] = 0
+    wrong = d.float().ne(scale) & ~empty
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{key}: fp16 does not hold {int(wrong.sum())} of {wrong.numel()} scales, {scale[wrong][0].item():.4g} "
+            "among them (those of bf16 fit from 7.7e-6 to 65504 in magnitude): exempt this layer, or export it with "
+            "another export.format"
+        )
+    if kind == "Q4_0":
+        nibbles = (groups + 8).to(torch.uint8)
+        body = nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] << 4
+    else:
+        body = groups.contiguous().view(torch.uint8)
+    head = d.unsqueeze(-1).contiguous().view(torch.uint8)  # the byte order is that of the machine, little-endian
+    return torch.cat([head, body], dim=-1).flatten(1)

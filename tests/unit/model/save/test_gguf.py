@@ -1,0 +1,196 @@
+"""GGUF files: what llama.cpp's own reader finds in them, and what is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.build import build_model
+from model.load import load_weights
+from model.ranks import RankError
+from model.save import check_plan, export_model
+from model.scales import renew_weight_scales
+from quant import Ranges, prepare
+from quant.gguf import blocks
+from quant.reference import dequantize, quantize
+from quant.rules import Rule
+from quant.spec import PRESETS, SCHEMES
+from tests.gguf_templates import gguf_template
+from tests.tiny import tiny_checkpoint
+
+gguf = pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
+
+Q4, Q8 = SCHEMES["w4a16_g32"], SCHEMES["w8a16_g32"]
+
+
+def quantised(directory: Path, kind: str, scheme=Q4, rules=(), **options):
+    """A tiny model with measured, signed scales, and the checkpoint that it is of."""
+    source = directory / "source"
+    if not source.is_dir():
+        tiny_checkpoint(source, kind, wide=True, tied=kind == "qwen3")
+    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu"))
+    load_weights(model, source, progress=False)
+    quantization = prepare(
+        model,
+        scheme,
+        rules=rules,
+        learn_weight_scale=False,
+        learn_input_scale=False,
+        ranges=Ranges("absmax", True),
+        **options,
+    )
+    renew_weight_scales(quantization)
+    return source, model.eval(), quantization
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a GGUF file in fp32, as the package gguf dequantises it."""
+    return {
+        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).view(
+            *map(int, reversed(tensor.shape))
+        )
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Row ``2 i + j`` of a head is its row ``i + j half``: llama.cpp turns neighbours, transformers halves."""
+    half = len(weight) // heads // 2
+    rows = [head * 2 * half + i + j * half for head in range(heads) for i in range(half) for j in range(2)]
+    return weight[rows]
+
+
+@torch.no_grad()
+def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
+    """What the last forward multiplied with, by llama.cpp's names, in fp32 (a bf16 forward rounds it)."""
+    found = {}
+    names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+    names |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+    config = model.config
+    for name, layer in quantization.layers.items():
+        spec, scale = layer.scheme.weights, layer.weight_scale()
+        stacked = layer.weight.dim() == 3
+        parts = zip(layer.weight, scale, strict=True) if stacked else [(layer.weight, scale)]
+        values = [dequantize(quantize(weight, s, spec), s, spec) for weight, s in parts]
+        number, leaf = re.search(r"layers\.(\d+)\..*?(\w+)$", name).groups() if "layers" in name else ("", name)
+        if stacked and leaf == "gate_up_proj":
+            gate, up = torch.stack(values).chunk(2, dim=1)
+            found |= {f"blk.{number}.ffn_gate_exps.weight": gate, f"blk.{number}.ffn_up_exps.weight": up}
+        elif stacked:
+            found[f"blk.{number}.ffn_down_exps.weight"] = torch.stack(values)
+        elif number:
+            if config.model_type == "llama" and leaf in ("q_proj", "k_proj"):
+                heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
+                values = [rotated(values[0], heads)]
+            found[f"blk.{number}.{names[leaf]}.weight"] = values[0]
+        else:
+            found["output.weight" if leaf == "lm_head" else "token_embd.weight"] = values[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
+def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
+    options = {"named": {"lm_head": Q8}} if kind == "llama" else {}
+    source, model, quantization = quantised(tmp_path, kind, rules=[Rule(Q8, r".*\.o_proj")], **options)
+    template = gguf_template(source, tmp_path / "base.gguf")
+    check_plan(model, quantization, source, layout="gguf", template=template)
+    report = export_model(model, quantization, source, tmp_path / "out", layout="gguf", template=template)
+    assert report.files == ["model.gguf"] and (tmp_path / "out" / "tokenizer.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base.gguf", "out", "source"]
+
+    reader, base = gguf.GGUFReader(tmp_path / "out" / "model.gguf"), gguf.GGUFReader(template)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert kinds["blk.0.attn_output.weight"] == "Q8_0" and kinds["blk.0.attn_v.weight"] == "Q4_0"
+    assert kinds["token_embd.weight"] == "BF16" and kinds["output_norm.weight"] == "F32"
+    assert kind != "llama" or kinds["output.weight"] == "Q8_0"
+    assert kind != "qwen3_moe" or (kinds["blk.1.ffn_gate_inp.weight"], kinds["blk.1.ffn_up_exps.weight"]) == (
+        "F32",
+        "Q4_0",
+    )
+    assert {t.name: list(t.shape) for t in base.tensors} == {t.name: list(t.shape) for t in reader.tensors}
+    for name, field in base.fields.items():  # the number of tensors is the same, too
+        assert name in ("general.file_type", "GGUF.kv_count") or reader.fields[name].contents() == field.contents(), (
+            name
+        )
+    assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_0
+
+    tensors, expected = read(tmp_path / "out" / "model.gguf"), forward_weights(model, quantization)
+    assert len(expected) == sum(kind[0] == "Q" for kind in kinds.values())
+    for name, weight in expected.items():
+        assert torch.equal(tensors[name], weight), name
+    # What is not quantised is as it was.
+    state = model.state_dict()
+    assert torch.equal(tensors["token_embd.weight"], state["model.embed_tokens.weight"].float())
+    assert torch.equal(
+        tensors["blk.1.ffn_norm.weight"], state["model.layers.1.post_attention_layernorm.weight"].float()
+    )
+
+
+def test_a_model_that_never_was_quantised_is_written_as_it_is(tmp_path):
+    source, model, _ = quantised(tmp_path, "qwen3")
+    template = gguf_template(source, tmp_path / "base.gguf")
+    export_model(model, None, source, tmp_path / "out", layout="gguf", template=template)
+    tensors, state = read(tmp_path / "out" / "model.gguf"), model.state_dict()
+    assert torch.equal(tensors["blk.0.ffn_up.weight"], state["model.layers.0.mlp.up_proj.weight"].float())
+
+
+WRONG = {
+    "another size": ({"attention__head_count": 2}, "qwen3.attention.head_count is 2, expected 4"),
+    "another base": ({"rope__freq_base": 5e5}, "qwen3.rope.freq_base is 500000.0, expected"),
+    "a tensor too few": ({"without": "blk.1.attn_k_norm.weight"}, "it lacks blk.1.attn_k_norm.weight"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_template_of_another_model_is_refused(tmp_path, case):
+    source, model, quantization = quantised(tmp_path, "qwen3")
+    changes, message = WRONG[case]
+    template = gguf_template(source, tmp_path / "base.gguf", **changes)
+    with pytest.raises(RankError, match=f"is the template of another model: {message}"):
+        check_plan(model, quantization, source, layout="gguf", template=template)
+
+
+def test_what_is_missing_or_unknown_is_refused_by_name(tmp_path):
+    source, model, quantization = quantised(tmp_path, "qwen3")
+
+    def refused(message: str, template: Path | None, **changes) -> None:
+        for key, value in changes.items():
+            setattr(model.config, key, value)
+        with pytest.raises(RankError, match=message):
+            export_model(model, quantization, source, tmp_path / "out", layout="gguf", template=template)
+        assert not list(tmp_path.glob("out*"))
+
+    template = gguf_template(source, tmp_path / "base.gguf")
+    refused("needs a template", None)
+    refused("is not a file: make one of the base model", tmp_path / "none.gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF????")
+    refused("broken.gguf is no GGUF file", tmp_path / "broken.gguf")
+    other = tiny_checkpoint(tmp_path / "llama", "llama", wide=True)
+    refused("general.architecture is 'llama', expected 'qwen3'", gguf_template(other, tmp_path / "llama.gguf"))
+    layer = next(iter(quantization.layers.values()))
+    with torch.no_grad():
+        layer.scale_of_weight.s0[3, 1] = 1e-9
+    refused(r"weight_scale: fp16 does not hold 1 of \d+ scales, 9.968e-10 among them", template)
+    refused("holds models of type llama, qwen3, qwen3_moe, got gemma3_text", template, model_type="gemma3_text")
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_other_schemes_are_refused_with_the_nearest(name):
+    from quant.layouts import check_layout
+
+    scheme = PRESETS[name].linear
+    if scheme in (Q4, Q8, None):
+        check_layout("gguf", [scheme] if scheme else [])
+        return
+    nearest = Q4.name if scheme.weights.bits <= 4 else Q8.name
+    with pytest.raises(ValueError, match=f"got {scheme.name}; the nearest is {nearest}"):
+        check_layout("gguf", [scheme])
+
+
+def test_groups_of_zeros_fit_under_any_scale():
+    codes = torch.zeros(1, 64, dtype=torch.int8)
+    codes[0, 32:] = torch.arange(-8, 8).repeat(2)
+    packed = blocks("scale", codes, torch.tensor([[1e9, -0.5]]), "Q4_0")
+    values = gguf.quants.dequantize(packed.numpy(), gguf.GGMLQuantizationType.Q4_0)
+    assert torch.equal(torch.from_numpy(values), codes * torch.tensor(-0.5))
