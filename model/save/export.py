@@ -104,7 +104,7 @@ def export_model(
     overwrite: bool = False,
     trust_remote_code: bool = False,
 ) -> ExportReport:
-    """Write ``model`` as a checkpoint directory for transformers and, quantised, for vLLM and SGLang. A collective.
+    """Write ``model`` as a checkpoint directory for transformers, vLLM, SGLang or llama.cpp. A collective.
 
     Args:
         model: the model in training, partitioned or not; its parameters are read only.
@@ -115,8 +115,7 @@ def export_model(
         out_dir: the directory to make.
         layout: how its layers are written, see :mod:`quant.layouts`.
         template: of layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
-        max_shard_size: bytes of tensors in one file. A module's tensors stay together; a module larger than this gets a
-            file of its own. A GGUF file is one file whatever its size.
+        max_shard_size: bytes of tensors in a file. A larger module gets a file of its own; GGUF is always one file.
         overwrite: replace an ``out_dir`` that is not empty, as a whole, when the new one is complete.
         trust_remote_code: whether Python code in ``source_dir`` may be run.
 
@@ -130,8 +129,7 @@ def export_model(
     with errors_on_all_ranks(ValueError, OSError):
         shards = _plan(model, quantization, source, layout, max_shard_size if layout != "gguf" else sys.maxsize)
     total = sum(item.bytes for shard in shards for item in shard)
-    aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
-    gguf: GGUFPlan | None = None  # rank 0 has one, of that layout
+    aside, gguf = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}"), None
     # Whatever goes wrong on rank 0 alone must reach the others, which are in the next collective already.
     with errors_on_all_ranks(Exception):
         if max_shard_size <= 0:
@@ -139,26 +137,39 @@ def export_model(
         if is_main():
             check_destination(out, total, overwrite)
             check_loadable(source, shards, trust_remote_code=trust_remote_code)
-            if layout == "gguf":
-                gguf = plan_gguf(model, chain(*shards), template)
+            gguf = plan_gguf(model, chain(*shards), template) if layout == "gguf" else None
             aside.mkdir()
     try:
-        if layout == "gguf":
-            files, peak = write_shards(shards, aside, FILE, lambda path, _: GGUFWriter(path, gguf))
-        else:
-            files, peak = write_shards(shards, aside)
+        files, peak = _written(shards, aside, layout, gguf)
         with errors_on_all_ranks(Exception):
             if is_main():
-                if gguf is None:
-                    write_index(shards, files, aside)
-                    check_written(aside, shards)
-                else:
-                    check_gguf_written(aside / FILE, gguf)
+                _check_files(shards, files, aside, gguf)
                 write_config(model, quantization, layout, source, aside, shards)
                 copy_companions(source, aside)
                 publish(aside, out)
     finally:
         if is_main():
             shutil.rmtree(aside, ignore_errors=True)  # nothing there any more if it was published
-    count = sum(len(item.shapes) for shard in shards for item in shard)
+    count = sum(len(item.shapes) for item in chain(*shards))
     return ExportReport(out, files, count, total, time.perf_counter() - begin, peak, copied_modules(shards))
+
+
+def _written(shards: list[list[Item]], aside: Path, layout: Layout, gguf: GGUFPlan | None) -> tuple[list[str], int]:
+    """Write the files; what :func:`write_shards` returns. ``gguf``: of rank 0, the only one that writes."""
+    if layout != "gguf":
+        return write_shards(shards, aside)
+
+    def writer(path: Path, _: list[Item]) -> GGUFWriter:
+        assert gguf is not None
+        return GGUFWriter(path, gguf)
+
+    return write_shards(shards, aside, FILE, writer)
+
+
+def _check_files(shards: list[list[Item]], files: list[str], aside: Path, gguf: GGUFPlan | None) -> None:
+    """Read back what was written, and say which of several files holds what."""
+    if gguf is not None:
+        check_gguf_written(aside / FILE, gguf)
+        return
+    write_index(shards, files, aside)
+    check_written(aside, shards)

@@ -72,7 +72,7 @@ def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
         spec, scale = layer.scheme.weights, layer.weight_scale()
         stacked = layer.weight.dim() == 3
         parts = zip(layer.weight, scale, strict=True) if stacked else [(layer.weight, scale)]
-        values = [dequantize(quantize(weight, s, spec), s, spec) for weight, s in parts]
+        values = [dequantize(quantize(weight, s, spec), s, spec, torch.float32) for weight, s in parts]
         number, leaf = re.search(r"layers\.(\d+)\..*?(\w+)$", name).groups() if "layers" in name else ("", name)
         if stacked and leaf == "gate_up_proj":
             gate, up = torch.stack(values).chunk(2, dim=1)
