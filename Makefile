@@ -7,6 +7,7 @@
 #   make test-nvcc     the CUDA kernels: compiled for every architecture that is promised, and emulated on the CPU
 #   make test-wheel    a wheel, installed alone in a fresh environment
 #   make test-eval     those of the extra "eval", which is installed into .venv-eval
+#   make test-gguf     those of the extra "gguf", which is installed into .venv-gguf
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
 
@@ -18,9 +19,9 @@ STAMP := $(VENV)/.installed$(subst /,_,$(CURDIR))
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
-test test-full test-eval: export OMP_NUM_THREADS = 1
+test test-full test-eval test-gguf: export OMP_NUM_THREADS = 1
 
-.PHONY: quickstart test test-full test-nvcc test-wheel test-eval lint typecheck
+.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -33,6 +34,7 @@ test: $(STAMP)
 test-full: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 	.ci/eval $(VENV)
+	.ci/gguf $(VENV)
 
 # The CUDA kernels, where there is a compiler: nvcc for every architecture that is promised, g++ for the emulation. Both
 # take a minute and more, so that `make test` leaves them out.
@@ -45,6 +47,9 @@ test-wheel: $(STAMP)
 
 test-eval: $(STAMP)
 	.ci/eval $(VENV)
+
+test-gguf: $(STAMP)
+	.ci/gguf $(VENV)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .

@@ -5,6 +5,11 @@
 Loads the directory with transformers and with our own forward, one process, fp32, on CPU, and compares the logits;
 checks the layout of the files too. Exits with 1 if anything is wrong. ``engine/verify/check.py`` says what is compared,
 and why.
+
+    python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b
+
+Of an export for llama.cpp every tensor is read with llama.cpp's own Python package, and compared bit for bit with a
+compressed export of the same checkpoint.
 """
 
 import sys
@@ -14,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 
 import argparse
 import os
+
+GGUF_FILE = "model.gguf"  # of model.save, which takes seconds to import
 
 SAMPLE = """\
 The observatory stood at the top of the hill, where the road ended. Every evening, when the last visitors had gone, the
@@ -27,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the comparison; 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--export", type=Path, required=True, help="directory that training or launch/export.py wrote")
+    parser.add_argument("--against", type=Path, help="of a GGUF export: a compressed export of the same checkpoint")
     parser.add_argument("--text", type=Path, help="UTF-8 text file to compare on; a paragraph of prose by default")
     parser.add_argument("--tokens", type=int, default=2048, help="use at most so many tokens of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens per forward")
@@ -34,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not arguments.export.is_dir():
         parser.error(f"--export {arguments.export} is not a directory")
+    if arguments.against is not None or (arguments.export / GGUF_FILE).is_file():
+        return _verify_gguf(parser, arguments)
     if arguments.text is not None and not arguments.text.is_file():
         parser.error(f"--text {arguments.text} is not a file")
     try:
@@ -64,6 +74,29 @@ def main(argv: list[str] | None = None) -> int:
             arguments.export, windows(ids, arguments.window), trust_remote_code=arguments.trust_remote_code
         )
     except RankError as error:
+        print(f"NOT ok: {error}")
+        return 1
+    print(report.table())
+    return 0 if report.ok else 1
+
+
+def _verify_gguf(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Compare the weights of a GGUF export with those of a compressed one; 0 if they are equal."""
+    if arguments.against is None or not arguments.against.is_dir():
+        parser.error(
+            f"--export {arguments.export} holds {GGUF_FILE}: give --against, a compressed export of the same checkpoint"
+        )
+    if not (arguments.export / GGUF_FILE).is_file():
+        parser.error(f"--export {arguments.export} holds no {GGUF_FILE}, which --against is for")
+
+    from engine.verify.gguf import compare_with_compressed
+    from model.ranks import RankError
+
+    try:
+        report = compare_with_compressed(
+            arguments.export, arguments.against, trust_remote_code=arguments.trust_remote_code
+        )
+    except (RankError, ValueError) as error:
         print(f"NOT ok: {error}")
         return 1
     print(report.table())

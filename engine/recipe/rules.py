@@ -9,7 +9,15 @@ from engine.losses.kd import CACHED_KINDS, TOP_K_KINDS
 from engine.recipe.events import EventRecipe
 from engine.recipe.loss import LossRecipe, TeacherKind
 from engine.recipe.quant import QuantRecipe
-from engine.recipe.sections import DataRecipe, EvalRecipe, LearnableRecipe, ModelRecipe, OptimRecipe, TrainRecipe
+from engine.recipe.sections import (
+    DataRecipe,
+    EvalRecipe,
+    ExportRecipe,
+    LearnableRecipe,
+    ModelRecipe,
+    OptimRecipe,
+    TrainRecipe,
+)
 
 TRAINED = ("weight", "weight_scale", "act_scale", "norm", "router")  # switches of learnable, each of something else
 
@@ -26,6 +34,7 @@ class Sections(Protocol):
     loss: LossRecipe
     schedule: list[EventRecipe]
     eval: EvalRecipe
+    export: ExportRecipe
 
     def distils(self) -> bool: ...
 

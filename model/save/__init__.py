@@ -2,6 +2,22 @@
 
 from model.save.export import ExportReport, check_plan, export_model
 from model.save.finish import is_router
+from model.save.gguf_file import FILE as GGUF_FILE
+from model.save.gguf_file import Names as GGUFNames
+from model.save.gguf_file import interleaved
+from model.save.gguf_template import open_template as open_gguf
 from model.save.loadable import fused_there, is_expert, not_loaded
 
-__all__ = ["ExportReport", "check_plan", "export_model", "fused_there", "is_expert", "is_router", "not_loaded"]
+__all__ = [
+    "GGUF_FILE",
+    "ExportReport",
+    "GGUFNames",
+    "check_plan",
+    "export_model",
+    "fused_there",
+    "interleaved",
+    "is_expert",
+    "is_router",
+    "not_loaded",
+    "open_gguf",
+]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from model.ranks import listed
 from model.save.gguf_template import (
@@ -36,6 +36,34 @@ from quant.gguf import BLOCK, BYTES, block_type
 FILE = "model.gguf"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PLAIN = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+class Names:
+    """Where the tensors of a checkpoint lie in a GGUF file, by their keys.
+
+    Args:
+        config: of the model. Raises ValueError where :func:`architecture_of` does.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._config = config
+        architecture, gguf = architecture_of(config), gguf_package()
+        number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+
+    def place(self, key: str) -> tuple[str | None, int]:
+        """llama.cpp's name, None where it has none, and which expert the tensor is of (0 where it is of none)."""
+        expert = _EXPERT.search(key)
+        name = self._names.get_name(_EXPERT.sub(".experts.", key), try_suffixes=(".weight", ".bias"))
+        return name, int(expert[1]) if expert else 0
+
+    def heads(self, key: str) -> int:
+        """The heads whose rows are interleaved in the file; 0 where they are as in transformers."""
+        end = re.search(r"\.(q|k)_proj\.(weight|bias)$", key)
+        if self._config.model_type != "llama" or end is None:
+            return 0
+        heads: int = self._config.num_attention_heads if end[1] == "q" else self._config.num_key_value_heads
+        return heads
 
 
 @dataclass
@@ -115,11 +143,6 @@ def interleaved(tensor: Tensor, heads: int) -> Tensor:
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def halved(tensor: Tensor, heads: int) -> Tensor:
-    """The inverse of :func:`interleaved`."""
-    return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-
-
 def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | None) -> GGUFPlan:
     """Where every tensor of a plan lies in a GGUF file.
 
@@ -150,21 +173,18 @@ def _tensors(
     model: PreTrainedModel, items: Iterable[Item], architecture: str
 ) -> tuple[dict[str, GGUFTensor], dict[str, int]]:
     """The tensors by name, and the heads of those whose rows are interleaved."""
-    gguf, config = gguf_package(), model.config
-    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = Names(model.config)
     found: dict[str, GGUFTensor] = {}
     heads: dict[str, int] = {}
     nowhere = []
     for item in items:
         for key, (dtype, shape) in item.shapes.items():
-            expert = _EXPERT.search(key)
-            name = names.get_name(_EXPERT.sub(".experts.", key), try_suffixes=(".weight", ".bias"))
+            name, expert = names.place(key)
             if name is None or item.copied is not None or item.fused:
                 nowhere.append(key)
                 continue
-            if architecture == "llama" and (end := re.search(r"\.(q|k)_proj\.(weight|bias)$", key)):
-                heads[key] = config.num_attention_heads if end[1] == "q" else config.num_key_value_heads
+            if turned := names.heads(key):
+                heads[key] = turned
             kind = _kind(item, name, key, dtype, shape)
             if kind in BYTES:
                 shape = (*shape[:-1], shape[-1] // BYTES[kind] * BLOCK)
@@ -174,9 +194,9 @@ def _tensors(
                     f"{key} is {kind} {list(shape)}, other experts of {name} are {tensor.kind} {list(tensor.shape)}: "
                     "llama.cpp has all experts of a layer in one tensor; give them one scheme"
                 )
-            if (index := int(expert[1]) if expert else 0) in tensor.parts:
-                raise ValueError(f"{key} and {tensor.parts[index]} both become {name}")
-            tensor.parts[index] = key
+            if expert in tensor.parts:
+                raise ValueError(f"{key} and {tensor.parts[expert]} both become {name}")
+            tensor.parts[expert] = key
     if nowhere:
         raise ValueError(f"these have no place in a GGUF file of architecture {architecture}: {listed(nowhere, 6)}")
     return found, heads

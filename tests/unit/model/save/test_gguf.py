@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.verify.gguf import compare_with_compressed
 from model.build import build_model
 from model.load import load_weights
 from model.ranks import RankError
@@ -119,6 +120,17 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
     assert len(expected) == sum(kind[0] == "Q" for kind in kinds.values())
     for name, weight in expected.items():
         assert torch.equal(tensors[name], weight), name
+    # So says the comparison with a compressed export, and finds a byte that differs.
+    export_model(model, quantization, source, tmp_path / "compressed")
+    report = compare_with_compressed(tmp_path / "out", tmp_path / "compressed")
+    assert report.ok and sum(report.types.values()) == len(kinds) <= report.equal, report.table()
+    with (tmp_path / "out" / "model.gguf").open("r+b") as file:
+        file.seek(next(int(t.data_offset) for t in reader.tensors if t.name == "blk.1.attn_k.weight") + 7)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 3]))
+    report = compare_with_compressed(tmp_path / "out", tmp_path / "compressed")
+    assert [line.split()[0] for line in report.problems] == ["blk.1.attn_k.weight"]
     # What is not quantised is as it was.
     state = model.state_dict()
     assert torch.equal(tensors["token_embd.weight"], state["model.embed_tokens.weight"].float())

@@ -1,0 +1,90 @@
+"""Compares a GGUF export with a compressed export of the same checkpoint: are the weights equal, bit for bit?
+
+The file is read and dequantised by llama.cpp's own Python package. The other side is what our forward multiplies with:
+the compressed export, loaded in fp32 and dequantised. No tolerance is needed: a code times a scale is one product in
+fp32 on both sides.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model.compressed import load_compressed, read_tensor
+from model.ranks import listed
+from model.save import GGUF_FILE, GGUFNames, export_model, interleaved, open_gguf
+from model.shards import Reader, read_headers
+
+
+@dataclass
+class GGUFReport:
+    """What was found.
+
+    Attributes:
+        types: number of tensors by ggml's type.
+        equal: how many tensors of the checkpoint are equal in the file, each expert by itself.
+        problems: one line per tensor that is not, or is missing, or is there alone.
+    """
+
+    types: dict[str, int]
+    equal: int
+    problems: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is equal."""
+        return not self.problems
+
+    def table(self) -> str:
+        """The report as text for people."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.types.items())
+        lines = [f"{GGUF_FILE}: {kinds}", f"{self.equal} tensors of the checkpoint are equal bit for bit"]
+        lines += [f"PROBLEM: {problem}" for problem in self.problems]
+        return "\n".join([*lines, "ok" if self.ok else "NOT ok"])
+
+
+@torch.no_grad()
+def compare_with_compressed(export: Path, against: Path, *, trust_remote_code: bool = False) -> GGUFReport:
+    """Compare every tensor of ``export``/model.gguf with a compressed export, in one process on CPU.
+
+    The dequantised weights are written to a temporary directory first: 4 bytes per parameter.
+
+    Raises:
+        RankError: ``against`` is no compressed checkpoint.
+        ValueError: ``export`` holds no GGUF file, or the package gguf is missing.
+    """
+    reader = open_gguf(export / GGUF_FILE)
+    model, quantization = load_compressed(against, trust_remote_code=trust_remote_code)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    kinds = [tensor.tensor_type.name for tensor in reader.tensors]
+    report = GGUFReport({kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}, 0, [])
+    names, left = GGUFNames(model.config), set(found) - {"rope_freqs.weight"}
+    with tempfile.TemporaryDirectory() as scratch, Reader() as files:
+        plain = Path(scratch) / "plain"
+        export_model(model, quantization, against, plain, layout="dequantized", trust_remote_code=trust_remote_code)
+        for key, tensor in read_headers(plain).tensors.items():
+            name, expert = names.place(key)
+            expected = read_tensor(files, tensor).float()
+            if heads := names.heads(key):
+                expected = interleaved(expected, heads)
+            if name not in found:
+                report.problems.append(f"{key} is not in the file")
+                continue
+            left.discard(name)
+            if _equal(found[name], expert if ".experts." in key else None, expected):
+                report.equal += 1
+            else:
+                report.problems.append(f"{name} is not {key} of {against}")
+    if left:
+        report.problems.append(f"{against} lacks {listed(sorted(left), 6)}")
+    return report
+
+
+def _equal(tensor, expert: int | None, expected: torch.Tensor) -> bool:
+    """Whether a ``gguf.ReaderTensor``, or the part of one expert, dequantises to ``expected``."""
+    from gguf.quants import dequantize
+
+    data = tensor.data if expert is None else tensor.data[expert]
+    values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
+    return torch.equal(values.view(-1), expected.reshape(-1))
