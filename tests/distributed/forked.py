@@ -51,6 +51,10 @@ class Job:
             os.kill(pid, signal.SIGKILL)
         self.wait(PATIENCE)
 
+    def kill_one(self) -> None:
+        """SIGKILL to one of the ranks that run."""
+        os.kill(next(iter(self._running)), signal.SIGKILL)
+
     def finish(self) -> None:
         """Wait for the end; an error, with the end of the log, unless every rank ends with exit code 0."""
         codes = self.wait(PATIENCE)

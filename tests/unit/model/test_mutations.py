@@ -63,7 +63,8 @@ def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) ->
     try:
         model = load(kind, work)
     except RankError as error:
-        assert NAMED.search(str(error)) and len(str(error)) < 20_000, f"{said}\n{error}"
+        named = str(work) in str(error) or NAMED.search(str(error))
+        assert named and len(str(error)) < 20_000, f"{said}\n{error}"
         return "named"
     finally:
         assert "EVIL" not in os.environ, said

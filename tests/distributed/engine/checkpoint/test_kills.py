@@ -1,4 +1,5 @@
-"""SIGKILL at random moments: nothing is lost, and the run that goes on ends with the files of the one undisturbed."""
+"""SIGKILL at random moments: nothing is lost. The run that goes on ends with the files of the one undisturbed, its best
+checkpoint marked like there, and nothing left behind."""
 
 import json
 import os
@@ -26,7 +27,7 @@ LADDER = (
     ("kills", "strategies"),
     [
         pytest.param(3, ("zero3_hpz:bfloat16",), id="3"),
-        pytest.param(len(LADDER), LADDER, id="ladder", marks=pytest.mark.full),
+        pytest.param(60, LADDER, id="60", marks=pytest.mark.full),
     ],
 )
 def test_killed_at_random_moments_the_run_goes_on_to_the_same_export(tmp_path, kills, strategies):
@@ -45,4 +46,4 @@ def test_killed_at_random_moments_the_run_goes_on_to_the_same_export(tmp_path, k
     assert result.returncode == 0, f"seed {seed}\n{result.stdout[-8000:]}"
     found = json.loads((tmp_path / "kills.json").read_text())
     assert found["kills"] == kills == sum(run["kills"] for run in found["runs"])
-    assert all(run["same"] for run in found["runs"]), f"seed {seed}: {found}"
+    assert all(run["same"] and not run["left"] for run in found["runs"]), f"seed {seed}: {found}"

@@ -3,9 +3,10 @@
     scripts/kills.py DIRECTORY KILLS SEED STRATEGY...
 
 A strategy is a name in ds_configs/ and a numeric type: ``zero3:bfloat16``. For each a run that nobody disturbs, then
-runs that get SIGKILL on both ranks at random moments and are resumed, each strategy's in turn and as often, until they
-have been killed ``KILLS`` times in all and the last has come to its end. Every run that ended is compared with the
-undisturbed one. Writes ``DIRECTORY/kills.json``.
+runs that get SIGKILL on both ranks or on one at random moments and are resumed, each strategy's in turn and as often,
+until they have been killed ``KILLS`` times in all and the last has come to its end. Every step is evaluated, saved and
+perhaps marked as the best. Every run that ended is compared with the undisturbed one: the export, the mark, and the
+names of all files. Writes ``DIRECTORY/kills.json``.
 """
 
 import json
@@ -18,11 +19,12 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  imported by the
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-from engine.checkpoint.find import LATEST
+from engine.checkpoint.find import BEST, LATEST
 from launch.train import main as train
 from tests.distributed.forked import Job
 from tests.distributed.fp16_cpu import allow_fp16_on_cpu
 from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
+from tests.patience import PATIENCE
 from tests.tiny import tiny_checkpoint
 
 RANKS = 2
@@ -46,14 +48,17 @@ def main() -> None:
             directory,
             name,
             pause(rng, durations[strategy]) if done < kills and len(moments) < of_each else None,
+            rng.random() < 0.5,
             moments,
         ):
             done += 1
         if not moments:  # the machine has more time for it now
             durations[strategy] = min(durations[strategy], time.monotonic() - began)
         seen += moments
-        same = exported(directory / name) == exported(directory / f"straight_{strategy}")
-        runs.append({"name": name, "kills": len(moments), "same": same})
+        killed, straight = directory / name, directory / f"straight_{strategy}"
+        same = exported(killed) == exported(straight) and best(killed) == best(straight)
+        left = sorted(files(killed) ^ files(straight))
+        runs.append({"name": name, "kills": len(moments), "same": same, "left": left})
     (directory / "kills.json").write_text(json.dumps({"kills": done, "runs": runs, "latest_when_killed": seen}))
 
 
@@ -76,6 +81,8 @@ def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
             deepspeed=write_ds_config(
                 directory, strategy, shipped, fp16={"initial_scale_power": 15, "loss_scale_window": 2}
             ),
+            data={"held_out": 4},
+            eval={"every": 1},
             train={"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": 1},
             quant={"fake_quant_start": 2, "calibration_batches": 0},
             loss={"kd_weight": 0.0, "teacher": None},
@@ -101,8 +108,8 @@ def undisturbed(directory: Path, strategy: str) -> float:
     return time.monotonic() - began
 
 
-def run_or_kill(directory: Path, name: str, seconds: float | None, moments: list[str]) -> bool:
-    """Start the run or go on with it, and kill it after ``seconds``; whether it came to its end before that.
+def run_or_kill(directory: Path, name: str, seconds: float | None, one: bool, moments: list[str]) -> bool:
+    """Start the run or go on with it, and kill it, or ``one`` rank, after ``seconds``; whether it ended before that.
 
     The export is renamed when it is whole, and the last thing that a run does.
     """
@@ -113,7 +120,13 @@ def run_or_kill(directory: Path, name: str, seconds: float | None, moments: list
     if seconds is None or running.wait(seconds) is not None:
         running.finish()
         return True
-    running.kill()
+    if one:
+        running.kill_one()
+        if running.wait(PATIENCE) is None:  # the other rank finds out by itself
+            running.kill()
+            raise RuntimeError(f"a rank did not notice that the other one was gone:\n{running.log.read_text()[-6000:]}")
+    else:
+        running.kill()
     moments.append(latest.read_text() if latest.exists() else "")
     return False
 
@@ -121,6 +134,17 @@ def run_or_kill(directory: Path, name: str, seconds: float | None, moments: list
 def pause(rng: random.Random, duration: float) -> float:
     """Until the kill: any moment of a run, less often before its first step, where there is nothing to lose."""
     return duration * rng.triangular(0.2, 1, 0.8)
+
+
+def best(output: Path) -> str:
+    """What is said of the best checkpoint."""
+    return (output / "checkpoints" / BEST).read_text()
+
+
+def files(output: Path) -> set[str]:
+    """The names of all files but those of TensorBoard, of which every start makes one."""
+    found = (path.relative_to(output) for path in output.rglob("*") if path.is_file())
+    return {str(path) for path in found if path.parts[0] != "tensorboard"}
 
 
 def exported(output: Path) -> dict[str, bytes]:
