@@ -16,6 +16,7 @@ from tests.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
 RANKS = 2
+FILLED = 20  # steps of a run whose disk has no room in every second one
 DISK = "5m"  # holds one checkpoint of the tiny model and the one being written, and not three
 
 
@@ -29,6 +30,7 @@ def base(tmp_path_factory):
         "straight": (3, "bfloat16", {}),
         "signalled": (3, "bfloat16", {}),  # no checkpoints at an interval: a signal makes one all the same
         "full_disk": (3, "bfloat16", often),
+        "fills": (2, "bfloat16", {"steps": FILLED, **often}),
         "orphans": (3, "bfloat16", {"steps": 100_000}),
         "stops": (1, "bfloat16", {"max_skipped_steps": 3}),
         "raise_3": (3, "bfloat16", {}),
@@ -45,15 +47,18 @@ def base(tmp_path_factory):
             train={"steps": STEPS, **train},
             optim={"schedule": "constant"},
             loss={"kd_weight": 0.0, "teacher": None},
-            export={"enabled": name == "signalled"},
+            export={"enabled": name in ("signalled", "fills")},
+            **({"data": {"held_out": 4}, "eval": {"every": 1}} if name == "fills" else {}),
         )
-    checkpoints = base / "full_disk" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(checkpoints)]
-    mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    mounted = []
+    for directory in (base / "full_disk" / "checkpoints", base / "fills"):
+        directory.mkdir(parents=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(directory)]
+        if subprocess.run(mount, check=False, capture_output=True).returncode == 0:
+            mounted.append(directory)
     yield base
-    if mounted:
-        subprocess.run(["umount", "-l", str(checkpoints)], check=True)
+    for directory in mounted:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +127,16 @@ def test_at_the_end_of_a_run_a_save_that_fails_is_an_error(ran):
     found = seen(base, "last_save")
     assert found["error"].startswith("CheckpointError: ") and f"step_{STEPS + 1:08d} was not written" in found["error"]
     assert found["latest"] == f"step_{STEPS:08d}"
+
+
+def test_a_disk_that_fills_in_every_second_step_costs_what_did_not_fit(ran):
+    base, output = ran
+    found = seen(base, "fills")
+    assert found["error"] == "nothing was raised"
+    assert found["latest"] == f"step_{FILLED:08d}" and found["best"] in found["left"] and found["export"]
+    assert not [name for name in found["left"] if "partial" in name]
+    warnings = [line for line in output.splitlines() if line.startswith("warning: ") and f"{base}/fills" in line]
+    assert sum("was not written" in line for line in warnings) == FILLED // 2, warnings
 
 
 @pytest.mark.parametrize("name", STAGES)

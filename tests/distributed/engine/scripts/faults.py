@@ -94,6 +94,7 @@ def main() -> None:
     keep(directory, "straight", Loop(load_recipe(directory / "straight.yaml")))
     signalled(directory)
     full_disk(directory)
+    fills(directory)
     for name in STAGES:
         not_finite(directory, name)
     stops(directory)
@@ -180,6 +181,31 @@ def full_disk(directory: Path) -> None:
     if is_main():
         (checkpoints / BALLAST).unlink(missing_ok=True)
     barrier()
+    collect()
+
+
+def fills(directory: Path) -> None:
+    """A disk without room in every second step of a run that evaluates, marks and saves after each, and exports."""
+    loop = Loop(load_recipe(directory / "fills.yaml"))
+    output = Path(loop.recipe.output_dir)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    @loop.every(1)
+    def every_second(state: LoopState) -> None:
+        barrier()
+        if is_main():
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            (output / BALLAST).unlink(missing_ok=True)
+            if state.step % 2 and state.step < loop.recipe.train.steps:
+                fill(output)
+        barrier()
+
+    error = failure(loop.run)
+    best = json.loads((output / "checkpoints" / "best.json").read_text())
+    found = {"error": error, "latest": (output / "checkpoints" / "latest").read_text(), "best": best["name"]}
+    found["left"] = sorted(path.name for path in (output / "checkpoints").iterdir())
+    found["export"] = sorted(path.name for path in (output / "export").glob("*.safetensors"))
+    write(directory, "fills", found)
     collect()
 
 
