@@ -1,8 +1,10 @@
 """Jobs of several ranks, forked from one process that has imported everything: a second each instead of ten.
 
-What the deepspeed launcher does for a job, without the launcher: an environment for each rank, one process each.
+What the deepspeed launcher does for a job: an environment for each rank, one process each. A process stands between,
+as the launcher's does, and can be killed like it.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -11,8 +13,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from tests.distributed.launcher import free_port
 from tests.patience import PATIENCE
+
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class Job:
@@ -22,27 +28,37 @@ class Job:
         self.log = log
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environment |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
-        self._running = set()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks whose launcher is gone become children of this one
+        read, write = os.pipe()
+        self._launcher = os.fork()
+        if self._launcher == 0:
+            pids = []
+            for rank in range(ranks):
+                if (pid := os.fork()) == 0:
+                    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+                    become(action, log)
+                pids.append(pid)
+            os.write(write, " ".join(map(str, pids)).encode())
+            signal.pause()
+        os.close(write)
+        with open(read) as file:
+            self._running = {int(pid) for pid in file.read(1000).split()}
         self._codes: list[int] = []
-        for rank in range(ranks):
-            pid = os.fork()
-            if pid == 0:
-                os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-                become(action, log)
-            self._running.add(pid)
+
+    def over(self) -> bool:
+        """Whether every rank has ended."""
+        return all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in self._running)
 
     def wait(self, seconds: float) -> list[int] | None:
         """Exit codes of all ranks, None if they take longer than ``seconds``."""
         until = time.monotonic() + seconds
-        while self._running:
-            for pid in list(self._running):
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    self._running.remove(pid)
-                    self._codes.append(os.waitstatus_to_exitcode(status))
-            if self._running and time.monotonic() > until:
+        while not self.over():
+            if time.monotonic() > until:
                 return None
             time.sleep(0.01)
+        self.kill_launcher()
+        while self._running:
+            self._codes.append(os.waitstatus_to_exitcode(os.waitpid(self._running.pop(), 0)[1]))
         return self._codes
 
     def kill(self) -> None:
@@ -54,6 +70,13 @@ class Job:
     def kill_one(self) -> None:
         """SIGKILL to one of the ranks that run."""
         os.kill(next(iter(self._running)), signal.SIGKILL)
+
+    def kill_launcher(self) -> None:
+        """SIGKILL to the process that has started the ranks; they run on."""
+        if self._launcher:
+            os.kill(self._launcher, signal.SIGKILL)
+            os.waitpid(self._launcher, 0)
+            self._launcher = 0
 
     def finish(self) -> None:
         """Wait for the end; an error, with the end of the log, unless every rank ends with exit code 0."""

@@ -3,16 +3,19 @@
     scripts/kills.py DIRECTORY KILLS SEED STRATEGY...
 
 A strategy is a name in ds_configs/ and a numeric type: ``zero3:bfloat16``. For each a run that nobody disturbs, then
-runs that get SIGKILL on both ranks or on one at random moments and are resumed, each strategy's in turn and as often,
-until they have been killed ``KILLS`` times in all and the last has come to its end. Every step is evaluated, saved and
-perhaps marked as the best. Every run that ended is compared with the undisturbed one: the export, the mark, and the
-names of all files. Writes ``DIRECTORY/kills.json``.
+runs that get SIGKILL on both ranks, on one or on their launcher, at a random moment or while they calibrate, save, mark
+the best, evaluate or export, and are resumed, each strategy's in turn and as often, until they have been killed
+``KILLS`` times in all and the last has come to its end. Every step is evaluated, saved and perhaps marked as the best.
+Every run that ended is compared with the undisturbed one: the export, the mark, and the names of all files. Writes
+``DIRECTORY/kills.json``.
 """
 
 import json
 import random
 import sys
 import time
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  imported by the engine at first, which takes 2 s
@@ -29,6 +32,8 @@ from tests.tiny import tiny_checkpoint
 
 RANKS = 2
 STEPS = 8
+WHO = ("both", "one", "launcher")
+WHEN = ("some time", "calibrate", "save", "mark", "evaluate", "export")
 
 
 def main() -> None:
@@ -37,29 +42,30 @@ def main() -> None:
     strategies = sys.argv[4:]
     rng = random.Random(seed)
     Job(1, lambda: write_recipes(directory, strategies, kills), directory / "setup.log").finish()
-    done, runs, seen, of_each = 0, [], [], max(1, kills // len(strategies))
+    planned = list(product(WHO, WHEN))
+    rng.shuffle(planned)
+    runs, seen, of_each = [], [], max(1, kills // len(strategies))
     durations = {strategy: undisturbed(directory, strategy) for strategy in strategies}
-    while done < kills:
+    while len(seen) < kills:
         strategy = strategies[len(runs) % len(strategies)]
         name = f"killed{len(runs)}_{strategy}"
-        moments: list[str] = []
-        began = time.monotonic()
-        while not run_or_kill(
-            directory,
-            name,
-            pause(rng, durations[strategy]) if done < kills and len(moments) < of_each else None,
-            rng.random() < 0.5,
-            moments,
-        ):
-            done += 1
-        if not moments:  # the machine has more time for it now
+        began, before = time.monotonic(), len(seen)
+        while not (directory / name / "export").exists():
+            if len(seen) == kills or len(seen) - before == of_each:
+                start(directory, name).finish()
+                continue
+            who, when = planned[0]
+            moment = moments(directory / name, directory / f"{name}.log", rng, durations[strategy])[when]
+            if run_and_kill(start(directory, name), who, moment):
+                seen.append([who, when])
+            planned.append(planned.pop(0))  # also where its moment did not come
+        if len(seen) == before:  # the machine has more time for it now
             durations[strategy] = min(durations[strategy], time.monotonic() - began)
-        seen += moments
         killed, straight = directory / name, directory / f"straight_{strategy}"
         same = exported(killed) == exported(straight) and best(killed) == best(straight)
         left = sorted(files(killed) ^ files(straight))
-        runs.append({"name": name, "kills": len(moments), "same": same, "left": left})
-    (directory / "kills.json").write_text(json.dumps({"kills": done, "runs": runs, "latest_when_killed": seen}))
+        runs.append({"name": name, "kills": len(seen) - before, "same": same, "left": left})
+    (directory / "kills.json").write_text(json.dumps({"runs": runs, "kills": seen}))
 
 
 def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
@@ -70,6 +76,7 @@ def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
     names += [(f"killed{index}", strategies[index % len(strategies)]) for index in range(20 * kills)]
     for run, strategy in names:
         shipped, dtype = strategy.split(":")
+        calibrates = strategies.index(strategy) % 2 == 0  # before the first step, or scales from what steps have seen
         write_recipe(
             directory,
             f"{run}_{strategy}",
@@ -84,18 +91,22 @@ def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
             data={"held_out": 4},
             eval={"every": 1},
             train={"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": 1},
-            quant={"fake_quant_start": 2, "calibration_batches": 0},
+            quant={"fake_quant_start": 0 if calibrates else 2, "calibration_batches": 4 if calibrates else 0},
             loss={"kd_weight": 0.0, "teacher": None},
         )
 
 
-def job(directory: Path, name: str, *, resume: bool, export: bool) -> Job:
-    """The job that ``deepspeed --num_gpus 2 launch/train.py --config ...`` starts."""
+def start(directory: Path, name: str) -> Job:
+    """The job that ``deepspeed --num_gpus 2 launch/train.py --config ...`` starts; it goes on where there is something.
+
+    The export is renamed when it is whole, and the last thing that a run does.
+    """
+    resume = (directory / name / "checkpoints" / LATEST).exists()
 
     def rank() -> None:
         allow_fp16_on_cpu()
         sys.argv = ["train.py", "--config", f"{directory}/{name}.yaml"]
-        sys.argv += ["--train.resume", str(resume).lower(), "--export.enabled", str(export).lower()]
+        sys.argv += ["--train.resume", str(resume).lower()]
         train()
 
     return Job(RANKS, rank, directory / f"{name}.log")
@@ -104,36 +115,60 @@ def job(directory: Path, name: str, *, resume: bool, export: bool) -> Job:
 def undisturbed(directory: Path, strategy: str) -> float:
     """Run from the first to the last step; the seconds that it takes."""
     began = time.monotonic()
-    job(directory, f"straight_{strategy}", resume=False, export=True).finish()
+    start(directory, f"straight_{strategy}").finish()
     return time.monotonic() - began
 
 
-def run_or_kill(directory: Path, name: str, seconds: float | None, one: bool, moments: list[str]) -> bool:
-    """Start the run or go on with it, and kill it, or ``one`` rank, after ``seconds``; whether it ended before that.
+def moments(output: Path, log: Path, rng: random.Random, duration: float) -> dict[str, Callable[[], bool]]:
+    """For each of WHEN, whether it is now."""
+    began, checkpoints, said = time.monotonic(), output / "checkpoints", log.stat().st_size if log.exists() else 0
+    # Any moment of a run, less often before its first step, where there is nothing to lose.
+    pause, later = duration * rng.triangular(0.2, 1, 0.8), 0.2 * rng.random()
+    before = {name: stamp(checkpoints / name) for name in (LATEST, BEST)}
+    saves = rng.randrange(1, STEPS)
 
-    The export is renamed when it is whole, and the last thing that a run does.
-    """
-    if (directory / name / "export").exists():
+    def saved() -> bool:
+        """Whether a checkpoint was written a moment ago: then comes a step, and its evaluation."""
+        now = stamp(checkpoints / LATEST)
+        return now != before[LATEST] and time.time() > now + later
+
+    return {
+        "some time": lambda: time.monotonic() > began + pause,
+        "calibrate": lambda: log.exists() and "calibrating" in log.read_text()[said:],
+        "save": lambda: any(checkpoints.glob(f"step_0000000[{saves}-9].partial/*")),
+        "mark": lambda: stamp(checkpoints / BEST) != before[BEST],
+        "evaluate": saved,
+        "export": lambda: any(output.glob("export.tmp-*/*")),
+    }
+
+
+def stamp(path: Path) -> float:
+    """When the file was written, 0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def run_and_kill(job: Job, who: str, now: Callable[[], bool]) -> bool:
+    """Kill both ranks of a job, one or its launcher at the first moment for which ``now``; False if it ended before."""
+    while not now():
+        if job.over():
+            job.finish()
+            return False
+        time.sleep(0.002)
+    if who == "both":
+        job.kill()
         return True
-    latest = directory / name / "checkpoints" / LATEST
-    running = job(directory, name, resume=latest.exists(), export=True)
-    if seconds is None or running.wait(seconds) is not None:
-        running.finish()
+    if who == "launcher":  # as with a signal: a save, exit code 0
+        job.kill_launcher()
+        job.finish()
         return True
-    if one:
-        running.kill_one()
-        if running.wait(PATIENCE) is None:  # the other rank finds out by itself
-            running.kill()
-            raise RuntimeError(f"a rank did not notice that the other one was gone:\n{running.log.read_text()[-6000:]}")
-    else:
-        running.kill()
-    moments.append(latest.read_text() if latest.exists() else "")
-    return False
-
-
-def pause(rng: random.Random, duration: float) -> float:
-    """Until the kill: any moment of a run, less often before its first step, where there is nothing to lose."""
-    return duration * rng.triangular(0.2, 1, 0.8)
+    job.kill_one()
+    if job.wait(PATIENCE) is None:  # the other rank finds out by itself
+        job.kill()
+        raise RuntimeError(f"a rank did not notice that the other one was gone:\n{job.log.read_text()[-6000:]}")
+    return True
 
 
 def best(output: Path) -> str:
