@@ -142,7 +142,12 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
             quantization.caches[name].input_s0.copy_(_usable(key, scale, (1,)))
         for name, layer in quantization.layers.items():
             tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys[name].items()}
-            _fill_layer(name, layer, tensors, scales)
+            try:
+                _fill_layer(name, layer, tensors, scales)
+            except CheckpointError:
+                raise
+            except ValueError as error:  # of what takes the tensors apart, which knows no names
+                raise CheckpointError(f"{name}: {error}") from error
         _fill_scales(quantization.weight_groups, scales["weight_scale"])
         for group in quantization.weight_groups:
             if group.zero is not None:

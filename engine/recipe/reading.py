@@ -150,9 +150,11 @@ def _option_keys() -> list[str]:
     return keys
 
 
-def _one_line(error: ArgumentError) -> str:
-    """jsonargparse's message on one line that opens with the key's path."""
+def _lines(error: ArgumentError) -> str:
+    """jsonargparse's message on one line that opens with the key's path; one for each key that is missing."""
     text = " ".join(str(error).split())
+    if missing := re.fullmatch(r"the following arguments are required: (.*)", text):
+        return "\n".join(f"{key}: missing, expected a value" for key in missing[1].split(", "))
     text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("a typing.Literal", "one of ")
     if unknown := re.match(r"unrecognized arguments: --([\w.]+)", text):
         close = difflib.get_close_matches(unknown[1], _option_keys(), n=1)
@@ -174,7 +176,7 @@ def _parse(argv: Sequence[str]) -> Recipe:
     try:
         values = parser.instantiate(parser.parse_args(list(argv)))
     except ArgumentError as error:
-        raise RecipeError(_one_line(error)) from error
+        raise RecipeError(_lines(error)) from error
     except OverflowError as error:  # of an option; those of files have been found
         option = re.search(rf"--([\w.]+)[= ]\S*\d{{{LONGEST_INTEGER}}}", " ".join(argv))
         key = option[1] if option else "a number"

@@ -40,9 +40,9 @@ class Job:
                 pids.append(pid)
             os.write(write, " ".join(map(str, pids)).encode())
             signal.pause()
+        self._running = set(map(int, os.read(read, 1000).split()))
+        os.close(read)
         os.close(write)
-        with open(read) as file:
-            self._running = {int(pid) for pid in file.read(1000).split()}
         self._codes: list[int] = []
 
     def over(self) -> bool:
