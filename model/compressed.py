@@ -23,7 +23,7 @@ from model.pieces import Piece
 from model.quantised.config import read_quantization_config
 from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
-from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
+from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers, warn_of_zero_tails
 from quant.config import kv_cache_from_config, rules_from_config
 from quant.export import dequantized_weight, packed_shapes, unpack_scale, unpack_weight, unpack_zero
 from quant.linear import QuantLayer
@@ -87,6 +87,7 @@ def load_compressed(
             kv_cache=kv_cache,
         )
         _fill(model, quantization, read_headers(directory))
+        warn_of_zero_tails(directory)
     return model.eval(), quantization
 
 

@@ -33,7 +33,7 @@ from model.pieces import Layout, Piece
 from model.quantised.checkpoint import read_checkpoint
 from model.quantised.tensor import CodedTensor, chunks_of, fill
 from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere
-from model.shards import CheckpointError, DiskTensor, Reader
+from model.shards import CheckpointError, DiskTensor, Reader, warn_of_zero_tails
 from model.zero import forget_secondary_copies, full_numel, gathered, local_data, local_range
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -101,6 +101,7 @@ def load_weights(
     begin = time.perf_counter()
     with errors_on_all_ranks(CheckpointError, OSError):
         reads = _plan(model, Path(path))
+        warn_of_zero_tails(Path(path))
     fill = {"direct": _fill_direct, "rank0": _fill_from_rank0}[method]
     shown = progress and is_main()
     total = _bytes_to_read(reads, method) if shown else None

@@ -8,8 +8,10 @@ Every function works without a process group too: one process is then rank 0 of 
 
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -94,6 +96,41 @@ def shut_down() -> None:
         with suppress(RuntimeError):
             dist.barrier()
         dist.destroy_process_group()
+        _wait_for_gloo()
+
+
+def _wait_for_gloo() -> None:
+    """Wait until gloo's threads have nothing to do.
+
+    A thread that has done a collective tells who waits for it first, and drops the tensors then, for which it needs
+    Python's lock (seen in torch 2.13: ~AsyncAllreduceWork, TensorImpl::decref_pyobject). If the interpreter has begun
+    to end by then, Python ends the thread inside a C++ destructor, and the process aborts: "terminate called without an
+    active exception", exit code -6, though all is written. The threads live on behind destroy_process_group, since
+    DeepSpeed's modules, engines and parameters refer to the group; idle ones sleep. While this thread sleeps the lock
+    is free, so that one which is not idle runs, or waits for a core, and is seen: the kernel says so.
+    """
+    idle = 0
+    while idle < 3:
+        time.sleep(0.002)
+        idle = 0 if any(map(_runs, _gloo_threads())) else idle + 1
+
+
+def _gloo_threads() -> list[Path]:
+    """The directories in /proc of the threads that carry out gloo's collectives."""
+    found = []
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            if (thread / "comm").read_text().strip() == "pt_gloo_runloop":
+                found.append(thread)
+    return found
+
+
+def _runs(thread: Path) -> bool:
+    """Whether a thread runs or waits for a core or a page, and does not sleep."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] != "S"
+    except OSError:
+        return False
 
 
 def is_lost_peer(error: Exception) -> bool:

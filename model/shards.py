@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from model.ranks import is_main, listed, say
+
 CHUNK_BYTES = 64 * 2**20
+PAGE_BYTES = 4096  # what a file system writes or loses as one
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
@@ -127,7 +130,9 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
             raise CheckpointError(f"{file} is truncated or not a safetensors file: {size} bytes, a header of {length}")
         try:
             entries: dict[str, Any] = json.loads(stream.read(length))
-            entries.pop("__metadata__", None)
+            metadata = entries.pop("__metadata__", None) or {}
+            if any(not isinstance(value, str) for value in metadata.values()):
+                raise ValueError("__metadata__ holds something else than texts")
             ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
             tensors = [_entry(file, 8 + length, key, entry) for key, entry in ordered]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -145,11 +150,54 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
 
 def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor:
     """Parse one entry of a header; ``data`` is the byte at which the tensors begin."""
-    begin, end = entry["data_offsets"]
-    tensor = DiskTensor(key, file, str(entry["dtype"]), tuple(map(int, entry["shape"])), data + begin, data + end)
+    (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
+    if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
+        raise ValueError(f"{key} of shape {list(shape)} in bytes {begin} to {end}, expected integers from 0 on")
+    tensor = DiskTensor(key, file, str(entry["dtype"]), shape, data + begin, data + end)
     if tensor.dtype is not None and end - begin != math.prod(tensor.shape) * tensor.dtype.itemsize:
         raise ValueError(f"{key} of shape {list(tensor.shape)} and dtype {tensor.kind} in bytes {begin} to {end}")
     return tensor
+
+
+def warn_of_zero_tails(directory: Path) -> None:
+    """Say on rank 0 which files of a checkpoint end in zeros where matrices should be.
+
+    A file system that lost the end of a file in a crash may fill it with zeros: sizes and headers are right then, and
+    the weights are gone. A model may have matrices of zeros too (a fresh output of a residual block) and rows of zeros
+    (those that fill up a vocabulary), so this is no error, and a tenth of a matrix is not counted.
+
+    Raises:
+        CheckpointError, OSError: see :func:`read_headers`; a file cannot be read.
+    """
+    by_file: dict[Path, list[DiskTensor]] = {}
+    for tensor in read_headers(directory).tensors.values() if is_main() else ():
+        by_file.setdefault(tensor.file, []).append(tensor)
+    for file, tensors in by_file.items():
+        size, zeros = file.stat().st_size, _zeros_at_end(file)
+        gone = [
+            tensor.key
+            for tensor in tensors
+            if len(tensor.shape) > 1 and 10 * (tensor.end - size + zeros) > tensor.end - tensor.begin
+        ]
+        if zeros >= PAGE_BYTES and gone:
+            say(
+                f"warning: the last {zeros:,} bytes of {file} are zeros, and with them {listed(gone, 3)}: a file that "
+                "lost its end in a crash looks like this; compare its checksum with that of the original"
+            )
+
+
+def _zeros_at_end(file: Path) -> int:
+    """How many bytes at the end of a file are zero."""
+    end = size = file.stat().st_size
+    with file.open("rb") as stream:
+        while end:
+            begin = max(0, end - 16 * PAGE_BYTES)
+            stream.seek(begin)
+            kept = len(stream.read(end - begin).rstrip(b"\0"))
+            if kept:
+                return size - begin - kept
+            end = begin
+    return size
 
 
 def _read_index(file: Path) -> dict[str, str]:

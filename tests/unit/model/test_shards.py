@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from model.shards import CheckpointError, Reader, read_header, read_headers
+from model.shards import PAGE_BYTES, CheckpointError, Reader, read_header, read_headers, warn_of_zero_tails
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn]
 
@@ -85,6 +85,10 @@ FILES = {
         damaged({"v": ENTRY, "w": {**ENTRY, "data_offsets": [4, 12]}}, b"x" * 12),
         "damaged header.*overlap",
     ),
+    "offsets that are no integers": (damaged({"w": {**ENTRY, "data_offsets": [0.0, 8.0]}}, b"x" * 8), "damaged.*w of"),
+    "a shape that is no integer": (damaged({"w": {**ENTRY, "shape": [2.5]}}, b"x" * 8), "damaged header.*w of shape"),
+    "two negative sizes": (damaged({"w": {**ENTRY, "shape": [-1, -2]}}, b"x" * 8), "damaged header.*w of shape"),
+    "metadata that the library refuses": (damaged({"__metadata__": {"a": 3}, "w": ENTRY}, b"x" * 8), "__metadata__"),
     "data cut short": (damaged({"w": ENTRY}, b"x" * 5), "truncated: .* bytes, while its header says"),
     "data too long": (damaged({"w": ENTRY}, b"x" * 9), "longer than it should be"),
 }
@@ -159,3 +163,21 @@ def test_an_index_and_its_shards_disagree(tmp_path: Path):
     for part in ("three.safetensors does not exist", "places b in two", "places d in two", "a is in "):
         assert part in text
     assert len(checkpoint.problems) == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "zeros", "named"), [(64, 0, ""), (64, 3, ""), (64, 40, "last"), (64, 64, "last"), (64, 80, "first, last")]
+)
+def test_files_that_end_in_zeros_are_named(rows: int, zeros: int, named: str, tmp_path: Path, capsys):
+    """Rows of 64 fp32 numbers: what a file system lost is some pages, and rows that fill up a vocabulary are few."""
+    tensors = torch.ones(2 * rows, 64)
+    tensors[2 * rows - zeros :] = 0
+    first, last = tensors.split(rows)
+    file = tmp_path / "model.safetensors"
+    save_file({"first": first.contiguous(), "last": last.contiguous(), "z": torch.zeros(30)}, file)
+    warn_of_zero_tails(tmp_path)
+    said = capsys.readouterr().out
+    if named:
+        assert f"warning: the last {zeros * 256 + 120:,} bytes of {file} are zeros, and with them {named}:" in said
+    else:
+        assert not said and zeros * 256 < PAGE_BYTES
