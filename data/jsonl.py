@@ -60,18 +60,21 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
                 line = file.readline(LINE_BYTES + 1)
 
 
-def check_fields(fields: Mapping[str, str] | None) -> None:
-    """Raise `DataError` unless the field map is None or describes exactly one of the three forms."""
-    if fields is None:
-        return
+def expected_fields(fields: Mapping[str, str] | None) -> str | None:
+    """What a field map should be; None if it is None or describes exactly one of the three forms."""
     known = ("messages", "conversations", *PAIR, "system", "tools")
-    unknown = [name for name in fields if name not in known]
-    if unknown:
-        raise DataError(
-            f"data.fields maps {unknown}, expected names out of {list(known)}, each mapped to a key of the file"
-        )
-    if _form(fields) is None:
-        raise DataError(f"data.fields maps {list(fields)}, expected {FORMS}, and optionally 'system' and 'tools'")
+    if fields is None or (_form(fields) is not None and all(name in known for name in fields)):
+        return None
+    return (
+        f"names out of {', '.join(known)}, each mapped to a key of the file: {FORMS}, and optionally 'system' and "
+        "'tools'"
+    )
+
+
+def check_fields(fields: Mapping[str, str] | None) -> None:
+    """Raise `DataError` unless the field map is one."""
+    if expected := expected_fields(fields):
+        raise DataError(f"data.fields: {fields}, expected {expected}")
 
 
 def conversation_of(line: bytes, fields: Mapping[str, str] | None) -> Conversation:

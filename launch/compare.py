@@ -23,7 +23,7 @@ from engine.evaluation.compare import Comparison, table, write_comparison
 from engine.evaluation.perplexity import evaluate_checkpoint
 from engine.evaluation.results import Evaluation, read_evaluations
 from engine.session.context import init_ranks
-from launch.evaluate import add_questions, check_questions, read_questions, write_results
+from launch.evaluate import add_questions, check_questions, check_results, read_questions, write_results
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, listed, say
 
@@ -45,6 +45,7 @@ def main() -> None:
 
     with clean_exit():
         device = init_ranks()
+        check_results(arguments.out / "compare.json", "--out")
         directories = list(dict.fromkeys([arguments.bf16, *ptq.values(), *qat.values()]))
         with errors_on_all_ranks(OSError, ValueError):
             known = read_results(arguments.results)

@@ -21,7 +21,7 @@ import argparse
 from collections.abc import Sequence
 
 from engine.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint
-from engine.evaluation.results import Evaluation, write_evaluations
+from engine.evaluation.results import Evaluation, check_writable, write_evaluations
 from engine.session.context import DTYPES, init_ranks
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, say
@@ -40,6 +40,8 @@ def main() -> None:
 
     with clean_exit():
         device = init_ranks()
+        if arguments.json is not None:
+            check_results(arguments.json, "--json")
         questions = read_questions(arguments)
         found: list[Evaluation] = []
         for directory in arguments.model:
@@ -107,6 +109,17 @@ def read_questions(arguments: argparse.Namespace) -> Questions:
         dtype=DTYPES[arguments.dtype],
         sharded=arguments.sharded,
     )
+
+
+def check_results(path: Path, option: str) -> None:
+    """Refuse a file for results that rank 0 cannot write; a collective.
+
+    Raises:
+        RankError: on every rank: names the option and the file.
+    """
+    with errors_on_all_ranks(ValueError):
+        if is_main():
+            check_writable(path, option)
 
 
 def write_results(path: Path, found: Sequence[Evaluation]) -> None:

@@ -181,6 +181,9 @@ def _plain_tensors(
     quantized = {f"{name}.weight" for name in quantization.layers}
     own = {name: tensor for name, tensor in own_tensors(model).items() if name not in quantized}
     layouts = {key: names.layout(key) for key in (checkpoint.tensors.keys() | checkpoint.lost) - packed}
+    for key, layout in layouts.items():
+        if layout is not None and any(piece.name in quantized for piece in layout.pieces):
+            layouts[key] = None  # a plain weight of a layer that has codes
     unread = keys_left_unread(model)
     unexpected = [key for key, found in layouts.items() if found is None and not unread.search(key)]
     problems = list(checkpoint.problems)

@@ -39,11 +39,36 @@ def weights_size(directory: str | Path) -> int:
     return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
 
 
+def check_writable(path: str | Path, option: str) -> None:
+    """Refuse before hours of evaluation a file that could not be written after them. Its directories are made.
+
+    Raises:
+        ValueError: names the ``option`` of the command line, the file and the reason.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(0, "Is a directory")
+        aside = _aside(path)
+        aside.touch()
+        aside.unlink()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"{option} {str(path)!r}: cannot be written ({reason}), expected a place for results"
+        ) from error
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.writing")
+
+
 def write_evaluations(path: str | Path, evaluations: Sequence[Evaluation]) -> None:
     """Write evaluations as JSON, aside first, so that an interrupted write leaves what was there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.writing")
+    aside = _aside(path)
     content = {"evaluations": [asdict(evaluation) for evaluation in evaluations]}
     aside.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(aside, path)

@@ -5,6 +5,7 @@ together. They stand in the order in which their problems are printed.
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from data.jsonl import expected_fields
 from engine.losses.kd import CACHED_KINDS, TOP_K_KINDS
 from engine.recipe.events import EventRecipe
 from engine.recipe.loss import LossRecipe, TeacherKind
@@ -73,6 +74,12 @@ RULES = (
         "data.fields",
         lambda r: r.data.kind != "chat" and r.data.fields is not None,
         "null with data.kind {data.kind}",
+    ),
+    Rule(
+        "a map of fields names the fields of one form of conversations",
+        "data.fields",
+        lambda r: r.data.kind == "chat" and expected_fields(r.data.fields),
+        lambda r: str(expected_fields(r.data.fields)),
     ),
     Rule(
         "plain text has no turns",

@@ -1,5 +1,7 @@
 """Compressed checkpoints that are read back: scales that no quantiser can have are refused by name."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,25 @@ def test_scales_that_cannot_be_are_refused_by_name(exports, tmp_path, scheme: st
         return
     with pytest.raises(RankError, match=rf"{key} must be finite and "):
         load()
+
+
+@pytest.mark.parametrize("ignore", [None, []])
+def test_a_plain_weight_where_the_configuration_has_codes_is_named(exports, tmp_path, ignore) -> None:
+    directory = tmp_path / "export"
+    shutil.copytree(exports["w3a16_channel"], directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ignore
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RankError, match=r"missing: lm_head\.weight_packed.*\nunexpected: lm_head\.weight$"):
+        load_compressed(directory)
+
+
+def test_codes_of_another_shape_are_named(exports, tmp_path) -> None:
+    directory, key = tmp_path / "export", "model.layers.0.mlp.down_proj.weight_packed"
+    shutil.copytree(exports["w3a16_channel"], directory)
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        if key in tensors:
+            save_file({**tensors, key: tensors[key].unsqueeze(-1).contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(RankError, match=r"model\.layers\.0\.mlp\.down_proj: weight_packed has shape"):
+        load_compressed(directory)

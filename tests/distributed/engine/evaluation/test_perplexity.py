@@ -13,6 +13,7 @@ from tests.root import ROOT
 from tests.tiny import TEXT, tiny_checkpoint, tiny_model, tiny_tokenizer
 
 SCRIPT = ROOT / "launch" / "evaluate.py"
+COMPARE = ROOT / "launch" / "compare.py"
 LENGTH = 16
 
 
@@ -67,3 +68,14 @@ def test_errors_are_one_line_and_exit_code_1(files, tmp_path):
     code, output = run_waiting(SCRIPT, "--model", tmp_path, "--text", path)
     assert code == 1
     assert "error: " in output and str(tmp_path) in output and "Traceback" not in output, output
+
+
+def test_a_file_for_results_that_cannot_be_written_is_an_error_before_the_models(files, tmp_path):
+    path, models = files
+    (tmp_path / "file").write_text("")
+    no = tmp_path / "file"
+    for script, option, wrong in ((SCRIPT, "--json", no / "a.json"), (COMPARE, "--out", no)):
+        named = ("--model", models[0]) if script == SCRIPT else ("--bf16", models[0], "--ptq", f"a={models[1]}")
+        code, output = run_waiting(script, *named, "--text", path, option, wrong)
+        assert code == 1 and f"error: {option} '{wrong}" in output and "cannot be written (" in output, output
+        assert not any(text in output for text in ("Traceback", "ppl/token", "evaluate: ")), output

@@ -46,6 +46,7 @@ BROKEN = {
     "something gives the scales of activations": {"quant.calibration_batches": 0},
     "the warm-up ends during the run": {"optim.warmup_steps": 11},
     "plain text has no keys": {"data.kind": "text", "data.fields": {"input": "a"}},
+    "a map of fields names the fields of one form of conversations": {"data.fields": {"prompt": "question"}},
     "plain text has no turns": {"data.kind": "text", "data.loss_on": "all"},
     "every file has a weight, or none has": {"data.weights": [1.0, 2.0]},
     "something learns": {"learnable.weight": False, "learnable.weight_scale": False},
