@@ -93,6 +93,7 @@ def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
             train={"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": 1},
             quant={"fake_quant_start": 0 if calibrates else 2, "calibration_batches": 4 if calibrates else 0},
             loss={"kd_weight": 0.0, "teacher": None},
+            export={"enabled": True},
         )
 
 
