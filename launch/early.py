@@ -1,7 +1,8 @@
-"""A wrong ``model.path`` ends a script before it imports torch and DeepSpeed, which takes many seconds.
+"""What a script does before it imports torch and DeepSpeed, which takes many seconds: a wrong ``model.path`` ends it,
+and Ctrl-C while it imports is one line.
 
-It is the mistake that people make most. All else is found by reading the recipe (:mod:`engine.recipe.reading`), which
-knows every knob; what cannot be understood here is left to that.
+A wrong path is the mistake that people make most. All else is found by reading the recipe
+(:mod:`engine.recipe.reading`), which knows every knob; what cannot be understood here is left to that.
 """
 
 import os
@@ -9,12 +10,28 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from types import TracebackType
 
 import yaml
 
 from engine.recipe.paths import checkpoint_problems
 
 GRACE_SECONDS = 1.0  # for the rank that prints, before another's end makes the launcher end them all
+
+
+def end_quietly_on_interrupt() -> None:
+    """From here on Ctrl-C ends the process with a line of local rank 0's, instead of the traceback of an import.
+
+    Any other exception that nobody catches has its traceback.
+    """
+    sys.excepthook = _say_interrupted
+
+
+def _say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        print("\ninterrupted", file=sys.stderr, flush=True)
 
 
 def check_model_path(argv: Sequence[str] | None = None) -> None:

@@ -130,8 +130,7 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
             raise CheckpointError(f"{file} is truncated or not a safetensors file: {size} bytes, a header of {length}")
         try:
             entries: dict[str, Any] = json.loads(stream.read(length))
-            metadata = entries.pop("__metadata__", None) or {}
-            if any(not isinstance(value, str) for value in metadata.values()):
+            if any(not isinstance(value, str) for value in entries.pop("__metadata__", {}).values()):
                 raise ValueError("__metadata__ holds something else than texts")
             ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
             tensors = [_entry(file, 8 + length, key, entry) for key, entry in ordered]

@@ -1,5 +1,7 @@
-"""A wrong model.path ends a script before anything heavy is imported."""
+"""A wrong model.path ends a script before anything heavy is imported, and Ctrl-C while it imports has no traceback."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -62,3 +64,13 @@ def test_the_last_path_counts_and_what_is_not_plain_is_left_to_the_recipe(tmp_pa
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     check_model_path(["--model.path", "there"])
+
+
+@pytest.mark.parametrize("script", ["train", "calibrate"])
+def test_an_interrupt_while_a_script_imports_is_one_line(tmp_path, script):
+    """A torch that is interrupted, in the place of the real one."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    command = [sys.executable, str(ROOT / "launch" / f"{script}.py")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGINT and ended.stderr == "\ninterrupted\n", ended.stderr

@@ -89,6 +89,7 @@ FILES = {
     "a shape that is no integer": (damaged({"w": {**ENTRY, "shape": [2.5]}}, b"x" * 8), "damaged header.*w of shape"),
     "two negative sizes": (damaged({"w": {**ENTRY, "shape": [-1, -2]}}, b"x" * 8), "damaged header.*w of shape"),
     "metadata that the library refuses": (damaged({"__metadata__": {"a": 3}, "w": ENTRY}, b"x" * 8), "__metadata__"),
+    "metadata that are a list": (damaged({"__metadata__": [], "w": ENTRY}, b"x" * 8), "damaged header"),
     "data cut short": (damaged({"w": ENTRY}, b"x" * 5), "truncated: .* bytes, while its header says"),
     "data too long": (damaged({"w": ENTRY}, b"x" * 9), "longer than it should be"),
 }

@@ -77,5 +77,5 @@ def test_a_file_for_results_that_cannot_be_written_is_an_error_before_the_models
     for script, option, wrong in ((SCRIPT, "--json", no / "a.json"), (COMPARE, "--out", no)):
         named = ("--model", models[0]) if script == SCRIPT else ("--bf16", models[0], "--ptq", f"a={models[1]}")
         code, output = run_waiting(script, *named, "--text", path, option, wrong)
-        assert code == 1 and f"error: {option} '{wrong}" in output and "cannot be written (" in output, output
+        assert code == 1 and f"error: rank 0: {option} '{wrong}" in output and "cannot be written (" in output, output
         assert not any(text in output for text in ("Traceback", "ppl/token", "evaluate: ")), output
