@@ -265,7 +265,7 @@ def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
     Raises:
         ValueError: in another way than with one stored fp8 scale each.
     """
-    args = config.get("kv_cache_scheme")
+    args = _arguments("kv_cache_scheme", config.get("kv_cache_scheme"))
     if args is None:
         return None
     spec = _spec("kv_cache_scheme", args)
@@ -278,10 +278,11 @@ def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None
     """The scheme of a config group; without ``config`` as far as its scales are stored."""
     if group.get("output_activations") is not None:
         raise ValueError(f"{key}.output_activations is set: outputs are not quantised here")
-    if group.get("weights") is None:
+    stored = _arguments(f"{key}.weights", group.get("weights"))
+    if stored is None:
         raise ValueError(f"{key}.weights is missing")
-    weights = _spec(f"{key}.weights", group["weights"])
-    inputs = group.get("input_activations")
+    weights = _spec(f"{key}.weights", stored)
+    inputs = _arguments(f"{key}.input_activations", group.get("input_activations"))
     if config is None and inputs is not None and inputs.get("dynamic", False):
         inputs = None
     activations = None if inputs is None else _spec(f"{key}.input_activations", inputs)
@@ -294,6 +295,22 @@ def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None
     if layout not in (expected, "naive-quantized" if expected in ("float-quantized", "int-quantized") else expected):
         raise ValueError(f"{key}.format is {layout!r}, expected {expected!r} for such weights and inputs")
     return scheme
+
+
+def _arguments(key: str, args: Any) -> Mapping[str, Any] | None:
+    """What a file says of a quantiser; None where it says null. Raises ValueError unless numbers are numbers."""
+    if args is None:
+        return None
+    if not isinstance(args, Mapping):
+        raise ValueError(f"{key} is {args!r}, expected an object")
+    for option, kinds, expected in (
+        ("num_bits", (int,), "an integer"),
+        ("symmetric", (bool,), "true or false"),
+        ("group_size", (int, type(None)), "an integer or null"),
+    ):
+        if option in args and type(args[option]) not in kinds:
+            raise ValueError(f"{key}.{option} is {args[option]!r}, expected {expected}")
+    return args
 
 
 def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:

@@ -21,6 +21,7 @@ from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 from torch import nn
 from torch.nn import Parameter
 
+from model.ranks import RankError
 from model.zero.parameters import is_partitioned
 
 DsConfig = dict[str, Any]
@@ -38,7 +39,15 @@ def init_process_group() -> None:
     """Start the process group of this run: NCCL with CUDA, gloo without. Nothing if there is one already.
 
     The launcher, or whoever starts a single process, sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        RankError: this process has closed a process group before. DeepSpeed keeps that one, and fails with it.
     """
+    if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
+        raise RankError(
+            "this process has closed its process group and cannot start another one: let all trainings of a script run "
+            "inside one clean_exit()"
+        )
     if get_accelerator().device_name() == "cpu":
         # On CPU DeepSpeed compiles a shared-memory op here (25 s when cold) that only inference_all_reduce uses.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
