@@ -23,6 +23,7 @@ import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 from engine.checkpoint.find import BEST, LATEST
+from engine.checkpoint.find import STEPS as STEP_DIRECTORIES
 from launch.train import main as train
 from tests.distributed.forked import Job
 from tests.distributed.fp16_cpu import allow_fp16_on_cpu
@@ -102,7 +103,8 @@ def start(directory: Path, name: str) -> Job:
 
     The export is renamed when it is whole, and the last thing that a run does.
     """
-    resume = (directory / name / "checkpoints" / LATEST).exists()
+    checkpoints = directory / name / "checkpoints"
+    resume = (checkpoints / LATEST).exists() or any(checkpoints.glob(STEP_DIRECTORIES))
 
     def rank() -> None:
         allow_fp16_on_cpu()
