@@ -88,3 +88,7 @@ def test_a_run_that_would_write_nothing_says_so_before_it_trains(base):
     said = "warning: this run writes neither an export (export.enabled is false) nor a checkpoint"
     assert (base / "output.txt").read_text().count(said) == len(RUNS) - 1
     assert not list(base.glob("*/.running*"))
+
+
+def test_a_second_process_group_in_one_process_is_refused(base):
+    assert seen(base, "again")["text"].startswith("this process has closed its process group and cannot start another")
