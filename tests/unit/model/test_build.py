@@ -16,7 +16,7 @@ from model.build import build_model
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
 from tests.root import ROOT
-from tests.tiny import tiny_config
+from tests.tiny import tiny_checkpoint, tiny_config
 
 CPU = torch.device("cpu")
 BF16 = {"bf16": {"enabled": True}}
@@ -39,6 +39,15 @@ def test_config_that_is_no_json_object(text: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(RankError, match=r"config\.json"):
         build(tmp_path)
+
+
+@pytest.mark.parametrize("names", [[10**30], [None], [["x"]], {"a": 1}, 3, "x"])
+def test_architectures_that_are_no_names(names: object, tmp_path: Path):
+    path = tiny_checkpoint(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": names}))
+    with pytest.raises(RankError, match=r"config\.json: architectures is .*, expected a list of names"):
+        build(path)
 
 
 def test_no_config(tmp_path: Path):
