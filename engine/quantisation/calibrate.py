@@ -52,7 +52,7 @@ def _check_seen(absmax: dict[str, float], quantization: Quantization) -> None:
         problems.append(f"inputs with NaN or Inf: {', '.join(bad[:20])}")
     if unseen:
         layers = [owner for owner in unseen if owner in quantization.layers]
-        remedy = f" (to leave them as they are: {exempt_line(layers)})" if layers else ""
+        remedy = f"; to leave them as they are, set {exempt_line(layers)}" if layers else ""
         problems.append(f"inputs that no batch reached, or that are all zero: {', '.join(unseen[:20])}{remedy}")
     raise_everywhere("; ".join(problems) or None)
 

@@ -132,6 +132,7 @@ void masked(const void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, 
       const int64_t last = std::min<int64_t>(end * kSegment, numel);
       int64_t i = begin * kSegment;
       for (; i + 8 <= last; i += 8) {
+        if (grad == out && mask[i / 8] == 0xff) continue;  // in place nothing changes
         uint64_t eight[sizeof(T)];
         memcpy(eight, grad + i, sizeof eight);
         for (size_t w = 0; w < sizeof(T); ++w) eight[w] &= kKept<sizeof(T)>.words[mask[i / 8]][w];

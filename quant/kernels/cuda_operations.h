@@ -96,6 +96,14 @@ struct FakeQuantize {
   }
 };
 
+// Whether a condition holds for the first n of eight elements.
+template <typename Condition>
+DEEPQAT_DEVICE bool all_of(const Condition& condition, int n) {
+  bool all = true;
+  unrolled<kVector>([&](int j) { all = all && (j >= n || condition(j)); });
+  return all;
+}
+
 template <typename T>
 struct GradAndX {
   Vector<T> grad, x;
@@ -111,7 +119,8 @@ struct Backward {
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    return {load_vector<kWide>(grad + i, n), load_vector<kWide>(x + i, n)};
+    // In place a gradient is read only where something was clipped.
+    return {grad == grad_x ? Vector<T>{} : load_vector<kWide>(grad + i, n), load_vector<kWide>(x + i, n)};
   }
 
   template <bool kWide, typename ScaleOf>
@@ -119,7 +128,8 @@ struct Backward {
     float v[kVector];
     values_of(in.x, v);
     const auto inside = [&](int j) { return grid.at(scale(j).zero).inside(v[j] * scale(j).inverse); };
-    store_vector<kWide>(kept(in.grad, inside), grad_x + i, n);
+    if (grad != grad_x) return store_vector<kWide>(kept(in.grad, inside), grad_x + i, n);
+    if (!all_of(inside, n)) store_vector<kWide>(kept(load_vector<kWide>(grad + i, n), inside), grad_x + i, n);
   }
 };
 
@@ -136,13 +146,18 @@ struct Masked {
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    return {load_vector<kWide>(grad + i, n), n > 0 ? mask[i / kVector] : 0u};
+    const uint32_t bits = n > 0 ? mask[i / kVector] : 0u;
+    return {untouched(bits) ? Vector<T>{} : load_vector<kWide>(grad + i, n), bits};
   }
 
   template <bool kWide, typename ScaleOf>
   DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf) const {
+    if (untouched(in.mask)) return;
     store_vector<kWide>(kept(in.grad, [&](int j) { return (in.mask >> j & 1u) != 0; }), out + i, n);
   }
+
+  // In place eight gradients of which none was clipped are neither read nor written.
+  DEEPQAT_DEVICE bool untouched(uint32_t bits) const { return grad == out && bits == 0xffu; }
 };
 
 // ---- operations that reduce runs: apply() takes the elements' terms into accumulators, finish() the run's result
@@ -160,6 +175,11 @@ struct BackwardSums : Backward<T, G> {
   static DEEPQAT_DEVICE float to_partial(float sum) { return sum; }
 
   template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return {load_vector<kWide>(this->grad + i, n), load_vector<kWide>(this->x + i, n)};
+  }
+
+  template <bool kWide>
   DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const Scale& scale, float (&sums)[kVector]) const {
     float v[kVector], rounded[kVector], grad[kVector];
     values_of(in.x, v);
@@ -168,7 +188,10 @@ struct BackwardSums : Backward<T, G> {
     const auto its_grid = this->grid.at(scale.zero);
     round_to_grid([&](int) { return its_grid; }, v, rounded);
     const auto inside = [&](int j) { return its_grid.inside(v[j]); };
-    store_vector<kWide>(kept(in.grad, inside), this->grad_x + i, n);
+    // In place what was not clipped stays as it is.
+    if (this->grad != this->grad_x || !all_of(inside, n)) {
+      store_vector<kWide>(kept(in.grad, inside), this->grad_x + i, n);
+    }
     // Beyond the end both are zero, and so is the term, whatever the scale.
     unrolled<kVector>([&](int j) { sums[j] += grad[j] * its_grid.scale_term(v[j], rounded[j]); });
   }

@@ -11,6 +11,7 @@ from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM
 from tests.distributed.launcher import launch, run_ranks
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.distributed.variants import NO_TEACHER
+from tests.families.make import Variant as Family
 from tests.families.variants import VARIANTS
 from tests.root import ROOT
 from tests.tiny import tiny_checkpoint, tiny_tokenizer
@@ -93,7 +94,7 @@ def base(tmp_path_factory):
     granite = VARIANTS["granitemoe"].checkpoint(base / "granite")
     packed = {"data": {"packing": True}}
     raw = VARIANTS["jamba"].checkpoint(base / "raw")  # it multiplies by the weight of a Linear, which it does not call
-    windows = VARIANTS["deepseek_v4"].checkpoint(base / "windows")
+    windows = Family("deepseek_v4", "deepseek_v4").checkpoint(base / "windows")
     raw_weight = {"model": {"path": str(raw), "attn_implementation": "eager"}, "loss": NO_TEACHER}
     sections = {
         "bad_line": {"data": {"train": [str(base / "bad_line.jsonl")]}},
