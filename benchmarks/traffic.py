@@ -47,7 +47,7 @@ QWEN3_8B: dict[str, Any] = {
 GEMMS = {"mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique2"}
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias"}
-# In place these write only where something was clipped, and all but the sums read gradients only there: nothing, here.
+# In place, and without sums, these touch gradients only where something was clipped: nothing, here.
 CLIPPED = {"masked_", "fake_quantize_backward_"}
 WITH_SUMS = "fake_quantize_backward_"  # partial sums, and their sum; launch_reduction in quant/kernels/cuda.cu
 
@@ -86,8 +86,8 @@ class Traffic(TorchDispatchMode):
         ]
         written = [one for one in tree_leaves(result) if isinstance(one, Tensor) and not _among(one, changed)]
         sums = name == WITH_SUMS and written[0].numel() > 0
-        if name in CLIPPED:
-            read = [one for one in read if sums or not _among(one, changed)]
+        if name in CLIPPED and not sums:
+            read = [one for one in read if not _among(one, changed)]
             changed = []
         self.launches[name] += 2 if sums else 1
         self.bytes[name] += sum(map(_size, [*read, *written, *changed]))

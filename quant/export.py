@@ -328,7 +328,7 @@ def unpack_weight(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Ten
     """The codes [out, in] of one Linear, float8_e4m3fn, int8 or e2m1 in uint8, from its tensors on disk by suffix.
 
     Raises:
-        ValueError: ``weight_shape`` and the packed width disagree.
+        ValueError: ``weight_shape`` is no shape of a matrix, or it and the packed width disagree.
     """
     layout = export_format(scheme)
     if layout in (FLOAT_QUANTIZED, INT_QUANTIZED):
@@ -336,7 +336,12 @@ def unpack_weight(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Ten
     packed, bits = tensors["weight_packed"], scheme.weights.bits
     if layout != PACK_QUANTIZED:
         return unpack_nibbles(packed)
-    rows, columns = tensors["weight_shape"].tolist()
+    shape = tensors["weight_shape"]
+    if tuple(shape.shape) != (2,) or shape.is_floating_point() or not (shape > 0).all():
+        raise ValueError(
+            f"weight_shape is {shape.flatten()[:4].tolist()} of shape {list(shape.shape)}, expected [out, in]"
+        )
+    rows, columns = shape.tolist()
     expected = (rows, packed_columns(columns, bits))
     if tuple(packed.shape) != expected:
         raise ValueError(

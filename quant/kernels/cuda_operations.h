@@ -96,13 +96,15 @@ struct FakeQuantize {
   }
 };
 
-// Whether a condition holds for the first n of eight elements.
+// Which of eight elements a condition holds for: element j at bit j.
 template <typename Condition>
-DEEPQAT_DEVICE bool all_of(const Condition& condition, int n) {
-  bool all = true;
-  unrolled<kVector>([&](int j) { all = all && (j >= n || condition(j)); });
-  return all;
+DEEPQAT_DEVICE uint32_t bits_where(const Condition& condition) {
+  uint32_t bits = 0;
+  unrolled<kVector>([&](int j) { bits |= condition(j) ? 1u << j : 0u; });
+  return bits;
 }
+
+constexpr uint32_t kAllOfThem = (1u << kVector) - 1;
 
 template <typename T>
 struct GradAndX {
@@ -129,7 +131,10 @@ struct Backward {
     values_of(in.x, v);
     const auto inside = [&](int j) { return grid.at(scale(j).zero).inside(v[j] * scale(j).inverse); };
     if (grad != grad_x) return store_vector<kWide>(kept(in.grad, inside), grad_x + i, n);
-    if (!all_of(inside, n)) store_vector<kWide>(kept(load_vector<kWide>(grad + i, n), inside), grad_x + i, n);
+    const uint32_t bits = bits_where(inside);
+    if (bits == kAllOfThem) return;
+    const auto bit = [&](int j) { return (bits >> j & 1u) != 0; };
+    store_vector<kWide>(kept(load_vector<kWide>(grad + i, n), bit), grad_x + i, n);
   }
 };
 
@@ -157,7 +162,7 @@ struct Masked {
   }
 
   // In place eight gradients of which none was clipped are neither read nor written.
-  DEEPQAT_DEVICE bool untouched(uint32_t bits) const { return grad == out && bits == 0xffu; }
+  DEEPQAT_DEVICE bool untouched(uint32_t bits) const { return grad == out && bits == kAllOfThem; }
 };
 
 // ---- operations that reduce runs: apply() takes the elements' terms into accumulators, finish() the run's result
@@ -187,11 +192,9 @@ struct BackwardSums : Backward<T, G> {
     unrolled<kVector>([&](int j) { v[j] *= scale.inverse; });
     const auto its_grid = this->grid.at(scale.zero);
     round_to_grid([&](int) { return its_grid; }, v, rounded);
+    // Written in place too where nothing was clipped: to ask costs registers that sm_100 does not have here.
     const auto inside = [&](int j) { return its_grid.inside(v[j]); };
-    // In place what was not clipped stays as it is.
-    if (this->grad != this->grad_x || !all_of(inside, n)) {
-      store_vector<kWide>(kept(in.grad, inside), this->grad_x + i, n);
-    }
+    store_vector<kWide>(kept(in.grad, inside), this->grad_x + i, n);
     // Beyond the end both are zero, and so is the term, whatever the scale.
     unrolled<kVector>([&](int j) { sums[j] += grad[j] * its_grid.scale_term(v[j], rounded[j]); });
   }
