@@ -3,6 +3,7 @@
 - ``compressed``: compressed-tensors (``quant.export``, ``quant.config``); what transformers, vLLM and SGLang read.
 - ``vllm_fp8``: the same codes and scales under vLLM's own ``fp8`` configuration, for fp8 with one scale per weight and
   input, or with blocks of 128 x 128 (``weight_scale_inv``, as DeepSeek-V3 has it, which transformers reads too).
+- ``gpt_oss``: its experts in MXFP4 as they are published, those of a layer in one tensor (``_blocks``, ``_scales``).
 - ``dequantized``: the fake-quantised values as weights in the model's dtype. Every reader of plain checkpoints computes
   with them; inputs are not quantised there.
 - ``gguf``: llama.cpp's blocks (``quant.gguf``), for weights of 4 or 8 bits in groups of 32; ``model.save`` puts them
@@ -28,10 +29,16 @@ from quant.gguf import BLOCK, BYTES, block_type, blocks
 from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
-Layout = Literal["compressed", "vllm_fp8", "dequantized", "gguf"]
+Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "dequantized", "gguf"]
+
+# What the suffixes of compressed-tensors' MXFP4 become behind the name of a stack of experts.
+BLOCK_ENDS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
 
 _BLOCK = SCHEMES["fp8_block"]
 _PER_TENSOR = SCHEMES["fp8_static"]
+_MXFP4 = SCHEMES["mxfp4"]
+# As gpt-oss is published; nothing but its experts is quantised there.
+_NO_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
 def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
@@ -54,6 +61,21 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
             f"layout 'vllm_fp8' holds {_PER_TENSOR.name} or {_BLOCK.name} for all quantised layers, "
             f"got {', '.join(found.values()) or 'none'}; use layout 'compressed'"
         )
+    if layout == "gpt_oss" and list(found) != [(_MXFP4.weights, _MXFP4.activations)]:
+        raise ValueError(
+            f"layout 'gpt_oss' holds {_MXFP4.name} for all quantised layers, got "
+            f"{', '.join(found.values()) or 'none'}; use layout 'compressed'"
+        )
+
+
+def block_shapes(key: str, experts: int, in_features: int, out_features: int) -> Shapes:
+    """Dtype and shape, in layout ``gpt_oss``, of what stands for the stack of experts that transformers has at
+    ``key``."""
+    groups = in_features // 32
+    return {
+        f"{key}_blocks": (torch.uint8, (experts, out_features, groups, 16)),
+        f"{key}_scales": (torch.uint8, (experts, out_features, groups)),
+    }
 
 
 def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
@@ -127,6 +149,8 @@ def layout_config(
     if layout == "compressed":
         ignore = ignore_patterns(skipped, layers, routers, copied, anywhere=anywhere)
         return quantization_config(layers, ignore, kv_cache, no_linears=no_linears, anywhere=anywhere)
+    if layout == "gpt_oss":
+        return {"modules_to_not_convert": list(_NO_EXPERTS), "quant_method": "mxfp4"}
     scheme = next(iter(layers.values()))
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     if scheme.static_input is not None:

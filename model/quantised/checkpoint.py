@@ -8,12 +8,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
+from model.quantised.blocks import read_blocks
 from model.quantised.columns import read_columns
 from model.quantised.compressed_tensors import read_coded
 from model.quantised.config import is_quantised, packing_of, read_quantization_config, rules_of
 from model.quantised.tensor import CodedTensor
 from model.shards import Checkpoint, CheckpointError, DiskTensor, read_headers
-from quant import TensorSpec
+from quant import SCHEMES, TensorSpec
 from quant.config import kv_cache_from_config
 from quant.experts import linears_of
 
@@ -67,7 +68,9 @@ def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel) ->
             return {name, names.get(name, name)}
 
         packing = packing_of(config)
-        if packing is not None:
+        if config["quant_method"] == "mxfp4":
+            coded, beside, problems = read_blocks(found, SCHEMES["mxfp4"])
+        elif packing is not None:
             coded, beside, problems = read_columns(found, rules, packing)
         else:
             coded, beside, problems = read_coded(found, rules, spellings)

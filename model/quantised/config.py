@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.quantised.columns import Packing
-from quant import Rule, Scheme, TensorSpec
+from quant import SCHEMES, Rule, Scheme, TensorSpec
 from quant.config import rules_from_config
 from quant.patterns import pattern_problem
 from quant.spec import FP8_TENSOR
@@ -85,11 +85,13 @@ def rules_of(config: Mapping[str, Any]) -> list[Rule]:
         return rules_from_config(config)
     if method == "fp8":
         return fp8_rules(config)
+    if method == "mxfp4":
+        return [Rule(SCHEMES["mxfp4"], r".*\.experts\..*")]
     if packing_of(config) is not None:
         return [Rule(_integers(config))]
     raise ValueError(
-        f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors', 'fp8', 'gptq', 'awq' "
-        "or 'auto-round'; give the unquantised checkpoint as model.path and this one as quant.scales"
+        f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors', 'fp8', 'mxfp4', 'gptq', "
+        "'awq' or 'auto-round'; give the unquantised checkpoint as model.path and this one as quant.scales"
     )
 
 

@@ -209,6 +209,6 @@ def read_codes(tensor: DiskTensor, rows: slice, columns: int, spec: TensorSpec, 
     stored = torch.empty(count * width, dtype=tensor.dtype)
     reader.read(tensor, rows.start * width, stored)
     stored = stored.view(count, width)
-    if not tensor.key.endswith("_packed"):
-        return stored
-    return unpack_int32(stored, spec.bits, columns) if spec.dtype == "int" else unpack_nibbles(stored)
+    if spec.dtype == "fp4_e2m1" and tensor.dtype == torch.uint8:
+        return unpack_nibbles(stored)
+    return unpack_int32(stored, spec.bits, columns) if tensor.key.endswith("_packed") else stored

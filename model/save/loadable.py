@@ -90,6 +90,9 @@ def _unquantised(items: Iterable[Item]) -> Shapes:
     """The tensors that a plain export would have: weights in the place of codes and their scales."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for item in items:
+        if item.layout == "gpt_oss":
+            shapes |= {stack.key: (torch.bfloat16, stack.shape) for stack in item.fused}
+            continue
         if item.layout is None or item.fused:
             if not isinstance(item.module, QuantCache):
                 shapes |= item.shapes

@@ -16,6 +16,7 @@ from model.batches import batches
 from model.names import Names, Place, module_name_on_disk
 from model.pieces import Stack
 from model.quantised.tensor import CodedTensor
+from model.ranks import listed
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
 from model.shards import DiskTensor
@@ -24,7 +25,7 @@ from quant import SCALE_PARAMETERS, Quantization, QuantLayer
 from quant.experts import LinearPart, linears_of
 from quant.export import Shapes
 from quant.kv_cache import QuantCache
-from quant.layouts import Layout, linear_shapes
+from quant.layouts import Layout, block_shapes, linear_shapes
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def plan_shards(
     """
     names = Names(model, {key: tensor.shape for key, tensor in source.items()})
     quantised = quantization is not None and bool(quantization.layers) and layout != "dequantized"
+    if quantization is not None and layout == "gpt_oss":
+        _check_blocks(model, quantization)
     seen: set[int] = set()
     items = []
     for name, module in model.named_modules():
@@ -150,12 +153,17 @@ def _quantized_item(
     if layout == "dequantized" and (fused := _fused(names, name, layer, source)):
         shapes: Shapes = {stack.key: (dtype, stack.shape) for stack in fused}
         return Item(name, layer, parameters, shapes, layout=layout, linears=linears, fused=fused)
+    if layout == "gpt_oss":
+        (stack,) = names.stacks(f"{name}.weight")
+        part = next(iter(linears.values()))
+        shapes = block_shapes(stack.key, len(linears), part.in_features, part.out_features)
+        return Item(name, layer, parameters, shapes, layout=layout, linears=linears, fused=(stack,))
     only = [stack.key for stack in names.stacks(f"{name}.weight") if stack.only]
     if only and layout != "dequantized" and not _becomes_linears(model, name):
         raise ValueError(
             f"{name}: transformers reads these experts as one tensor, {only[0]}, which has no quantised form in "
             f"layout {layout!r}: to leave them as they are set quant.exempt_more: ['.*\\.{_parent(name)}\\..+'], or "
-            "write them with export.format 'dequantized'"
+            "write them with export.format 'dequantized' (gpt-oss' in mxfp4 with 'gpt_oss')"
         )
     shapes = {}
     for on_disk, part in linears.items():
@@ -164,6 +172,27 @@ def _quantized_item(
             suffixes["bias"] = (dtype, (part.out_features,))
         shapes |= {f"{on_disk}.{suffix}": expected for suffix, expected in suffixes.items()}
     return Item(name, layer, parameters, shapes, layout=layout, linears=linears)
+
+
+def _check_blocks(model: PreTrainedModel, quantization: Quantization) -> None:
+    """Refuse for layout ``gpt_oss`` a model of which not all experts are quantised, or others than these.
+
+    Raises:
+        ValueError: that is so; names them.
+    """
+    held = {
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "projections", ())
+        and getattr(model.get_submodule(name.rpartition(".")[0]), "replaces", "") == "GptOssExperts"
+    }
+    if held != set(quantization.layers):
+        wrong = sorted(held ^ set(quantization.layers))
+        raise ValueError(
+            f"layout 'gpt_oss' holds a gpt-oss whose experts are quantised, all of them and nothing else, under "
+            f"model.experts: stacked. It does not go with {listed(wrong)}: set quant.exempt_more: "
+            "['.*\\.self_attn\\..+'], or another export.format"
+        )
 
 
 def _parent(name: str) -> str:

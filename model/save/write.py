@@ -19,7 +19,7 @@ from model.zero import ReceiveBuffer, gathered_on_main
 from quant import QuantLayer
 from quant.export import cache_scale
 from quant.kv_cache import QuantCache
-from quant.layouts import linear_tensors
+from quant.layouts import BLOCK_ENDS, linear_tensors
 
 # Of parameters that are gathered together. Less is slower: a large one cannot come while a few small ones are written.
 GATHER_BYTES = 32 * 2**20
@@ -181,12 +181,23 @@ def _stacks(item: Item) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
 
 def _parts(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The parts of tensors that are not written at once: key, the element where the part begins, and its values."""
+    if item.layout == "gpt_oss":
+        yield from _blocks(item)
+        return
     start = dict.fromkeys(item.fused, 0)
     for experts in _experts(item) if item.fused else ():
         for stack in item.fused:
             part = torch.cat([experts[projection] for projection in stack.projections], dim=1)
             yield stack.key, start[stack], part.transpose(1, 2) if stack.turned else part
             start[stack] += part.numel()
+
+
+def _blocks(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """The parts of a stack in layout ``gpt_oss``: the codes and scales of each expert."""
+    (stack,) = item.fused
+    for index, (_, tensors) in enumerate(_weights(item)):
+        for suffix, end in BLOCK_ENDS.items():
+            yield stack.key + end, index * tensors[suffix].numel(), tensors[suffix]
 
 
 def _experts(item: Item) -> Iterator[dict[str, torch.Tensor]]:

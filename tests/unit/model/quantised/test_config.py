@@ -25,7 +25,6 @@ def changed(**weights: object) -> dict:
 
 REFUSED = {
     "hqq": ({"quant_method": "hqq", "bits": 4}, "quant_method is 'hqq', whose codes are not read"),
-    "mxfp4": ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4'"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
     "modelopt": ({"quant_method": "modelopt"}, "quant_method is 'modelopt'"),
     "none": ({"bits": 4}, "quant_method is None"),
