@@ -41,6 +41,14 @@ RUNS = {
 }
 
 
+def in_blocks(path: str, layout: str, **optim) -> Variant:
+    """gpt-oss with experts in mxfp4, written in one of two layouts."""
+    sections = run("gpt_oss", "mxfp4", exempt_more=[r".*\.self_attn\..+"]).sections
+    changes = {"export": {"enabled": True, "format": layout}, "optim": optim}
+    changes |= {"model": {"path": path}, "quant": {"scheme": "source", "calibration_batches": 0}} if path else {}
+    return Variant(sections | changes, model="gpt_oss", dtype="bfloat16")
+
+
 SOURCE, AGAIN = "qwen3_5_moe", "from the export"
 
 
@@ -53,7 +61,13 @@ def recipes(tmp_path_factory) -> dict[str, Path]:
         "quant": {"scheme": "source", "calibration_batches": 0},
         "optim": {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0},
     }
-    return run_variants(directory, RUNS | {AGAIN: Variant(sections, model=SOURCE, dtype="bfloat16")})
+    more = {
+        AGAIN: Variant(sections, model=SOURCE, dtype="bfloat16"),
+        "blocks": in_blocks("", "gpt_oss"),
+        "values": in_blocks("", "dequantized"),
+        "trained": in_blocks(str(directory / "blocks" / "export"), "gpt_oss", lr=1e-2, scale_lr=1e-2),
+    }
+    return run_variants(directory, RUNS | more)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -83,3 +97,21 @@ def test_a_run_from_an_export_that_changes_nothing_writes_the_same_export(recipe
     files = [file for file in export.iterdir() if file.suffix in (".json", ".safetensors")]
     assert len(files) >= 2
     assert not [file.name for file in files if file.read_bytes() != (again / file.name).read_bytes()]
+
+
+def test_experts_of_gpt_oss_in_blocks_are_the_values_of_the_last_forward(recipes):
+    """What transformers decodes is what the same training writes as plain weights; training goes on from the blocks."""
+    kind = transformers.GptOssForCausalLM
+    decoding = transformers.Mxfp4Config(dequantize=True)
+    exports = {name: load_recipe(recipes[name]).export_dir() for name in ("blocks", "values", "trained")}
+    blocks, trained = (
+        kind.from_pretrained(exports[name], dtype=torch.bfloat16, quantization_config=decoding).state_dict()
+        for name in ("blocks", "trained")
+    )
+    values = kind.from_pretrained(exports["values"], dtype=torch.bfloat16).state_dict()
+    assert blocks.keys() == values.keys()
+    assert not [key for key in values if not torch.equal(blocks[key], values[key])]
+    moved = {key for key in values if not torch.equal(blocks[key], trained[key])}
+    assert {key for key in values if key.endswith(("gate_up_proj", "down_proj"))} <= moved
+    files = [load_file(exports[name] / "model.safetensors") for name in ("blocks", "trained")]
+    assert files[0].keys() == files[1].keys() and any(key.endswith("_blocks") for key in files[0])
