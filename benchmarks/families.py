@@ -65,8 +65,12 @@ def measure(names: Sequence[str], directory: Path) -> dict[str, Outcome]:
             if len((found := outcomes(name))["stages"]) == before and not found["finished"]:  # it got nowhere
                 stages = {**found["stages"], "start": f"wrong: the job ended: {output[-300:]}"}
                 (directory / f"{name}.json").write_text(json.dumps({"stages": stages, "finished": True}))
-    ended = {name: outcomes(name) for name in names}
-    return {name: Outcome(one["stages"], one.get("commit", "")) for name, one in ended.items()}
+    ended = {}
+    for name in names:
+        found = outcomes(name)
+        stages = {stage: text.replace(f"{directory}/", "") for stage, text in found["stages"].items()}
+        ended[name] = Outcome(stages, found.get("commit", ""))
+    return ended
 
 
 def verdict(stages: Stages) -> tuple[str, str]:
