@@ -158,6 +158,10 @@ class Names:
         spellings = [key, renamed, f"{self._prefix}.{renamed}"]
         return any(one == part or one.startswith(f"{part}.") for part in self._left_out for one in spellings)
 
+    def renamed(self, key: str) -> str:
+        """The key of a tensor on disk as transformers' rules for the model rename it; the model need not have it."""
+        return apply_renamings(key, self._renamings)
+
     def linear(self, piece: Piece) -> str | None:
         """The name of the Linear's weight that a piece is in a stack of experts; None where it is in none."""
         return next(

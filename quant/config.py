@@ -138,8 +138,8 @@ def ignore_patterns(
     """
     quantized = list(quantized)
     ends = dict.fromkeys(f"re:.*{re.escape('.'.join(name.split('.')[-2:]))}$" for name in routers)
-    whole = [_inside(name, quantized) for name in copied]
-    return list(ends) + whole + name_patterns(skipped, quantized, anywhere=anywhere)
+    whole = dict.fromkeys(_inside(name, quantized) for name in copied)
+    return [*ends, *whole, *name_patterns(skipped, quantized, anywhere=anywhere)]
 
 
 def _inside(module: str, others: Iterable[str]) -> str:

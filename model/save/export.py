@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from model.load import garbage_kept
 from model.quantised.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
-from model.save.finish import check_destination, copy_companions, publish, write_config, write_index
+from model.save.finish import check_destination, configuration, copy_companions, publish, write_config, write_index
 from model.save.gguf_file import FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
 from model.save.loadable import check_loadable, check_written
 from model.save.plan import Item, copied_modules, plan_shards
@@ -77,6 +77,8 @@ def check_plan(
             if layout == "gguf":
                 plan_gguf(model, chain(*shards), template)
             check_loadable(Path(source_dir), shards, trust_remote_code=trust_remote_code)
+            if quantization is not None:
+                configuration(model, quantization, layout, shards)
 
 
 def _plan(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable
@@ -11,7 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from model.names import module_name_on_disk
+from model.names import Names, module_name_on_disk
+from model.ranks import listed
 from model.save.plan import Item, copied_modules
 from model.shards import INDEX
 from model.towers import text_part
@@ -79,13 +81,13 @@ def write_config(
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
     if quantization is not None:
-        quantised = _quantization_config(model, quantization, layout, shards)
+        quantised = configuration(model, quantization, layout, shards)
         if quantised is not None:
             config["quantization_config"] = quantised
     _write_json(config, directory / "config.json")
 
 
-def _quantization_config(
+def configuration(
     model: PreTrainedModel, quantization: Quantization, layout: Layout, shards: list[list[Item]]
 ) -> dict[str, Any] | None:
     """The ``quantization_config``, which names every module twice where that differs: as on disk, which vLLM sees, and
@@ -94,6 +96,9 @@ def _quantization_config(
     The text model of a composite one has another place in every reader (``model.language_model.layers`` on disk and
     in transformers, ``language_model.model.layers`` in vLLM, which does not translate patterns). There the names begin
     where it does, and a pattern holds for any place.
+
+    Raises:
+        ValueError: an entry of ``ignore`` would leave a layer unquantised that is quantised.
     """
     part = text_part(model)
     anywhere = bool(part) and layout == "compressed"
@@ -105,11 +110,17 @@ def _quantization_config(
     ]
     routers = [name for name, module in model.named_modules() if is_router(module)]
 
+    def names_of(module: str) -> tuple[str, ...]:
+        on_disk = module_name_on_disk(model, module)
+        if not anywhere:
+            return on_disk, module
+        inside = module.removeprefix(f"{part}.")
+        begin, found, rest = on_disk.partition(f".{inside.partition('.')[0]}.")
+        return (inside, f"{found.strip('.')}.{rest}") if begin and found else (inside,)
+
     def spellings(modules: Iterable[str]) -> dict[str, str]:
         """Modules by each of their names."""
-        if anywhere:
-            return {module.removeprefix(f"{part}."): module for module in modules}
-        return {name: module for module in modules for name in (module_name_on_disk(model, module), module)}
+        return {name: module for module in modules for name in names_of(module)}
 
     schemes = {
         part.name: layer.scheme for name, layer in quantization.layers.items() for part in linears_of(name, layer)
@@ -119,22 +130,31 @@ def _quantization_config(
     no_linears = [
         name for name, module in model.named_modules() if module is head or isinstance(module, QuantEmbedding)
     ]
-    named = spellings(name for name in no_linears if name in quantization.layers)
     kv_cache = next((cache.spec for cache in quantization.caches.values()), None)
-    copied = copied_modules(shards)
+    copied = [*copied_modules(shards), *copied_modules(shards, Names(model).renamed)]
     if layout == "vllm_fp8":  # it knows whole names of Linears alone
         plain = [item.copied for shard in shards for item in shard if item.copied and len(item.copied.shape) == 2]
         copied = [tensor.key.removesuffix(".weight") for tensor in plain if tensor.key.endswith(".weight")]
-    return layout_config(
+    config = layout_config(
         layout,
         layers,
         spellings(skipped),
         spellings(routers),
         kv_cache,
-        no_linears=list(named),
+        no_linears=list(spellings(name for name in no_linears if name in schemes)),
         copied=copied,
         anywhere=anywhere,
     )
+    _check_ignored((config or {}).get("ignore", ()), {*schemes, *(module_name_on_disk(model, one) for one in schemes)})
+    return config
+
+
+def _check_ignored(ignore: Iterable[str], quantised: Iterable[str]) -> None:
+    """Raise ValueError if an entry of ``ignore`` meets the name of a quantised layer."""
+    for entry in ignore:
+        pattern = re.compile(entry[3:] if entry.startswith("re:") else re.escape(entry) + "$")
+        if taken := sorted(filter(pattern.match, quantised)):
+            raise ValueError(f"ignore would hold {entry!r}, which leaves {listed(taken, 2)} unquantised for a reader")
 
 
 def is_router(module: nn.Module) -> bool:

@@ -120,15 +120,22 @@ def not_read(
     ]
 
 
-def copied_modules(shards: Iterable[Iterable[Item]]) -> list[str]:
+def copied_modules(shards: Iterable[Iterable[Item]], spelled: Callable[[str], str] = str) -> list[str]:
     """The modules, as they are called on disk, of which nothing is in the model and everything is copied: each at the
-    highest level where that is so (``model.visual``, ``mtp``, ``model.layers.61``)."""
+    highest level where that is so (``model.visual``, ``mtp``, ``model.layers.61``).
+
+    Args:
+        shards: of :func:`plan_shards`.
+        spelled: gives the key of a copied tensor another spelling, in which the modules are named then.
+    """
     items = [item for shard in shards for item in shard]
-    above = {key[:end] for item in items if item.copied is None for key in item.shapes for end in _ends(key)}
+    # The model's own spelling too: what holds a layer in any reader is not copied.
+    own = [key for item in items if item.copied is None for key in (f"{item.name}.", *item.shapes)]
+    above = {key[:end] for key in own for end in _ends(key)}
     found: dict[str, None] = {}
     for item in items:
-        if item.copied is not None:
-            highest = next((key[:end] for key in item.shapes for end in _ends(key) if key[:end] not in above), None)
+        for key in map(spelled, item.shapes if item.copied is not None else ()):
+            highest = next((key[:end] for end in _ends(key) if key[:end] not in above), None)
             if highest is not None:
                 found[highest] = None
     return list(found)

@@ -1,10 +1,12 @@
 """Exports that transformers would not find its weights in are refused, whatever the family."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -195,3 +197,26 @@ def test_files_that_are_not_as_planned_are_an_error(tmp_path: Path, seed: int):
     save_file({key: value for key, value in disk.items() if "norm" not in key}, source / "model.safetensors")
     with pytest.raises(ValueError, match=r"not as planned: model\.layers\.0\.input_layernorm\.weight"):
         check_written(source, shards)
+
+
+@pytest.mark.parametrize(
+    ("family", "entries"),
+    [
+        # A tensor of its projector begins with "model.", as all layers do in transformers.
+        ("kimi_k25", {r"re:(?:.*\.)?mm_projector(?:\..*)?$"}),
+        # Its routers have another name on disk, its projector another one in transformers.
+        ("minimax_m3_vl", {r"re:.*mlp\.gate$", r"re:.*block_sparse_moe\.gate$"}),
+        ("step3p7", {r"re:(?:.*\.)?vit_large_projector(?:\..*)?$", r"re:(?:.*\.)?multi_modal_projector(?:\..*)?$"}),
+    ],
+)
+def test_what_is_not_quantised_is_named_as_every_reader_has_it(family: str, entries: set[str], tmp_path: Path):
+    source = VARIANTS[family].checkpoint(tmp_path / "source")
+    model = loaded(source)
+    quantization = quantised(model, "fp8_dynamic")
+    check_plan(model, quantization, source)
+    export_model(model, quantization, source, tmp_path / "export")
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert entries <= set(config["quantization_config"]["ignore"])
+    kind = getattr(transformers, config["architectures"][0])
+    _, info = kind.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(info.values()), info
