@@ -109,10 +109,7 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
 
 
 def _take_output(recipe: Recipe, claim: Claim) -> None:
-    """Claim the output directory, and remove what an export of this run left there that was killed; a collective.
-
-    What lies elsewhere may be another run's, and is named. So is a run that will leave nothing.
-    """
+    """Claim the output directory; a run that will leave nothing is named. A collective."""
     output = Path(recipe.output_dir)
     with errors_on_all_ranks(OSError):
         if is_main():
@@ -125,14 +122,19 @@ def _take_output(recipe: Recipe, claim: Claim) -> None:
             "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
             "(train.checkpoint_every is 0): what it trains is lost at its end"
         )
+    if recipe.export.enabled:
+        _clear_export(output, recipe.export_dir())
+
+
+def _clear_export(output: Path, export: Path) -> None:
+    """Remove what an ``export`` left in ``output`` that was killed, on rank 0. Elsewhere it may be another run's, and
+    is named. A collective."""
     with errors_on_all_ranks(OSError):
-        if is_main() and recipe.export.enabled:
-            export = recipe.export_dir()
-            for left in export.parent.glob(f"{export.name}.tmp-????????"):
-                if export.parent.resolve() == output.resolve():
-                    shutil.rmtree(left, ignore_errors=True)
-                else:
-                    say(f"warning: {left} is of an export that was killed or still runs; remove it if none does")
+        for left in export.parent.glob(f"{export.name}.tmp-????????") if is_main() else ():
+            if export.parent.resolve() == output.resolve():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                say(f"warning: {left} is of an export that was killed or still runs; remove it if none does")
 
 
 def _measured(recipe: Recipe, token_losses: Sequence[str]) -> list[str]:

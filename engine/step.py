@@ -3,7 +3,7 @@
 import json
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -216,17 +216,20 @@ def _watch_gradients(model: nn.Module) -> Callable[[], str | None]:
             hook.remove()
         elsewhere = gather_objects(list(without))
         names = [name for name in without if all(name in others for others in elsewhere)]
-        if not names:
-            return None
-        patterns = name_patterns(names, trained.keys() - set(names))
-        quoted = [f"'{one.removeprefix('re:') if one.startswith('re:') else re.escape(one)}'" for one in patterns]
-        return (
-            f"{listed(names, 3)}: the loss of the first step did not depend on them (its rows may be too short to "
-            "reach them), so that weight decay alone would move them; to leave them as they are, set "
-            f"learnable.freeze: [{', '.join(quoted)}]"
-        )
+        return _no_gradient(names, trained.keys() - set(names)) if names else None
 
     return untouched
+
+
+def _no_gradient(names: Sequence[str], others: Set[str]) -> str:
+    """What is wrong with trained Parameters of these ``names`` that got no gradient, while ``others`` got one."""
+    patterns = name_patterns(names, others)
+    quoted = [f"'{one.removeprefix('re:') if one.startswith('re:') else re.escape(one)}'" for one in patterns]
+    return (
+        f"{listed(names, 3)}: the loss of the first step did not depend on them (its rows may be too short to "
+        "reach them), so that weight decay alone would move them; to leave them as they are, set "
+        f"learnable.freeze: [{', '.join(quoted)}]"
+    )
 
 
 class Update(NamedTuple):

@@ -258,7 +258,6 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
         return QuantLinear.used_weight(self)
 
 
-@torch.no_grad()
 def settle_function(stand_in: StandIn, forward: Callable[[Tensor], Tensor], config: PretrainedConfig) -> None:
     """Find out what a model makes of its lm_head's output, and set ``stand_in.function``; a collective if it does so.
 
@@ -273,8 +272,15 @@ def settle_function(stand_in: StandIn, forward: Callable[[Tensor], Tensor], conf
         RankError: on every rank: the model computes neither what its configuration proposes nor the identity.
     """
     proposed = proposed_function(config)
-    if proposed == UNCHANGED:
-        return
+    if proposed != UNCHANGED:
+        stand_in.function = _checked_function(proposed, stand_in, forward, config)
+
+
+@torch.no_grad()
+def _checked_function(
+    proposed: LogitFunction, stand_in: StandIn, forward: Callable[[Tensor], Tensor], config: PretrainedConfig
+) -> LogitFunction:
+    """``proposed`` or the identity, whichever a forward shows; arguments and error of :func:`settle_function`."""
     stand_in._probing = True
     try:
         found = forward(torch.ones(1, 2, dtype=torch.int64)).float()
@@ -291,7 +297,7 @@ def settle_function(stand_in: StandIn, forward: Callable[[Tensor], Tensor], conf
         else f"{type(config).__name__} ({config.model_type}) changes its logits after lm_head in another way than its "
         f"configuration says ({proposed}): its losses cannot be computed from the hidden states"
     )
-    stand_in.function = UNCHANGED if unchanged else proposed
+    return UNCHANGED if unchanged else proposed
 
 
 def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:

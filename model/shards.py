@@ -168,21 +168,28 @@ def warn_of_zero_tails(directory: Path) -> None:
     Raises:
         CheckpointError, OSError: see :func:`read_headers`; a file cannot be read.
     """
-    by_file: dict[Path, list[DiskTensor]] = {}
-    for tensor in read_headers(directory).tensors.values() if is_main() else ():
-        by_file.setdefault(tensor.file, []).append(tensor)
-    for file, tensors in by_file.items():
-        size, zeros = file.stat().st_size, _zeros_at_end(file)
-        gone = [
-            tensor.key
-            for tensor in tensors
-            if len(tensor.shape) > 1 and 10 * (tensor.end - size + zeros) > tensor.end - tensor.begin
-        ]
-        if zeros >= PAGE_BYTES and gone:
-            say(
-                f"warning: the last {zeros:,} bytes of {file} are zeros, and with them {listed(gone, 3)}: a file that "
-                "lost its end in a crash looks like this; compare its checksum with that of the original"
-            )
+    tensors = read_headers(directory).tensors.values() if is_main() else ()
+    for file in sorted({tensor.file for tensor in tensors}):
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(max(0, file.stat().st_size - PAGE_BYTES))
+            suspect = not any(stream.read())
+        if suspect:
+            _warn_of_zeros(file, [tensor for tensor in tensors if tensor.file == file])
+
+
+def _warn_of_zeros(file: Path, tensors: list[DiskTensor]) -> None:
+    """Say which matrices, all of them in ``file``, are among the zeros at its end, if there are any."""
+    size, zeros = file.stat().st_size, _zeros_at_end(file)
+    gone = [
+        tensor.key
+        for tensor in tensors
+        if len(tensor.shape) > 1 and 10 * (tensor.end - size + zeros) > tensor.end - tensor.begin
+    ]
+    if zeros >= PAGE_BYTES and gone:
+        say(
+            f"warning: the last {zeros:,} bytes of {file} are zeros, and with them {listed(gone, 3)}: a file that "
+            "lost its end in a crash looks like this; compare its checksum with that of the original"
+        )
 
 
 def _zeros_at_end(file: Path) -> int:

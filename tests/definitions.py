@@ -27,7 +27,9 @@ def kd_loss(kind, student, teacher, labels, *, temperature=1.0, top_k=1, tail=Fa
         return temperature**2 * kl((teacher / temperature).softmax(-1), (student / temperature).softmax(-1))
     if kind == "mse":
         return (student - teacher).square().sum(-1) / student.shape[-1]
-    chosen = (teacher if kind == "kl_top_k" else student).detach().topk(min(top_k, student.shape[-1])).indices
+    # Logits that fp32 does not tell apart are equally likely, and chosen by their ids.
+    likely = (teacher if kind == "kl_top_k" else student).detach().float().sort(descending=True, stable=True).indices
+    chosen = likely[..., :top_k]
     inside = [x.gather(-1, chosen) for x in (p, q)]
     if tail:
         outside = [x.scatter(-1, chosen, 0.0).sum(-1, keepdim=True) for x in (p, q)]
