@@ -36,7 +36,13 @@ from model.quantised.config import check_readable, is_quantised
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
 from model.towers import is_composite, model_class, text_of_composite
 
+FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied with what is not
 AUTO = "auto"  # the attention that a class has
+# What chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5, Qwen4-Exp), as transformers calls it. Qwen4-Exp's
+# calls its norm once for each token, and samples of the ranks differ in length: ZeRO-3 gathers it as one. Such a leaf
+# must not train, since the gradients of its parameters would wait for one of its output. transformers runs it without
+# gradients, so that weight decay alone would move it anyway.
+INDEXER = "indexer"
 
 
 def build_model(
@@ -73,6 +79,8 @@ def build_model(
     with errors_on_all_ranks(Exception):
         _check_dtype(ds_config, dtype)
         config = read_config(path, trust_remote_code)
+        if dtype != torch.float32 and config.model_type in FP32_ALONE:
+            raise ValueError(f"{path}: transformers runs {config.model_type} in fp32 alone: set model.dtype to float32")
         attention = attention_for(config, attn_implementation)
         if attn_implementation == AUTO and attention != "sdpa":
             say(f"attention: {attention}, for {type(config).__name__} has no sdpa; it takes more memory and time")
@@ -85,6 +93,9 @@ def build_model(
                     else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
                 )
             arrange_experts(model, experts)
+            for name, module in model.named_modules():
+                if name.endswith(f".{INDEXER}"):
+                    zero.mark_leaf(module)
         # no_init_weights switches off the method that ties them.
         model.tie_weights()
         _place_buffers(model, dtype, device)

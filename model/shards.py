@@ -172,9 +172,8 @@ def warn_of_zero_tails(directory: Path) -> None:
     for file in sorted({tensor.file for tensor in tensors}):
         with file.open("rb", buffering=0) as stream:
             stream.seek(max(0, file.stat().st_size - PAGE_BYTES))
-            suspect = not any(stream.read())
-        if suspect:
-            _warn_of_zeros(file, [tensor for tensor in tensors if tensor.file == file])
+            if not any(stream.read()):
+                _warn_of_zeros(file, [tensor for tensor in tensors if tensor.file == file])
 
 
 def _warn_of_zeros(file: Path, tensors: list[DiskTensor]) -> None:

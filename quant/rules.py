@@ -23,7 +23,9 @@ DEFAULT_EXEMPT: tuple[str, ...] = (
     r"(.*\.)?embed_tokens",
     r"(.*\.)?(gate|router|shared_expert_gate)",  # MoE routers, whether nn.Linear or a class of their own
     r"(.*\.)?router\..+",
-    r"(.*\.)?indexer\..+",  # chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5); serving keeps it in bf16
+    # Chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5). Serving keeps it in bf16, but for a part that it
+    # runs in one GEMM with q, k and v (Qwen4-Exp).
+    r"(.*\.)?indexer\.(?!index_qk_proj$).+",
 )
 
 _DECODER_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..+")

@@ -17,7 +17,7 @@ from engine.recipe.ds_config import teacher_config
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import LearnableRecipe, OptimRecipe
 from engine.session.loss_scale import LossScale
-from model.build import check_rotary_buffers
+from model.build import INDEXER, check_rotary_buffers
 from model.experts import ExpertMLPs, router_names
 from model.ranks import errors_on_all_ranks, listed, say
 from model.zero import forget_secondary_copies, full_shape, keep_frozen_fp32, stage
@@ -28,10 +28,6 @@ from quant.rules import examples
 # theta are 1e-9 and less, and Adam's usual eps of 1e-8 would be added to a root of their square that is smaller than
 # itself.
 SCALE_EPS = 1e-15
-
-# What chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5). transformers runs it without gradients, so that
-# weight decay alone would move it.
-INDEXER = "indexer"
 
 
 @dataclass(frozen=True)
@@ -47,13 +43,15 @@ class OwnedParameter:
 def classify(model: nn.Module) -> Iterator[OwnedParameter]:
     """Every Parameter of the model once, in module order, with its kind.
 
-    ``embedding`` is the table of the tokens, and lm_head, tied to it or not.
-    ``frozen`` are the initial scales s0, global scales and zero points, which never train, and what chooses the tokens
-    of sparse attention. A 1-dimensional
-    ``weight`` is a norm: transformers has dozens of norm classes and no common base, and no other layer of its language
-    models has a 1-dimensional weight.
+    ``embedding`` is the table of the tokens, and lm_head, tied to it or not. ``frozen`` are the initial scales s0,
+    global scales and zero points, which never train, and what ``INDEXER`` has, also where others share it. A
+    1-dimensional ``weight`` is a norm: transformers has dozens of norm classes and no common base, and no other layer
+    of its language models has a 1-dimensional weight.
     """
-    routers = {id(parameter) for parameter in _router_parameters(model)}
+    of_kind = {id(parameter): "router" for parameter in _router_parameters(model)}
+    for prefix, module in model.named_modules():
+        if prefix.endswith(f".{INDEXER}"):
+            of_kind |= {id(parameter): "frozen" for parameter in module.parameters()}
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -61,9 +59,7 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            kind = "router" if id(parameter) in routers else _kind(module, name, parameter)
-            if INDEXER in prefix.split("."):
-                kind = "frozen"
+            kind = of_kind.get(id(parameter)) or _kind(module, name, parameter)
             if kind == "weight" and (module is head or isinstance(module, (nn.Embedding, QuantEmbedding))):
                 kind = "embedding"
             yield OwnedParameter(f"{prefix}.{name}" if prefix else name, parameter, kind)

@@ -104,7 +104,7 @@ def quantise_student(
         set_learnable(model, recipe.learnable)
     # transformers computes the router's auxiliary loss in its forward; without a trainable router nobody would use it.
     config = model.config.get_text_config()
-    config.output_router_logits = recipe.learnable.router
+    config.output_router_logits = recipe.learnable.router and _has_router_logits(model)
     config.use_cache = False
     if recipe.train.activation_checkpointing:
         # Their inputs go to host memory in engine.step: transformers' own `offload` does not run on a CPU.
@@ -117,6 +117,17 @@ def quantise_student(
         for layer in quantization.layers.values():
             layer.keeps_weight_codes = True
     return quantization
+
+
+def _has_router_logits(model: PreTrainedModel) -> bool:
+    """Whether a module of the model gives the logits that the router's auxiliary loss is computed from. Without one
+    (Granite hybrids without experts, DeepSeek-V4 with hashed experts alone) transformers' own loss fails; said once."""
+    recorded = [module._can_record_outputs or {} for module in model.modules() if isinstance(module, PreTrainedModel)]
+    kinds = [getattr(one["router_logits"], "target_class", None) for one in recorded if "router_logits" in one]
+    there = not kinds or None in kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())
+    if not there:
+        say(f"warning: learnable.router: {type(model).__name__} has no router that gives logits: no auxiliary loss")
+    return there
 
 
 def _kept(model: PreTrainedModel) -> list[str]:

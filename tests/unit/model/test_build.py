@@ -170,3 +170,11 @@ def test_an_attention_that_cannot_be_used_is_one_line_with_its_key(tmp_path: Pat
     with pytest.raises(RankError, match=rf"^model\.attn_implementation: '{attention}', expected auto.*{why}") as caught:
         build_model(tmp_path, {}, dtype=torch.float32, device=torch.device("cpu"), attn_implementation=attention)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_transformers_runs_in_fp32_alone_is_refused_in_bf16(tmp_path: Path):
+    """It would fail in the first forward."""
+    VARIANTS["xlstm"].config().save_pretrained(tmp_path)
+    with pytest.raises(RankError, match=r"transformers runs xlstm in fp32 alone: set model\.dtype to float32$"):
+        build(tmp_path)
+    build_model(tmp_path, {}, dtype=torch.float32, device=CPU)

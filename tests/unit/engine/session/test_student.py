@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import z3_leaf_module
 
 from engine.memory.meta_model import MetaStudent, meta_student
 from engine.recipe.quant import QuantRecipe
@@ -86,6 +87,32 @@ def test_what_chooses_tokens_of_sparse_attention_is_exempt_and_does_not_train(tm
     model = VARIANTS["deepseek_v32"].model()
     model(input_ids=torch.randint(3, 300, (1, 20)), use_cache=False).logits.square().mean().backward()
     assert chosen.keys() <= {name for name, parameter in model.named_parameters() if parameter.grad is None}
+
+
+def test_what_serving_runs_in_one_gemm_with_q_k_and_v_is_quantised_with_them(tmp_path: Path):
+    """And its scales do not train: it is gathered whole, and ZeRO-3 would lose what reaches them from q, k and v."""
+    learnable = LearnableRecipe(weight_scale=True, act_scale=True)
+    student = student_of("qwen4_exp_text", tmp_path, learnable=learnable)
+    quantised = student.quantization.layers
+    chosen = {name: layer for name, layer in quantised.items() if name.endswith(".indexer.index_qk_proj")}
+    assert chosen
+    for name, layer in chosen.items():
+        block = name.removesuffix(".indexer.index_qk_proj")
+        assert all(quantised[f"{block}.{leaf}"].weight_theta is layer.weight_theta for leaf in ("q_proj", "v_proj"))
+        assert not layer.weight_theta.requires_grad and not layer.input_theta.requires_grad
+        assert quantised[f"{block}.o_proj"].weight_theta.requires_grad
+        assert z3_leaf_module(student.model.get_submodule(f"{block}.indexer"))
+
+
+@pytest.mark.parametrize("name", ("granitemoehybrid, dense", "qwen3_moe"))
+def test_the_auxiliary_loss_is_asked_for_where_a_router_gives_logits(name: str, tmp_path: Path, capsys):
+    student = student_of(name, tmp_path, learnable=LearnableRecipe(router=True))
+    asked = student.model.config.output_router_logits
+    assert asked == (name == "qwen3_moe") != ("has no router that gives logits" in capsys.readouterr().out)
+    model = VARIANTS[name].model()
+    model.config.output_router_logits = asked
+    found = model(input_ids=torch.randint(3, 300, (1, 8)), use_cache=False)
+    assert (found.aux_loss is not None) == asked
 
 
 @pytest.mark.parametrize(
