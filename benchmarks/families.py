@@ -83,6 +83,8 @@ def verdict(stages: Stages) -> tuple[str, str]:
     exempt = [stage for stage in refused if stages.get(f"{stage}, exempt") == "ok"]
     if exempt and len(exempt) == len(refused):
         return "works with layers exempt", refused[exempt[0]].removeprefix("refused: ")
+    if refused and all(stages.get(f"{stage}, dequantized") == "ok" for stage in refused):
+        return "works dequantized", next(iter(refused.values())).removeprefix("refused: ")
     if refused:
         return "refused", next(iter(refused.values())).removeprefix("refused: ")
     readers = [
@@ -113,8 +115,9 @@ def table(results: dict[str, Outcome]) -> str:
         "load without a missing or an unexpected key as the class that their `config.json` names and compute what",
         "training saw. *Works without packing* means that transformers' code of this family lets packed samples see",
         "each other, so that `data.packing` is refused. *Works with layers exempt* means that a run is refused with",
-        "the `quant.exempt_more` that it needs, and works with it. Where transformers cannot load an export in a",
-        "scheme, which a run says before it trains, the reason stands behind; it was compared with what",
+        "the `quant.exempt_more` that it needs, and works with it; *works dequantized*, that it is refused unless the",
+        "export holds weights (`export.format: dequantized`). Where transformers cannot load an export in a scheme,",
+        "which a run says before it trains, the reason stands behind; it was compared with what",
         "compressed-tensors decompresses. *At* is the commit that was tried, with a + where files had changed since.",
         "To try a model that is not listed, see [adding a model](adding_a_model.md).",
     ]

@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from model import zero
 from model.arrange_experts import arrange_experts
+from model.conv1d import arrange_conv1d
 from model.experts import Form
 from model.quantised.config import check_readable, is_quantised
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
@@ -92,6 +93,7 @@ def build_model(
                     if is_composite(config)
                     else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
                 )
+            arrange_conv1d(model)
             arrange_experts(model, experts)
             for name, module in model.named_modules():
                 if name.endswith(f".{INDEXER}"):

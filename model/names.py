@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from model.conv1d import turned_weights
 from model.pieces import ExpertTensor, Layout, Piece, Shape, Stack, expert_tensors, fused_layouts, turned
 from model.towers import is_composite, left_out
 from model.zero import full_shape
@@ -44,11 +45,13 @@ class Place(NamedTuple):
         key: of the tensor on disk.
         shape: its shape.
         start: the element of our tensor at which it begins.
+        turned: whether it is our matrix, turned.
     """
 
     key: str
     shape: Shape
     start: int
+    turned: bool = False
 
 
 class _Rows(NamedTuple):
@@ -79,6 +82,7 @@ class Names:
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._prefix = model.base_model_prefix
         self.own = {name: tuple(full_shape(tensor)) for name, tensor in own_tensors(model).items()}
+        self.turned = turned_weights(model)
         self._experts = expert_tensors(model)
         self._fused = fused_layouts(self._experts)
         self._fused_of: dict[str, dict[str, list[str]]] = {}  # by our name: transformers' names, and Linears there
@@ -134,7 +138,8 @@ class Names:
         parts = [(start, key) for key, (whole, start, _) in self._rows.items() if whole == name]
         if parts:
             return [Place(key, self._rows[key].shape, start) for start, key in sorted(parts)]
-        return [Place(self.key(name), self.own[name], 0)]
+        turned = name in self.turned
+        return [Place(self.key(name), self.own[name][::-1] if turned else self.own[name], 0, turned)]
 
     def stacks(self, name: str) -> list[Stack]:
         """The tensors on disk with all experts that our parameter ``name`` lies in; none where it is no weight of
@@ -216,6 +221,8 @@ class Names:
 
     def _whole(self, name: str) -> Layout:
         shape = self.own[name]
+        if name in self.turned:
+            return Layout(shape[::-1], (Piece(name, 0, shape, turned=shape[0]),))
         return Layout(shape, (Piece(name, 0, shape),))
 
     def _converted(self, key: str, renamed: str, name: str, pattern: str) -> Layout | None:

@@ -161,10 +161,6 @@ def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor
 def warn_of_zero_tails(directory: Path) -> None:
     """Say on rank 0 which files of a checkpoint end in zeros where matrices should be.
 
-    A file system that lost the end of a file in a crash may fill it with zeros: sizes and headers are right then, and
-    the weights are gone. A model may have matrices of zeros too (a fresh output of a residual block) and rows of zeros
-    (those that fill up a vocabulary), so this is no error, and a tenth of a matrix is not counted.
-
     Raises:
         CheckpointError, OSError: see :func:`read_headers`; a file cannot be read.
     """
@@ -177,7 +173,12 @@ def warn_of_zero_tails(directory: Path) -> None:
 
 
 def _warn_of_zeros(file: Path, tensors: list[DiskTensor]) -> None:
-    """Say which matrices, all of them in ``file``, are among the zeros at its end, if there are any."""
+    """Say which matrices, of all ``tensors`` of a file, are among the zeros at its end, if there are any.
+
+    A file system that lost the end of a file in a crash may fill it with zeros: sizes and headers are right then, and
+    the weights are gone. A model may have matrices of zeros too (a fresh output of a residual block) and rows of zeros
+    (those that fill up a vocabulary), so this is no error, and a tenth of a matrix is not counted.
+    """
     size, zeros = file.stat().st_size, _zeros_at_end(file)
     gone = [
         tensor.key

@@ -123,8 +123,8 @@ def _has_router_logits(model: PreTrainedModel) -> bool:
     """Whether a module of the model gives the logits that the router's auxiliary loss is computed from. Without one
     (Granite hybrids without experts, DeepSeek-V4 with hashed experts alone) transformers' own loss fails; said once."""
     recorded = [module._can_record_outputs or {} for module in model.modules() if isinstance(module, PreTrainedModel)]
-    kinds = [getattr(one["router_logits"], "target_class", None) for one in recorded if "router_logits" in one]
-    there = not kinds or None in kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())
+    kinds = [getattr(one["router_logits"], "target_class", nn.Module) for one in recorded if "router_logits" in one]
+    there = not kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())
     if not there:
         say(f"warning: learnable.router: {type(model).__name__} has no router that gives logits: no auxiliary loss")
     return there

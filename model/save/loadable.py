@@ -93,7 +93,7 @@ def _unquantised(items: Iterable[Item]) -> Shapes:
         if item.layout == "gpt_oss":
             shapes |= {stack.key: (torch.bfloat16, stack.shape) for stack in item.fused}
             continue
-        if item.layout is None or item.fused:
+        if item.layout in (None, "dequantized") or item.fused:
             if not isinstance(item.module, QuantCache):
                 shapes |= item.shapes
             continue

@@ -42,6 +42,7 @@ class Item:
         plain: parameters and buffers that are written as they are, and where.
         stacked: keys of the equal parts of the module's only parameter, in their order.
         fused: the tensors that hold all Linears of a stack of experts; they are written in parts.
+        turned: whether the weight of a QuantLayer is written turned.
         copied: a tensor of the source that is written as it lies there, or as the values of its codes; no module has
             it.
     """
@@ -55,6 +56,7 @@ class Item:
     plain: Sequence[tuple[torch.Tensor, Place]] = ()
     stacked: tuple[str, ...] = ()
     fused: tuple[Stack, ...] = ()
+    turned: bool = False
     copied: DiskTensor | CodedTensor | None = None
 
     @cached_property
@@ -165,6 +167,11 @@ def _quantized_item(
         part = next(iter(linears.values()))
         shapes = block_shapes(stack.key, len(linears), part.in_features, part.out_features)
         return Item(name, layer, parameters, shapes, layout=layout, linears=linears, fused=(stack,))
+    turned = f"{name}.weight" in names.turned
+    if turned and layout != "dequantized":
+        raise ValueError(
+            f"{name}: transformers has a Conv1D here, which no reader takes quantised: set export.format to dequantized"
+        )
     only = [stack.key for stack in names.stacks(f"{name}.weight") if stack.only]
     if only and layout != "dequantized" and not _becomes_linears(model, name):
         raise ValueError(
@@ -177,8 +184,10 @@ def _quantized_item(
         suffixes = linear_shapes(layout, part.in_features, part.out_features, layer.scheme, dtype)
         if layer.bias is not None:
             suffixes["bias"] = (dtype, (part.out_features,))
+        if turned:
+            suffixes["weight"] = (dtype, (part.in_features, part.out_features))
         shapes |= {f"{on_disk}.{suffix}": expected for suffix, expected in suffixes.items()}
-    return Item(name, layer, parameters, shapes, layout=layout, linears=linears)
+    return Item(name, layer, parameters, shapes, layout=layout, linears=linears, turned=turned)
 
 
 def _check_blocks(model: PreTrainedModel, quantization: Quantization) -> None:

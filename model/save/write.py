@@ -216,16 +216,19 @@ def _experts(item: Item) -> Iterator[dict[str, torch.Tensor]]:
 
 def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors of an item that is not stacked, in CPU memory, by key; those of one Linear, or one plain tensor, at a
-    time. A plain tensor on a CPU is the parameter's own memory."""
+    time. A plain tensor on a CPU is the parameter's own memory, unless it is written turned."""
     if isinstance(item.module, QuantCache):
         yield {item.name: cache_scale(item.name, item.module.input_scale())}
         return
     if item.layout is None:  # nothing of a stack
         for tensor, place in item.plain:
-            values = tensor.detach().cpu().contiguous().view(-1)
+            matrix = tensor.detach().cpu()
+            values = (matrix.t() if place.turned else matrix).contiguous().view(-1)
             yield {place.key: values[place.start : place.start + math.prod(place.shape)].view(place.shape)}
         return
     for name, tensors in _weights(item) if not item.fused else ():
+        if item.turned:
+            tensors["weight"] = tensors["weight"].t().contiguous()
         yield {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 

@@ -8,7 +8,7 @@ from benchmarks.families import PAGE, measure, verdict
 from tests.families.variants import VARIANTS
 
 LEAST_WORKING = 100
-WORKS = ("works", "works without packing", "works with layers exempt")
+WORKS = ("works", "works without packing", "works with layers exempt", "works dequantized")
 # One with a softcap and an attention of two kinds, and one whose experts are made anew.
 FEW = ("gemma2", "qwen3_moe")
 

@@ -52,8 +52,12 @@ ZERO_0: dict[str, Any] = {"zero_optimization": {"stage": 0}}
 NO_TEACHER = {"kd_weight": 0.0, "teacher": None}
 # fp32 sums in another order, through two to six layers; a wrong factor, mask or position gives 1e-2 and more.
 ROUNDING = 2e-4
+# The same weights in bf16, whose products are summed in another order.
+ROUNDING_BF16 = 0.05
 UNREAD = re.compile(r"\.experts\.\d+\.\w+\.input_scale$")
-ADVICE = re.compile(r"set quant\.exempt_more: (\[.*\])")  # what an error says can be done about it
+# What errors say can be done about them.
+ADVICE = re.compile(r"set quant\.exempt_more: (\[.*\])")
+DEQUANTIZED = "set export.format to dequantized"
 LENGTHS = (7, 7, 11)  # of samples that share packed rows, the first two in turn
 
 
@@ -190,20 +194,30 @@ def train(recipe: Path) -> str | None:
     """
     loop = Loop.from_recipe(recipe)
     state = loop.run()
+    export = Path(loop.recipe.output_dir) / "export"
+    batches = [torch.randint(7, 300, (2, 24), generator=torch.Generator().manual_seed(3))]
+    if loop.recipe.export.format == "dequantized":
+        state.quant.enable(activations=False)
+        with torch.no_grad():
+            seen = state.session.model.eval()(input_ids=batches[0], use_cache=False).logits.float()
+            found = load(export).bfloat16()(input_ids=batches[0], use_cache=False).logits.float()
+        state.session.engine.destroy()
+        if not (error := ((found - seen).abs().max() / seen.std()).item()) < ROUNDING_BF16:
+            raise Wrong(f"logits of the weights differ by {error:.2g} of their standard deviation")
+        return None
     reason = not_loaded(state.session.model, state.session.quantization)
     state.session.engine.destroy()
-    export = Path(loop.recipe.output_dir) / "export"
     if reason is None:
         load(export)
-    batches = [torch.randint(7, 300, (2, 24), generator=torch.Generator().manual_seed(3))]
     report = compare_with_transformers(export, batches)
     if not report.ok:
         raise Wrong(f"verify: {report.problems[0]}")
     return reason
 
 
-def load(export: Path) -> None:
-    """Load an export with transformers; every key of the class that config.json names must be there, none else."""
+def load(export: Path) -> torch.nn.Module:
+    """Load an export with transformers, in fp32; every key of the class that config.json names must be there, none
+    else."""
     config = json.loads((export / "config.json").read_text())
     cls = getattr(transformers, config["architectures"][0])
     loaded, info = cls.from_pretrained(export, output_loading_info=True, dtype=torch.float32)
@@ -212,7 +226,7 @@ def load(export: Path) -> None:
     problems = {kind: sorted(keys)[:3] for kind, keys in left.items() if keys}
     if problems:
         raise Wrong(f"{cls.__name__} finds {problems}")
-    del loaded
+    return loaded.eval()
 
 
 class Progress:
@@ -315,6 +329,10 @@ def take_through(variant: Variant, directory: Path) -> None:
             quant["exempt_more"] = yaml.safe_load(advised[1])
             recipe = recipe_of(home, f"{scheme}-exempt", source, chats, quant=quant, **sections)
             progress.run(f"{scheme}, exempt", lambda recipe=recipe: train(recipe), trains=True)
+        elif DEQUANTIZED in progress.stages[scheme]:
+            weights = {"enabled": True, "format": "dequantized"}
+            recipe = recipe_of(home, f"{scheme}-weights", source, chats, quant=quant, export=weights, **sections)
+            progress.run(f"{scheme}, dequantized", lambda recipe=recipe: train(recipe), trains=True)
     progress.finish()
 
 
