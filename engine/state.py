@@ -93,7 +93,8 @@ class LoopState:
         self.metrics.log(values, self.step)
 
     def set_peak_rates(self, **rates: float) -> None:
-        """Peak learning rates by parameter group (weights, embeddings, norms, biases, weight_scales, act_scales)."""
+        """Peak learning rates by parameter group (weights, embeddings, norms, biases, weight_scales, act_scales,
+        adapters)."""
         self.session.levers.set_peak_rates(**rates)
 
     def set_loss_weights(self, **weights: float) -> None:

@@ -35,7 +35,7 @@ from model.conv1d import turned_weights
 from model.pieces import ExpertTensor, Layout, Piece, Shape, Stack, expert_tensors, fused_layouts, turned
 from model.towers import is_composite, left_out
 from model.zero import full_shape
-from quant import SCALE_PARAMETERS
+from quant import ADAPTER_PARAMETERS, SCALE_PARAMETERS
 
 
 class Place(NamedTuple):
@@ -286,12 +286,13 @@ class Names:
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint of ``model`` holds: parameters, tied ones under each of their names, and persistent buffers.
 
-    Scales are not among them: the layers of :mod:`quant` may be in place already, and scales have their own reader.
+    Scales and adapters are not among them: the layers of :mod:`quant` may be in place already, and scales have their
+    own reader.
     """
     tensors: dict[str, Tensor] = {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name.rpartition(".")[2] not in SCALE_PARAMETERS
+        if name.rpartition(".")[2] not in (*SCALE_PARAMETERS, *ADAPTER_PARAMETERS)
     }
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -16,7 +16,7 @@ from quant.calibrate import (
 from quant.embedding import QuantEmbedding
 from quant.kernels import prepare_kernels
 from quant.kv_cache import QuantCache
-from quant.linear import SCALE_PARAMETERS, QuantLayer, QuantLinear, weights_changed
+from quant.linear import ADAPTER_PARAMETERS, SCALE_PARAMETERS, QuantLayer, QuantLinear, weights_changed
 from quant.observe import Observer, recomputing
 from quant.prepare import prepare
 from quant.quantization import Quantization
@@ -26,6 +26,7 @@ from quant.scale_groups import ScaleGroup
 from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_scheme
 
 __all__ = [
+    "ADAPTER_PARAMETERS",
     "DEFAULT_EXEMPT",
     "PRESETS",
     "SCALE_PARAMETERS",

@@ -17,6 +17,7 @@ Nothing is saved or computed for an operand that needs no gradient.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +64,7 @@ def quant_linear(
     weight_codes: Tensor | None = None,
     shared: SharedInput | None = None,
     offsets: Tensor | None = None,
+    apply: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """``F.linear`` of quantised operands.
 
@@ -75,6 +77,7 @@ def quant_linear(
         weight_codes: the weight's codes, if they are known.
         shared: what layers that read the same tensor hand each other.
         offsets: of a stack, where the rows of each expert end, see :mod:`quant.gemm`.
+        apply: that of a weight with an adapter, which trains (:mod:`quant.adapter`), instead of the Function's below.
 
     Returns:
         ``[..., out]`` in the dtype of ``x``. Gradients have their tensors' dtypes.
@@ -88,14 +91,14 @@ def quant_linear(
     spec = plan.input
     if spec is not None:
         fixed = torch.is_grad_enabled() and not _learns(input_scale) and not spec.dynamic
-        trains_weight = weight.requires_grad or _learns(weight_scale)
+        trains_weight = weight.requires_grad or _learns(weight_scale) or apply is not None
         wanted = Wanted(plan.fp8_gemm, codes=fixed and trains_weight, mask=fixed and x.requires_grad)
         with torch.no_grad():
             make = partial(quantize_input, x, input_scale, spec, weight.dtype, wanted)
             quantized = make() if shared is None else shared.get(x, wanted, make)
     no_scale = (None,) * len(Scale._fields)
     input_s0, input_theta, *_ = input_scale or no_scale
-    return QuantLinearFunction.apply(
+    return (apply or QuantLinearFunction.apply)(
         plan, x, weight, bias, *(weight_scale or no_scale), input_s0, input_theta, *quantized, weight_codes, offsets
     )
 
@@ -104,7 +107,7 @@ def _learns(scale: Scale | None) -> bool:
     return scale is not None and scale.theta is not None and scale.theta.requires_grad
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     """The tensors that :class:`QuantLinearFunction` takes after its plan, and in this order their gradients.
 
     ``values, codes, mask`` is a :class:`quant.inputs.QuantizedInput`.
@@ -126,7 +129,7 @@ class _Arguments(NamedTuple):
     offsets: Any
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """What backward keeps, in the order of ``ctx.save_for_backward``."""
 
     weight: Tensor
@@ -152,12 +155,12 @@ class _Saved(NamedTuple):
 class QuantLinearFunction(torch.autograd.Function):
     """The autograd of :func:`quant_linear`, after its input has been quantised.
 
-    ``apply(plan, *_Arguments)``. No tensor comes twice: torch.compile does not take that.
+    ``apply(plan, *Arguments)``. No tensor comes twice: torch.compile does not take that.
     """
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        given, needs = _Arguments(*tensors), _Arguments(*ctx.needs_input_grad[1:])
+        given, needs = Arguments(*tensors), Arguments(*ctx.needs_input_grad[1:])
         dynamic = plan.input is not None and plan.input.dynamic
         ctx.keeps_codes = plan.input is not None and not dynamic and not needs.input_theta
         kept_x = given.codes if ctx.keeps_codes else given.x
@@ -166,7 +169,7 @@ class QuantLinearFunction(torch.autograd.Function):
             kept_x = None
         scale = Scale(given.weight_s0, given.weight_theta, given.weight_global, given.weight_zero)
         inputs = (given.input_s0, given.input_theta, kept_x, given.mask)
-        saved = _Saved(given.weight, *scale, given.weight_codes, *inputs, given.offsets)
+        saved = Saved(given.weight, *scale, given.weight_codes, *inputs, given.offsets)
         ctx.save_for_backward(*saved)
         ctx.plan, ctx.input_shape = plan, given.x.shape
         if plan.fp8_gemm:
@@ -185,8 +188,8 @@ class QuantLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        needs = _Arguments(*ctx.needs_input_grad[1:])
-        saved = _Saved(*ctx.saved_tensors)  # once: activation checkpointing drops a tensor when it is unpacked
+        needs = Arguments(*ctx.needs_input_grad[1:])
+        saved = Saved(*ctx.saved_tensors)  # once: activation checkpointing drops a tensor when it is unpacked
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
         if needs.x or (needs.input_theta and ctx.plan.input is not None):
@@ -199,7 +202,7 @@ class QuantLinearFunction(torch.autograd.Function):
             grad_input_theta = torch.zeros_like(saved.input_theta)
         if saved.weight_theta is not None and needs.weight_theta and grad_weight_theta is None:
             grad_weight_theta = torch.zeros_like(saved.weight_theta)
-        gradients = _Arguments(*[None] * len(_Arguments._fields))._replace(
+        gradients = Arguments(*[None] * len(Arguments._fields))._replace(
             x=grad_x if needs.x else None,
             weight=grad_weight if needs.weight else None,
             bias=grad.sum(0) if needs.bias else None,
@@ -209,7 +212,7 @@ class QuantLinearFunction(torch.autograd.Function):
         return None, *gradients
 
 
-def _product_of_codes(plan: Plan, saved: _Saved, codes: Tensor, bias: Tensor | None) -> Tensor:
+def _product_of_codes(plan: Plan, saved: Saved, codes: Tensor, bias: Tensor | None) -> Tensor:
     """The fp8 GEMM of the codes of both operands, scaled."""
     assert plan.weight is not None and plan.input is not None
     quantizer = saved.weight_quantizer(plan.weight)
@@ -232,7 +235,7 @@ def _used_weight(
     return kernels.dequantize(codes, quantizer, after=after)
 
 
-def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+def _input_gradients(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
@@ -254,7 +257,7 @@ def _input_gradients(ctx: Any, saved: _Saved, grad: Tensor) -> tuple[Tensor, Ten
     return grad_used, grad_theta
 
 
-def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor, theta_gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _weight_gradients(ctx: Any, saved: Saved, grad: Tensor, theta_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """Gradients of the weight, in its shape, and of its theta where wanted, from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
     used_x = _used_input(ctx, saved, after=grad)
@@ -271,7 +274,7 @@ def _weight_gradients(ctx: Any, saved: _Saved, grad: Tensor, theta_gradient: boo
     return grad_used, grad_theta
 
 
-def _used_input(ctx: Any, saved: _Saved, *, after: Tensor) -> Tensor:
+def _used_input(ctx: Any, saved: Saved, *, after: Tensor) -> Tensor:
     """The input as the forward's GEMM saw it, from what was kept of it."""
     spec: TensorSpec | None = ctx.plan.input
     if spec is None:

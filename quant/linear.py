@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quant import gemm, kernels
+from quant.adapter import Adapter
 from quant.experts import StackedLinear
 from quant.function import Plan, UsedWeightFunction, quant_linear
 from quant.inputs import SharedInput
@@ -21,6 +22,8 @@ from quant.spec import Scheme
 # The Parameters of a quantised layer that the layer it replaces does not have: the parts of a Scale of the weight, then
 # s0 and theta of one of the input. Checkpoints know them by these names.
 SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "weight_zero", "input_s0", "input_theta")
+# Those that a layer with an adapter has beside them.
+ADAPTER_PARAMETERS = ("lora_a", "lora_b")
 
 
 class QuantLayer(nn.Module):
@@ -47,6 +50,8 @@ class QuantLayer(nn.Module):
         trained: whether a forward with gradients has run. Where none has, somebody uses the weight as it is.
         when_changed: called when weights, scales or switches changed, so that what is kept of them elsewhere is
             dropped; None where nothing is.
+        adapter: what is added to the weight before anything is made of it; None without one. Its Parameters are the
+            layer's, ``lora_a`` and ``lora_b``.
     """
 
     weight: nn.Parameter
@@ -106,6 +111,7 @@ class QuantLayer(nn.Module):
         self.keeps_weight_codes = False
         self.trained = False
         self.when_changed: Callable[[], None] | None = None
+        self.adapter: Adapter | None = None
         self._weight_codes: Tensor | None = None
 
     @property
@@ -131,6 +137,17 @@ class QuantLayer(nn.Module):
     def scale_of_input(self) -> Scale | None:
         """The Parameters of the input's scale likewise; None where none is stored."""
         return None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
+
+    def attach_adapter(self, lora_a: Tensor, lora_b: Tensor, scaling: float) -> None:
+        """Add an adapter to the weight from now on; see :class:`quant.adapter.Adapter`."""
+        adapter = Adapter(nn.Parameter(lora_a), nn.Parameter(lora_b), scaling)
+        for name in ADAPTER_PARAMETERS:
+            self.register_parameter(name, getattr(adapter, name))
+        self.adapter = adapter
+
+    def merged_weight(self) -> Tensor:
+        """What is quantised: the weight, with the adapter if there is one; without a gradient. Parameters gathered."""
+        return self.weight.detach() if self.adapter is None else self.adapter.merged(self.weight)
 
     @torch.no_grad()
     def weight_scale(self) -> Tensor:
@@ -213,7 +230,8 @@ class QuantLinear(QuantLayer):
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
         learns = self.weight_theta is not None or self.input_theta is not None
-        if not (self.weight_fake_quant or self.input_fake_quant or (learns and torch.is_grad_enabled())):
+        quantises = self.weight_fake_quant or self.input_fake_quant or self.adapter is not None
+        if not (quantises or (learns and torch.is_grad_enabled())):
             return gemm.linear(x, self.weight, self.bias, offsets)
         self._check_scale_dtypes()
         plan = Plan(
@@ -233,13 +251,15 @@ class QuantLinear(QuantLayer):
             weight_codes=self._kept_weight_codes() if self.weight_fake_quant else None,
             shared=self.shared_input,
             offsets=offsets,
+            apply=None if self.adapter is None else self.adapter.apply,
         )
 
     def used_weight(self) -> Tensor:
         """The weight ``[out, in]`` as the forward multiplies it now, differentiable.
 
-        It is for a caller that does not want a plain GEMM of it.
+        It is for a caller that does not want a plain GEMM of it. An adapter has no place there yet.
         """
+        assert self.adapter is None, "lm_head is no target of adapters"
         if torch.is_grad_enabled():
             self.trained = True
         if not self.weight_fake_quant:
@@ -257,7 +277,7 @@ class QuantLinear(QuantLayer):
         if self._weight_codes is None:
             # Not in the caller's inference mode either: what is made there cannot be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():
-                self._weight_codes = kernels.quantize(self.weight, self._weight_quantizer())[0]
+                self._weight_codes = kernels.quantize(self.merged_weight(), self._weight_quantizer())[0]
         return self._weight_codes
 
     def extra_repr(self) -> str:

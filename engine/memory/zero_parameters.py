@@ -13,6 +13,8 @@ from engine.session.optimizer import classify, parameter_groups
 from model.zero import leaves_of_stage_3, to_be_whole
 
 SCALES = ("weight_scale", "act_scale", "frozen")
+# What is made after the weights, and is not kept whole between steps (model.scales.release_scales).
+ADDED = (*SCALES, "adapter")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +28,7 @@ class ShardedParameter:
         size: bytes per element.
         trains: whether it has a gradient.
         dtype: the name of its dtype. One collective gathers parameters of one dtype.
-        scale: whether it is a scale. Scales are not kept whole between steps (model.zero.release).
+        released: whether it is a scale or of an adapter, which are not kept whole between steps (model.zero.release).
         whole: whether every rank holds all of it: a scale that is frozen and small is not partitioned.
     """
 
@@ -36,7 +38,7 @@ class ShardedParameter:
     size: int
     trains: bool
     dtype: str
-    scale: bool = False
+    released: bool = False
     whole: bool = False
 
     def padded(self, ranks: int) -> int:
@@ -54,7 +56,7 @@ class ShardedParameter:
 
     def persists(self, zero: DeepSpeedZeroConfig) -> bool:
         """Whether it is small enough to stay gathered between steps."""
-        return self.numel <= zero.param_persistence_threshold and not self.scale
+        return self.numel <= zero.param_persistence_threshold and not self.released
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Inventory:
     """Every Parameter of a model once, and the parameter groups of its optimizer.
 
     Attributes:
-        parameters: all of them, in the order in which they are made: weights, then scales.
+        parameters: all of them, in the order in which they are made: weights, then scales and adapters.
         groups: by the name of the optimizer's group, the parameters in it, which train.
         scales: bytes of all scales. They are among ``parameters`` too.
         quantised: how many weight elements have codes.
@@ -107,7 +109,7 @@ def take_inventory(model: nn.Module, optim: OptimRecipe | None) -> Inventory:
         model: the model, with what trains as in the run.
         optim: the recipe's section; None for a model that is frozen, which has no parameter groups.
     """
-    made = sorted(classify(model), key=lambda owned: owned.kind in SCALES)
+    made = sorted(classify(model), key=lambda owned: owned.kind in ADDED)
     whole = {id(parameter) for parameter in to_be_whole(one.parameter for one in made if one.kind in SCALES)}
     known = {
         id(owned.parameter): ShardedParameter(
@@ -117,7 +119,7 @@ def take_inventory(model: nn.Module, optim: OptimRecipe | None) -> Inventory:
             owned.parameter.element_size(),
             owned.parameter.requires_grad,
             str(owned.parameter.dtype),
-            scale=owned.kind in SCALES,
+            released=owned.kind in ADDED,
             whole=id(owned.parameter) in whole,
         )
         for order, owned in enumerate(made)

@@ -11,7 +11,7 @@ from engine.recipe.checks import at_least, field_problems, need, regex, value_pr
 CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
 
 # Parameter groups of engine.session.optimizer, which imports this module.
-EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales")
+EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales", "adapters")
 
 
 _WHEN = values("like loss/lm < 2.5", lambda text: parse_condition(text) is not None)
@@ -37,7 +37,8 @@ class EventRecipe:
     freeze_scales: bool | None = None
     """true: learned scales rest from now on; false: they train again."""
     lr: dict[str, float] | None = None
-    """Peak learning rates from now on, by group: weights, embeddings, norms, biases, weight_scales, act_scales."""
+    """Peak learning rates from now on, by group: weights, embeddings, norms, biases, weight_scales, act_scales,
+    adapters."""
     loss: dict[str, float] | None = None
     """Weights of the losses from now on: lm, kd."""
 

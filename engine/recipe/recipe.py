@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 
+from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.checks import RecipeError, field_problems, not_empty
 from engine.recipe.contradictions import contradictions
 from engine.recipe.events import EventRecipe
@@ -53,6 +54,8 @@ class Recipe:
     """Quantisation."""
     learnable: LearnableRecipe = field(default_factory=LearnableRecipe)
     """What trains."""
+    adapter: AdapterRecipe = field(default_factory=AdapterRecipe)
+    """Adapters, which train in place of the weights."""
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     """Optimizer and schedule."""
     loss: LossRecipe = field(default_factory=LossRecipe)
@@ -87,6 +90,11 @@ class Recipe:
     def never_quantises(self) -> bool:
         """Whether fake quant is off from the first step to the last: nothing in the recipe switches it on."""
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
+
+    def changes_model(self) -> bool:
+        """Whether training changes what the model computes without fake quant, so that scales of an earlier step are
+        those of another model."""
+        return any((self.learnable.weight, self.learnable.norm, self.learnable.router, self.adapter.on))
 
     def validate(self) -> None:
         """Check every value, and values against each other; no file is touched. Call it again after an assignment.

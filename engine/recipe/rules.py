@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from data.jsonl import expected_fields
 from engine.losses.kd import CACHED_KINDS, TOP_K_KINDS
+from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.events import EventRecipe
 from engine.recipe.loss import LossRecipe, TeacherKind
 from engine.recipe.quant import QuantRecipe
@@ -31,6 +32,7 @@ class Sections(Protocol):
     train: TrainRecipe
     quant: QuantRecipe
     learnable: LearnableRecipe
+    adapter: AdapterRecipe
     optim: OptimRecipe
     loss: LossRecipe
     schedule: list[EventRecipe]
@@ -104,8 +106,8 @@ RULES = (
     Rule(
         "something learns",
         "learnable",
-        lambda r: not any(getattr(r.learnable, name) for name in TRAINED),
-        f"at least one of {', '.join(TRAINED)} to be true",
+        lambda r: not (r.adapter.on or any(getattr(r.learnable, name) for name in TRAINED)),
+        f"at least one of {', '.join(TRAINED)} to be true, or adapter.kind lora",
         found="nothing is learnable",
     ),
     Rule(
@@ -250,7 +252,7 @@ RULES = (
     Rule(
         "scales that alone learn get a gradient",
         "quant.fake_quant_start",
-        lambda r: r.never_quantises() and r.learnable.scales_alone(),
+        lambda r: r.never_quantises() and r.learnable.scales_alone() and not r.adapter.on,
         "0 or more: only scales learn, and get no gradient",
         found="-1 (never)",
     ),
@@ -344,7 +346,9 @@ RULES_OF_SCHEMES = (
     Rule(
         "weight scales that alone learn exist",
         "learnable",
-        lambda r: r.learnable.scales_alone() and not (r.learnable.act_scale or r.quant.linear_schemes()),
+        lambda r: (
+            r.learnable.scales_alone() and not (r.learnable.act_scale or r.quant.linear_schemes() or r.adapter.on)
+        ),
         "act_scale, weight or norm too: quant.scheme {quant.scheme} has no weight scales",
         found="only weight_scale is true",
     ),

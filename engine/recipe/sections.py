@@ -54,7 +54,8 @@ class LearnableRecipe:
     """What the optimizer trains; everything else is frozen."""
 
     weight: bool = True
-    """Linear weights and biases, embeddings and lm_head. Costs gradients and optimizer state of the whole model."""
+    """Linear weights and biases, embeddings and lm_head. Costs gradients and optimizer state of the whole model. Must
+    be false where adapters train in their place."""
     embedding: bool = True
     """Embeddings and lm_head, where weight is on; false freezes them."""
     weight_scale: bool = True
@@ -129,6 +130,8 @@ class OptimRecipe:
     """Peak learning rate of the weight scales; relative, since theta is a logarithm."""
     act_scale_lr: float | None = field(default=None, metadata=at_least(0))
     """Peak learning rate of the activation scales. null: scale_lr."""
+    adapter_lr: float | None = field(default=None, metadata=at_least(0))
+    """Peak learning rate of adapters, which often take ten times that of weights. null: lr."""
     min_lr_ratio: float = field(default=0.1, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))
     """The learning rates end at this share of their peaks (linear, cosine)."""
     warmup_steps: int = field(default=0, metadata=at_least(0))

@@ -33,7 +33,7 @@ SCALE_EPS = 1e-15
 @dataclass(frozen=True)
 class OwnedParameter:
     """A Parameter with the first name that it has in the model, and its kind: weight, embedding, bias, norm, router,
-    weight_scale, act_scale or frozen."""
+    weight_scale, act_scale, adapter or frozen."""
 
     name: str
     parameter: nn.Parameter
@@ -65,18 +65,22 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
             yield OwnedParameter(f"{prefix}.{name}" if prefix else name, parameter, kind)
 
 
+# Kinds of what a quantised layer has beside the weight and the bias.
+_KIND_BY_NAME = {
+    "weight_theta": "weight_scale",
+    "input_theta": "act_scale",
+    "weight_s0": "frozen",
+    "weight_global": "frozen",
+    "weight_zero": "frozen",
+    "input_s0": "frozen",
+    "lora_a": "adapter",
+    "lora_b": "adapter",
+}
+
+
 def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
-    if isinstance(module, (QuantLayer, QuantCache)):
-        scales = {
-            "weight_theta": "weight_scale",
-            "input_theta": "act_scale",
-            "weight_s0": "frozen",
-            "weight_global": "frozen",
-            "weight_zero": "frozen",
-            "input_s0": "frozen",
-        }
-        if name in scales:
-            return scales[name]
+    if isinstance(module, (QuantLayer, QuantCache)) and name in _KIND_BY_NAME:
+        return _KIND_BY_NAME[name]
     if name == "bias" or isinstance(module, ExpertMLPs):  # which hold nothing else themselves
         return "bias"
     return "norm" if len(full_shape(parameter)) == 1 else "weight"
@@ -127,6 +131,7 @@ def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
         "router": learnable.router,
         "weight_scale": learnable.weight_scale,
         "act_scale": learnable.act_scale,
+        "adapter": True,
         "frozen": False,
     }
     fixed = []
@@ -149,14 +154,15 @@ GROUP_OF = {
     "bias": "biases",
     "weight_scale": "weight_scales",
     "act_scale": "act_scales",
+    "adapter": "adapters",
 }
 SCALE_GROUPS = ("weight_scales", "act_scales")
-DECAYING = ("weights", "embeddings")
+DECAYING = ("weights", "embeddings", "adapters")
 
 
 def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
     """Parameter groups for the optimizer: ``weights`` (routers too), ``embeddings`` (lm_head too), ``norms``,
-    ``biases``, ``weight_scales`` and ``act_scales`` (theta); those that have nothing to train are left out.
+    ``biases``, ``weight_scales`` and ``act_scales`` (theta), ``adapters``; those with nothing to train are left out.
 
     Each trainable Parameter is listed once, also where modules share it. Theta is the logarithm of a factor on the
     scale, so its learning rate is a relative step; it has no weight decay, which would pull the scale back to its
@@ -196,6 +202,7 @@ def peak_learning_rates(optim: OptimRecipe) -> dict[str, float]:
         "biases": optim.lr,
         "weight_scales": optim.scale_lr,
         "act_scales": own(optim.act_scale_lr, optim.scale_lr),
+        "adapters": own(optim.adapter_lr, optim.lr),
     }
 
 

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.recipe.quant import SOURCE
 from engine.recipe.recipe import Recipe
+from engine.session.adapters import add_adapters, check_adapters
 from engine.session.context import DTYPES
 from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.build import build_model
@@ -75,10 +76,13 @@ def empty_student(
     )
     with errors_on_all_ranks(ValueError):  # before the weights are read
         named = _named_schemes(recipe, model)
-        own = [pattern for pattern in recipe.learnable.freeze if "theta" not in pattern]  # scales come later
+        # Scales and adapters come later.
+        own = [one for one in recipe.learnable.freeze if "theta" not in one and "lora" not in one]
         check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
             output_head(model)  # its losses are computed from its hidden states, or this is an error
+        if recipe.adapter.on:
+            check_adapters(recipe, model, _exempt(recipe, model), named)
     return model, named
 
 
@@ -92,13 +96,15 @@ def quantise_student(
             recipe.quant.default_scheme(),
             rules=recipe.quant.chosen_rules(),
             named=named,
-            exempt=[*recipe.quant.exempt, *recipe.quant.exempt_more, *_kept(model)],
+            exempt=_exempt(recipe, model),
             learn_weight_scale=recipe.learnable.weight_scale,
             learn_input_scale=recipe.learnable.act_scale,
             ranges=recipe.quant.ranges(),
             fp8_gemm=uses_fp8_gemm(recipe, device),
             kv_cache=recipe.quant.preset().kv_cache,
         )
+        if recipe.adapter.on:
+            add_adapters(recipe, model, quantization)
     partition_new_parameters(model, ds_config)
     with errors_on_all_ranks(ValueError):
         set_learnable(model, recipe.learnable)
@@ -130,13 +136,14 @@ def _has_router_logits(model: PreTrainedModel) -> bool:
     return there
 
 
-def _kept(model: PreTrainedModel) -> list[str]:
-    """Patterns of what stays as it is whatever it is called: the routers, which would send tokens to other experts, and
-    the output layer, through which losses are computed in the model's dtype."""
+def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
+    """Patterns of what stays as it is: the recipe's, and whatever they are called the routers, which would send tokens
+    to other experts, and the output layer, through which losses are computed in the model's dtype."""
     modules = {name for name, _ in model.named_modules()}
     routers = [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
     head = model.get_output_embeddings()
-    return routers + [re.escape(name) for name, module in model.named_modules() if module is head]
+    own = routers + [re.escape(name) for name, module in model.named_modules() if module is head]
+    return [*recipe.quant.exempt, *recipe.quant.exempt_more, *own]
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:

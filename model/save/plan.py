@@ -289,6 +289,8 @@ def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> I
     """A module whose own parameters and persistent buffers are written as they are, but for scales of a QuantLayer."""
     _fused(names, name, module, ())  # none of its own, or an error
     plain: list[tuple[torch.Tensor, Place]] = []
+    if isinstance(module, QuantLayer) and module.adapter is not None:
+        raise ValueError(f"{name} has an adapter, which is written with its quantised weight alone")
     own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
     for suffix, tensor in own.items():
         scale = isinstance(module, QuantLayer) and suffix in SCALE_PARAMETERS

@@ -237,12 +237,12 @@ def _weights(item: Item) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     layer = item.module
     assert isinstance(layer, QuantLayer) and item.layout is not None
     scale = layer.scale_of_weight._replace(s0=layer.weight_scale(), theta=None)
-    input_scale = layer.input_scale()
+    input_scale, weight = layer.input_scale(), layer.merged_weight()
     for name, part in item.linears.items():
         tensors = linear_tensors(
             item.layout,
             name,
-            part.weight(layer.weight.detach()),
+            part.weight(weight),
             part.of_scale(scale, layer.scheme.weights),
             input_scale,
             layer.bias,

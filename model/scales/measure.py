@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model.adapters import local_weight
 from model.ranks import listed, raise_everywhere, reduce_over_ranks
 from model.scales.write import scale_buckets, write_scales, write_zero_points
-from model.zero import gathered, local_data, local_range
+from model.zero import gathered
 from quant import (
     Quantization,
     Ranges,
@@ -132,9 +133,8 @@ def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, *, s
     spec, errors = group.spec, torch.zeros((), device=stats.device)
     for name in group.members:
         layer = quantization.layers[name]
-        start, _ = local_range(layer.weight)
-        flat, shape = local_data(layer.weight), layer.weight_shape
-        errors = errors + partial_errors(flat, start, shape, stats, spec, signed=signed)
+        start, flat = local_weight(layer)
+        errors = errors + partial_errors(flat, start, layer.weight_shape, stats, spec, signed=signed)
     # Where weights are not partitioned every rank adds the same errors: the smallest stays the smallest.
     return scales_from_errors(stats, reduce_over_ranks(errors), spec, signed=signed)
 
@@ -145,8 +145,8 @@ def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec
     total: Tensor | None = None
     for name in group.members:
         layer = quantization.layers[name]
-        start, _ = local_range(layer.weight)
-        stat = partial_stats(local_data(layer.weight), start, layer.weight_shape, spec or group.spec)
+        start, flat = local_weight(layer)
+        stat = partial_stats(flat, start, layer.weight_shape, spec or group.spec)
         stat = torch.where(torch.isnan(stat), torch.inf, stat)
         total = stat if total is None else combine(total, stat)
     assert total is not None, f"the scale group of {group.owner} has no members"

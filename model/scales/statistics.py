@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from model.adapters import local_weight
 from model.ranks import reduce_over_ranks
 from model.scales.write import scale_buckets
-from model.zero import gathered, is_partitioned, local_data, local_range
+from model.zero import gathered, is_partitioned
 from quant import Quantization, QuantLayer, ScaleGroup, partial_clipped, partial_squares
 
 
@@ -78,9 +79,8 @@ def input_scales(quantization: Quantization) -> dict[str, float]:
 
 def _local_sums(layer: QuantLayer) -> Tensor:
     """Clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the CPU."""
-    start, _ = local_range(layer.weight)
+    start, local = local_weight(layer)
     spec, shape = layer.scheme.weights, layer.weight_shape
-    local = local_data(layer.weight)
     # An offloaded partition is on the CPU, what is gathered on the GPU.
     scale = layer.weight_scale().to(local.device)
     zero = None if layer.weight_zero is None else layer.weight_zero.to(local.device)

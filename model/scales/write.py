@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model.batches import batches
 from model.zero import full_numel, full_shape, gathered, release
-from quant import SCALE_PARAMETERS, Quantization, ScaleGroup
+from quant import ADAPTER_PARAMETERS, SCALE_PARAMETERS, Quantization, ScaleGroup
 from quant.export import bad_zero_points
 from quant.spec import TensorSpec
 
@@ -105,13 +105,14 @@ def check_codes(name: str, zero: Tensor, spec: TensorSpec) -> None:
 
 
 def release_scales(engine: deepspeed.DeepSpeedEngine, quantization: Quantization) -> None:
-    """Let ZeRO-3 gather scales on the way, beside the weights that come next, not each by itself after every step."""
+    """Let ZeRO-3 gather scales and adapters on the way, beside the weights that come next, not each by itself after
+    every step."""
     release(
         engine,
         (
             parameter
             for module in quantization.modules.values()
             for name, parameter in module.named_parameters(recurse=False)
-            if name in SCALE_PARAMETERS
+            if name in (*SCALE_PARAMETERS, *ADAPTER_PARAMETERS)
         ),
     )

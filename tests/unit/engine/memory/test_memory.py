@@ -65,7 +65,7 @@ def inventory() -> Inventory:
     """A matrix of 4,000 and one of 1,002 elements that train, a frozen scale of 10."""
     weights = [ShardedParameter("a", 0, 4000, 2, True, "bf16"), ShardedParameter("b", 1, 1002, 2, True, "bf16")]
     return Inventory(
-        [*weights, ShardedParameter("s", 2, 10, 4, False, "fp32", scale=True, whole=True)],
+        [*weights, ShardedParameter("s", 2, 10, 4, False, "fp32", released=True, whole=True)],
         {"weights": weights},
         40,
         5000,
@@ -166,7 +166,7 @@ def test_scales_over_the_limit_are_shared_out_as_in_a_run(tmp_path):
     whole = [p for p in planner.inventory.parameters if p.whole]
     assert {p.name for p in whole} == {name for name, parameter in model.named_parameters() if id(parameter) in ids}
     assert 0 <= WHOLE_ELEMENTS_IN_ALL - sum(p.numel for p in whole) < WHOLE_ELEMENTS
-    shared = [p for p in planner.inventory.parameters if p.scale and not p.trains and not p.whole]
+    shared = [p for p in planner.inventory.parameters if p.released and not p.trains and not p.whole]
     assert shared and max(p.numel for p in shared) <= WHOLE_ELEMENTS
     assert {p.share(8) * 8 for p in shared} == {4 * p.numel for p in shared}
 

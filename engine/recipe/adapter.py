@@ -1,0 +1,40 @@
+"""The recipe's ``adapter`` section: low-rank adapters that train in place of the weights."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.recipe.checks import above_0, at_least, each, regex, values
+from quant.patterns import pattern_problem
+
+_RANKS = values(
+    "regular expressions that end soon, each with a rank of at least 1",
+    lambda ranks: all(rank >= 1 and not pattern_problem(pattern) for pattern, rank in ranks.items()),
+)
+
+
+@dataclass
+class AdapterRecipe:
+    """Adapters, which train in place of the weights."""
+
+    kind: Literal["none", "lora"] = "none"
+    """lora: a layer's weight is W + alpha / rank * B A in every forward, and that is what is quantised; W is frozen, A
+    and B train, and the export holds the codes of the sum. none: there are no adapters."""
+    rank: int = field(default=16, metadata=at_least(1))
+    """Rows of A and columns of B."""
+    alpha: float = field(default=32.0, metadata=above_0())
+    """Strength: B A is multiplied by alpha / rank."""
+    rslora: bool = False
+    """true: B A is multiplied by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
+    targets: list[str] | None = field(default=None, metadata=each(regex()))
+    """Regexes; a quantised linear layer whose whole module name matches one gets an adapter. null: all but lm_head."""
+    ranks: dict[str, int] = field(default_factory=dict, metadata=_RANKS)
+    """Ranks of their own, by regex on the whole module name: {'.*\\.down_proj': 32}. The first that matches decides."""
+
+    @property
+    def on(self) -> bool:
+        """Whether there are adapters."""
+        return self.kind != "none"
+
+    def scaling(self, rank: int) -> float:
+        """What B A is multiplied by: alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (Kalajdzievski 2023)."""
+        return self.alpha / (rank**0.5 if self.rslora else rank)

@@ -1,0 +1,147 @@
+"""Which layers get an adapter, decided before weights are read, and the adapters themselves."""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.recipe.adapter import AdapterRecipe
+from engine.recipe.recipe import Recipe
+from model.quantised.config import is_quantised
+from model.ranks import listed, say
+from quant import Quantization, QuantLinear, Scheme
+from quant.experts import StackedLinear, linears_of
+from quant.rules import assign, examples
+
+
+def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
+    """Refuse adapters that cannot be, or are not built yet, while the model has no weights.
+
+    Args:
+        recipe: the run's, with adapters.
+        model: the student, before it is quantised.
+        exempt, named: of :func:`quant.prepare`.
+
+    Raises:
+        ValueError: one line for each kind of thing that is wrong, which names the layers and what to do.
+    """
+    if is_quantised(Path(recipe.model.path)):
+        raise ValueError(
+            f"adapter.kind: {recipe.adapter.kind!r}, expected none: {recipe.model.path} is quantised, and adapters on "
+            "a quantised base are not built yet; take the checkpoint that it was made of"
+        )
+    adapter, head = recipe.adapter, model.get_output_embeddings()
+    layers = {name: module for name, module in _layers(model) if adapter.targets is not None or module is not head}
+    schemes = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named).schemes
+    names = [name for name in layers if adapter.targets is not None or name in schemes]
+    if adapter.targets is None:
+        names = [name for name in names if not isinstance(layers[name], nn.Embedding)]
+    ranks = chosen_ranks(adapter, names)
+    problems = [
+        f"{listed(wrong, 3)}: {why}"
+        for why, wrong in _problems(model, {name: layers[name] for name in ranks}, schemes, ranks)
+        if wrong
+    ]
+    if problems:
+        raise ValueError("adapter.targets: " + "\nadapter.targets: ".join(problems))
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Whatever a pattern may mean: Linears, embeddings, and stacks by the name of each Linear in them."""
+    for name, module in model.named_modules():
+        if isinstance(module, StackedLinear):
+            yield from ((part.name, module) for part in linears_of(name, module))
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            yield name, module
+
+
+def _problems(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], schemes: Mapping[str, Scheme], ranks: Mapping[str, int]
+) -> Iterator[tuple[str, list[str]]]:
+    """What may be wrong with the layers that were chosen, and the names of those with which it is."""
+    head, tables = model.get_output_embeddings(), (nn.Embedding,)
+    outer = [name for name, layer in layers.items() if layer is head or isinstance(layer, tables)]
+    yield "lm_head and embeddings get no adapter; name other layers, or leave adapter.targets null", outer
+    stacked = [name for name, layer in layers.items() if isinstance(layer, StackedLinear)]
+    text = "adapters of stacked experts are not built yet; name other layers, or set model.experts to per_expert"
+    yield text, stacked
+    left = [name for name in layers if name not in schemes and name not in outer]
+    yield "not quantised; an adapter is merged where the sum is quantised, so name other layers", left
+    users = Counter(id(own) for module in model.modules() for own in module.parameters(recurse=False))
+    tied = [name for name, layer in layers.items() if users[id(layer.weight)] > 1 and name not in (*outer, *stacked)]
+    yield "the weight is another module's too, which would not have the adapter; name other layers", tied
+    dense = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear) and name not in outer}
+    sides = {name: min(layer.in_features, layer.out_features) for name, layer in dense.items()}
+    for name, side in sides.items():
+        if ranks[name] > side:
+            why = f"rank {ranks[name]}, expected at most {side}, the layer's smaller side: see adapter.rank and "
+            yield f"{why}adapter.ranks", [name]
+            return
+
+
+def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]:
+    """The rank of each layer that gets an adapter, by name.
+
+    Args:
+        adapter: the recipe's section.
+        names: of the layers that there are to choose from.
+
+    Raises:
+        ValueError: a pattern matches none of them, or gives a rank to none that gets an adapter.
+    """
+    for pattern in adapter.targets or ():
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise ValueError(
+                f"adapter.targets: {pattern!r} matches no linear layer; it must match a full name such as "
+                f"{examples(names)}"
+            )
+    patterns = adapter.targets
+    chosen = [name for name in names if patterns is None or any(re.fullmatch(one, name) for one in patterns)]
+    if not chosen:
+        raise ValueError("adapter.targets: no layer; expected at least one that is linear and quantised")
+    ranks, unused = {}, dict.fromkeys(adapter.ranks)
+    for name in chosen:
+        own = next((pattern for pattern in adapter.ranks if re.fullmatch(pattern, name)), None)
+        ranks[name] = adapter.rank if own is None else adapter.ranks[own]
+        if own is not None:
+            unused.pop(own, None)
+    if unused:
+        raise ValueError(
+            f"adapter.ranks: {next(iter(unused))!r} matches no layer with an adapter that a pattern before it leaves "
+            f"to it; names look like {examples(chosen)}"
+        )
+    return ranks
+
+
+def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
+    """Give every layer that the recipe chooses an adapter: A uniform within ``1 / sqrt(in)`` as torch draws a Linear's
+    weight, B zeros.
+
+    What is drawn depends on ``train.seed`` and the layer's name alone, so that it is the same on every rank and at any
+    number of them.
+    """
+    head = model.get_output_embeddings()
+    layers = {
+        name: layer
+        for name, layer in quantization.layers.items()
+        if isinstance(layer, QuantLinear) and layer is not head
+    }
+    trained = 0
+    for name, rank in (ranks := chosen_ranks(recipe.adapter, list(layers))).items():
+        layer = layers[name]
+        device, dtype = layer.weight.device, layer.weight.dtype
+        lora_a = torch.empty(rank, layer.in_features, dtype=dtype, device=device)
+        if device.type != "meta":
+            seed = hashlib.blake2b(f"{recipe.train.seed} {name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
+            drawn = torch.rand(rank, layer.in_features, generator=generator)
+            lora_a.copy_((2 * drawn - 1) / layer.in_features**0.5)
+        lora_b = torch.zeros(layer.out_features, rank, dtype=dtype, device=device)
+        layer.attach_adapter(lora_a, lora_b, recipe.adapter.scaling(rank))
+        trained += lora_a.numel() + lora_b.numel()
+    say(f"adapters: {len(ranks)} layers, {trained:,} parameters")

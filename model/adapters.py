@@ -1,0 +1,35 @@
+"""The weight of a layer where it lies, with its adapter where it has one."""
+
+import torch
+from torch import Tensor
+
+from model.zero import full_shape, local_data, local_range, whole_values
+from quant import QuantLayer
+from quant.adapter import merge
+
+
+def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
+    """Where this rank's range of a layer's weight begins, and its elements as the forward quantises them, flat.
+
+    A collective where the layer has an adapter. Without one it is the memory of the weight itself, else a copy.
+    """
+    start, stop = local_range(layer.weight)
+    return start, local_data(layer.weight) if layer.adapter is None else _merged(layer, start, stop)
+
+
+@torch.no_grad()
+def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
+    """The elements ``[start, stop)`` of the weight with its adapter, in the bits that the whole sum has."""
+    adapter, own = layer.adapter, local_data(layer.weight)
+    assert adapter is not None
+    pair = (adapter.lora_a, adapter.lora_b)
+    values = whole_values(pair)  # on every rank, also one that holds nothing of the weight
+    lora_a, lora_b = (
+        value.view(full_shape(one)).to(own.device, one.dtype) for value, one in zip(values, pair, strict=True)
+    )
+    columns = layer.in_features
+    first, end = start // columns, -(-stop // columns)
+    rows = own.new_zeros(max(0, end - first) * columns)
+    rows[start - first * columns : stop - first * columns] = own
+    whole = merge(rows.view(-1, columns), lora_a, lora_b[first:end], adapter.scaling)
+    return whole.view(-1)[start - first * columns : stop - first * columns]

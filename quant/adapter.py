@@ -1,0 +1,124 @@
+"""A low-rank adapter that is part of a layer's weight: every forward quantises ``weight + scaling * lora_b @ lora_a``.
+
+The weight is frozen, and the adapter trains (LoRA, Hu et al. 2021). As the sum is what is quantised, the codes of the
+last forward are the codes of an export, and whoever serves the export needs no adapter.
+
+:func:`merge` is the one definition of that sum. The forward, its backward, kept codes, the measurement of scales and
+the export all call it, so that they see the same bits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from quant.function import Arguments, Plan, QuantLinearFunction, Saved
+
+# Elements of a weight that are added at a time: few on a CPU, so that they stay in its caches; on a GPU the fp64
+# copies of them take 64 MB.
+CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**22
+
+
+def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+    """``weight + scaling * lora_b @ lora_a``, summed in fp64 and rounded once, to the weight's dtype.
+
+    In fp64 the order in which a GEMM adds its products does not show after the rounding, so that the forward on a GPU,
+    an export on another machine and any piece of the rows by itself give the same bits; a GEMM in the weight's dtype
+    would depend on all of these. The sum is rounded to the weight's dtype because everything that reads a weight takes
+    it so, and because a weight that trains without an adapter is rounded to it before it is quantised, too. Nothing is
+    lost from step to step: what accumulates are the optimizer's fp32 copies of the adapter.
+
+    Args:
+        weight: ``[out, in]``, or some of its rows.
+        lora_a: ``[rank, in]``.
+        lora_b: ``[out, rank]``, or the same rows.
+        scaling: the adapter's factor, such as ``alpha / rank``.
+
+    Returns:
+        A new tensor like ``weight``, without a gradient.
+    """
+    merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    a, b = lora_a.detach().double(), lora_b.detach().double() * scaling
+    rows = max(1, (CPU_ELEMENTS if weight.device.type == "cpu" else GPU_ELEMENTS) // max(1, weight.shape[-1]))
+    for out, old, up in zip(merged.split(rows), weight.detach().split(rows), b.split(rows), strict=True):
+        out.copy_(torch.addmm(old.double(), up, a))
+    return merged
+
+
+class Adapter:
+    """The adapter of one layer.
+
+    Attributes:
+        lora_a: ``[rank, in]``, in the weight's dtype.
+        lora_b: ``[out, rank]``, likewise; zeros at the start, so that step 0 computes the model without it.
+        scaling: what their product is multiplied by.
+    """
+
+    def __init__(self, lora_a: nn.Parameter, lora_b: nn.Parameter, scaling: float) -> None:
+        self.lora_a, self.lora_b, self.scaling = lora_a, lora_b, scaling
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The layer's weight with the adapter, see :func:`merge`; the Parameters are gathered."""
+        return merge(weight, self.lora_a, self.lora_b, self.scaling)
+
+    def apply(self, plan: Plan, *tensors: Tensor | None) -> Tensor:
+        """Stands for ``QuantLinearFunction.apply``: takes the same, with the weight as it is without the adapter."""
+        output: Tensor = MergedLinearFunction.apply(self.scaling, self.lora_a, self.lora_b, plan, *tensors)
+        return output
+
+
+class MergedLinearFunction(torch.autograd.Function):
+    """:class:`quant.function.QuantLinearFunction` of a weight with its adapter.
+
+    ``apply(scaling, lora_a, lora_b, plan, *Arguments)``. The sum exists while the layer runs: backward keeps the three
+    Parameters and forms it again. So does the sum's gradient, from which those of the adapter are made::
+
+        grad_b = scaling * grad @ lora_a.t()    [out, rank]
+        grad_a = scaling * lora_b.t() @ grad    [rank, in]
+
+    The weight itself gets no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, scaling: float, lora_a: Tensor, lora_b: Tensor, plan: Plan, *tensors: Tensor | None
+    ) -> Tensor:
+        given, needs = Arguments(*tensors), Arguments(*ctx.needs_input_grad[4:])
+        trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        inner = _Context((False, *needs._replace(weight=trains)))
+        weight = given.weight
+        if plan.weight is None or given.weight_codes is None:  # else its codes say what it is
+            weight = merge(weight, lora_a, lora_b, scaling)
+        output: Tensor = QuantLinearFunction.forward(inner, plan, *given._replace(weight=weight))
+        saved = Saved(*inner.saved_tensors)._replace(weight=given.weight)
+        ctx.save_for_backward(lora_a, lora_b, *saved)
+        inner.saved_tensors = ()
+        ctx.inner, ctx.scaling = inner, scaling
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        lora_a, lora_b, *rest = ctx.saved_tensors  # once, see QuantLinearFunction
+        saved, inner = Saved(*rest), ctx.inner
+        inner.saved_tensors = saved._replace(weight=merge(saved.weight, lora_a, lora_b, ctx.scaling))
+        _, *found = QuantLinearFunction.backward(inner, grad_output)
+        inner.saved_tensors = ()
+        gradients = Arguments(*found)
+        grad_a = grad_b = None
+        if gradients.weight is not None:
+            grad_a = (lora_b.t() @ gradients.weight).mul_(ctx.scaling) if ctx.needs_input_grad[1] else None
+            grad_b = (gradients.weight @ lora_a.t()).mul_(ctx.scaling) if ctx.needs_input_grad[2] else None
+        return None, grad_a, grad_b, None, *gradients._replace(weight=None)
+
+
+class _Context:
+    """What :class:`quant.function.QuantLinearFunction` uses of an autograd context, for a call without one."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
