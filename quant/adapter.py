@@ -7,6 +7,8 @@ last forward are the codes of an export, and whoever serves the export needs no 
 the export all call it, so that they see the same bits.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,6 +68,19 @@ class Adapter:
         """Stands for ``QuantLinearFunction.apply``: takes the same, with the weight as it is without the adapter."""
         output: Tensor = MergedLinearFunction.apply(self.scaling, self.lora_a, self.lora_b, plan, *tensors)
         return output
+
+
+@contextmanager
+def without_adapters(layers: Iterable[Any]) -> Iterator[None]:
+    """Inside the block these layers compute with their weights as they are without adapters; after it as before."""
+    kept = [(layer, layer.adapter) for layer in layers if layer.adapter is not None]
+    for layer, _ in kept:
+        layer.adapter = None
+    try:
+        yield
+    finally:
+        for layer, adapter in kept:
+            layer.adapter = adapter
 
 
 class MergedLinearFunction(torch.autograd.Function):

@@ -23,6 +23,7 @@ from engine.losses.kd import TopK
 from model.head import HiddenStates, LMHead, hidden_states
 from model.zero import forward_only
 from quant import Quantization, QuantLinear
+from quant.adapter import without_adapters
 
 
 class Sight(NamedTuple):
@@ -79,7 +80,7 @@ class ModelTeacher(Teacher):
 
 @dataclass
 class SelfTeacher(Teacher):
-    """The student without fake quant: what it computed before quantisation, as long as its weights are frozen.
+    """The student without fake quant and adapters: what it was at the start, as long as its weights are frozen.
 
     Costs a second forward and no memory for weights.
     """
@@ -104,12 +105,13 @@ def unquantised_forward(
 ) -> torch.Tensor:
     """What the student in training returns as its logits where its lm_head gives hidden states; a collective.
 
-    It runs in eval mode, nothing is quantised and no observer watches; then all is as before.
+    It runs in eval mode, nothing is quantised, adapters are off and no observer watches; then all is as before.
     """
     was_training = engine.training
     engine.eval()
     try:
-        with quantization.paused(), head.computing(hidden_states), forward_only(engine):
+        plain = without_adapters(quantization.layers.values())
+        with quantization.paused(), plain, head.computing(hidden_states), forward_only(engine):
             logits: torch.Tensor = engine(**inputs).logits
     finally:
         engine.train(was_training)

@@ -25,8 +25,8 @@ class AdapterRecipe:
     """Strength: B A is multiplied by alpha / rank."""
     rslora: bool = False
     """true: B A is multiplied by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
-    targets: list[str] | None = field(default=None, metadata=each(regex()))
-    """Regexes; a quantised linear layer whose whole module name matches one gets an adapter. null: all but lm_head."""
+    targets: list[str] = field(default_factory=list, metadata=each(regex()))
+    """Regexes; a quantised linear layer whose whole module name matches one gets an adapter. []: all but lm_head."""
     ranks: dict[str, int] = field(default_factory=dict, metadata=_RANKS)
     """Ranks of their own, by regex on the whole module name: {'.*\\.down_proj': 32}. The first that matches decides."""
 

@@ -6,8 +6,8 @@ RULES_OF_ADAPTERS = (
     Rule(
         "targets are those of adapters",
         "adapter.targets",
-        lambda r: not r.adapter.on and r.adapter.targets is not None,
-        "null, or adapter.kind lora: there are no adapters",
+        lambda r: not r.adapter.on and r.adapter.targets,
+        "nothing, or adapter.kind lora: there are no adapters",
     ),
     Rule(
         "ranks are those of adapters",

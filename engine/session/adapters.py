@@ -36,10 +36,10 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
             "a quantised base are not built yet; take the checkpoint that it was made of"
         )
     adapter, head = recipe.adapter, model.get_output_embeddings()
-    layers = {name: module for name, module in _layers(model) if adapter.targets is not None or module is not head}
+    layers = {name: module for name, module in _layers(model) if adapter.targets or module is not head}
     schemes = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named).schemes
-    names = [name for name in layers if adapter.targets is not None or name in schemes]
-    if adapter.targets is None:
+    names = [name for name in layers if adapter.targets or name in schemes]
+    if not adapter.targets:
         names = [name for name in names if not isinstance(layers[name], nn.Embedding)]
     ranks = chosen_ranks(adapter, names)
     problems = [
@@ -66,7 +66,7 @@ def _problems(
     """What may be wrong with the layers that were chosen, and the names of those with which it is."""
     head, tables = model.get_output_embeddings(), (nn.Embedding,)
     outer = [name for name, layer in layers.items() if layer is head or isinstance(layer, tables)]
-    yield "lm_head and embeddings get no adapter; name other layers, or leave adapter.targets null", outer
+    yield "lm_head and embeddings get no adapter; name other layers, or leave adapter.targets empty", outer
     stacked = [name for name, layer in layers.items() if isinstance(layer, StackedLinear)]
     text = "adapters of stacked experts are not built yet; name other layers, or set model.experts to per_expert"
     yield text, stacked
@@ -94,14 +94,14 @@ def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]
     Raises:
         ValueError: a pattern matches none of them, or gives a rank to none that gets an adapter.
     """
-    for pattern in adapter.targets or ():
+    for pattern in adapter.targets:
         if not any(re.fullmatch(pattern, name) for name in names):
             raise ValueError(
                 f"adapter.targets: {pattern!r} matches no linear layer; it must match a full name such as "
                 f"{examples(names)}"
             )
     patterns = adapter.targets
-    chosen = [name for name in names if patterns is None or any(re.fullmatch(one, name) for one in patterns)]
+    chosen = [name for name in names if not patterns or any(re.fullmatch(one, name) for one in patterns)]
     if not chosen:
         raise ValueError("adapter.targets: no layer; expected at least one that is linear and quantised")
     ranks, unused = {}, dict.fromkeys(adapter.ranks)

@@ -20,6 +20,7 @@ from data.text import read_text
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
 from engine.schedule import lr_factor
+from engine.session.adapters import add_adapters
 from engine.session.optimizer import SCALE_GROUPS, parameter_groups, peak_learning_rates, set_learnable
 from model.build import build_model
 from model.experts import Form
@@ -117,6 +118,8 @@ def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
         learn_weight_scale=settings.learnable.weight_scale,
         learn_input_scale=settings.learnable.act_scale,
     )
+    if settings.adapter.on:
+        add_adapters(settings, model, quantization)
     set_learnable(model, settings.learnable)
     quantization.set_fake_quant(False, False)
     quantization.observe(True)

@@ -1,4 +1,4 @@
-"""A weight with an adapter: its forward, its gradients against the formula written out, and what is kept for backward."""
+"""A weight with an adapter: forward, gradients against the formula written out, and what is kept for backward."""
 
 import itertools
 import random

@@ -17,6 +17,7 @@ from data.loader import Loader, MicroBatch
 from engine.loop import Loop, LoopState
 from engine.losses.kd import KD_KINDS
 from model.ranks import is_main, rank
+from model.zero import gathered
 from tests.distributed.engine.scripts.train import run, whole_parameters
 from tests.distributed.garbage import collect
 
@@ -144,6 +145,21 @@ def keep_evaluations(loop: Loop, seen: dict[str, Any]) -> None:
         seen.setdefault("evaluations", []).append(dict(state.evaluation))
 
 
+def used_weights(loop: Loop, seen: dict[str, Any]) -> None:
+    """What each quantised layer multiplies its input with after the last step: its output for the unit matrix."""
+
+    @loop.every(1)
+    def keep(state: LoopState) -> None:
+        seen["used"], seen["scales"] = {}, {}
+        for name, layer in state.session.quantization.layers.items():
+            with gathered(layer.parameters(recurse=False)), torch.no_grad():
+                quantises, layer.input_fake_quant = layer.input_fake_quant, False
+                # Not the module's call, which would gather for a step of ZeRO-3's.
+                seen["used"][name] = layer.forward(torch.eye(layer.in_features, dtype=layer.weight.dtype)).t()
+                layer.input_fake_quant = quantises
+                seen["scales"][name] = layer.weight_scale().clone()
+
+
 ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
     action.__name__: action
     for action in (
@@ -155,6 +171,7 @@ ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
         poison_observers,
         rank_1_without_targets,
         user,
+        used_weights,
         keep_evaluations,
     )
 }

@@ -1,0 +1,168 @@
+"""Adapters that are merged before the weight is quantised, trained on two ranks on every ZeRO stage: against a plain
+loop, and the codes of the export against what the last forward multiplied."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from model.compressed import load_compressed
+from quant.adapter import merge
+from tests.distributed.launcher import run_ranks
+from tests.distributed.plain import assert_equals_plain_loop, load_result
+from tests.distributed.recipes import write_chats, write_recipe
+from tests.tiny import tiny_checkpoint
+
+SCRIPT = Path(__file__).parent / "scripts" / "variants.py"
+FEW = {"steps": 3, "gradient_accumulation_steps": 2, "quant_stats_every": 2}
+LORA = {
+    "adapter": {"kind": "lora", "rank": 4, "alpha": 8.0, "ranks": {".*down_proj": 6}},
+    "learnable": {"weight": False},
+    "optim": {"lr": 1e-2, "scale_lr": 1e-2},
+    "loss": {"kd_weight": 0.0, "teacher": None},
+    "train": FEW,
+}
+# A scheme of each kind in each of two layers.
+MIXED = {
+    "scheme": "fp8_static",
+    "schemes": {
+        "int2_channel": {"weights": {"dtype": "int", "bits": 2, "granularity": "channel"}},
+        "int4_asym": {
+            "weights": {"dtype": "int", "bits": 4, "granularity": "group", "group_size": 32, "symmetric": False}
+        },
+    },
+    "rules": [
+        {"layers": r".*\.0\..*o_proj", "scheme": "w2a16_g32"},
+        {"layers": r".*\.0\..*(gate|up)_proj", "scheme": "w4a16_g32"},
+        {"layers": r".*\.0\..*down_proj", "scheme": "int4_asym"},
+        {"layers": r".*\.1\..*(q|k|v)_proj", "scheme": "w8a16_channel"},
+        {"layers": r".*\.1\..*o_proj", "scheme": "w3a16_g32"},
+        {"layers": r".*\.1\..*(gate|up)_proj", "scheme": "8da4w"},
+        {"layers": r".*\.1\..*down_proj", "scheme": "int2_channel"},
+    ],
+    "calibration_batches": 1,
+}
+FOLLOWED = {"scheme": "w4a16_g32", "weight_range": "absmax", "scales_follow_weights": True}
+EXPORT = {"export": {"enabled": True}}
+INT4 = {"quant": {"scheme": "w4a16_g32"}}
+SELF = {"kd_weight": 1.0, "kd": "kl"}
+PARTS = {"train": {**FEW, "steps": 2, "checkpoint_every": 2}, **INT4}
+# name: kind, stage, dtype, what the recipe has beside LORA.
+RUNS = {
+    **{f"plain_{stage}": ("qwen3", stage, "float32", {}) for stage in range(4)},
+    **{f"mixed_{stage}": ("qwen3", stage, "bfloat16", {"quant": MIXED, **EXPORT}) for stage in (1, 2, 3)},
+    "followed_3": ("qwen3", 3, "bfloat16", {"quant": FOLLOWED, "learnable": {"weight_scale": False}, **EXPORT}),
+    "later_3": (
+        "qwen3",
+        3,
+        "bfloat16",
+        {"quant": {**FOLLOWED, "scales_follow_weights": False, "fake_quant_start": 2}, "optim": {"scale_lr": 0.0}},
+    ),
+    "experts_3": ("qwen3_moe", 3, "bfloat16", {**INT4, "model": {"experts": "per_expert"}, **EXPORT}),
+    "recomputed_3": ("qwen3", 3, "bfloat16", {**INT4, "train": {**FEW, "activation_checkpointing": True}}),
+    "kept_3": ("qwen3", 3, "bfloat16", INT4),
+    "self_2": ("qwen3", 2, "float32", {**INT4, "loss": {**SELF, "teacher": "self"}}),
+    "teacher_2": ("qwen3", 2, "float32", {**INT4, "loss": SELF}),
+    "straight_3": ("qwen3", 3, "bfloat16", {**INT4, "train": {**FEW, "steps": 4}}),
+    "begun_3": ("qwen3", 3, "bfloat16", PARTS),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """One job for all of them."""
+    directory = tmp_path_factory.mktemp("adapters")
+    models = {kind: tiny_checkpoint(directory / kind, kind, even=True) for kind in ("qwen3", "qwen3_moe")}
+    chats = write_chats(directory / "chats.jsonl")
+    written = {}
+    for name, (kind, stage, dtype, sections) in RUNS.items():
+        merged = {**LORA, **sections}
+        for section in ("learnable", "optim"):
+            merged[section] = {**LORA[section], **sections.get(section, {})}
+        if name == "teacher_2":
+            merged["loss"] = {**SELF, "teacher": str(models[kind])}
+        written[name] = write_recipe(directory, name, models[kind], chats, stage=stage, dtype=dtype, **merged)
+    resumed = {"steps": 4, "checkpoint_every": 2, "gradient_accumulation_steps": 2, "resume": True}
+    sections = {**LORA, **INT4, "train": {**FEW, **resumed}, "output_dir": str(directory / "begun_3")}
+    written["resumed_3"] = write_recipe(
+        directory, "resumed_3", models["qwen3"], chats, stage=3, dtype="bfloat16", **sections
+    )
+    run_ranks(SCRIPT, *(f"used_weights:{path}" for path in written.values()))
+    return written
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_training_equals_a_plain_loop_on_every_stage(paths, stage):
+    assert_equals_plain_loop(paths[f"plain_{stage}"])
+
+
+def test_adapters_and_scales_train_and_nothing_else(paths):
+    source = AutoModelForCausalLM.from_pretrained(paths["mixed_3"].parent / "qwen3", dtype=torch.bfloat16).state_dict()
+    found = load_result(paths["mixed_3"])
+    assert set(found["groups"]) == {"weight_scales", "adapters"}
+    for name, value in found["weights"].items():
+        if name in source:
+            assert torch.equal(value, source[name]), name
+        elif name.endswith("lora_b"):
+            assert value.any(), name
+    trained = sum(found["weights"][name].numel() for name in found["optimized"] if "lora" in name)
+    layers = [(64, 64), (64, 16), (64, 16), (64, 64), (64, 96), (64, 96)]  # q k v o gate up
+    assert trained == 2 * (4 * sum(map(sum, layers)) + 6 * (96 + 64))
+
+
+@pytest.mark.parametrize("name", ("mixed_1", "mixed_2", "mixed_3", "followed_3", "experts_3"))
+def test_the_export_holds_what_the_last_forward_multiplied(paths, name):
+    """Codes and scales, of a model that has no adapter any more."""
+    result = load_result(paths[name])
+    model, quantization = load_compressed(paths[name].with_suffix("") / "export", dtype=torch.bfloat16)
+    assert not [key for key in model.state_dict() if "lora" in key]
+    assert quantization.layers.keys() == result["seen"]["used"].keys()
+    for layer_name, layer in quantization.layers.items():
+        layer.input_fake_quant = False
+        with torch.no_grad():
+            served = layer(torch.eye(layer.in_features, dtype=torch.bfloat16)).t()
+        used, scale = (result["seen"][key][layer_name] for key in ("used", "scales"))
+        assert torch.equal(layer.weight_scale(), scale), layer_name
+        assert torch.equal(served, used), layer_name
+        assert not torch.equal(used, result["weights"][f"{layer_name}.weight"]), layer_name
+    moved = json.loads((paths[name].with_suffix("") / "export" / "config.json").read_text())
+    assert "quantization_config" in moved
+
+
+@pytest.mark.parametrize("name", ("followed_3", "later_3"))
+def test_scales_are_measured_from_the_sum(paths, name):
+    """Where they follow the weights, and where fake quant starts after steps in which the adapters moved."""
+    result = load_result(paths[name])
+    weights = result["weights"]
+    for layer, scale in result["seen"]["scales"].items():
+        # fake quant starts at step 2, and the third step moves the sum on
+        if name == "followed_3":
+            rank = weights[f"{layer}.lora_a"].shape[0]
+            merged = merge(weights[f"{layer}.weight"], weights[f"{layer}.lora_a"], weights[f"{layer}.lora_b"], 8 / rank)
+            expected = merged.float().view(merged.shape[0], -1, 32).abs().amax(-1) / 7.5
+            assert torch.equal(scale, expected.bfloat16().float()), layer
+        base = weights[f"{layer}.weight"].float().view(scale.shape[0], -1, 32).abs().amax(-1) / 7.5
+        assert (scale != base.bfloat16().float()).any(), layer
+
+
+def test_recomputed_layers_train_bit_for_bit_alike(paths):
+    kept, recomputed = (load_result(paths[name]) for name in ("kept_3", "recomputed_3"))
+    assert kept["losses"] == recomputed["losses"]
+    assert all(torch.equal(value, recomputed["weights"][name]) for name, value in kept["weights"].items())
+
+
+def test_the_student_without_adapter_is_the_teacher_that_it_was(paths):
+    """Every loss is that of a second model with the base's weights, in fp32."""
+    own, other = (load_result(paths[name])["losses"] for name in ("self_2", "teacher_2"))
+    assert len(own) == FEW["steps"] and "loss/kd/kl" in own[0]
+    for mine, theirs in zip(own, other, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(paths):
+    straight, resumed = load_result(paths["straight_3"]), load_result(paths["begun_3"])
+    assert resumed["losses"] == straight["losses"][2:]
+    for name, value in straight["weights"].items():
+        assert torch.equal(value, resumed["weights"][name]), name
