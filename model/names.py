@@ -286,8 +286,7 @@ class Names:
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint of ``model`` holds: parameters, tied ones under each of their names, and persistent buffers.
 
-    Scales and adapters are not among them: the layers of :mod:`quant` may be in place already, and scales have their
-    own reader.
+    Without scales and adapters: the layers of :mod:`quant` may be in place already, and scales have their own reader.
     """
     tensors: dict[str, Tensor] = {
         name: parameter

@@ -229,9 +229,8 @@ class QuantLinear(QuantLayer):
             self.trained = True
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
-        learns = self.weight_theta is not None or self.input_theta is not None
-        quantises = self.weight_fake_quant or self.input_fake_quant or self.adapter is not None
-        if not (quantises or (learns and torch.is_grad_enabled())):
+        learns = torch.is_grad_enabled() and (self.weight_theta is not None or self.input_theta is not None)
+        if not (self.weight_fake_quant or self.input_fake_quant or learns or self.adapter is not None):
             return gemm.linear(x, self.weight, self.bias, offsets)
         self._check_scale_dtypes()
         plan = Plan(

@@ -76,8 +76,7 @@ def empty_student(
     )
     with errors_on_all_ranks(ValueError):  # before the weights are read
         named = _named_schemes(recipe, model)
-        # Scales and adapters come later.
-        own = [one for one in recipe.learnable.freeze if "theta" not in one and "lora" not in one]
+        own = [one for one in recipe.learnable.freeze if not re.search("theta|lora", one)]  # these come later
         check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
             output_head(model)  # its losses are computed from its hidden states, or this is an error

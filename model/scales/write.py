@@ -105,8 +105,7 @@ def check_codes(name: str, zero: Tensor, spec: TensorSpec) -> None:
 
 
 def release_scales(engine: deepspeed.DeepSpeedEngine, quantization: Quantization) -> None:
-    """Let ZeRO-3 gather scales and adapters on the way, beside the weights that come next, not each by itself after
-    every step."""
+    """Let ZeRO-3 gather scales and adapters on the way, with the weights that come next, not each after every step."""
     release(
         engine,
         (

@@ -101,7 +101,7 @@ def test_held_out_is_a_number_or_a_share(tmp_path: Path) -> None:
 def test_defaults_are_values_that_their_knobs_take() -> None:
     sections = [getattr(minimal(), item.name) for item in dataclasses.fields(Recipe)]
     sections = [section for section in sections if dataclasses.is_dataclass(section)]
-    assert len(sections) == 9
+    assert len(sections) == 10
     assert [problem for section in sections for problem in field_problems(section, "")] == []
 
 
