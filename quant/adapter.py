@@ -7,7 +7,7 @@ last forward are the codes of an export, and whoever serves the export needs no 
 the export all call it, so that they see the same bits.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,9 +71,12 @@ class Adapter:
 
 
 @contextmanager
-def without_adapters(layers: Iterable[Any]) -> Iterator[None]:
-    """Inside the block these layers compute with their weights as they are without adapters; after it as before."""
-    kept = [(layer, layer.adapter) for layer in layers if layer.adapter is not None]
+def without_adapters(quantization: Any) -> Iterator[None]:
+    """Inside the block the layers of a :class:`quant.Quantization` compute as if they had no adapters; then as before.
+
+    A forward with gradients has no place there: under ZeRO-3 the adapters would get their last ones again.
+    """
+    kept = [(layer, layer.adapter) for layer in quantization.layers.values() if layer.adapter is not None]
     for layer, _ in kept:
         layer.adapter = None
     try:

@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from data.teacher_cache import digest_of_checkpoint
 from engine.checkpoint.files import file_crc32, read_object
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
@@ -34,6 +35,8 @@ class Checkpoint:
     """Bytes and CRC-32 of every file, by its name."""
     samples: str | None = None
     """Digest of the training samples; None in checkpoints of before there was one."""
+    base: str | None = None
+    """Digest of the files of model.path, where adapters trained on them; else None."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def _read_manifest(path: Path) -> Checkpoint:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         step, ranks, stage = (int(state[key]) for key in ("step", "world_size", "stage"))
         files = {str(name): (int(size), int(crc32)) for name, (size, crc32) in state["files"].items()}
-        samples = state.get("samples")
+        samples, base = state.get("samples"), state.get("base")
         good = step >= 0 and 1 <= ranks <= len(files) and stage in range(4)
         if not good or any(
             Path(name).name != name or name == ".." for name in files
@@ -128,7 +131,7 @@ def _read_manifest(path: Path) -> Checkpoint:
             raise ValueError(f"is damaged: {name} is missing") from None
         if found != size:
             raise ValueError(f"is damaged: {name} has {found:,} bytes, expected {size:,}")
-    return Checkpoint(path, step, ranks, stage, files, samples)
+    return Checkpoint(path, step, ranks, stage, files, samples, base)
 
 
 def _is_whole(path: Path) -> bool:
@@ -177,11 +180,13 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
     knobs += [("quant", name) for name in ("scheme", "schemes", "rules", "lm_head", "embedding", "exempt")]
     # Observers have a histogram or none; a theta corrects a fixed scale or the absmax of its step.
     knobs += [("quant", "input_range"), ("quant", "scales_follow_weights")]
-    knobs += [("learnable", name) for name in asdict(recipe.learnable)]
+    knobs += [(section, name) for section in ("learnable", "adapter") for name in asdict(getattr(recipe, section))]
     for section, name in knobs:
         was, now = (getattr(getattr(one, section), name) for one in (before, recipe))
         if was != now:
             changed.append(f"{section}.{name} (was {was!r}, is {now!r})")
+    if recipe.adapter.on and found.base != (digest := digest_of_checkpoint(recipe.model.path)):
+        changed.append(f"model.path (its files' digest was {found.base}, is {digest}: adapters of another base)")
     if changed:
         raise RecipeError(f"train.resume: {found.path} cannot be continued with other {', '.join(changed)}")
     return found

@@ -21,6 +21,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+from data.teacher_cache import digest_of_checkpoint
 from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text, sync_directory, write_text
 from engine.checkpoint.find import BEST, LATEST, STEPS, Best, best_checkpoint
 from engine.checkpoint.owners import Owners, rank_state
@@ -113,6 +114,7 @@ def _write_manifest(
         "world_size": world_size(),
         "stage": stage(session.ds_config),
         "samples": samples,
+        "base": digest_of_checkpoint(session.recipe.model.path) if session.recipe.adapter.on else None,
         "files": {**files, recipe.name: (recipe.stat().st_size, file_crc32(recipe))},
     }
     write_text(partial / "state.json", json.dumps(state, indent=1))

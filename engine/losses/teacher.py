@@ -110,8 +110,7 @@ def unquantised_forward(
     was_training = engine.training
     engine.eval()
     try:
-        plain = without_adapters(quantization.layers.values())
-        with quantization.paused(), plain, head.computing(hidden_states), forward_only(engine):
+        with quantization.paused(), without_adapters(quantization), head.computing(hidden_states), forward_only(engine):
             logits: torch.Tensor = engine(**inputs).logits
     finally:
         engine.train(was_training)

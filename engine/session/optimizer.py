@@ -113,10 +113,9 @@ def check_patterns(names: Sequence[str], freeze: Sequence[str]) -> None:
 def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
     """Set ``requires_grad`` of every Parameter as the recipe's ``learnable`` section says, before the engine is made.
 
-    Biases go with the weights, and embeddings too unless they are left out.
-    Scales that do not train have no theta at all, so they are not touched here. What the model's class has frozen stays
-    so (biases that correct the choice of experts, fixed initial states): it gets no gradient, and weight decay alone
-    would move it.
+    Biases go with the weights, and embeddings too unless they are left out. Scales that do not train have no theta, so
+    they are not touched here. What the model's class has frozen stays so (biases that correct the choice of experts,
+    fixed initial states): it gets no gradient, and weight decay alone would move it.
 
     Raises:
         ValueError: a pattern of ``freeze`` matches no Parameter.

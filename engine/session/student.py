@@ -140,8 +140,7 @@ def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
     to other experts, and the output layer, through which losses are computed in the model's dtype."""
     modules = {name for name, _ in model.named_modules()}
     routers = [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
-    head = model.get_output_embeddings()
-    own = routers + [re.escape(name) for name, module in model.named_modules() if module is head]
+    own = routers + [re.escape(name) for name, one in model.named_modules() if one is model.get_output_embeddings()]
     return [*recipe.quant.exempt, *recipe.quant.exempt_more, *own]
 
 

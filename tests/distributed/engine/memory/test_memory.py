@@ -168,3 +168,15 @@ def test_what_codes_take_on_their_way(tmp_path: Path) -> None:
     path = recipe(tmp_path, "dense", 3, {"quant": quant, "learnable": learnable, "data": data}, **EVERYTHING)
     run_ranks(SCRIPT, str(path))
     compare(path, rel=0.02)
+
+
+@pytest.mark.full
+def test_adapters(tmp_path: Path) -> None:
+    """On every stage: frozen weights, and what trains on them; small parameters that stay whole, adapters not."""
+    checkpoint(tmp_path / "dense", "dense")
+    sections = {"adapter": {"kind": "lora", "rank": 8}, "learnable": {"weight": False}}
+    paths = [recipe(tmp_path, "dense", stage, sections) for stage in (0, 1, 2, 3)]
+    paths.append(recipe(tmp_path, "dense", 3, sections, stage3_param_persistence_threshold=100_000))
+    run_ranks(SCRIPT, *map(str, paths))
+    for path in paths:
+        compare(path)

@@ -15,6 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from data.teacher_cache import digest_of_checkpoint
 from engine.checkpoint import save
 from engine.checkpoint.files import CheckedFiles, file_crc32, read_object, replace_text
 from engine.checkpoint.find import (
@@ -27,6 +28,7 @@ from engine.checkpoint.find import (
     verify_checkpoint,
 )
 from engine.checkpoint.save import _make_current
+from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.checks import RecipeError
 from engine.recipe.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.recipe.reading import save_recipe
@@ -411,3 +413,31 @@ def test_a_pointer_leads_to_a_step_of_its_directory(tmp_path, text):
     (tmp_path / "best.json").write_text(json.dumps({"name": text, "step": 1, "metric": "eval/lm", "value": 1.0}))
     with pytest.raises(ValueError, match=r"best\.json is damaged"):
         best_checkpoint(tmp_path)
+
+
+def test_adapters_go_on_on_their_base_alone(tmp_path, monkeypatch):
+    """Another strength or rank is refused by name, and another checkpoint under the same path."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    (base / "model.safetensors").write_bytes(b"weights")
+    step = write_step(tmp_path, 1)
+
+    def adapted(**values):
+        changed = recipe(tmp_path)
+        changed.model.path, changed.learnable.weight = str(base), False
+        changed.adapter = AdapterRecipe(kind="lora", **values)
+        return changed
+
+    save_recipe(adapted(), step / "recipe.yaml")
+    state = json.loads((step / "state.json").read_text())
+    (step / "state.json").write_text(json.dumps({**state, "base": digest_of_checkpoint(base)}))
+    assert check_resumable(adapted(), tmp_path).step == 1
+    with pytest.raises(RecipeError) as raised:
+        check_resumable(adapted(rank=8, alpha=3.0), tmp_path)
+    for text in ("adapter.rank (was 16, is 8)", "adapter.alpha (was 32.0, is 3.0)"):
+        assert text in str(raised.value)
+    (base / "model.safetensors").write_bytes(b"others.")
+    with pytest.raises(RecipeError, match=r"cannot be continued with other model.path .*: adapters of another base"):
+        check_resumable(adapted(), tmp_path)

@@ -1,0 +1,155 @@
+"""Which layers get an adapter, what is refused before weights are read, and what the adapters hold at the start."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.recipe.checks import RecipeError
+from engine.recipe.reading import load_recipe
+from engine.recipe.recipe import Recipe
+from engine.session.student import build_student, empty_student
+from model.ranks import RankError
+from tests.tiny import tiny_checkpoint
+
+CPU = torch.device("cpu")
+DS_CONFIG = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return {kind: tiny_checkpoint(base / kind, kind, even=True) for kind in ("qwen3", "qwen3_moe")}
+
+
+def recipe(directory: Path, path: Path, choice: dict | None = None, /, **sections) -> Recipe:
+    contents = {
+        "model": {"path": str(path)},
+        "data": {"train": ["a.jsonl"]},
+        "train": {"steps": 4},
+        "output_dir": "out",
+        "quant": {"scheme": "w4a16_g32"},
+        "learnable": {"weight": False},
+        "adapter": {"kind": "lora", "rank": 4, **(choice or {})},
+        **sections,
+    }
+    file = directory / "recipe.yaml"
+    file.write_text(json.dumps(contents))  # JSON is YAML
+    return load_recipe(file)
+
+
+def adapters(settings: Recipe) -> dict[str, torch.nn.Module]:
+    """The layers with an adapter by name."""
+    _, quantization = build_student(settings, DS_CONFIG, CPU)
+    return {name: layer for name, layer in quantization.layers.items() if layer.adapter is not None}
+
+
+def test_every_quantised_linear_gets_one_but_lm_head(tmp_path, checkpoints):
+    settings = recipe(tmp_path, checkpoints["qwen3"], {}, quant={"scheme": "w4a16_g32", "lm_head": "w8a16_channel"})
+    found = adapters(settings)
+    leaves = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert len(found) == 2 * len(leaves) and {name.rpartition(".")[2] for name in found} == set(leaves)
+    for layer in found.values():
+        assert layer.lora_a.shape == (4, layer.in_features) and layer.lora_b.shape == (layer.out_features, 4)
+        assert layer.adapter.scaling == 32 / 4 and not layer.lora_b.any() and not layer.weight.requires_grad
+        bound = layer.in_features**-0.5
+        assert 0.7 * bound < layer.lora_a.abs().max() <= 1.01 * bound and layer.lora_a.requires_grad
+        assert torch.equal(layer.merged_weight(), layer.weight)
+
+
+def test_targets_and_ranks_are_chosen_by_pattern(tmp_path, checkpoints):
+    choice = {
+        "targets": [".*(q|o)_proj", ".*\\.0\\..*down_proj"],
+        "ranks": {".*o_proj": 9, ".*_proj": 2},
+        "rslora": True,
+    }
+    found = adapters(recipe(tmp_path, checkpoints["qwen3"], {**choice, "alpha": 6.0}))
+    ranks = {name.removeprefix("model.layers."): layer.lora_a.shape[0] for name, layer in found.items()}
+    expected = {"0.self_attn.q_proj": 2, "0.self_attn.o_proj": 9, "0.mlp.down_proj": 2}
+    assert ranks == expected | {"1.self_attn.q_proj": 2, "1.self_attn.o_proj": 9}
+    assert all(layer.adapter.scaling == 6 / layer.lora_a.shape[0] ** 0.5 for layer in found.values())
+
+
+def test_what_is_drawn_depends_on_the_seed_and_the_name(tmp_path, checkpoints):
+    """Not on which other layers get one, nor on what was drawn before."""
+    one, *_ = adapters(recipe(tmp_path, checkpoints["qwen3"], {"targets": [".*\\.1\\..*q_proj"]})).values()
+    torch.rand(3)
+    several = adapters(recipe(tmp_path, checkpoints["qwen3"], {"targets": [".*q_proj"]}))
+    first, second = several.values()
+    assert torch.equal(one.lora_a, second.lora_a) and not torch.equal(first.lora_a, second.lora_a)
+    other = {"train": {"steps": 4, "seed": 5}}
+    changed, *_ = adapters(recipe(tmp_path, checkpoints["qwen3"], {"targets": [".*\\.1\\..*q_proj"]}, **other)).values()
+    assert not torch.equal(one.lora_a, changed.lora_a)
+
+
+def test_experts_of_their_own_get_one_each(tmp_path, checkpoints):
+    settings = recipe(
+        tmp_path, checkpoints["qwen3_moe"], {}, model={"path": str(checkpoints["qwen3_moe"]), "experts": "per_expert"}
+    )
+    assert len([name for name in adapters(settings) if ".experts." in name]) == 2 * 5 * 3
+
+
+BAD = {
+    "matches nothing": ({"targets": [".*proj", "nothing"]}, "adapter.targets: 'nothing' matches no linear layer"),
+    "lm_head": ({"targets": ["lm_head"]}, "adapter.targets: lm_head: lm_head and embeddings get no adapter"),
+    "everything": ({"targets": [".*"]}, "adapter.targets: model.embed_tokens, lm_head: lm_head and embeddings"),
+    "rank too large": ({"rank": 65}, "rank 65, expected at most 64, the layer's smaller side"),
+    "a rank of its own": ({"ranks": {".*k_proj": 17}}, "k_proj: rank 17, expected at most 16"),
+    "ranks of nothing": ({"ranks": {".*x_proj": 2}}, "adapter.ranks: '.*x_proj' matches no layer with an adapter"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_adapters_are_refused_before_weights_are_read(tmp_path, checkpoints, name):
+    adapter, said = BAD[name]
+    with pytest.raises(RankError) as refused:
+        empty_student(recipe(tmp_path, checkpoints["qwen3"], adapter), DS_CONFIG, CPU)
+    assert said in str(refused.value)
+
+
+def test_layers_that_no_adapter_fits_are_refused(tmp_path, checkpoints):
+    """Stacked experts, layers that are not quantised, weights of several modules, a quantised base."""
+    model, moe = checkpoints["qwen3"], checkpoints["qwen3_moe"]
+    none = {"quant": {"scheme": "w4a16_g32", "rules": [{"layers": ".*o_proj", "scheme": "none"}]}}
+    cases = [
+        (recipe(tmp_path, moe, {}), "adapters of stacked experts are not built yet"),
+        (recipe(tmp_path, moe, {"targets": [".*experts.*"]}), "adapters of stacked experts are not built yet"),
+        (recipe(tmp_path, model, {"targets": [".*(o|q)_proj"]}, **none), "o_proj: not quantised"),
+    ]
+    quantised = tmp_path / "quantised"
+    quantised.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    (quantised / "config.json").write_text(json.dumps(config))
+    cases.append((recipe(tmp_path, quantised), "adapters on a quantised base are not built yet"))
+    for settings, said in cases:
+        with pytest.raises(RankError) as refused:
+            empty_student(settings, DS_CONFIG, CPU)
+        assert said in str(refused.value), refused.value
+
+
+CONTRADICTIONS = [
+    ({"learnable": {"weight": True}}, "learnable.weight: True, expected false with adapter.kind lora"),
+    ({"quant": {"scheme": "w4a16_g32", "fake_quant_start": -1}}, "quant.fake_quant_start: -1 (never), expected 0 or"),
+    (
+        {"quant": {"scheme": "fp8_static", "gather_codes": True}},
+        "quant.gather_codes: True, expected false with adapter",
+    ),
+    ({"adapter": {"targets": [".*"]}}, "adapter.targets: ['.*'], expected nothing, or adapter.kind lora"),
+    ({"adapter": {"ranks": {".*": 3}}}, "adapter.ranks: {'.*': 3}, expected nothing, or adapter.kind lora"),
+    ({"adapter": {"kind": "lora", "ranks": {"(": 3}}}, "adapter.ranks: {'(': 3}, expected regular expressions"),
+    ({"adapter": {"kind": "lora", "rank": 0}}, "adapter.rank: 0, expected at least 1"),
+    ({"adapter": {"kind": "lora", "dropout": 0.1}}, "dropout"),
+]
+
+
+@pytest.mark.parametrize(("sections", "said"), CONTRADICTIONS)
+def test_knobs_that_do_not_go_together(tmp_path, sections, said):
+    with pytest.raises(RecipeError) as refused:
+        recipe(tmp_path, Path("model"), **sections)
+    assert said in str(refused.value)
+
+
+def test_adapters_alone_may_train(tmp_path):
+    recipe(tmp_path, Path("model"), learnable={"weight": False, "weight_scale": False})
