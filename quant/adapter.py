@@ -109,20 +109,20 @@ class MergedLinearFunction(torch.autograd.Function):
         if plan.weight is None or given.weight_codes is None:  # else its codes say what it is
             weight = merge(weight, lora_a, lora_b, scaling)
         output: Tensor = QuantLinearFunction.forward(inner, plan, *given._replace(weight=weight))
-        saved = Saved(*inner.saved_tensors)._replace(weight=given.weight)
-        ctx.save_for_backward(lora_a, lora_b, *saved)
-        inner.saved_tensors = ()
-        ctx.inner, ctx.scaling = inner, scaling
+        saved: Any = inner.saved_tensors
+        ctx.save_for_backward(lora_a, lora_b, *Saved(*saved)._replace(weight=given.weight))
+        ctx.scaling, ctx.plan, ctx.needs = scaling, plan, inner.needs_input_grad
+        ctx.keeps_codes, ctx.input_shape = inner.keeps_codes, inner.input_shape
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         lora_a, lora_b, *rest = ctx.saved_tensors  # once, see QuantLinearFunction
-        saved, inner = Saved(*rest), ctx.inner
-        inner.saved_tensors = saved._replace(weight=merge(saved.weight, lora_a, lora_b, ctx.scaling))
+        saved, inner = Saved(*rest), _Context(ctx.needs)
+        inner.plan, inner.keeps_codes, inner.input_shape = ctx.plan, ctx.keeps_codes, ctx.input_shape
+        inner.save_for_backward(*saved._replace(weight=merge(saved.weight, lora_a, lora_b, ctx.scaling)))
         _, *found = QuantLinearFunction.backward(inner, grad_output)
-        inner.saved_tensors = ()
         gradients = Arguments(*found)
         grad_a = grad_b = None
         if gradients.weight is not None:
@@ -133,6 +133,10 @@ class MergedLinearFunction(torch.autograd.Function):
 
 class _Context:
     """What :class:`quant.function.QuantLinearFunction` uses of an autograd context, for a call without one."""
+
+    plan: Plan
+    keeps_codes: bool
+    input_shape: torch.Size
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad

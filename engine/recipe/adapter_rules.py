@@ -30,6 +30,12 @@ RULES_OF_ADAPTERS = (
         found="-1 (never)",
     ),
     Rule(
+        "layers with adapters are not compiled",
+        "train.compile",
+        lambda r: r.adapter.on and r.train.compile,
+        "false with adapter.kind {adapter.kind}, whose gradients torch.compile cannot trace",
+    ),
+    Rule(
         "weights that are gathered as codes are not merged",
         "quant.gather_codes",
         lambda r: r.adapter.on and r.quant.gather_codes,

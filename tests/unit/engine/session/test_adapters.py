@@ -136,6 +136,7 @@ CONTRADICTIONS = [
         {"quant": {"scheme": "fp8_static", "gather_codes": True}},
         "quant.gather_codes: True, expected false with adapter",
     ),
+    ({"train": {"steps": 4, "compile": True}}, "train.compile: True, expected false with adapter.kind lora"),
     ({"adapter": {"targets": [".*"]}}, "adapter.targets: ['.*'], expected nothing, or adapter.kind lora"),
     ({"adapter": {"ranks": {".*": 3}}}, "adapter.ranks: {'.*': 3}, expected nothing, or adapter.kind lora"),
     ({"adapter": {"kind": "lora", "ranks": {"(": 3}}}, "adapter.ranks: {'(': 3}, expected regular expressions"),
