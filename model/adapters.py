@@ -27,9 +27,15 @@ def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
     lora_a, lora_b = (
         value.view(full_shape(one)).to(own.device, one.dtype) for value, one in zip(values, pair, strict=True)
     )
-    columns = layer.in_features
-    first, end = start // columns, -(-stop // columns)
+    columns, out = layer.in_features, layer.out_features
+    first, end = start // columns, -(-stop // columns)  # rows, of all experts behind one another
     rows = own.new_zeros(max(0, end - first) * columns)
     rows[start - first * columns : stop - first * columns] = own
-    whole = merge(rows.view(-1, columns), lora_a, lora_b[first:end], adapter.scaling)
-    return whole.view(-1)[start - first * columns : stop - first * columns]
+    by_expert = zip(lora_a.view(-1, *lora_a.shape[-2:]), lora_b.view(-1, *lora_b.shape[-2:]), strict=True)
+    parts = [rows[:0]]
+    for expert, (a, b) in enumerate(by_expert):
+        begin, stop_row = max(first, expert * out), min(end, (expert + 1) * out)
+        if begin < stop_row:
+            part = rows[(begin - first) * columns : (stop_row - first) * columns].view(-1, columns)
+            parts.append(merge(part, a, b[begin - expert * out : stop_row - expert * out], adapter.scaling).view(-1))
+    return torch.cat(parts)[start - first * columns : stop - first * columns]

@@ -32,28 +32,37 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Ten
     lost from step to step: what accumulates are the optimizer's fp32 copies of the adapter.
 
     Args:
-        weight: ``[out, in]``, or some of its rows.
-        lora_a: ``[rank, in]``.
-        lora_b: ``[out, rank]``, or the same rows.
+        weight: ``[out, in]``, or some of its rows; or a stack ``[E, out, in]``, with an adapter for each expert.
+        lora_a: ``[rank, in]``, of a stack ``[E, rank, in]``.
+        lora_b: ``[out, rank]``, or the same rows; of a stack ``[E, out, rank]``.
         scaling: the adapter's factor, such as ``alpha / rank``.
 
     Returns:
         A new tensor like ``weight``, without a gradient.
     """
     merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    if weight.dim() == 3:
+        for out, *matrices in zip(merged, weight, lora_a, lora_b, strict=True):
+            _merge_into(out, *matrices, scaling)
+    else:
+        _merge_into(merged, weight, lora_a, lora_b, scaling)
+    return merged
+
+
+def _merge_into(merged: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> None:
     a, b = lora_a.detach().double(), lora_b.detach().double() * scaling
     rows = max(1, (CPU_ELEMENTS if weight.device.type == "cpu" else GPU_ELEMENTS) // max(1, weight.shape[-1]))
     for out, old, up in zip(merged.split(rows), weight.detach().split(rows), b.split(rows), strict=True):
         out.copy_(torch.addmm(old.double(), up, a))
-    return merged
 
 
 class Adapter:
     """The adapter of one layer.
 
     Attributes:
-        lora_a: ``[rank, in]``, in the weight's dtype.
-        lora_b: ``[out, rank]``, likewise; zeros at the start, so that step 0 computes the model without it.
+        lora_a: ``[rank, in]``, or ``[E, rank, in]`` of a stack, in the weight's dtype.
+        lora_b: ``[out, rank]`` or ``[E, out, rank]``, likewise; zeros at the start, so that step 0 computes the model
+            without it.
         scaling: what their product is multiplied by.
     """
 
@@ -95,7 +104,7 @@ class MergedLinearFunction(torch.autograd.Function):
         grad_b = scaling * grad @ lora_a.t()    [out, rank]
         grad_a = scaling * lora_b.t() @ grad    [rank, in]
 
-    The weight itself gets no gradient.
+    Of a stack each expert's are made so. The weight itself gets no gradient.
     """
 
     @staticmethod
@@ -126,8 +135,9 @@ class MergedLinearFunction(torch.autograd.Function):
         gradients = Arguments(*found)
         grad_a = grad_b = None
         if gradients.weight is not None:
-            grad_a = (lora_b.t() @ gradients.weight).mul_(ctx.scaling) if ctx.needs_input_grad[1] else None
-            grad_b = (gradients.weight @ lora_a.t()).mul_(ctx.scaling) if ctx.needs_input_grad[2] else None
+            a, b, of_sum = lora_a.transpose(-2, -1), lora_b.transpose(-2, -1), gradients.weight
+            grad_a = (b @ of_sum).mul_(ctx.scaling) if ctx.needs_input_grad[1] else None
+            grad_b = (of_sum @ a).mul_(ctx.scaling) if ctx.needs_input_grad[2] else None
         return None, grad_a, grad_b, None, *gradients._replace(weight=None)
 
 

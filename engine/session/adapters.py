@@ -67,17 +67,22 @@ def _problems(
     head, tables = model.get_output_embeddings(), (nn.Embedding,)
     outer = [name for name, layer in layers.items() if layer is head or isinstance(layer, tables)]
     yield "lm_head and embeddings get no adapter; name other layers, or leave adapter.targets empty", outer
-    stacked = [name for name, layer in layers.items() if isinstance(layer, StackedLinear)]
-    text = "adapters of stacked experts are not built yet; name other layers, or set model.experts to per_expert"
-    yield text, stacked
     left = [name for name in layers if name not in schemes and name not in outer]
     yield "not quantised; an adapter is merged where the sum is quantised, so name other layers", left
     users = Counter(id(own) for module in model.modules() for own in module.parameters(recurse=False))
-    tied = [name for name, layer in layers.items() if users[id(layer.weight)] > 1 and name not in (*outer, *stacked)]
+    tied = [name for name, layer in layers.items() if users[id(layer.weight)] > 1 and name not in outer]
     yield "the weight is another module's too, which would not have the adapter; name other layers", tied
-    dense = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear) and name not in outer}
-    sides = {name: min(layer.in_features, layer.out_features) for name, layer in dense.items()}
-    for name, side in sides.items():
+    stacks = {name: layer for name, layer in layers.items() if isinstance(layer, StackedLinear)}
+    chosen = Counter((id(layer), ranks[name]) for name, layer in stacks.items())
+    apart = [
+        name
+        for name, layer in stacks.items()
+        if chosen[id(layer), ranks[name]] != layer.num_experts * len(layer.projections)
+    ]
+    text = "these experts lie in one weight with others, so that all or none of them get an adapter, of one rank"
+    yield f"{text}; name all of them, or set model.experts to per_expert", apart
+    for name, layer in layers.items():
+        side = min(layer.in_features, layer.out_features) if name not in outer else ranks[name]
         if ranks[name] > side:
             why = f"rank {ranks[name]}, expected at most {side}, the layer's smaller side: see adapter.rank and "
             yield f"{why}adapter.ranks", [name]
@@ -119,8 +124,8 @@ def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]
 
 
 def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
-    """Give every layer that the recipe chooses an adapter: A uniform within ``1 / sqrt(in)`` as torch draws a Linear's
-    weight, B zeros.
+    """Give every layer that the recipe chooses an adapter, and of stacked experts each one: A uniform within
+    ``1 / sqrt(in)`` as torch draws a Linear's weight, B zeros.
 
     What is drawn depends on ``train.seed`` and the layer's name alone, so that it is the same on every rank and at any
     number of them.
@@ -131,17 +136,20 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
         for name, layer in quantization.layers.items()
         if isinstance(layer, QuantLinear) and layer is not head
     }
+    stack_of = {part.name: name for name, layer in layers.items() for part in linears_of(name, layer)}
+    ranks = {stack_of[part]: rank for part, rank in chosen_ranks(recipe.adapter, list(stack_of)).items()}
     trained = 0
-    for name, rank in (ranks := chosen_ranks(recipe.adapter, list(layers))).items():
+    for name, rank in ranks.items():
         layer = layers[name]
+        *stack, out_features, in_features = layer.weight_shape
         device, dtype = layer.weight.device, layer.weight.dtype
-        lora_a = torch.empty(rank, layer.in_features, dtype=dtype, device=device)
+        lora_a = torch.empty(*stack, rank, in_features, dtype=dtype, device=device)
         if device.type != "meta":
             seed = hashlib.blake2b(f"{recipe.train.seed} {name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
-            drawn = torch.rand(rank, layer.in_features, generator=generator)
-            lora_a.copy_((2 * drawn - 1) / layer.in_features**0.5)
-        lora_b = torch.zeros(layer.out_features, rank, dtype=dtype, device=device)
+            drawn = torch.rand(lora_a.shape, generator=generator)
+            lora_a.copy_((2 * drawn - 1) / in_features**0.5)
+        lora_b = torch.zeros(*stack, out_features, rank, dtype=dtype, device=device)
         layer.attach_adapter(lora_a, lora_b, recipe.adapter.scaling(rank))
         trained += lora_a.numel() + lora_b.numel()
     say(f"adapters: {len(ranks)} layers, {trained:,} parameters")

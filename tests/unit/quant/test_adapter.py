@@ -135,6 +135,43 @@ def test_backward_keeps_parameters_and_the_input_alone(schemes, seed):
     assert all(tensor.numel() <= case.x.numel() for tensor in kept), [tuple(tensor.shape) for tensor in kept]
 
 
+@pytest.mark.parametrize("schemes", [one for one in SCHEMES if one[0] is not None][:7], ids=str)
+def test_a_stack_is_its_experts(schemes, seed):
+    """Outputs bit for bit those of the layer of the sums, and gradients of each expert's adapter from its sum's; the
+    second has no rows."""
+    weights = schemes[0]
+    first, rank = AdaptedCase(*schemes, tokens=(8,), bias=False), random.randint(1, 3)
+    shape = (3, *first.weight.shape)
+    lora_a, lora_b = (nn.Parameter(0.3 * torch.randn(3, *size)) for size in ((rank, shape[2]), (shape[1], rank)))
+    weight = nn.Parameter(torch.randn(shape), requires_grad=False)
+    adapter = Adapter(lora_a, lora_b, 0.7)
+    merged = nn.Parameter(adapter.merged(weight))
+    for expert in range(3):
+        assert torch.equal(merged[expert], merge(weight[expert], lora_a[expert], lora_b[expert], 0.7))
+    size = weights.scale_shape(shape)
+    scale = Scale(
+        nn.Parameter(torch.rand(size) / 50 + 0.02, requires_grad=False),
+        nn.Parameter(torch.zeros(size)),
+        None if weights.scale_format != "e4m3" else nn.Parameter(torch.full((3,), 100.0), requires_grad=False),
+        None if not weights.has_zero_points else nn.Parameter(torch.zeros(size), requires_grad=False),
+    )
+    x = torch.randn(8, shape[2], requires_grad=True)
+    offsets = torch.tensor([3, 3, 8], dtype=torch.int32)
+    arguments = (None, scale, first.scales()[1], first.plan)
+    expected = quant_linear(x, merged, *arguments, offsets=offsets)
+    output = quant_linear(x, weight, *arguments, offsets=offsets, apply=adapter.apply)
+    assert torch.equal(output, expected)
+    grad = torch.randn_like(output)
+    of_x, of_theta, of_sum = torch.autograd.grad(expected, [x, scale.theta, merged], grad)
+    mine_x, mine_theta, of_a, of_b = torch.autograd.grad(output, [x, scale.theta, lora_a, lora_b], grad)
+    assert torch.equal(mine_x, of_x) and torch.equal(mine_theta, of_theta)
+    for expert in range(3):
+        a, b, one = (tensor[expert].detach().double() for tensor in (lora_a, lora_b, of_sum))
+        torch.testing.assert_close(of_a[expert].double(), 0.7 * b.t() @ one, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(of_b[expert].double(), 0.7 * one @ a.t(), rtol=1e-4, atol=1e-4)
+    assert not of_a[1].any() and not of_b[1].any()
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_the_sum_is_the_same_for_any_rows(dtype, seed):
     """Each row by itself, turned memory, and the exact sum rounded once."""

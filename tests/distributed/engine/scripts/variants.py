@@ -18,6 +18,7 @@ from engine.loop import Loop, LoopState
 from engine.losses.kd import KD_KINDS
 from model.ranks import is_main, rank
 from model.zero import gathered
+from quant.experts import linears_of
 from tests.distributed.engine.scripts.train import run, whole_parameters
 from tests.distributed.garbage import collect
 
@@ -146,7 +147,7 @@ def keep_evaluations(loop: Loop, seen: dict[str, Any]) -> None:
 
 
 def used_weights(loop: Loop, seen: dict[str, Any]) -> None:
-    """What each quantised layer multiplies its input with after the last step: its output for the unit matrix."""
+    """What each quantised Linear multiplies its input with after the last step: its output for the unit matrix."""
 
     @loop.every(1)
     def keep(state: LoopState) -> None:
@@ -154,10 +155,15 @@ def used_weights(loop: Loop, seen: dict[str, Any]) -> None:
         for name, layer in state.session.quantization.layers.items():
             with gathered(layer.parameters(recurse=False)), torch.no_grad():
                 quantises, layer.input_fake_quant = layer.input_fake_quant, False
+                experts, units = layer.num_experts, torch.eye(layer.in_features, dtype=layer.weight.dtype)
+                ends = torch.arange(1, experts + 1, dtype=torch.int32) * layer.in_features if experts else None
                 # Not the module's call, which would gather for a step of ZeRO-3's.
-                seen["used"][name] = layer.forward(torch.eye(layer.in_features, dtype=layer.weight.dtype)).t()
+                columns = layer.forward(units.repeat(experts or 1, 1), ends)
                 layer.input_fake_quant = quantises
-                seen["scales"][name] = layer.weight_scale().clone()
+                whole = columns.view(*layer.weight_shape[:-2], layer.in_features, -1).transpose(-2, -1)
+                for part in linears_of(name, layer):
+                    seen["used"][part.name] = part.weight(whole).clone()
+                    seen["scales"][part.name] = part.scale(layer.weight_scale(), layer.scheme.weights).clone()
 
 
 ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {

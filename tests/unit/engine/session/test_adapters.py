@@ -83,6 +83,21 @@ def test_what_is_drawn_depends_on_the_seed_and_the_name(tmp_path, checkpoints):
     assert not torch.equal(one.lora_a, changed.lora_a)
 
 
+def test_stacked_experts_get_one_each(tmp_path, checkpoints):
+    """In one parameter: those of gate and up of an expert together, as their rows lie."""
+    found = adapters(recipe(tmp_path, checkpoints["qwen3_moe"], {"ranks": {".*experts.*down_proj": 3}}))
+    stacks = {name: layer for name, layer in found.items() if layer.projections}
+    assert len(stacks) == 2 * 2 and len(found) == 2 * (2 + 4)
+    for layer in stacks.values():
+        rank = 3 if layer.projections == ("down_proj",) else 4
+        assert layer.lora_a.shape == (5, rank, layer.in_features) and layer.lora_b.shape == (
+            5,
+            layer.out_features,
+            rank,
+        )
+        assert layer.adapter.scaling == 32 / rank and len({tuple(one.flatten().tolist()) for one in layer.lora_a}) == 5
+
+
 def test_experts_of_their_own_get_one_each(tmp_path, checkpoints):
     settings = recipe(
         tmp_path, checkpoints["qwen3_moe"], {}, model={"path": str(checkpoints["qwen3_moe"]), "experts": "per_expert"}
@@ -109,12 +124,13 @@ def test_bad_adapters_are_refused_before_weights_are_read(tmp_path, checkpoints,
 
 
 def test_layers_that_no_adapter_fits_are_refused(tmp_path, checkpoints):
-    """Stacked experts, layers that are not quantised, weights of several modules, a quantised base."""
+    """Some of stacked experts, layers that are not quantised, weights of several modules, a quantised base."""
     model, moe = checkpoints["qwen3"], checkpoints["qwen3_moe"]
     none = {"quant": {"scheme": "w4a16_g32", "rules": [{"layers": ".*o_proj", "scheme": "none"}]}}
     cases = [
-        (recipe(tmp_path, moe, {}), "adapters of stacked experts are not built yet"),
-        (recipe(tmp_path, moe, {"targets": [".*experts.*"]}), "adapters of stacked experts are not built yet"),
+        (recipe(tmp_path, moe, {"targets": [".*experts.0.*"]}), "experts.0.up_proj, model.layers.0.mlp.experts.0.down"),
+        (recipe(tmp_path, moe, {"targets": [".*gate_proj"]}), "these experts lie in one weight with others"),
+        (recipe(tmp_path, moe, {"ranks": {".*up_proj": 3}}), "these experts lie in one weight with others"),
         (recipe(tmp_path, model, {"targets": [".*(o|q)_proj"]}, **none), "o_proj: not quantised"),
     ]
     quantised = tmp_path / "quantised"
