@@ -42,8 +42,8 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Ten
     """
     merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if weight.dim() == 3:
-        for out, *matrices in zip(merged, weight, lora_a, lora_b, strict=True):
-            _merge_into(out, *matrices, scaling)
+        for out, one, a, b in zip(merged, weight, lora_a, lora_b, strict=True):
+            _merge_into(out, one, a, b, scaling)
     else:
         _merge_into(merged, weight, lora_a, lora_b, scaling)
     return merged

@@ -82,8 +82,8 @@ def _problems(
     text = "these experts lie in one weight with others, so that all or none of them get an adapter, of one rank"
     yield f"{text}; name all of them, or set model.experts to per_expert", apart
     for name, layer in layers.items():
-        side = min(layer.in_features, layer.out_features) if name not in outer else ranks[name]
-        if ranks[name] > side:
+        side = 0 if name in outer else min(int(layer.in_features), int(layer.out_features))  # type: ignore[arg-type]
+        if 0 < side < ranks[name]:
             why = f"rank {ranks[name]}, expected at most {side}, the layer's smaller side: see adapter.rank and "
             yield f"{why}adapter.ranks", [name]
             return

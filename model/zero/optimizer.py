@@ -51,8 +51,11 @@ def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
     for parameter in parameters:
         for key in ("exp_avg", "exp_avg_sq"):
             if is_partitioned(parameter):
-                # The setter for a whole parameter cuts the last ranks' share out of it, where one element has none.
-                safe_set_local_optimizer_state(parameter, zeros_of_partition(parameter), key)
+                start, stop = local_range(parameter)
+                # Of a group of which this rank holds padding alone there are no moments after a resume at another
+                # number of ranks. The setter for a whole parameter would cut the last ranks' share out of it.
+                if start < stop:
+                    safe_set_local_optimizer_state(parameter, zeros_of_partition(parameter), key)
             elif not hasattr(parameter, "_hp_mapping"):
                 # Stage 0: torch's optimizer, over the parameters themselves or (bf16) over an fp32 copy of each.
                 inner.state[masters.get(id(parameter), parameter)][key].zero_()

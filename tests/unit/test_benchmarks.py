@@ -50,6 +50,14 @@ def test_quant_kernels(tmp_path: Path) -> None:
         assert float(row["eager, ms"]) > 0
 
 
+def test_adapters(tmp_path: Path) -> None:
+    """All weights, and three forms of adapters, of which the merged ones train what plain LoRA does."""
+    rows = {row["way"]: row for row in run("adapters", results=tmp_path)}
+    lora = rows["bf16, LoRA beside"]
+    assert rows["w4a16_g32, merged, scales fixed"]["trained"] == lora["trained"]
+    assert all(float(row["passes, ms"]) > 0 for row in rows.values())
+
+
 @pytest.mark.parametrize("part", ("--layer-only", "--model-only"))
 def test_step(part: str, tmp_path: Path) -> None:
     """With the fp8 GEMM, and with and without activation checkpointing."""

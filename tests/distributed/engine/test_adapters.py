@@ -11,7 +11,7 @@ from model.compressed import load_compressed
 from quant.adapter import merge
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import assert_equals_plain_loop, load_result
-from tests.distributed.recipes import write_chats, write_recipe
+from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
 from tests.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "variants.py"
@@ -103,6 +103,22 @@ def paths(tmp_path_factory):
 def test_training_equals_a_plain_loop_on_every_stage(paths, name):
     """Dense on each, and on stage 3 stacked experts, to which the ranks send different tokens."""
     assert_equals_plain_loop(paths[f"plain_{name}"])
+
+
+@pytest.mark.full
+def test_training_equals_a_plain_loop_in_other_configurations(tmp_path):
+    """Offload of the optimizer and of parameters, and hpZ, whose copies of what is frozen must be those of now."""
+    model = tiny_checkpoint(tmp_path / "qwen3_moe", "qwen3_moe", even=True)
+    chats = write_chats(tmp_path / "chats.jsonl")
+    configurations = ("zero2_offload", "zero3_offload", "zero3_offload_param", "zero3_hpz")  # hpZ last
+    paths = []
+    for shipped in configurations:
+        ds_config = write_ds_config(tmp_path, f"every_{shipped}", shipped)
+        sections = {**LORA, "deepspeed": ds_config}
+        paths.append(write_recipe(tmp_path, shipped, model, chats, stage=3, dtype="float32", **sections))
+    run_ranks(SCRIPT, *(f"none:{path}" for path in paths))
+    for path in paths:
+        assert_equals_plain_loop(path)
 
 
 def test_adapters_and_scales_train_and_nothing_else(paths):

@@ -23,6 +23,7 @@ RESUMED = [job for job, (_, source, _) in JOBS.items() if source]
     params=[
         pytest.param(("1", "2", "3"), id="bf16"),
         pytest.param(("0", "1_fp32"), id="others", marks=pytest.mark.full),
+        pytest.param(("2_lora", "3_lora"), id="adapters", marks=pytest.mark.full),
     ],
 )
 def ran(request, tmp_path_factory):
@@ -65,7 +66,8 @@ def test_what_was_saved_is_what_is_loaded_at_another_number_of_ranks(ran, job):
             assert all(counts[key] == {step} for key in counts if "theta" not in key)
             # Theta's steps count from where fake quant started.
             assert start > step or all(counts[key] == {step - start} for key in counts if "theta" in key)
-            assert any(value.any() for key, value in before.items() if key.endswith("weight/exp_avg_sq"))
+            trained = "lora_b" if "lora" in variant else "weight"
+            assert any(value.any() for key, value in before.items() if key.endswith(f"{trained}/exp_avg_sq"))
 
 
 @pytest.mark.parametrize("job", RESUMED)

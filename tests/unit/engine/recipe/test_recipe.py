@@ -582,7 +582,12 @@ def test_a_layout_that_cannot_hold_a_scheme_is_refused_before_any_work(tmp_path:
 def test_a_recipe_is_shipped_per_preset_and_model() -> None:
     assert {path.stem for path in OF_SCHEMES} == set(PRESETS)
     sizes = {"qwen3_0_6b", "qwen3_4b", "qwen3_30b_a3b", "llama3_2_1b", "llama3_8b", "llama3_70b"}
-    assert {path.stem for path in SHIPPED} == {*sizes, "qwen3_4b_fp8_scales_only", "llama3_70b_lora"}
+    assert {path.stem for path in SHIPPED} == {
+        *sizes,
+        "qwen3_4b_fp8_scales_only",
+        "llama3_70b_lora",
+        "qwen3_30b_a3b_lora",
+    }
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

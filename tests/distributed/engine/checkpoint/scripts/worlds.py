@@ -39,6 +39,8 @@ VARIANTS = {
     "2": (2, "bfloat16", "llama", 3),
     "3": (3, "bfloat16", "qwen3_moe", 1),
     "0": (0, "bfloat16", "qwen3", 3),
+    "2_lora": (2, "bfloat16", "qwen3", 1),
+    "3_lora": (3, "bfloat16", "qwen3_moe", 3),
 }
 STEPS, AT = 4, 2
 # job: ranks, whose checkpoint, of which step. A step has 12 rows everywhere.
@@ -86,7 +88,8 @@ def write_recipes(directory: Path, variants: list[str]) -> None:
                 },
                 quant={"fake_quant_start": start, "calibration_batches": 0},
                 # On stage 1 no more than 8 thetas train: of 3 ranks the last holds none of them.
-                learnable={"act_scale": variant != "1", "norm": True},
+                learnable={"act_scale": variant != "1", "norm": True, "weight": "lora" not in variant},
+                adapter={"kind": "lora" if "lora" in variant else "none", "rank": 3},
                 optim={"lr": 1e-2, "schedule": "constant", "warmup_steps": 0},
                 loss={"kd_weight": 0.0, "teacher": None},
             )
