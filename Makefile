@@ -8,6 +8,7 @@
 #   make test-wheel    a wheel, installed alone in a fresh environment
 #   make test-eval     those of the extra "eval", which is installed into .venv-eval
 #   make test-gguf     those of the extra "gguf", which is installed into .venv-gguf
+#   make test-mlx      those of the extra "mlx", which is installed into .venv-mlx
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
 
@@ -16,12 +17,15 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 # Names the checkout: an environment shared by two of them holds the editable install of the last one only.
 STAMP := $(VENV)/.installed$(subst /,_,$(CURDIR))
 
+GGUF_TESTS := tests/unit/model/save/test_gguf.py tests/distributed/engine/test_gguf.py
+MLX_TESTS := tests/unit/quant/test_mlx.py tests/distributed/engine/test_mlx.py
+
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
-test test-full test-eval test-gguf: export OMP_NUM_THREADS = 1
+test test-full test-eval test-gguf test-mlx: export OMP_NUM_THREADS = 1
 
-.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf lint typecheck
+.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-mlx lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -34,7 +38,8 @@ test: $(STAMP)
 test-full: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 	.ci/eval $(VENV)
-	.ci/gguf $(VENV)
+	.ci/extra $(VENV) gguf $(GGUF_TESTS)
+	.ci/extra $(VENV) mlx $(MLX_TESTS)
 
 # The CUDA kernels, where there is a compiler: nvcc for every architecture that is promised, g++ for the emulation. Both
 # take a minute and more, so that `make test` leaves them out.
@@ -49,7 +54,10 @@ test-eval: $(STAMP)
 	.ci/eval $(VENV)
 
 test-gguf: $(STAMP)
-	.ci/gguf $(VENV)
+	.ci/extra $(VENV) gguf $(GGUF_TESTS)
+
+test-mlx: $(STAMP)
+	.ci/extra $(VENV) mlx $(MLX_TESTS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .

@@ -21,6 +21,11 @@ def check_export(recipe: Recipe) -> None:
         check_layout(recipe.export.format, recipe.quant.linear_schemes())
     except ValueError as error:
         raise RecipeError(f"export.format: {error}") from None
+    if recipe.export.format in ("gguf", "mlx") and recipe.model.dtype == "float32" and recipe.quant.linear_schemes():
+        raise RecipeError(
+            f"model.dtype: float32, expected bfloat16 or float16: export.format {recipe.export.format} does not hold "
+            "products of codes and scales in fp32 exactly"
+        )
     if recipe.export.format == "gguf":
         _check_gguf(recipe)
     directory, output = recipe.export_dir(), Path(recipe.output_dir)
@@ -48,8 +53,6 @@ def _check_gguf(recipe: Recipe) -> None:
             f"export.template: {found}, expected a GGUF file of the base model (export.format gguf), which llama.cpp's "
             "convert_hf_to_gguf.py makes"
         )
-    if recipe.model.dtype == "float32" and recipe.quant.linear_schemes():
-        raise RecipeError("model.dtype: float32, expected bfloat16 or float16: a GGUF file has scales in fp16")
     if find_spec("gguf") is None:
         raise RecipeError("export.format: gguf needs the package gguf: pip install -e '.[gguf]'")
 

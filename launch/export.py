@@ -3,8 +3,8 @@
     deepspeed --num_gpus 8 launch/export.py --checkpoint runs/qwen3_4b/checkpoints/step_00001000 --out served/qwen3_4b
 
 The run's recipe lies in the checkpoint. Any number of ranks will do that can hold it. ``--format`` names another layout
-than the recipe's ``export.format``: ``vllm_fp8``, ``dequantized`` for readers of plain checkpoints, or ``gguf`` for
-llama.cpp, with ``--template``.
+than the recipe's ``export.format``: ``vllm_fp8``, ``dequantized`` for readers of plain checkpoints, ``mlx`` for
+mlx-lm, or ``gguf`` for llama.cpp, with ``--template``.
 """
 
 import sys

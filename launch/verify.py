@@ -9,7 +9,7 @@ and why.
     python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b
 
 Of an export for llama.cpp every tensor is read with llama.cpp's own Python package, and compared bit for bit with a
-compressed export of the same checkpoint.
+compressed export of the same checkpoint. So is one for MLX, with MLX, whose logits are compared too.
 """
 
 import sys
@@ -18,6 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
 import argparse
+import contextlib
+import json
 import os
 
 GGUF_FILE = "model.gguf"  # of model.save, which takes seconds to import
@@ -34,7 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     """Print the comparison; 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--export", type=Path, required=True, help="directory that training or launch/export.py wrote")
-    parser.add_argument("--against", type=Path, help="of a GGUF export: a compressed export of the same checkpoint")
+    parser.add_argument(
+        "--against", type=Path, help="of an export for llama.cpp or MLX: a compressed export of the same checkpoint"
+    )
     parser.add_argument("--text", type=Path, help="UTF-8 text file to compare on; a paragraph of prose by default")
     parser.add_argument("--tokens", type=int, default=2048, help="use at most so many tokens of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens per forward")
@@ -42,8 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not arguments.export.is_dir():
         parser.error(f"--export {arguments.export} is not a directory")
-    if arguments.against is not None or (arguments.export / GGUF_FILE).is_file():
-        return _verify_gguf(parser, arguments)
+    engine = _engine(parser, arguments)
+    if engine == "llama.cpp":
+        return _verify_gguf(arguments)
     if arguments.text is not None and not arguments.text.is_file():
         parser.error(f"--text {arguments.text} is not a file")
     try:
@@ -56,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     from transformers.utils import logging
 
     from data.samples import DataError, load_tokenizer
-    from engine.verify.check import compare_with_transformers, windows
+    from engine.verify import mlx
+    from engine.verify.check import Report, compare_with_transformers, windows
     from model.ranks import RankError
 
     logging.set_verbosity_error()  # what transformers says about the keys is in the report
@@ -69,26 +75,42 @@ def main(argv: list[str] | None = None) -> int:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.tokens]
     if len(ids) < 2:
         parser.error(f"--text {arguments.text} has {len(ids)} tokens, at least 2 are needed")
+    batches, trust = windows(ids, arguments.window), arguments.trust_remote_code
     try:
-        report = compare_with_transformers(
-            arguments.export, windows(ids, arguments.window), trust_remote_code=arguments.trust_remote_code
-        )
-    except RankError as error:
+        if engine == "MLX":
+            report: Report | mlx.MLXReport = mlx.compare_with_compressed(
+                arguments.export, arguments.against, batches, trust_remote_code=trust
+            )
+        else:
+            report = compare_with_transformers(arguments.export, batches, trust_remote_code=trust)
+    except (RankError, ValueError) as error:
         print(f"NOT ok: {error}")
         return 1
     print(report.table())
     return 0 if report.ok else 1
 
 
-def _verify_gguf(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Compare the weights of a GGUF export with those of a compressed one; 0 if they are equal."""
-    if arguments.against is None or not arguments.against.is_dir():
+def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str | None:
+    """Which engine an export is for, where it is none that reads compressed-tensors; ends where --against does not go
+    with it."""
+    engine = None
+    if (arguments.export / GGUF_FILE).is_file():
+        engine = "llama.cpp"
+    elif (file := arguments.export / "config.json").is_file():
+        with contextlib.suppress(ValueError):  # which is said later
+            config = json.loads(file.read_text(encoding="utf-8"))
+            engine = "MLX" if isinstance(config, dict) and config.get("quantization") else None
+    if engine and (arguments.against is None or not arguments.against.is_dir()):
         parser.error(
-            f"--export {arguments.export} holds {GGUF_FILE}: give --against, a compressed export of the same checkpoint"
+            f"--export {arguments.export} is for {engine}: give --against, a compressed export of the same model"
         )
-    if not (arguments.export / GGUF_FILE).is_file():
-        parser.error(f"--export {arguments.export} holds no {GGUF_FILE}, which --against is for")
+    if arguments.against is not None and not engine:
+        parser.error(f"--export {arguments.export} is neither for llama.cpp nor for MLX, which --against is for")
+    return engine
 
+
+def _verify_gguf(arguments: argparse.Namespace) -> int:
+    """Compare the weights of a GGUF export with those of a compressed one; 0 if they are equal."""
     from engine.verify.gguf import compare_with_compressed
     from model.ranks import RankError
 

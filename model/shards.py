@@ -38,6 +38,7 @@ DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U32": torch.uint32,
     "BOOL": torch.bool,
 }
 

@@ -8,6 +8,7 @@
   with them; inputs are not quantised there.
 - ``gguf``: llama.cpp's blocks (``quant.gguf``), for weights of 4 or 8 bits in groups of 32; ``model.save`` puts them
   into one file.
+- ``mlx``: what mlx-lm reads (``quant.mlx``), for integers in groups of 32, 64 or 128.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,10 +27,11 @@ from quant.export import (
     unpack_zero,
 )
 from quant.gguf import BLOCK, BYTES, block_type, blocks
+from quant.mlx import affine_shapes, affine_tensors, check_affine
 from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
-Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "dequantized", "gguf"]
+Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "dequantized", "gguf", "mlx"]
 
 # What the suffixes of compressed-tensors' MXFP4 become behind the name of a stack of experts.
 BLOCK_ENDS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
@@ -54,6 +56,8 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
         export_format(scheme)
         if layout == "gguf":
             block_type(scheme)
+        if layout == "mlx":
+            check_affine(scheme)
     found = {(scheme.weights, scheme.activations): scheme.name for scheme in schemes}
     ours = [(scheme.weights, scheme.activations) for scheme in (_PER_TENSOR, _BLOCK)]
     if layout == "vllm_fp8" and (len(found) != 1 or next(iter(found)) not in ours):
@@ -84,6 +88,8 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
         return {"weight": (dtype, (out_features, in_features))}
     if layout == "gguf":
         return {"weight": (torch.uint8, (out_features, in_features // BLOCK * BYTES[block_type(scheme)]))}
+    if layout == "mlx":
+        return affine_shapes(in_features, out_features, scheme, dtype)
     shapes = packed_shapes(in_features, out_features, scheme, dtype)
     return {_suffix(layout, scheme, suffix): expected for suffix, expected in shapes.items()}
 
@@ -104,16 +110,19 @@ def linear_tensors(
     It has the parameters and errors of :func:`quant.export.pack_linear`, whose result it rearranges.
     """
     packed = pack_linear(name, weight, scale, input_scale, bias, scheme, dtype)
-    if layout not in ("dequantized", "gguf"):
+    if layout not in ("dequantized", "gguf", "mlx"):
         return {f"{name}.{_suffix(layout, scheme, key.removeprefix(f'{name}.'))}": t for key, t in packed.items()}
     by_suffix = {key.removeprefix(f"{name}."): tensor for key, tensor in packed.items()}
-    codes, zero = unpack_weight(by_suffix, scheme), unpack_zero(by_suffix, scheme)
+    zero, biased = unpack_zero(by_suffix, scheme), {} if bias is None else {f"{name}.bias": packed[f"{name}.bias"]}
+    if layout == "mlx":
+        made = affine_tensors(by_suffix["weight_packed"], scale.s0, zero, scheme, dtype)
+        return {f"{name}.{suffix}": tensor for suffix, tensor in made.items()} | biased
+    codes = unpack_weight(by_suffix, scheme)
     if layout == "gguf":
         weight = blocks(f"{name}.weight_scale", codes, scale.s0, block_type(scheme))
     else:
         weight = dequantized_weight(codes, scale.s0.cpu(), scheme.weights, dtype, zero)
-    tensors = {f"{name}.weight": weight}
-    return tensors | ({} if bias is None else {f"{name}.bias": packed[f"{name}.bias"]})
+    return {f"{name}.weight": weight} | biased
 
 
 def _suffix(layout: Layout, scheme: Scheme, suffix: str) -> str:
@@ -144,7 +153,7 @@ def layout_config(
             ``vllm_fp8`` those of the Linears in them.
         anywhere: readers may have the model inside another one: the names are those inside it.
     """
-    if layout in ("dequantized", "gguf"):
+    if layout in ("dequantized", "gguf", "mlx"):
         return None
     if layout == "compressed":
         ignore = ignore_patterns(skipped, layers, routers, copied, anywhere=anywhere)

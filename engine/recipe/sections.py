@@ -208,7 +208,7 @@ class ExportRecipe:
     """compressed: compressed-tensors, which transformers, vLLM and SGLang read. vllm_fp8: the same tensors under vLLM's
     own fp8 configuration (fp8_static and fp8_block). gpt_oss: its experts in mxfp4 as it is published. dequantized: a
     plain checkpoint of fake-quantised weights. gguf: one file for llama.cpp (w4a16_g32 as Q4_0, w8a16_g32 as Q8_0); it
-    needs export.template."""
+    needs export.template. mlx: affine groups for mlx-lm (integers in groups of 32 or 128)."""
     template: str | None = None
     """For export.format gguf: a GGUF file of the base model, which llama.cpp's convert_hf_to_gguf.py makes. Metadata
     and vocabulary are its own."""

@@ -1,20 +1,16 @@
 """Compares a GGUF export with a compressed export of the same checkpoint: are the weights equal, bit for bit?
 
-The file is read and dequantised by llama.cpp's own Python package. The other side is what our forward multiplies with:
-the compressed export, loaded in fp32 and dequantised. No tolerance is needed: a code times a scale is one product in
-fp32 on both sides.
+The file is read and dequantised by llama.cpp's own Python package.
 """
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from model.compressed import load_compressed, read_tensor
+from engine.verify.dequantised import dequantised
 from model.ranks import listed
-from model.save import GGUF_FILE, GGUFNames, export_model, interleaved, open_gguf
-from model.shards import Reader, read_headers
+from model.save import GGUF_FILE, GGUFNames, interleaved, open_gguf
 
 
 @dataclass
@@ -48,24 +44,19 @@ class GGUFReport:
 def compare_with_compressed(export: Path, against: Path, *, trust_remote_code: bool = False) -> GGUFReport:
     """Compare every tensor of ``export``/model.gguf with a compressed export, in one process on CPU.
 
-    The dequantised weights are written to a temporary directory first: 4 bytes per parameter.
-
     Raises:
         RankError: ``against`` is no compressed checkpoint.
         ValueError: ``export`` holds no GGUF file, or the package gguf is missing.
     """
     reader = open_gguf(export / GGUF_FILE)
-    model, quantization = load_compressed(against, trust_remote_code=trust_remote_code)
     found = {tensor.name: tensor for tensor in reader.tensors}
     kinds = [tensor.tensor_type.name for tensor in reader.tensors]
     report = GGUFReport({kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}, 0, [])
-    names, left = GGUFNames(model.config), set(found) - {"rope_freqs.weight"}
-    with tempfile.TemporaryDirectory() as scratch, Reader() as files:
-        plain = Path(scratch) / "plain"
-        export_model(model, quantization, against, plain, layout="dequantized", trust_remote_code=trust_remote_code)
-        for key, tensor in read_headers(plain).tensors.items():
+    left = set(found) - {"rope_freqs.weight"}
+    with dequantised(against, trust_remote_code=trust_remote_code) as (model, tensors):
+        names = GGUFNames(model.config)
+        for key, expected in tensors:
             name, expert = names.place(key)
-            expected = read_tensor(files, tensor).float()
             if heads := names.heads(key):
                 expected = interleaved(expected, heads)
             if name not in found:

@@ -7,6 +7,7 @@ from model.save.gguf_file import Names as GGUFNames
 from model.save.gguf_file import interleaved
 from model.save.gguf_template import open_template as open_gguf
 from model.save.loadable import fused_there, is_expert, not_loaded
+from model.save.mlx import mlx_place
 
 __all__ = [
     "GGUF_FILE",
@@ -18,6 +19,7 @@ __all__ = [
     "interleaved",
     "is_expert",
     "is_router",
+    "mlx_place",
     "not_loaded",
     "open_gguf",
 ]

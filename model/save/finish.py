@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from model.names import Names, module_name_on_disk
 from model.ranks import listed
+from model.save.mlx import write_for_mlx
 from model.save.plan import Item, copied_modules
 from model.shards import INDEX
 from model.towers import text_part
@@ -76,7 +77,8 @@ def write_config(
     the attention implementation) does not leak into it.
     """
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    config.pop("quantization_config", None)  # of a source that was quantised itself
+    for key in ("quantization_config", "quantization"):  # of a source that was quantised itself
+        config.pop(key, None)
     # Older checkpoints spell it torch_dtype, which older readers need.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
@@ -84,6 +86,8 @@ def write_config(
         quantised = configuration(model, quantization, layout, shards)
         if quantised is not None:
             config["quantization_config"] = quantised
+        if layout == "mlx":
+            write_for_mlx(config, model, quantization)
     _write_json(config, directory / "config.json")
 
 

@@ -17,6 +17,7 @@ from model.names import Names, Place, module_name_on_disk
 from model.pieces import Stack
 from model.quantised.tensor import CodedTensor
 from model.ranks import listed
+from model.save.mlx import check_mlx, mlx_place
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
 from model.shards import DiskTensor
@@ -42,6 +43,8 @@ class Item:
         plain: parameters and buffers that are written as they are, and where.
         stacked: keys of the equal parts of the module's only parameter, in their order.
         fused: the tensors that hold all Linears of a stack of experts; they are written in parts.
+        joined: for mlx, by the name of an expert's Linear on disk: the module that holds those of all experts, and the
+            expert's number.
         turned: whether the weight of a QuantLayer is written turned.
         copied: a tensor of the source that is written as it lies there, or as the values of its codes; no module has
             it.
@@ -56,6 +59,7 @@ class Item:
     plain: Sequence[tuple[torch.Tensor, Place]] = ()
     stacked: tuple[str, ...] = ()
     fused: tuple[Stack, ...] = ()
+    joined: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     turned: bool = False
     copied: DiskTensor | CodedTensor | None = None
 
@@ -93,6 +97,8 @@ def plan_shards(
     quantised = quantization is not None and bool(quantization.layers) and layout != "dequantized"
     if quantization is not None and layout == "gpt_oss":
         _check_blocks(model, quantization)
+    if quantization is not None and layout == "mlx":
+        check_mlx(model, quantization)
     seen: set[int] = set()
     items = []
     for name, module in model.named_modules():
@@ -179,6 +185,8 @@ def _quantized_item(
             f"layout {layout!r}: to leave them as they are set quant.exempt_more: ['.*\\.{_parent(name)}\\..+'], or "
             "write them with export.format 'dequantized' (gpt-oss' in mxfp4 with 'gpt_oss')"
         )
+    if layout == "mlx" and getattr(layer, "projections", None):
+        return _joined_item(name, layer, linears)
     shapes = {}
     for on_disk, part in linears.items():
         suffixes = linear_shapes(layout, part.in_features, part.out_features, layer.scheme, dtype)
@@ -188,6 +196,19 @@ def _quantized_item(
             suffixes["weight"] = (dtype, (part.in_features, part.out_features))
         shapes |= {f"{on_disk}.{suffix}": expected for suffix, expected in suffixes.items()}
     return Item(name, layer, parameters, shapes, layout=layout, linears=linears, turned=turned)
+
+
+def _joined_item(name: str, layer: QuantLayer, linears: Mapping[str, LinearPart]) -> Item:
+    """A stack of experts for mlx-lm, which has the Linear of all experts in one module."""
+    places = {on_disk: mlx_place(on_disk) for on_disk in linears}
+    joined = {on_disk: (module, expert or 0) for on_disk, (module, expert) in places.items()}
+    experts = 1 + max(expert for _, expert in joined.values())
+    shapes: Shapes = {}
+    for on_disk, part in linears.items():
+        one = linear_shapes("mlx", part.in_features, part.out_features, layer.scheme, layer.weight.dtype)
+        shapes |= {f"{joined[on_disk][0]}.{end}": (dtype, (experts, *shape)) for end, (dtype, shape) in one.items()}
+    parameters = list(layer.parameters(recurse=False))
+    return Item(name, layer, parameters, shapes, layout="mlx", linears=linears, joined=joined)
 
 
 def _check_blocks(model: PreTrainedModel, quantization: Quantization) -> None:

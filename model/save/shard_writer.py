@@ -19,7 +19,7 @@ from torch import Tensor
 from model.shards import DTYPES
 
 # As the library lays them: wide elements first, so that each tensor begins at a multiple of its element's size.
-ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
+ORDER = ("I64", "F64", "F32", "U32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
 KINDS = {DTYPES[kind]: kind for kind in ORDER}
 SYNC_BYTES = 64 * 2**20
 

@@ -184,6 +184,10 @@ def _parts(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
     if item.layout == "gpt_oss":
         yield from _blocks(item)
         return
+    for name, tensors in _weights(item) if item.joined else ():
+        module, index = item.joined[name]
+        for suffix, tensor in tensors.items():
+            yield f"{module}.{suffix}", index * tensor.numel(), tensor
     start = dict.fromkeys(item.fused, 0)
     for experts in _experts(item) if item.fused else ():
         for stack in item.fused:
@@ -226,7 +230,7 @@ def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
             values = (matrix.t() if place.turned else matrix).contiguous().view(-1)
             yield {place.key: values[place.start : place.start + math.prod(place.shape)].view(place.shape)}
         return
-    for name, tensors in _weights(item) if not item.fused else ():
+    for name, tensors in _weights(item) if not (item.fused or item.joined) else ():
         if item.turned:
             tensors["weight"] = tensors["weight"].t().contiguous()
         yield {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}

@@ -298,7 +298,7 @@ def test_a_scheme_without_a_format_is_refused_in_every_layout():
     [
         ("vllm_fp8", "holds fp8_static or fp8_block for all quantised layers, got w4a16_g32"),
         ("gpt_oss", "holds mxfp4 for all quantised layers, got w4a16_g32"),
-        ("onnx", "unknown layout 'onnx'; known: compressed, vllm_fp8, gpt_oss, dequantized, gguf"),
+        ("onnx", "unknown layout 'onnx'; known: compressed, vllm_fp8, gpt_oss, dequantized, gguf, mlx"),
     ],
 )
 def test_a_layout_that_cannot_hold_the_model_is_refused(layout, message, tmp_path):
