@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from engine.checkpoint.save import CheckpointError, save_checkpoint
+from engine.checkpoint.save import CheckpointError, mark_best, save_checkpoint
 from engine.evaluation.held_out import evaluate
 from engine.recipe.events import EventRecipe, parse_condition
 from engine.recipe.recipe import Recipe
@@ -62,6 +62,17 @@ def evaluate_held_out(state: LoopState) -> None:
     say(f"step {state.step}: held-out {figures}")
 
 
+def evaluate_start(state: LoopState) -> None:
+    """Evaluate what training starts from: PTQ, or of a run that goes on the step that a signal ended, which had no
+    evaluation and may be the best; a collective."""
+    if state.saved_step is None:
+        if not state.recipe.never_quantises():
+            evaluate_held_out(state)
+    elif state.recipe.eval.every and state.step % state.recipe.eval.every == 0 and state.evaluations.step != state.step:
+        evaluate_held_out(state)
+        mark_best(checkpoints(state.recipe), state.step, _measured(state))
+
+
 def _evaluate_unless_stopping(state: LoopState) -> None:
     assert state.last is not None
     if not state.last.stop_requested:
@@ -79,21 +90,25 @@ def save(state: LoopState) -> None:
     Raises:
         CheckpointError: on every rank: it could not be written.
     """
-    keep, best = state.recipe.train.keep_checkpoints, state.recipe.eval.best
-    metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
-    evaluated = state.evaluations.step == state.step and metric in state.evaluation
-    measured = (metric, state.evaluation[metric]) if evaluated else None
     save_checkpoint(
         state.session,
         state.owners,
         checkpoints(state.recipe),
         state.step,
-        keep=keep,
+        keep=state.recipe.train.keep_checkpoints,
         samples=state.loader.digest,
-        measured=measured,
+        measured=_measured(state),
     )
     state.saved_step = state.step
     state.metrics.flush()
+
+
+def _measured(state: LoopState) -> tuple[str, float] | None:
+    """The metric that makes a checkpoint the best, and its value at this step, if it was evaluated."""
+    best = state.recipe.eval.best
+    metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
+    evaluated = state.evaluations.step == state.step and metric in state.evaluation
+    return (metric, state.evaluation[metric]) if evaluated else None
 
 
 def _try_to_save(state: LoopState) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from engine.checkpoint.save import CheckpointError
 from engine.cluster.claim import Claim
-from engine.events import add_recipe_events, checkpoints, evaluate_held_out, save
+from engine.events import add_recipe_events, checkpoints, evaluate_held_out, evaluate_start, save
 from engine.export import export_trained
 from engine.losses.objective import DIAGNOSTICS, ROUTER_AUX, NamedTokenLoss, TokenLoss
 from engine.memory.measured import resident_bytes
@@ -131,8 +131,8 @@ class Loop:
 
     def _train(self, state: LoopState, report: RunReport) -> None:
         """Steps until the last one, or until somebody stops them."""
-        if state.held_out is not None and state.saved_step is None and not self.recipe.never_quantises():
-            evaluate_held_out(state)  # what training starts from: PTQ
+        if state.held_out is not None:
+            evaluate_start(state)
         while state.step < self.recipe.train.steps and not state.stopped:
             self.schedule.run_before(state.step, state)
             started = time.perf_counter()

@@ -134,6 +134,14 @@ def _make_current(
     _remove_old(directory, final.name, keep, best)
 
 
+def mark_best(directory: Path, step: int, measured: tuple[str, float] | None) -> None:
+    """Mark the checkpoint of ``step``, which was written before its evaluation, if ``measured`` makes it the best one;
+    a collective, with the arguments of :func:`save_checkpoint`."""
+    with errors_on_all_ranks(OSError):
+        if is_main():
+            _mark(directory, f"step_{step:08d}", measured)
+
+
 def _mark(directory: Path, name: str, measured: tuple[str, float] | None) -> Best | None:
     """Mark a checkpoint as the best one if its value is less than the best one's; returns which is the best then.
 

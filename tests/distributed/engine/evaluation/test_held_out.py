@@ -22,7 +22,7 @@ def runs(tmp_path_factory):
     """One launch. Fake quant starts in the middle, so that evaluations before it measure scales of their own."""
     directory = tmp_path_factory.mktemp("held_out")
     model, chats = tiny_checkpoint(directory / "model"), write_chats(directory / "chats.jsonl")
-    for name in ("without", "with", "stopped"):
+    for name in ("without", "with", "stopped", "ended"):
         write_recipe(
             directory,
             name,
@@ -92,3 +92,9 @@ def test_the_best_checkpoint_is_the_one_of_the_smallest_loss(runs):
     best = best_checkpoint(checkpoints)
     assert best is not None and best.step == min(values, key=values.__getitem__)
     assert (checkpoints / best.name / "state.json").is_file()
+
+
+def test_a_step_that_a_signal_ended_is_evaluated_and_marked_when_the_run_goes_on(runs):
+    """It was saved without an evaluation: the last one here, and the best."""
+    marks = [best_checkpoint(runs / name / "checkpoints") for name in ("with", "ended")]
+    assert marks[0] is not None and marks[0].step == STEPS and marks[1] == marks[0]

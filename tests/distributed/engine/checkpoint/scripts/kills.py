@@ -180,8 +180,9 @@ def best(output: Path) -> str:
 
 
 def files(output: Path) -> set[str]:
-    """The names of all files but those of TensorBoard, of which every start makes one."""
-    found = (path.relative_to(output) for path in output.rglob("*") if path.is_file())
+    """The names of all files but those of TensorBoard, of which every start makes one, and what was measured of memory,
+    of which one without a step makes none."""
+    found = (path.relative_to(output) for path in output.rglob("*") if path.is_file() and path.name != "memory.json")
     return {str(path) for path in found if path.parts[0] != "tensorboard"}
 
 

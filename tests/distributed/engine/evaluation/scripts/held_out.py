@@ -34,6 +34,13 @@ def main() -> None:
         if name == "stopped":
             loop.schedule.at(STOP - 1, lambda state: os.kill(os.getpid(), signal.SIGTERM))
         keep(directory, name, loop)
+    recipe = load_recipe(directory / "ended.yaml")
+    for resume in (False, True):
+        loop = Loop(replace(recipe, train=replace(recipe.train, resume=resume)))
+        if not resume:
+            loop.schedule.at(recipe.train.steps - 1, lambda state: os.kill(os.getpid(), signal.SIGTERM))
+        run(loop)
+        collect()
     recipe = load_recipe(directory / "stopped.yaml")
     recipe = replace(recipe, train=replace(recipe.train, resume=True))
     keep(directory, "resumed", Loop(recipe))
