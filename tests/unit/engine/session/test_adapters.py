@@ -83,6 +83,13 @@ def test_what_is_drawn_depends_on_the_seed_and_the_name(tmp_path, checkpoints):
     assert not torch.equal(one.lora_a, changed.lora_a)
 
 
+def test_one_half_may_be_frozen(tmp_path, checkpoints):
+    """By its name, which no parameter has before the weights are read."""
+    freeze = {"weight": False, "freeze": [".*lora_a"]}
+    layers = adapters(recipe(tmp_path, checkpoints["qwen3"], learnable=freeze)).values()
+    assert not any(layer.lora_a.requires_grad for layer in layers) and all(one.lora_b.requires_grad for one in layers)
+
+
 def test_stacked_experts_get_one_each(tmp_path, checkpoints):
     """In one parameter: those of gate and up of an expert together, as their rows lie."""
     found = adapters(recipe(tmp_path, checkpoints["qwen3_moe"], {"ranks": {".*experts.*down_proj": 3}}))
