@@ -1,18 +1,18 @@
-"""What training adapters costs: weights with merged adapters in int4 and fp8, beside full QAT, beside LoRA in bf16 as
+"""What training adapters costs: weights with merged adapters in int4 and fp8, beside full QAT, beside plain LoRA as
 it is written out everywhere, and beside an adapter next to a fake-quantised base.
 
-    python benchmarks/adapters.py [--device cuda] [--rounds 20]
+    python benchmarks/adapters.py [--device cuda] [--rounds 20] [--dtype float32]
 
 A step is forward, backward and torch's AdamW on what trains. The model and its sizes are those of benchmarks/step.py;
 each way has weights of its own, equal at the start. Without activation checkpointing.
 
-- bf16, LoRA: ``F.linear(x, W) + s * F.linear(F.linear(x, A), B)``, W frozen; it is served merged, unquantised
+- plain, LoRA beside: ``F.linear(x, W) + s * F.linear(F.linear(x, A), B)``, W frozen; it is served merged, unquantised
 - beside: the same with a fake-quantised W, as torchao's recipe has it; merging leaves the grid
 - merged: ``F.linear(x, Q(W + s B A))``, ours
 
 "trained" is parameters; "held" is bytes by arithmetic, 18 per parameter that trains (bf16 weight, fp32 master, two
-moments and gradient) and 2 per frozen one. "peak" is the most that torch's allocator gave out during forward and
-backward beyond what was there before: activations, and the gradients of what trains. Writes
+moments and gradient) and 2 per frozen one, as a run in bf16 has them. "peak" is the most that torch's allocator gave
+out during forward and backward beyond what was there before: activations, and the gradients of what trains. Writes
 ``benchmarks/results/adapters.md``; a person's remarks stand beside it, in ``adapters_remarks.md``.
 """
 
@@ -35,7 +35,7 @@ from benchmarks.step import MIB, SIZES, Part, make_parts, ours, peak_bytes
 from quant import QuantLinear, prepare_kernels
 
 RANK, SCALING = 16, 2.0
-PLAIN = "bf16, LoRA beside"
+PLAIN = "plain, LoRA beside"
 BAR = 1.15  # of plain LoRA's step
 
 
@@ -88,7 +88,7 @@ def base_and_adapter(module: nn.Module, forward: Callable[[], Tensor]) -> None:
 
 WAYS: dict[str, Callable[[nn.Module, Callable[[], Tensor]], None] | None] = {
     PLAIN: lambda module, _: beside(module, nn.Linear),
-    "bf16, all weights": None,
+    "plain, all weights": None,
     "w4a16_g32, all weights and scales": partial(ours, "w4a16_g32", weight=True, inputs=False),
     "w4a16_g32, LoRA beside": base_and_adapter,
     "w4a16_g32, merged, scales fixed": partial(merged, "w4a16_g32", False),
@@ -158,7 +158,11 @@ def table(measured: dict[str, Measured]) -> list[str]:
 
 def main() -> None:
     """Measure, print, write."""
-    arguments = timing.arguments_of(__doc__, rounds=20).parse_args()
+    parser = timing.arguments_of(__doc__, rounds=20)
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="float32: no bf16 GEMM here"
+    )
+    arguments = parser.parse_args()
     device = timing.chosen_device(arguments.device)
     load = os.getloadavg()
     torch.set_num_threads(arguments.threads)
@@ -167,6 +171,7 @@ def main() -> None:
     size = SIZES["quick" if arguments.quick else arguments.device]
     rounds = 2 if arguments.quick else arguments.rounds
     part = make_parts(size, device)["model"]
+    part.module.to(getattr(torch, arguments.dtype))
     measured = measure(part, rounds, device)
     base = measured[PLAIN].step
     missed = [
@@ -177,7 +182,8 @@ def main() -> None:
     lines = [
         f"# Training adapters, {'CUDA' if device.type == 'cuda' else 'CPU'}",
         "",
-        f"Qwen3 in bf16, {size}. {part.title}. Rank {RANK}. {timing.machine(device, load, 'transformers')}",
+        f"Qwen3 in {arguments.dtype}, {size}. {part.title}. Rank {RANK}.",
+        timing.machine(device, load, "transformers"),
         f"Rounds: {rounds}. `{timing.command()}`",
         *([f"Note: {remark}."] if remark else []),
         "",

@@ -53,7 +53,7 @@ def test_quant_kernels(tmp_path: Path) -> None:
 def test_adapters(tmp_path: Path) -> None:
     """All weights, and three forms of adapters, of which the merged ones train what plain LoRA does."""
     rows = {row["way"]: row for row in run("adapters", results=tmp_path)}
-    lora = rows["bf16, LoRA beside"]
+    lora = rows["plain, LoRA beside"]
     assert rows["w4a16_g32, merged, scales fixed"]["trained"] == lora["trained"]
     assert all(float(row["passes, ms"]) > 0 for row in rows.values())
 
