@@ -130,15 +130,20 @@ def _other_values(template: Any, architecture: str, config: PretrainedConfig) ->
         expected = getattr(config, attribute, None)
         if found is None or expected is None:
             continue
-        if abs(found - expected) > 1e-6 * abs(expected):  # the file has floats in fp32
+        if not _same(found, expected):
             yield f"{key} is {found}, expected {expected} ({attribute})"
+
+
+def _same(found: Any, expected: float) -> bool:
+    """Whether a value is this number, which the file has in fp32; NaN, lists and texts are not."""
+    return isinstance(found, int | float) and abs(found - expected) <= 1e-6 * abs(expected)
 
 
 def _other_positions(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
     """What differs in how positions are encoded."""
     rope = config.rope_parameters
     base, theta = value_of(template, f"{architecture}.rope.freq_base"), rope["rope_theta"]
-    if base is not None and abs(base - theta) > 1e-6 * theta:
+    if base is not None and not _same(base, theta):
         yield f"{architecture}.rope.freq_base is {base}, expected {theta}"
     if base is None and theta != 10000.0:
         yield f"it has no {architecture}.rope.freq_base, expected {theta}"

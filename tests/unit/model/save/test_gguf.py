@@ -150,6 +150,11 @@ def test_a_model_that_never_was_quantised_is_written_as_it_is(tmp_path):
 WRONG = {
     "another size": ({"attention__head_count": 2}, "qwen3.attention.head_count is 2, expected 4"),
     "another base": ({"rope__freq_base": 5e5}, "qwen3.rope.freq_base is 500000.0, expected"),
+    "a base that is no number": ({"rope__freq_base": float("nan")}, "qwen3.rope.freq_base is nan, expected"),
+    "a size that is no number": (
+        {"attention__layer_norm_rms_epsilon": float("nan")},
+        "qwen3.*epsilon is nan, expected",
+    ),
     "a tensor too few": ({"without": "blk.1.attn_k_norm.weight"}, "it lacks blk.1.attn_k_norm.weight"),
 }
 
