@@ -95,9 +95,8 @@ def build_model(
                 )
             arrange_conv1d(model)
             arrange_experts(model, experts)
-            for name, module in model.named_modules():
-                if name.endswith(f".{INDEXER}"):
-                    zero.mark_leaf(module)
+            for name in [name for name, _ in model.named_modules() if name.endswith(f".{INDEXER}")]:
+                zero.mark_leaf(model.get_submodule(name))
         # no_init_weights switches off the method that ties them.
         model.tie_weights()
         _place_buffers(model, dtype, device)

@@ -283,8 +283,7 @@ def _section_problems(config: dict[str, Any]) -> Iterator[str]:
             model(**values)
         except ValidationError as error:
             for found in error.errors():
-                key = ".".join(str(part) for part in (section, *found["loc"]))
-                yield f"{key}: {found['msg']}, found {found['input']!r}"
+                yield f"{'.'.join(map(str, (section, *found['loc'])))}: {found['msg']}, found {found['input']!r}"
         except TypeError as error:  # of a key that Python has a meaning for, such as self
             yield f"{section}: DeepSpeed cannot take its keys ({error})"
 

@@ -22,6 +22,7 @@ def kinds(names, directory: Path) -> dict[str, str]:
     return {name: kind for name, (kind, _) in found.items()}
 
 
+@pytest.mark.full
 def test_a_few_families_work(tmp_path: Path):
     assert set(kinds(FEW, tmp_path).values()) == {"works"}
 
