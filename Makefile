@@ -9,6 +9,7 @@
 #   make test-eval     those of the extra "eval", which is installed into .venv-eval
 #   make test-gguf     those of the extra "gguf", which is installed into .venv-gguf
 #   make test-mlx      those of the extra "mlx", which is installed into .venv-mlx
+#   make test-peft     those of the extra "peft", which is installed into .venv-peft
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
 
@@ -19,13 +20,14 @@ STAMP := $(VENV)/.installed$(subst /,_,$(CURDIR))
 
 GGUF_TESTS := tests/unit/model/save/test_gguf.py tests/distributed/engine/test_gguf.py
 MLX_TESTS := tests/unit/quant/test_mlx.py tests/distributed/engine/test_mlx.py
+PEFT_TESTS := tests/distributed/model/save/test_adapter.py
 
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
-test test-full test-eval test-gguf test-mlx: export OMP_NUM_THREADS = 1
+test test-full test-eval test-gguf test-mlx test-peft: export OMP_NUM_THREADS = 1
 
-.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-mlx lint typecheck
+.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-mlx test-peft lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -40,6 +42,7 @@ test-full: $(STAMP)
 	.ci/eval $(VENV)
 	.ci/extra $(VENV) gguf $(GGUF_TESTS)
 	.ci/extra $(VENV) mlx $(MLX_TESTS)
+	.ci/extra $(VENV) peft $(PEFT_TESTS)
 
 # The CUDA kernels, where there is a compiler: nvcc for every architecture that is promised, g++ for the emulation. Both
 # take a minute and more, so that `make test` leaves them out.
@@ -58,6 +61,9 @@ test-gguf: $(STAMP)
 
 test-mlx: $(STAMP)
 	.ci/extra $(VENV) mlx $(MLX_TESTS)
+
+test-peft: $(STAMP)
+	.ci/extra $(VENV) peft $(PEFT_TESTS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .

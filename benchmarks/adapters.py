@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from benchmarks import timing
 from benchmarks.step import MIB, SIZES, Part, make_parts, ours, peak_bytes
 from quant import QuantLinear, prepare_kernels
+from quant.adapter import Adapter
 
 RANK, SCALING = 16, 2.0
 PLAIN = "plain, LoRA beside"
@@ -77,7 +78,8 @@ def merged(scheme: str, learn: bool, module: nn.Module, forward: Callable[[], Te
         if isinstance(layer, QuantLinear):
             size = {"dtype": layer.weight.dtype, "device": layer.weight.device}
             lora_a = torch.randn(RANK, layer.in_features, **size) / 32
-            layer.attach_adapter(lora_a, torch.zeros(layer.out_features, RANK, **size), SCALING)
+            lora_b = torch.zeros(layer.out_features, RANK, **size)
+            layer.attach_adapter(Adapter(nn.Parameter(lora_a), nn.Parameter(lora_b), SCALING))
 
 
 def base_and_adapter(module: nn.Module, forward: Callable[[], Tensor]) -> None:

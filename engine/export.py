@@ -6,21 +6,28 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from data.loader import MicroBatch
+from data.teacher_cache import digest_of_checkpoint
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError, parse_size
+from engine.recipe.quant import SOURCE
 from engine.recipe.recipe import Recipe
 from engine.session.session import Session
 from model.ranks import listed, say
 from model.save import check_plan, export_model, not_loaded
-from quant.layouts import check_layout
+from model.save.adapter import PeftFolder, collect_adapter
+from quant.layouts import Layout, check_layout
 
 
 def check_export(recipe: Recipe) -> None:
     """Refuse before any work what could not be written after it: the layout, or the destination. Raises RecipeError."""
-    try:
-        check_layout(recipe.export.format, recipe.quant.linear_schemes())
-    except ValueError as error:
-        raise RecipeError(f"export.format: {error}") from None
+    layout = _layout(recipe)
+    if layout is None:
+        _check_base(recipe)
+    else:
+        try:
+            check_layout(layout, recipe.quant.linear_schemes())
+        except ValueError as error:
+            raise RecipeError(f"export.format: {error}") from None
     if recipe.export.format in ("gguf", "mlx") and recipe.model.dtype == "float32" and recipe.quant.linear_schemes():
         raise RecipeError(
             f"model.dtype: float32, expected bfloat16 or float16: export.format {recipe.export.format} does not hold "
@@ -44,6 +51,21 @@ def check_export(recipe: Recipe) -> None:
         raise RecipeError(f"export.dir: {str(directory)!r}: {problem}")
 
 
+def _layout(recipe: Recipe) -> Layout | None:
+    """How the model is written; None where it is not, but an adapter alone."""
+    return None if recipe.export.format == "peft" else recipe.export.format
+
+
+def _check_base(recipe: Recipe) -> None:
+    """Refuse to write an adapter alone where the model that it was trained beside is nowhere to be found."""
+    if recipe.quant.scheme != SOURCE:
+        raise RecipeError(
+            f"quant.scheme: {recipe.quant.scheme!r}, expected {SOURCE!r} with export.format peft, and a quantised "
+            "checkpoint in model.path, which the adapter is served on: launch/calibrate.py makes one. Or choose "
+            "export.format compressed, which writes the quantised model with the adapter in it"
+        )
+
+
 def _check_gguf(recipe: Recipe) -> None:
     """Refuse what a GGUF file needs and the recipe or this machine lacks."""
     template = _template(recipe)
@@ -64,8 +86,10 @@ def _template(recipe: Recipe) -> Path | None:
 def check_exportable(session: Session) -> None:
     """Refuse before training a model whose export nobody could load; a collective, errors as of
     :func:`model.save.export_model`."""
-    recipe = session.recipe
-    compressed = recipe.export.format == "compressed" and not recipe.never_quantises()
+    recipe, layout = session.recipe, _layout(session.recipe)
+    if layout is None:
+        return
+    compressed = layout == "compressed" and not recipe.never_quantises()
     if compressed and (reason := not_loaded(session.model, session.quantization)):
         say(
             f"warning: {reason}: the export will be one for vLLM and SGLang, and launch/verify.py will compare it with "
@@ -75,7 +99,7 @@ def check_exportable(session: Session) -> None:
         session.model,
         None if recipe.never_quantises() else session.quantization,
         recipe.model.path,
-        layout=recipe.export.format,
+        layout=layout,
         template=_template(recipe),
         trust_remote_code=recipe.model.trust_remote_code,
     )
@@ -84,7 +108,13 @@ def check_exportable(session: Session) -> None:
 def export(session: Session, directory: Path, *, compressed: bool = True) -> None:
     """Write the model into ``directory``, in the recipe's layout or as it is; errors as of
     :func:`model.save.export_model`."""
-    recipe = session.recipe
+    recipe, layout = session.recipe, _layout(session.recipe)
+    adapter = _adapter(session, directory) if recipe.adapter.beside else None
+    if layout is None:
+        assert adapter is not None, "a rule of the recipe"
+        adapter.publish(directory)
+        say(f"export: {directory}, the adapter for {recipe.model.path}")
+        return
     max_shard_size = parse_size(recipe.export.max_shard_size)
     assert max_shard_size is not None, "the recipe refuses what is no size"
     report = export_model(
@@ -92,8 +122,9 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
         session.quantization if compressed else None,
         recipe.model.path,
         directory,
-        layout=recipe.export.format,
+        layout=layout,
         template=_template(recipe),
+        adapter=adapter,
         max_shard_size=max_shard_size,
         trust_remote_code=recipe.model.trust_remote_code,
     )
@@ -102,6 +133,20 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
     if report.copied:
         say(f"export: {listed(report.copied)} copied from {recipe.model.path} as they are")
     say(f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {files}, {report.seconds:.1f} s")
+
+
+def _adapter(session: Session, directory: Path) -> PeftFolder:
+    """The trained adapters, for the model that is written to ``directory``, or for that in ``model.path``."""
+    recipe = session.recipe
+    alone = _layout(recipe) is None
+    return collect_adapter(
+        session.model,
+        session.quantization,
+        alpha=recipe.adapter.alpha,
+        rslora=recipe.adapter.rslora,
+        base_path=str(Path(recipe.model.path if alone else directory).resolve()),
+        base=digest_of_checkpoint(recipe.model.path),
+    )
 
 
 def export_trained(session: Session, quant: FakeQuant, batches: Iterable[MicroBatch] = ()) -> None:

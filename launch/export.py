@@ -4,7 +4,7 @@
 
 The run's recipe lies in the checkpoint. Any number of ranks will do that can hold it. ``--format`` names another layout
 than the recipe's ``export.format``: ``vllm_fp8``, ``dequantized`` for readers of plain checkpoints, ``mlx`` for
-mlx-lm, or ``gguf`` for llama.cpp, with ``--template``.
+mlx-lm, ``gguf`` for llama.cpp, with ``--template``, or ``peft`` for an adapter without its base.
 """
 
 import sys
@@ -22,11 +22,11 @@ from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
+from engine.recipe.sections import ExportFormat
 from engine.session.context import start_ranks
 from engine.session.session import build_session
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks
-from quant.layouts import Layout
 
 
 def main() -> None:
@@ -34,7 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a step directory that train.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; it must not hold anything yet")
-    parser.add_argument("--format", choices=get_args(Layout), help="layout of the files; that of the recipe by default")
+    parser.add_argument(
+        "--format", choices=get_args(ExportFormat), help="layout of the files; that of the recipe by default"
+    )
     parser.add_argument("--template", help="of --format gguf: a GGUF file of the base model, see docs/gguf.md")
     parser.add_argument(
         "--trust_remote_code",

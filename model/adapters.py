@@ -1,4 +1,4 @@
-"""The weight of a layer where it lies, with its adapter where it has one."""
+"""The weight of a layer where it lies, with the adapter that is merged into it."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from quant.adapter import merge
 def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
     """Where this rank's range of a layer's weight begins, and its elements as the forward quantises them, flat.
 
-    A collective where the layer has an adapter. Without one it is the memory of the weight itself, else a copy.
+    A collective where the layer has an adapter that is merged, and then a copy; else the memory of the weight itself.
     """
     start, stop = local_range(layer.weight)
-    return start, local_data(layer.weight) if layer.adapter is None else _merged(layer, start, stop)
+    merges = layer.adapter is not None and layer.adapter.merges
+    return start, _merged(layer, start, stop) if merges else local_data(layer.weight)
 
 
 @torch.no_grad()

@@ -1,10 +1,12 @@
-"""A low-rank adapter that is part of a layer's weight: every forward quantises ``weight + scaling * lora_b @ lora_a``.
+"""Low-rank adapters (LoRA, Hu et al. 2021): the weight is frozen, and the adapter trains.
 
-The weight is frozen, and the adapter trains (LoRA, Hu et al. 2021). As the sum is what is quantised, the codes of the
-last forward are the codes of an export, and whoever serves the export needs no adapter.
+An :class:`Adapter` is part of a layer's weight: every forward quantises ``weight + scaling * lora_b @ lora_a``. As the
+sum is what is quantised, the codes of the last forward are the codes of an export, and whoever serves the export needs
+no adapter. :func:`merge` is the one definition of that sum. The forward, its backward, kept codes, the measurement of
+scales and the export all call it, so that they see the same bits.
 
-:func:`merge` is the one definition of that sum. The forward, its backward, kept codes, the measurement of scales and
-the export all call it, so that they see the same bits.
+An :class:`AdapterBeside` leaves the weight as it is and adds to the layer's output, so that many of them are served on
+one quantised model.
 """
 
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -57,14 +60,17 @@ def _merge_into(merged: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, 
 
 
 class Adapter:
-    """The adapter of one layer.
+    """The adapter of one layer, merged into its weight.
 
     Attributes:
+        merges: whether it is part of what is quantised.
         lora_a: ``[rank, in]``, or ``[E, rank, in]`` of a stack, in the weight's dtype.
         lora_b: ``[out, rank]`` or ``[E, out, rank]``, likewise; zeros at the start, so that step 0 computes the model
             without it.
         scaling: what their product is multiplied by.
     """
+
+    merges = True
 
     def __init__(self, lora_a: nn.Parameter, lora_b: nn.Parameter, scaling: float) -> None:
         self.lora_a, self.lora_b, self.scaling = lora_a, lora_b, scaling
@@ -77,6 +83,25 @@ class Adapter:
         """Stands for ``QuantLinearFunction.apply``: takes the same, with the weight as it is without the adapter."""
         output: Tensor = MergedLinearFunction.apply(self.scaling, self.lora_a, self.lora_b, plan, *tensors)
         return output
+
+
+class AdapterBeside(Adapter):
+    """The adapter of one Linear, beside its weight: it adds ``lora_b @ (lora_a @ x) * scaling`` to the output.
+
+    It reads the input before that is quantised, and adds in the order of operations that peft has, so that in one dtype
+    the sums have the same bits.
+    """
+
+    merges = False
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight itself."""
+        return weight.detach()
+
+    def apply(self, plan: Plan, *tensors: Tensor | None) -> Tensor:
+        """Stands for ``QuantLinearFunction.apply``, of a layer that is no stack of experts."""
+        output: Tensor = QuantLinearFunction.apply(plan, *tensors)
+        return output + F.linear(F.linear(Arguments(*tensors).x, self.lora_a), self.lora_b) * self.scaling
 
 
 @contextmanager

@@ -50,8 +50,8 @@ class QuantLayer(nn.Module):
         trained: whether a forward with gradients has run. Where none has, somebody uses the weight as it is.
         when_changed: called when weights, scales or switches changed, so that what is kept of them elsewhere is
             dropped; None where nothing is.
-        adapter: what is added to the weight before anything is made of it; None without one. Its Parameters are the
-            layer's, ``lora_a`` and ``lora_b``.
+        adapter: what is added to the weight before anything is made of it, or to the output; None without one. Its
+            Parameters are the layer's, ``lora_a`` and ``lora_b``.
     """
 
     weight: nn.Parameter
@@ -138,15 +138,14 @@ class QuantLayer(nn.Module):
         """The Parameters of the input's scale likewise; None where none is stored."""
         return None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
 
-    def attach_adapter(self, lora_a: Tensor, lora_b: Tensor, scaling: float) -> None:
-        """Add an adapter to the weight from now on; see :class:`quant.adapter.Adapter`."""
-        adapter = Adapter(nn.Parameter(lora_a), nn.Parameter(lora_b), scaling)
+    def attach_adapter(self, adapter: Adapter) -> None:
+        """Compute with an adapter from now on; its Parameters become the layer's."""
         for name in ADAPTER_PARAMETERS:
             self.register_parameter(name, getattr(adapter, name))
         self.adapter = adapter
 
     def merged_weight(self) -> Tensor:
-        """What is quantised: the weight, with the adapter if there is one; without a gradient. Parameters gathered."""
+        """What is quantised: the weight, with an adapter that is merged; without a gradient. Parameters gathered."""
         return self.weight.detach() if self.adapter is None else self.adapter.merged(self.weight)
 
     @torch.no_grad()

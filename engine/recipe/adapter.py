@@ -17,8 +17,13 @@ class AdapterRecipe:
     """Adapters, which train in place of the weights."""
 
     kind: Literal["none", "lora"] = "none"
-    """lora: a layer's weight is W + alpha / rank * B A in every forward, and that is what is quantised; W is frozen, A
-    and B train, and the export holds the codes of the sum. none: there are no adapters."""
+    """lora: two thin matrices A and B per layer train, and the weights W are frozen. none: there are no adapters."""
+    merge: bool = True
+    """true: a layer's weight is W + alpha / rank * B A in every forward, that is what is quantised, and the export
+    holds the codes of the sum. false: the adapter stays beside the quantised weight, Q(W) x + alpha / rank * B (A x),
+    for serving many of them on one model; the export is that model and a folder adapter in it, for peft and vLLM."""
+    start: str | None = None
+    """Folder of an adapter as peft writes it, whose values A and B have at the start. null: B is 0."""
     rank: int = field(default=16, metadata=at_least(1))
     """Rows of A and columns of B."""
     alpha: float = field(default=32.0, metadata=above_0())
@@ -34,6 +39,11 @@ class AdapterRecipe:
     def on(self) -> bool:
         """Whether there are adapters."""
         return self.kind != "none"
+
+    @property
+    def beside(self) -> bool:
+        """Whether they stay beside quantised weights."""
+        return self.on and not self.merge
 
     def scaling(self, rank: int) -> float:
         """What B A is multiplied by: alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (Kalajdzievski 2023)."""

@@ -2,6 +2,11 @@
 
 from engine.recipe.rules import Rule
 
+# What may train beside adapters that are merged.
+SHARED = ("weight_scale", "act_scale", "norm", "router")
+# Formats of which an adapter can lie beside the model, or alone (peft).
+BESIDE = ("compressed", "vllm_fp8", "dequantized", "peft")
+
 RULES_OF_ADAPTERS = (
     Rule(
         "targets are those of adapters",
@@ -22,11 +27,48 @@ RULES_OF_ADAPTERS = (
         "false with adapter.kind {adapter.kind}, which trains adapters in place of the weights",
     ),
     Rule(
+        "merge is of adapters",
+        "adapter.merge",
+        lambda r: not (r.adapter.on or r.adapter.merge),
+        "true, or adapter.kind lora: there are no adapters",
+    ),
+    Rule(
+        "an adapter to start from is one of adapters",
+        "adapter.start",
+        lambda r: not r.adapter.on and r.adapter.start is not None,
+        "null, or adapter.kind lora: there are no adapters",
+    ),
+    Rule(
+        "the model that many adapters share stays as it is",
+        "learnable",
+        lambda r: r.adapter.beside and any(getattr(r.learnable, name) for name in SHARED),
+        f"{', '.join(SHARED)} to be false with adapter.merge false: the model is served with other adapters too",
+        found="more than adapters learns",
+    ),
+    Rule(
+        "readers multiply every adapter of a folder by lora_alpha / r",
+        "adapter.ranks",
+        lambda r: r.adapter.beside and r.adapter.ranks,
+        "nothing with adapter.merge false: vLLM multiplies every layer's adapter by lora_alpha / r, with one r",
+    ),
+    Rule(
+        "adapters stay beside layers of layouts whose readers take them",
+        "export.format",
+        lambda r: r.adapter.beside and r.export.format not in BESIDE,
+        f"one of {', '.join(BESIDE)} with adapter.merge false",
+    ),
+    Rule(
+        "an adapter alone is beside its base",
+        "export.format",
+        lambda r: r.export.format == "peft" and not r.adapter.beside,
+        "another format, or adapter.kind lora with adapter.merge false: there is no adapter to write",
+    ),
+    Rule(
         "merged weights are quantised at some time",
         "quant.fake_quant_start",
         lambda r: r.adapter.on and r.never_quantises(),
         "0 or more with adapter.kind {adapter.kind}: without fake quant the export is a plain checkpoint, into which "
-        "adapters are not merged yet",
+        "adapters are not merged, and beside which none is written",
         found="-1 (never)",
     ),
     Rule(

@@ -13,6 +13,8 @@ from typing import Literal
 from engine.recipe.checks import above_0, at_least, each, not_empty, regex, size, values
 from quant.layouts import Layout
 
+ExportFormat = Literal[Layout, "peft"]
+
 _SHARES = values(
     "numbers above 0 (leave a file out of data.train instead of 0)",
     lambda weights: all(math.isfinite(weight) and weight > 0 for weight in weights),
@@ -204,11 +206,12 @@ class ExportRecipe:
     """Write the compressed checkpoint when training ends."""
     dir: str | None = None
     """Where to write it. null: export in output_dir."""
-    format: Layout = "compressed"
+    format: ExportFormat = "compressed"
     """compressed: compressed-tensors, which transformers, vLLM and SGLang read. vllm_fp8: the same tensors under vLLM's
     own fp8 configuration (fp8_static and fp8_block). gpt_oss: its experts in mxfp4 as it is published. dequantized: a
     plain checkpoint of fake-quantised weights. gguf: one file for llama.cpp (w4a16_g32 as Q4_0, w8a16_g32 as Q8_0); it
-    needs export.template. mlx: affine groups for mlx-lm (integers in groups of 32 or 128)."""
+    needs export.template. mlx: affine groups for mlx-lm (integers in groups of 32 or 128). peft: of a run with
+    adapter.merge false the adapter alone, for the quantised checkpoint in model.path."""
     template: str | None = None
     """For export.format gguf: a GGUF file of the base model, which llama.cpp's convert_hf_to_gguf.py makes. Metadata
     and vocabulary are its own."""

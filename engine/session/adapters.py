@@ -3,18 +3,20 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from data.teacher_cache import digest_of_checkpoint
 from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.recipe import Recipe
-from model.quantised.config import is_quantised
+from model.peft import PeftSource, read_adapter
 from model.ranks import listed, say
 from quant import Quantization, QuantLinear, Scheme
+from quant.adapter import Adapter, AdapterBeside
 from quant.experts import StackedLinear, linears_of
 from quant.rules import assign, examples
 
@@ -30,11 +32,6 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
     Raises:
         ValueError: one line for each kind of thing that is wrong, which names the layers and what to do.
     """
-    if is_quantised(Path(recipe.model.path)):
-        raise ValueError(
-            f"adapter.kind: {recipe.adapter.kind!r}, expected none: {recipe.model.path} is quantised, and adapters on "
-            "a quantised base are not built yet; take the checkpoint that it was made of"
-        )
     adapter, head = recipe.adapter, model.get_output_embeddings()
     layers = {name: module for name, module in _layers(model) if adapter.targets or module is not head}
     schemes = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named).schemes
@@ -47,8 +44,49 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
         for why, wrong in _problems(model, {name: layers[name] for name in ranks}, schemes, ranks)
         if wrong
     ]
+    stacks = [name for name in ranks if isinstance(layers[name], StackedLinear)]
+    if stacks and (adapter.beside or adapter.start):
+        knob = "merge: false" if adapter.beside else "start"
+        problems.append(
+            f"{listed(stacks, 3)}: experts that lie in one weight, of which no reader of adapters was tried with "
+            f"adapter.{knob}; name other layers, such as .*self_attn.*"
+        )
     if problems:
         raise ValueError("adapter.targets: " + "\nadapter.targets: ".join(problems))
+    if adapter.start is not None:
+        _check_start(recipe, model, {name: layers[name] for name in ranks}, ranks)
+
+
+def _check_start(
+    recipe: Recipe, model: PreTrainedModel, layers: Mapping[str, nn.Module], ranks: Mapping[str, int]
+) -> None:
+    """Refuse an adapter to start from that is not just what the recipe says of those that train."""
+    adapter, start = recipe.adapter, f"adapter.start: {recipe.adapter.start!r}: "
+    source = _source(recipe, model, layers)
+    if source.base is not None and source.base != digest_of_checkpoint(recipe.model.path):
+        raise ValueError(f"{start}it was trained on another checkpoint than model.path {recipe.model.path!r}")
+    if missing := [name for name in layers if name not in source.shapes]:
+        raise ValueError(f"{start}it has nothing for {listed(missing, 3)}; name its layers in adapter.targets")
+    for name, (a, b) in source.shapes.items():
+        rank, layer = ranks[name], layers[name]
+        expected = (rank, layer.in_features), (layer.out_features, rank)
+        if (a, b) != expected:
+            raise ValueError(
+                f"{start}{name} has {list(a)} and {list(b)}, expected {[*map(list, expected)]}: see adapter.rank"
+            )
+        if source.scalings[name] != adapter.scaling(rank):
+            raise ValueError(
+                f"{start}{name} is multiplied by {source.scalings[name]:g}, and adapter.alpha, rank and rslora give "
+                f"{adapter.scaling(rank):g}"
+            )
+
+
+def _source(recipe: Recipe, model: PreTrainedModel, names: Iterable[str]) -> PeftSource:
+    """The adapter to start from, for layers of these names; ValueError of :func:`model.peft.read_adapter`."""
+    try:
+        return read_adapter(Path(str(recipe.adapter.start)), model, names)
+    except ValueError as error:
+        raise ValueError(f"adapter.start: {error}") from error
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -125,7 +163,7 @@ def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]
 
 def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
     """Give every layer that the recipe chooses an adapter, and of stacked experts each one: A uniform within
-    ``1 / sqrt(in)`` as torch draws a Linear's weight, B zeros.
+    ``1 / sqrt(in)`` as torch draws a Linear's weight, B zeros; or both as ``adapter.start`` has them.
 
     What is drawn depends on ``train.seed`` and the layer's name alone, so that it is the same on every rank and at any
     number of them.
@@ -138,7 +176,8 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
     }
     stack_of = {part.name: name for name, layer in layers.items() for part in linears_of(name, layer)}
     ranks = {stack_of[part]: rank for part, rank in chosen_ranks(recipe.adapter, list(stack_of)).items()}
-    trained = 0
+    source = None if recipe.adapter.start is None else _source(recipe, model, stack_of)
+    kind, trained = (Adapter if recipe.adapter.merge else AdapterBeside), 0
     for name, rank in ranks.items():
         layer = layers[name]
         *stack, out_features, in_features = layer.weight_shape
@@ -150,6 +189,9 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
             drawn = torch.rand(lora_a.shape, generator=generator)
             lora_a.copy_((2 * drawn - 1) / in_features**0.5)
         lora_b = torch.zeros(*stack, out_features, rank, dtype=dtype, device=device)
-        layer.attach_adapter(lora_a, lora_b, recipe.adapter.scaling(rank))
+        if source is not None and device.type != "meta":
+            for own, found in zip((lora_a, lora_b), source.pair(name), strict=True):
+                own.copy_(found)
+        layer.attach_adapter(kind(nn.Parameter(lora_a), nn.Parameter(lora_b), recipe.adapter.scaling(rank)))
         trained += lora_a.numel() + lora_b.numel()
     say(f"adapters: {len(ranks)} layers, {trained:,} parameters")

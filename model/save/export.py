@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from model.load import garbage_kept
 from model.quantised.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
+from model.save.adapter import FOLDER, PeftFolder
 from model.save.finish import check_destination, configuration, copy_companions, publish, write_config, write_index
 from model.save.gguf_file import FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
 from model.save.loadable import check_loadable, check_written
@@ -84,6 +85,8 @@ def check_plan(
 def _plan(
     model: PreTrainedModel, quantization: Quantization | None, source: Path, layout: Layout, max_shard_size: int
 ) -> list[list[Item]]:
+    if max_shard_size <= 0:
+        raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
     if not (source / "config.json").is_file():
         raise ValueError(
             f"{source} has no config.json: expected the checkpoint directory that the model was built from"
@@ -102,6 +105,7 @@ def export_model(
     *,
     layout: Layout = "compressed",
     template: Path | None = None,
+    adapter: PeftFolder | None = None,
     max_shard_size: int = 5 * 10**9,
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -117,25 +121,22 @@ def export_model(
         out_dir: the directory to make.
         layout: how its layers are written, see :mod:`quant.layouts`.
         template: of layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
+        adapter: one that stays beside the model, written into a folder ``adapter``.
         max_shard_size: bytes of tensors in a file. A larger module gets a file of its own; GGUF is always one file.
         overwrite: replace an ``out_dir`` that is not empty, as a whole, when the new one is complete.
         trust_remote_code: whether Python code in ``source_dir`` may be run.
 
     Raises:
         RankError: on every rank: the layout cannot hold a scheme, the class that config.json names would not find its
-            weights in the files (see ``loadable.py``), ``out_dir`` is there and not empty, the disk is too
-            small or becomes full, a scale is unusable. Nothing is left at ``out_dir`` then (or what was there before).
+            weights (``loadable.py``), ``out_dir`` is not empty, the disk is full, a scale is unusable. Nothing is left.
     """
-    begin = time.perf_counter()
-    source, out = Path(source_dir), Path(out_dir)
+    begin, source, out = time.perf_counter(), Path(source_dir), Path(out_dir)
     with errors_on_all_ranks(ValueError, OSError):
         shards = _plan(model, quantization, source, layout, max_shard_size if layout != "gguf" else sys.maxsize)
     total = sum(item.bytes for shard in shards for item in shard)
     aside, gguf = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}"), None
     # Whatever goes wrong on rank 0 alone must reach the others, which are in the next collective already.
     with errors_on_all_ranks(Exception):
-        if max_shard_size <= 0:
-            raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
         if is_main():
             check_destination(out, total, overwrite)
             check_loadable(source, shards, trust_remote_code=trust_remote_code)
@@ -148,12 +149,14 @@ def export_model(
                 _check_files(shards, files, aside, gguf)
                 write_config(model, quantization, layout, source, aside, shards)
                 copy_companions(source, aside)
+                if adapter is not None:
+                    adapter.write(aside / FOLDER)
                 publish(aside, out)
     finally:
         if is_main():
             shutil.rmtree(aside, ignore_errors=True)  # nothing there any more if it was published
-    count = sum(len(item.shapes) for item in chain(*shards))
-    return ExportReport(out, files, count, total, time.perf_counter() - begin, peak, copied_modules(shards))
+    count, seconds = sum(len(item.shapes) for item in chain(*shards)), time.perf_counter() - begin
+    return ExportReport(out, files, count, total, seconds, peak, copied_modules(shards))
 
 
 def _written(shards: list[list[Item]], aside: Path, layout: Layout, gguf: GGUFPlan | None) -> tuple[list[str], int]:

@@ -27,6 +27,7 @@ from model.shards import read_headers
 from model.towers import model_class
 from quant import Quantization, exempt_line
 from quant.embedding import QuantEmbedding
+from quant.experts import StackedLinear
 from quant.export import FLOAT_QUANTIZED, INT_QUANTIZED, NVFP4_PACKED, Shapes, export_format
 from quant.kv_cache import QuantCache
 
@@ -144,7 +145,7 @@ def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None
         return "transformers does not load quantised embeddings"
     is_fused = fused_there(model)
     schemes = {layer.scheme for name, layer in quantization.layers.items() if is_fused(name)}
-    plain = any(isinstance(module, nn.Linear) and is_fused(name) for name, module in model.named_modules())
+    plain = any(isinstance(one, nn.Linear | StackedLinear) and is_fused(name) for name, one in model.named_modules())
     packed = any(export_format(layer.scheme) != FLOAT_QUANTIZED for layer in quantization.layers.values())
     if packed and concatenates(model):
         return "transformers does not put the parts of a tensor together in a checkpoint with packed layers"

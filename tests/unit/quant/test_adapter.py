@@ -194,7 +194,8 @@ def adapted_layer(scheme: str, dtype: torch.dtype = torch.bfloat16):
     layer.weight_s0.data.fill_(0.01)
     if layer.input_s0 is not None:
         layer.input_s0.data.fill_(0.02)
-    layer.attach_adapter(torch.randn(4, 64, dtype=dtype) / 8, torch.randn(48, 4, dtype=dtype) / 40, 2.0)
+    lora_a, lora_b = torch.randn(4, 64, dtype=dtype) / 8, torch.randn(48, 4, dtype=dtype) / 40
+    layer.attach_adapter(Adapter(nn.Parameter(lora_a), nn.Parameter(lora_b), 2.0))
     return layer
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
@@ -131,7 +132,7 @@ def test_bad_adapters_are_refused_before_weights_are_read(tmp_path, checkpoints,
 
 
 def test_layers_that_no_adapter_fits_are_refused(tmp_path, checkpoints):
-    """Some of stacked experts, layers that are not quantised, weights of several modules, a quantised base."""
+    """Some of stacked experts, layers that are not quantised, weights of several modules, stacks with one beside."""
     model, moe = checkpoints["qwen3"], checkpoints["qwen3_moe"]
     none = {"quant": {"scheme": "w4a16_g32", "rules": [{"layers": ".*o_proj", "scheme": "none"}]}}
     cases = [
@@ -140,18 +141,16 @@ def test_layers_that_no_adapter_fits_are_refused(tmp_path, checkpoints):
         (recipe(tmp_path, moe, {"ranks": {".*up_proj": 3}}), "these experts lie in one weight with others"),
         (recipe(tmp_path, model, {"targets": [".*(o|q)_proj"]}, **none), "o_proj: not quantised"),
     ]
-    quantised = tmp_path / "quantised"
-    quantised.mkdir()
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    (quantised / "config.json").write_text(json.dumps(config))
-    cases.append((recipe(tmp_path, quantised), "adapters on a quantised base are not built yet"))
+    beside = {"merge": False}
+    frozen = {"learnable": {"weight": False, "weight_scale": False}}
+    cases.append((recipe(tmp_path, moe, beside, **frozen), "experts that lie in one weight"))
     for settings, said in cases:
         with pytest.raises(RankError) as refused:
             empty_student(settings, DS_CONFIG, CPU)
         assert said in str(refused.value), refused.value
 
 
+BESIDE, FROZEN = {"kind": "lora", "merge": False}, {"learnable": {"weight": False, "weight_scale": False}}
 CONTRADICTIONS = [
     ({"learnable": {"weight": True}}, "learnable.weight: True, expected false with adapter.kind lora"),
     ({"quant": {"scheme": "w4a16_g32", "fake_quant_start": -1}}, "quant.fake_quant_start: -1 (never), expected 0 or"),
@@ -165,6 +164,18 @@ CONTRADICTIONS = [
     ({"adapter": {"kind": "lora", "ranks": {"(": 3}}}, "adapter.ranks: {'(': 3}, expected regular expressions"),
     ({"adapter": {"kind": "lora", "rank": 0}}, "adapter.rank: 0, expected at least 1"),
     ({"adapter": {"kind": "lora", "dropout": 0.1}}, "dropout"),
+    ({"adapter": {"merge": False}}, "adapter.merge: False, expected true, or adapter.kind lora: there are no adapters"),
+    ({"adapter": {"start": "a"}}, "adapter.start: 'a', expected null, or adapter.kind lora: there are no adapters"),
+    ({"adapter": BESIDE}, "learnable: more than adapters learns, expected weight_scale, act_scale, norm, router to be"),
+    (
+        {"adapter": {**BESIDE, "ranks": {".*q_proj": 3}}, **FROZEN},
+        "adapter.ranks: {'.*q_proj': 3}, expected nothing with adapter.merge false: vLLM multiplies",
+    ),
+    (
+        {"adapter": BESIDE, **FROZEN, "export": {"format": "mlx"}},
+        "export.format: 'mlx', expected one of compressed, vllm_fp8, dequantized, peft with adapter.merge false",
+    ),
+    ({"export": {"format": "peft"}}, "export.format: 'peft', expected another format, or adapter.kind lora with"),
 ]
 
 
@@ -173,6 +184,81 @@ def test_knobs_that_do_not_go_together(tmp_path, sections, said):
     with pytest.raises(RecipeError) as refused:
         recipe(tmp_path, Path("model"), **sections)
     assert said in str(refused.value)
+
+
+def folder(directory: Path, base: Path, rank: int = 4, alpha: float = 32.0, only: str = "_proj") -> Path:
+    """An adapter as peft would write it for the Linears whose names end so, and its tensors on disk."""
+    directory.mkdir()
+    drawn = adapters(recipe(directory, base, {"rank": rank, "targets": [f".*{only}"]}))
+    tensors = {}
+    for name, layer in drawn.items():
+        for part, parameter in (("A", layer.lora_a), ("B", layer.lora_b)):
+            tensors[f"base_model.model.{name}.lora_{part}.weight"] = torch.randn_like(parameter).detach()
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("merge", (True, False))
+def test_they_start_from_a_folder(tmp_path, checkpoints, merge):
+    start = folder(tmp_path / "start", checkpoints["qwen3"])
+    found = adapters(recipe(tmp_path, checkpoints["qwen3"], {"start": str(start), "merge": merge}, **FROZEN))
+    tensors = load_file(start / "adapter_model.safetensors")
+    assert len(tensors) == 2 * len(found)
+    for name, layer in found.items():
+        assert layer.adapter.merges == merge
+        for part, parameter in (("A", layer.lora_a), ("B", layer.lora_b)):
+            assert torch.equal(parameter, tensors[f"base_model.model.{name}.lora_{part}.weight"]), name
+
+
+# What is wrong with a folder: its configuration, metadata, tensors; and what is said.
+WRONG = {
+    "dora": ({"use_dora": True}, None, "use_dora is True, which is not read here; expected plain LoRA"),
+    "unheard of": ({"new_trick": {"a": 1}}, None, "new_trick is {'a': 1}, which is not read here"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, None, "which changes the weights of the base as well"),
+    "bias": ({"bias": "all"}, None, "bias is 'all', expected 'none'"),
+    "kind": ({"peft_type": "IA3"}, None, "peft_type is 'IA3', expected 'LORA'"),
+    "strength": ({"lora_alpha": 8}, None, "is multiplied by 2, and adapter.alpha, rank and rslora give 8"),
+    "one strength": ({"alpha_pattern": {"layers.1.*q_proj": 8}}, None, "layers.1.self_attn.q_proj is multiplied by 2"),
+    "rank": ({"r": 8}, None, "r is 8, and its lora_A has 4 rows"),
+    "no number": ({"r": None}, None, "r is None, expected a number above 0"),
+    "nan": ({"lora_alpha": float("nan")}, None, "lora_alpha is nan, expected a number above 0"),
+    "endless": ({"rank_pattern": {"(a+)+b": 4}}, None, "rank_pattern: "),
+    "not numbers": ({"rank_pattern": ["a"]}, None, "rank_pattern is ['a'], expected numbers above 0 by pattern"),
+    "another base": ({}, lambda t: t, "it was trained on another checkpoint than model.path"),
+    "half": ({}, lambda t: {k: v for k, v in t.items() if "q_proj.lora_B" not in k}, "expected lora_A [rank, in] and"),
+    "less": ({}, lambda t: {k: v for k, v in t.items() if "q_proj" not in k}, "it has nothing for model.layers.0.self"),
+    "wide": ({}, lambda t: {k: torch.cat([v, v], 1) if "A" in k else v for k, v in t.items()}, "and [64, 4], expected"),
+    "head": ({}, lambda t: {**t, "base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}, "lm_head is no linear"),
+    "table": ({}, lambda t: {**t, "base_model.model.x.lora_embedding_A": torch.ones(4, 64)}, "lora_embedding_A"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_folder_that_is_not_what_the_recipe_says_is_refused(tmp_path, checkpoints, name):
+    changes, change, said = WRONG[name]
+    start = folder(tmp_path / "start", checkpoints["qwen3"])
+    config = json.loads((start / "adapter_config.json").read_text())
+    (start / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+    if change is not None:
+        tensors = load_file(start / "adapter_model.safetensors")
+        metadata = {"format": "pt", **({"base": "of another"} if name == "another base" else {})}
+        save_file(change(tensors), start / "adapter_model.safetensors", metadata=metadata)
+    with pytest.raises(RankError) as refused:
+        empty_student(recipe(tmp_path, checkpoints["qwen3"], {"start": str(start)}), DS_CONFIG, CPU)
+    assert "adapter.start: " in str(refused.value) and said in str(refused.value)
+
+
+def test_no_folder_and_garbage_are_named(tmp_path, checkpoints):
+    start = folder(tmp_path / "start", checkpoints["qwen3"])
+    cases = [("adapter_config.json", b"{"), ("adapter_config.json", b"[]"), ("adapter_model.safetensors", b"\xff" * 99)]
+    for file, contents in [*cases, ("adapter_model.safetensors", None), ("adapter_config.json", None)]:
+        kept = (start / file).read_bytes()
+        (start / file).unlink() if contents is None else (start / file).write_bytes(contents)
+        with pytest.raises(RankError, match=f"adapter.start: .*{file}"):
+            empty_student(recipe(tmp_path, checkpoints["qwen3"], {"start": str(start)}), DS_CONFIG, CPU)
+        (start / file).write_bytes(kept)
 
 
 def test_adapters_alone_may_train(tmp_path):

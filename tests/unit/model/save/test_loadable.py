@@ -188,6 +188,38 @@ def test_parts_of_a_tensor_beside_packed_layers_are_known_not_to_load(scheme: st
             loads(tmp_path / "export")
 
 
+@pytest.mark.parametrize("experts", ("stacked", "per_expert"))
+@pytest.mark.parametrize("exempt", (".*experts.*", r".*layers\.0.*experts.*", ".*self_attn.*"))
+@pytest.mark.parametrize("scheme", ("w4a16_g32", "w8a16_channel", "fp8_dynamic", "mxfp4"))
+def test_experts_beside_layers_of_another_kind_load_where_that_is_said(
+    scheme: str, exempt: str, experts: str, tmp_path: Path, seed: int
+):
+    """Some of the layers quantised and the rest not: transformers reads each weight, or it is known not to."""
+    source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=seed, even=True)
+    model = loaded(source, experts)
+    quantization = quantised(model, scheme, exempt=(*DEFAULT_EXEMPT, exempt))
+    reason = not_loaded(model, quantization)
+    export_model(model, quantization, source, tmp_path / "export")
+    export_model(model, quantization, source, tmp_path / "weights", layout="dequantized")
+    try:
+        found = loads(tmp_path / "export").state_dict()
+    except (RuntimeError, AttributeError):
+        found = {}
+    expected = loads(tmp_path / "weights").state_dict()
+    reads = all(same(found, key, value) for key, value in expected.items())
+    assert reads == (reason is None), reason
+
+
+def same(found: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> bool:
+    """Whether a model that was loaded has a weight, or codes and scales of it."""
+    if key not in found:
+        return False
+    weight = found[key].float()
+    if found[key].dtype == torch.float8_e4m3fn:
+        weight = weight * found[f"{key}_scale"]
+    return torch.allclose(weight, value.float(), rtol=0.02, atol=1e-6)
+
+
 def test_files_that_are_not_as_planned_are_an_error(tmp_path: Path, seed: int):
     source = tiny_checkpoint(tmp_path / "source", "llama", seed=seed)
     model = loaded(source)

@@ -1,0 +1,150 @@
+"""Reads a folder with a LoRA adapter as peft writes it, and as vLLM and SGLang serve it: adapter_config.json and one
+safetensors file with ``base_model.model.<module>.lora_A.weight [rank, in]`` and ``lora_B.weight [out, rank]`` of each
+Linear.
+
+Facts of the format are those of peft 0.21.2 (``tuners/lora``): what is added to a Linear's output is
+``lora_B @ (lora_A @ x)`` times ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``, where
+``rank_pattern`` and ``alpha_pattern`` give modules an r and an alpha of their own.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model.names import module_name_on_disk
+from quant.patterns import pattern_problem
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Keys of the configuration that say nothing about what is computed, or are looked at one by one.
+KNOWN = {
+    *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
+    *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "bias", "init_lora_weights"),
+    *("megatron_core", "qalora_group_size", "ensure_weight_tying"),
+}
+# Initialisations that leave the weights of the base as they are.
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class PeftSource:
+    """An adapter that was read.
+
+    Attributes:
+        directory: where from.
+        shapes: of A and B, by module as the model names it.
+        scalings: what their products are multiplied by.
+        keys: of A and B in the file.
+        base: the digest of the checkpoint that it was trained on; None where peft wrote it.
+    """
+
+    directory: Path
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    scalings: Mapping[str, float]
+    keys: Mapping[str, tuple[str, str]]
+    base: str | None
+
+    def pair(self, name: str) -> tuple[Tensor, Tensor]:
+        """A and B of a module, as they are in the file."""
+        with safe_open(self.directory / WEIGHTS, "pt") as file:
+            a, b = (file.get_tensor(key) for key in self.keys[name])
+        return a, b
+
+
+def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]) -> PeftSource:
+    """What the folder of an adapter for some of the ``linears`` of ``model`` holds, without its values.
+
+    Raises:
+        ValueError: it is no adapter, or one of another kind; names the file and the key.
+    """
+    config = _read_config(directory / CONFIG)
+    names = {module_name_on_disk(model, name): name for name in linears}
+    names |= {name: name for name in names.values()}
+    file = directory / WEIGHTS
+    try:
+        with safe_open(file, "pt") as opened:
+            shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+            base = (opened.metadata() or {}).get("base")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} is no safetensors file that can be read: {error}") from error
+    keys: dict[str, dict[str, str]] = {}
+    for key in sorted(shapes):
+        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", key)
+        if found is None or len(shapes[key]) != 2:
+            raise ValueError(f"{file}: {key} {list(shapes[key])}, expected lora_A and lora_B of Linears alone")
+        name = names.get(found[1])
+        if name is None:
+            raise ValueError(f"{file}: {key}: {found[1]} is no linear layer of the model that may have one")
+        keys.setdefault(name, {})[found[2]] = key
+    for name, pair in keys.items():
+        if pair.keys() != {"A", "B"} or shapes[pair["A"]][0] != shapes[pair["B"]][1]:
+            raise ValueError(f"{file}: {name}: expected lora_A [rank, in] and lora_B [out, rank] of one rank")
+    return PeftSource(
+        directory,
+        {name: (shapes[pair["A"]], shapes[pair["B"]]) for name, pair in keys.items()},
+        {name: _scaling(config, name, shapes[pair["A"]][0], directory / CONFIG) for name, pair in keys.items()},
+        {name: (pair["A"], pair["B"]) for name, pair in keys.items()},
+        base,
+    )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is a JSON {type(config).__name__}, expected an object")
+    if problem := next(_problems(config), None):
+        raise ValueError(f"{file}: {problem}")
+    return config
+
+
+def _problems(config: dict[str, Any]) -> Iterator[str]:
+    """What makes the adapter another thing than ``scaling * B A``, or its factors unreadable."""
+    if config.get("peft_type") != "LORA":
+        yield f"peft_type is {config.get('peft_type')!r}, expected 'LORA'"
+    for key, value in config.items():
+        if key not in KNOWN and value not in (None, False, "", [], {}):
+            yield f"{key} is {value!r}, which is not read here; expected plain LoRA"
+    if config.get("bias", "none") != "none":
+        yield f"bias is {config['bias']!r}, expected 'none'"
+    if config.get("init_lora_weights", True) not in PLAIN_STARTS:
+        yield f"init_lora_weights is {config['init_lora_weights']!r}, which changes the weights of the base as well"
+    for key in ("r", "lora_alpha"):
+        if not _is_positive(config.get(key)):
+            yield f"{key} is {config.get(key)!r}, expected a number above 0"
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict) or not all(map(_is_positive, patterns.values())):
+            yield f"{key} is {patterns!r}, expected numbers above 0 by pattern"
+            return
+        for pattern in patterns:
+            if problem := pattern_problem(pattern):
+                yield f"{key}: {problem}"
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
+    """What peft multiplies the adapter of a module by."""
+
+    def own(key: str, default: float) -> float:
+        patterns: dict[str, float] = config.get(key) or {}
+        return next((value for one, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{one})", name)), default)
+
+    said = own("rank_pattern", config["r"])
+    if said != rank:
+        raise ValueError(f"{file}: {name}: r is {said}, and its lora_A has {rank} rows")
+    return own("alpha_pattern", config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
