@@ -53,7 +53,7 @@ def write_recipe(
     contents: dict[str, Any] = {
         "model": {"path": str(model), "dtype": dtype},
         "data": {"train": [str(chats)], "max_length": 128, "micro_batch_size": 2},
-        "train": {"steps": STEPS, "gradient_accumulation_steps": 2, "quant_stats_every": 2},
+        "train": {"steps": STEPS, "gradient_accumulation_steps": 2},
         "optim": {"lr": 1e-3, "scale_lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "grad_clip": 0.5},
         "loss": {"kd_weight": 0.5, "kd": "cakld", "teacher": str(model)},
         "quant": {"calibration_batches": 2},
@@ -63,6 +63,8 @@ def write_recipe(
     }
     for section, values in sections.items():
         contents[section] = {**contents.get(section, {}), **values} if isinstance(values, dict) else values
+    # One look at the quantisation is enough, unless a test counts them: it draws a picture, which costs several steps.
+    contents["train"].setdefault("quant_stats_every", min(contents["train"]["steps"], 4))
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(contents))
     return path
