@@ -1,15 +1,13 @@
 """How a script ends: what is printed, by whom, and with which exit code."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import RankError
-from tests.root import ROOT
+from tests.processes import run_python
 
 RECIPE = """\
 model: {path: model}
@@ -27,14 +25,7 @@ def write(directory: Path, extra: str = "") -> Path:
 
 def run_script(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A script that only reads its recipe, in a process of its own, as train.py does."""
-    return subprocess.run(
-        [sys.executable, "-c", "from launch.exits import recipe_or_exit; recipe_or_exit()", *argv],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python("from launch.exits import recipe_or_exit; recipe_or_exit()", *argv, cwd=cwd, **environment)
 
 
 def test_a_bad_recipe_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """bf16, PTQ and QAT side by side: the recovered share, what is comparable, the files; and the script on checkpoints."""
 
-import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from model.load import load_weights
 from model.save import export_model
 from model.scales import measure_weight_scales, write_scales
 from quant import get_scheme, prepare
-from tests.root import ROOT
+from tests.processes import run_python
 from tests.tiny import TEXT, tiny_checkpoint
 
 SCHEME = "w4a16_g32"
@@ -149,9 +147,7 @@ def quantised(source: Path, directory: Path) -> Path:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "launch/compare.py", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
+    return run_python("from launch.compare import main; main()", *arguments, DS_ACCELERATOR="cpu")
 
 
 def test_script(tmp_path):

@@ -22,6 +22,7 @@ from engine.recipe.reading import load_recipe, parse_recipe, save_recipe
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, LearnableRecipe, ModelRecipe, TrainRecipe
 from quant import DEFAULT_EXEMPT, PRESETS, Preset, Rule, Scheme, TensorSpec, get_scheme
+from tests.processes import run_python
 from tests.root import ROOT
 
 SHIPPED = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
@@ -176,15 +177,7 @@ def test_save_then_load_gives_the_same(tmp_path: Path) -> None:
 
 def run_script(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A script that only parses, in a process of its own, as train.py does."""
-    program = "from engine.recipe.reading import parse_recipe; parse_recipe()"
-    return subprocess.run(
-        [sys.executable, "-c", program, *argv],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python("from engine.recipe.reading import parse_recipe; parse_recipe()", *argv, cwd=cwd, **environment)
 
 
 def test_help_documents_every_field(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from torch.utils import cpp_extension
 
 from quant.kernels.build import _architectures, _loaded, _move, build
 from tests.patience import PATIENCE, until
-from tests.root import ROOT
+from tests.processes import start_python
 
 # Calls operators before and after an explicit prepare, and says what came of it.
 CHILD = """
@@ -95,31 +94,22 @@ class Machine:
         real = shutil.which(cpp_extension.get_cxx_compiler())
         self.compiler.write_text(COMPILER.format(real=real, library=library))
         self.compiler.chmod(0o755)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[ForkServerProcess] = []
 
     def start(self, mode: str = "copy", **environment: str) -> int:
         """Start a process that calls the operators; its number."""
         number = len(self.processes)
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        env |= {"TORCH_EXTENSIONS_DIR": str(self.extensions), "CXX": str(self.compiler)}
+        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "CXX": str(self.compiler)}
+        env |= {"TORCH_EXTENSIONS_DIR": str(self.extensions)}
         env |= {"MODE": mode, "LOG": str(self.log), "GO": str(self.go), **environment}
-        with open(self.folder / f"out{number}", "wb") as out, open(self.folder / f"err{number}", "wb") as err:
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", CHILD],
-                    env=env,
-                    cwd=self.folder,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
-            )
+        out, err = self.folder / f"out{number}", self.folder / f"err{number}"
+        self.processes.append(start_python(CHILD, cwd=self.folder, out=out, err=err, environment=env))
         return number
 
     def result(self, number: int) -> dict:
         """What the process said at its end."""
-        code = self.processes[number].wait(timeout=PATIENCE)
-        assert code == 0, (self.folder / f"err{number}").read_text()
+        self.processes[number].join(PATIENCE)
+        assert self.processes[number].exitcode == 0, (self.folder / f"err{number}").read_text()
         return json.loads((self.folder / f"out{number}").read_text().splitlines()[-1])
 
     def run(self, mode: str = "copy", **environment: str) -> dict:
@@ -141,11 +131,11 @@ class Machine:
     def kill(self, number: int) -> None:
         """The process and its group; compilers are in groups of their own and live on."""
         os.killpg(self.processes[number].pid, signal.SIGKILL)
-        self.processes[number].wait()
+        self.processes[number].join()
 
     def clean_up(self) -> None:
         for number, process in enumerate(self.processes):
-            if process.poll() is None:
+            if process.exitcode is None:
                 self.kill(number)
         for pid in self._log()[1::2]:
             try:
