@@ -1,9 +1,10 @@
-"""Python programs in processes of their own, forked from one that has imported everything: a second each, not six.
+"""Python programs in processes of their own, forked from one that has imported everything: no seconds of imports each.
 
-For programs of which the imports are no part of what is tested. The process that they come from is started by the
-first of them, and ends with this one.
+For programs on the CPU, of which the imports are no part of what is tested. The process that they come from is started
+by the first of them, and ends with this one.
 """
 
+import functools
 import io
 import multiprocessing
 import os
@@ -11,16 +12,30 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from multiprocessing.context import ForkServerProcess
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 from tests.patience import PATIENCE
 from tests.root import ROOT
 
-# Nothing here may compile the kernels, load them or start a thread.
-COMMON = ("tests.processes", "torch.utils.cpp_extension", "quant", "launch.train", "launch.compare")
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(list(COMMON))
+# What nearly every one of them imports, ranks of jobs too. Nothing here may compile the kernels, load them, start a
+# thread or touch an accelerator.
+COMMON = (
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "launch.compare",
+    "launch.evaluate",
+    "launch.export",
+    "launch.train",
+    "tests.families.variants",
+    "tests.processes",
+    "torch.utils.cpp_extension",
+    "torch.utils.tensorboard",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 def start_python(
@@ -34,24 +49,43 @@ def start_python(
         cwd: where it runs.
         out: file for its standard output.
         err: file for its standard error.
-        environment: beside that of this process.
+        environment: beside that of this process, and ``CPU``.
     """
-    everything = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    process = _FORKS.Process(
-        target=_become, args=(program, ["-c", *map(str, argv)], cwd, out, err, everything), daemon=True
-    )
+    everything = {**os.environ, "PYTHONPATH": str(ROOT), **CPU, **environment}
+    arguments = (program, ["-c", *map(str, argv)], cwd, out, err, everything)
+    process = _forks().Process(target=_become, args=arguments, daemon=True)
     process.start()
     return process
 
 
-def run_python(program: str, *argv: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    program: str, *argv: object, cwd: Path = ROOT, timeout: float = PATIENCE, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run what ``python -c PROGRAM ARGV`` would; its exit code and what it wrote."""
     with tempfile.TemporaryDirectory() as directory:
         out, err = Path(directory) / "out", Path(directory) / "err"
         process = start_python(program, *argv, cwd=cwd, out=out, err=err, environment=environment)
-        process.join(PATIENCE)
-        assert process.exitcode is not None, f"{argv} has not ended"
+        process.join(timeout)
+        assert process.exitcode is not None, f"{program} {argv} does not end:\n{err.read_text()[-8000:]}"
         return subprocess.CompletedProcess(argv, process.exitcode, out.read_text(), err.read_text())
+
+
+@functools.cache
+def _forks() -> ForkServerContext:
+    """Forks of a process that has imported everything, for which there is no GPU."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(list(COMMON))
+    before = {name: os.environ.get(name) for name in CPU}
+    os.environ.update(CPU)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return forks
 
 
 def _become(program: str, argv: list[str], cwd: Path, out: Path, err: Path, environment: dict[str, str]) -> None:
@@ -66,5 +100,5 @@ def _become(program: str, argv: list[str], cwd: Path, out: Path, err: Path, envi
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    sys.argv, sys.path[0] = argv, ""
+    sys.argv, sys.path[:0] = argv, ["", str(ROOT)]
     exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})

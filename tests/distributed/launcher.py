@@ -1,6 +1,7 @@
-"""Run a script on two real ranks, on CPU with gloo: as a user would, through the ``deepspeed`` launcher.
+"""Run a script on two real ranks, on CPU with gloo.
 
-`launch` does just that. `run_ranks` takes ranks that the launcher has started before (see waiting.py).
+`launch` does it as a user would, through the ``deepspeed`` launcher. `run_ranks` takes ranks that wait for jobs, in the
+environment that the launcher gives (see waiting.py).
 """
 
 import fcntl
@@ -15,8 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from tests.distributed.waiting import RANKS, WaitingRanks
+from tests.distributed.waiting import WaitingRanks
 from tests.patience import PATIENCE
+from tests.processes import CPU
 from tests.root import ROOT
 
 _TAKEN: list[IO[str]] = []  # locks on the ports that this process has given away
@@ -67,13 +69,13 @@ def run_ranks(script: Path | str, *args: object, timeout: float = PATIENCE) -> s
 
 def run_waiting(script: Path | str, *args: object, timeout: float = PATIENCE) -> tuple[int, str]:
     """Run ``script`` on two waiting ranks; exit code and output of both."""
-    environment = {**_environment(), "MASTER_PORT": str(free_port())}
+    environment = {**_environment(), **CPU, "MASTER_PORT": str(free_port())}
     return _waiting().run([str(script), *map(str, args)], environment, timeout)
 
 
 @functools.cache
 def _waiting() -> WaitingRanks:
-    return WaitingRanks(_command(RANKS), ROOT, _environment())
+    return WaitingRanks()
 
 
 def _command(ranks: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Two ranks that the launcher has started and that have imported everything: a job starts in a second instead of ten.
+"""Two ranks that have imported everything, in the environment that the launcher gives: a job starts in a second.
 
 Each process of tests starts its own at its first job. How the launcher starts and ends a job is tested by those who
 call ``launcher.launch``.
@@ -11,15 +11,17 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from tests.patience import PATIENCE
+from tests.processes import start_python
+from tests.root import ROOT
 
-SCRIPT = Path(__file__).parent / "scripts" / "waiting.py"
+PROGRAM = "from tests.distributed.scripts.waiting import main; main()"
 RANKS = 2
 GRACE = 60.0  # seconds that a rank has to end by itself when the other has failed
 
@@ -27,30 +29,34 @@ GRACE = 60.0  # seconds that a rank has to end by itself when the other has fail
 class WaitingRanks:
     """Ranks that wait for jobs until this process ends."""
 
-    def __init__(self, command: list[str], cwd: Path, environment: dict[str, str]) -> None:
-        """``command`` launches a script whose path and arguments follow it."""
+    def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="deepqat_ranks_"))
         atexit.register(shutil.rmtree, self._directory, ignore_errors=True)
         self._log = self._directory / "log"
+        self._log.touch()
         address = str(self._directory / "socket")
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(address)
             server.listen(RANKS)
             server.settimeout(1.0)
-            with self._log.open("w") as log:
-                launched = subprocess.Popen(
-                    [*command, str(SCRIPT), address], cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT
-                )
-            self._ranks = sorted((self._accept(server, launched) for _ in range(RANKS)), key=lambda rank: rank.number)
+            started = [self._start(rank, address) for rank in range(RANKS)]
+            self._ranks = sorted((self._accept(server, started) for _ in range(RANKS)), key=lambda rank: rank.number)
 
-    def _accept(self, server: socket.socket, launched: "subprocess.Popen[bytes]") -> "_Rank":
+    def _start(self, rank: int, address: str) -> ForkServerProcess:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS}
+        place |= {"CROSS_RANK": 0, "CROSS_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+        environment = {name: str(value) for name, value in place.items()}
+        return start_python(PROGRAM, address, cwd=ROOT, out=self._log, err=self._log, environment=environment)
+
+    def _accept(self, server: socket.socket, started: list[ForkServerProcess]) -> "_Rank":
         end = time.monotonic() + PATIENCE
-        while launched.poll() is None and time.monotonic() < end:
+        while all(rank.exitcode is None for rank in started) and time.monotonic() < end:
             try:
                 return _Rank(server.accept()[0])
             except TimeoutError:
                 continue
-        launched.kill()
+        for rank in started:
+            rank.kill()
         raise RuntimeError(f"no ranks to run jobs on:\n{self._log.read_text()[-4000:]}")
 
     def run(self, argv: list[str], environment: dict[str, str], timeout: float) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM
 
-from tests.distributed.launcher import launch, run_ranks
+from tests.distributed.launcher import run_ranks, run_waiting
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.distributed.variants import NO_TEACHER
 from tests.families.make import Variant as Family
@@ -17,6 +17,7 @@ from tests.root import ROOT
 from tests.tiny import tiny_checkpoint, tiny_tokenizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
+TRAIN = ROOT / "launch" / "train.py"
 RANKS = 2
 RAW_WEIGHT = r"quant.exempt_more: ['model\.layers\.\d+\.mamba\.dt_proj']"
 # Whole windows of 128 tokens are compressed, and these samples have none.
@@ -140,15 +141,14 @@ def test_every_rank_says_what_is_wrong(ended, name):
     assert list((ended / "export_not_empty").iterdir()) == [ended / "export_not_empty" / "export"]
 
 
-def test_the_launcher_ends_with_an_exit_code_and_the_text_once(base):
+def test_a_run_ends_with_an_exit_code_and_the_text_once(base):
     """The latest of them: the student is in its partitions, and only then the teacher's config is compared."""
-    result = launch(ROOT / "launch/train.py", "--config", str(base / "teacher_vocabulary.yaml"))
-    assert result.returncode == 1
-    assert result.stdout.count("the teacher 290") == 1 and "Traceback" not in result.stdout
+    code, output = run_waiting(TRAIN, "--config", base / "teacher_vocabulary.yaml")
+    assert code == 1
+    assert output.count("the teacher 290") == 1 and "Traceback" not in output
 
 
-def test_a_bad_recipe_is_said_once_before_ranks_start(base):
-    config = ["--config", str(base / "teacher_vocabulary.yaml"), "--optim.lr", "-1"]
-    result = launch(ROOT / "launch/train.py", *config)
-    assert result.returncode != 0
-    assert result.stdout.count("error: optim.lr: -1") == 1 and "Traceback" not in result.stdout, result.stdout
+def test_a_bad_recipe_is_said_once_before_ranks_meet(base):
+    code, output = run_waiting(TRAIN, "--config", base / "teacher_vocabulary.yaml", "--optim.lr", "-1")
+    assert code == 2
+    assert output.count("error: optim.lr: -1") == 1 and "Traceback" not in output, output

@@ -1,13 +1,10 @@
-"""Launched on every rank: imports everything once, then forks a process for each job that it is sent.
-
-    scripts/waiting.py SOCKET
+"""Every rank, with everything imported (see tests/processes.py): forks a process for each job that it is sent.
 
 Messages are lines of JSON. tests/distributed/waiting.py sends jobs, ``{"argv", "environment", "log"}``; the rank
 answers with ``{"pid"}`` of the process that runs one and, when it has ended, with ``{"code"}``. The rank ends when the
 other side of the socket does.
 """
 
-import importlib
 import json
 import os
 import random
@@ -21,25 +18,11 @@ import numpy as np
 
 from tests.distributed.forked import become
 
-# What nearly every job imports. Nothing here may start a thread or touch an accelerator before the fork.
-COMMON = (
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "launch.evaluate",
-    "launch.export",
-    "launch.train",
-    "tests.families.variants",
-    "torch.utils.tensorboard",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-)
 OF_THE_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR")
 
 
 def main() -> None:
-    """See above."""
-    for name in COMMON:
-        importlib.import_module(name)
+    """See above. The program's argument is the path of a socket."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(sys.argv[-1])
         with connection.makefile("rw") as lines:
@@ -68,7 +51,3 @@ def run(job: dict[str, Any]) -> None:
     sys.argv = [script, f"--local_rank={mine['LOCAL_RANK']}", *arguments]
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,10 +13,10 @@ import pytest
 from tests.distributed.hosts import Host, NoNamespaces, network
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.patience import PATIENCE, until
+from tests.processes import run_python
 from tests.root import ROOT
 from tests.tiny import tiny_checkpoint
 
-SCRIPT = Path(__file__).parent / "scripts" / "nodes.py"
 STEPS = 6
 MINUTES = "3"  # that a rank waits for another, in the start too, where another may be that much slower
 
@@ -29,17 +29,8 @@ MINUTES = "3"  # that a rank waits for another, in the start too, where another 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict]:
     directory = tmp_path_factory.mktemp("nodes")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory)],
-        env=environment,
-        text=True,
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=PATIENCE,
-    )
-    assert result.returncode == 0, result.stdout[-8000:]
+    result = run_python("from tests.distributed.engine.cluster.scripts.nodes import main; main()", directory)
+    assert result.returncode == 0, result.stderr[-8000:]
     return json.loads((directory / "nodes.json").read_text())
 
 

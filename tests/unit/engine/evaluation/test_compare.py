@@ -147,7 +147,7 @@ def quantised(source: Path, directory: Path) -> Path:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_python("from launch.compare import main; main()", *arguments, DS_ACCELERATOR="cpu")
+    return run_python("from launch.compare import main; main()", *arguments)
 
 
 def test_script(tmp_path):

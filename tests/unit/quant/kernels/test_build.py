@@ -99,8 +99,7 @@ class Machine:
     def start(self, mode: str = "copy", **environment: str) -> int:
         """Start a process that calls the operators; its number."""
         number = len(self.processes)
-        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "CXX": str(self.compiler)}
-        env |= {"TORCH_EXTENSIONS_DIR": str(self.extensions)}
+        env = {"TORCH_EXTENSIONS_DIR": str(self.extensions), "CXX": str(self.compiler)}
         env |= {"MODE": mode, "LOG": str(self.log), "GO": str(self.go), **environment}
         out, err = self.folder / f"out{number}", self.folder / f"err{number}"
         self.processes.append(start_python(CHILD, cwd=self.folder, out=out, err=err, environment=env))

@@ -32,7 +32,7 @@ from tests.patience import PATIENCE
 from tests.tiny import tiny_checkpoint
 
 RANKS = 2
-STEPS = 8
+STEPS = 6
 WHO = ("both", "one", "launcher")
 WHEN = ("some time", "calibrate", "save", "mark", "evaluate", "export")
 
