@@ -33,12 +33,13 @@ test test-full test-eval test-gguf test-mlx test-peft: export OMP_NUM_THREADS = 
 quickstart: $(STAMP)
 	$(VENV)/bin/python launch/quickstart.py
 
-# Two files of tests at a time: a launch of two ranks leaves the cores idle while it starts.
+# Two files of tests at a time: a launch of two ranks leaves the cores idle while it starts. In the order of their names,
+# so that the jobs of ranks come first: else those of few tests come last, the longest among them, and a core is idle.
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not full"
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full"
 
 test-full: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	.ci/eval $(VENV)
 	.ci/extra $(VENV) gguf $(GGUF_TESTS)
 	.ci/extra $(VENV) mlx $(MLX_TESTS)

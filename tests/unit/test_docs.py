@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -299,6 +300,7 @@ def test_python_runs(block: Block) -> None:
 # Error texts
 
 
+@functools.cache
 def texts_of_the_code() -> str:
     """Every piece of text in the sources; the pieces between the braces of an f-string are pieces of their own."""
     found = []

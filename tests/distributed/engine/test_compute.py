@@ -47,12 +47,12 @@ def results(recipe):
     def add(name, *arguments, **sections):
         paths[name] = recipe(name, *arguments, **sections)
 
-    for stage in range(4):
+    for stage in (0, 1, 3):
         add(f"kept_{stage}", "even", "bfloat16", stage=stage)
-    for stage in range(3):
+    for stage in (0, 1):
         add(f"unkept_{stage}", "even", "bfloat16", stage=stage)
-    add("kept_int4", "even", "bfloat16", stage=1, quant=INT4)
-    add("unkept_int4", "even", "bfloat16", stage=1, quant=INT4)
+    add("kept_int4", "even", "bfloat16", stage=2, quant=INT4)
+    add("unkept_int4", "even", "bfloat16", stage=2, quant=INT4)
     for stage in (1, 3):
         add(f"gemm_{stage}", "even", "bfloat16", stage=stage, quant={"compute": "fp8_gemm"})
     add(
@@ -74,7 +74,7 @@ def result(results, name):
     return load_result(results[0][name])
 
 
-@pytest.mark.parametrize("name", ["0", "1", "2", "int4"])
+@pytest.mark.parametrize("name", ["0", "1", "int4"])
 def test_kept_weight_codes_change_nothing_but_the_number_of_passes(results, name):
     """Bit for bit the same training; a weight is quantised once per step, not once per forward and backward."""
     kept, unkept = result(results, f"kept_{name}"), result(results, f"unkept_{name}")

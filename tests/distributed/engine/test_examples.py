@@ -1,8 +1,5 @@
 """The scripts in launch/examples, each run to its end on a small model, as their users would on one device."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.distributed.launcher import run_ranks
 from tests.distributed.recipes import write_chats, write_recipe
-from tests.patience import PATIENCE
+from tests.processes import run_python
 from tests.root import ROOT
 from tests.tiny import tiny_checkpoint
 
@@ -76,14 +73,11 @@ def test_an_example_that_does_not_fit_the_recipe_says_so(tmp_path: Path):
         stage=1,
         dtype="bfloat16",
     )
-    script = tmp_path / "late.py"
-    script.write_text(
+    script = (
         "from engine.loop import Loop\nfrom launch.exits import clean_exit, recipe_or_exit\n"
         "loop = Loop(recipe_or_exit())\nloop.at(step=1000)(print)\nwith clean_exit():\n    loop.run()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, str(script), "--config", str(recipe)]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=PATIENCE, check=False)
+    done = run_python(script, "--config", recipe)
     assert done.returncode == 2
     assert "error: an event at step 1000, but train.steps is 5: the last step to begin is 4" in done.stderr
     assert "Traceback" not in done.stderr

@@ -13,6 +13,7 @@ from quant.reference import absmax_scale, fake_quant
 from tests.distributed.plain import assert_equals_plain_loop, load_result
 from tests.distributed.variants import EVEN, NO_TEACHER, Variant, run_variants
 
+STAGES = (0, 2, 3)  # 1 is 2 without gradients in partitions, and comes with the large counts
 SWITCH: dict[str, Any] = {
     "quant": {"fake_quant_start": 2, "calibration_batches": 0},
     "learnable": {"act_scale": True},
@@ -30,7 +31,7 @@ ONLY_KV = {
     "loss": NO_TEACHER,
 }
 WATCHED = {
-    **{f"switch_{stage}": Variant({**SWITCH, "stage": stage}, action="watch_start") for stage in range(4)},
+    **{f"switch_{stage}": Variant({**SWITCH, "stage": stage}, action="watch_start") for stage in STAGES},
     **{
         f"switch_w{bits}": Variant(
             {**INTEGER, "stage": 3, "quant": {"fake_quant_start": 2, "scheme": f"w{bits}a16_g32"}},
@@ -42,14 +43,14 @@ WATCHED = {
     },
 }
 KEYS_AND_VALUES = {
-    **{f"kv_{stage}": Variant({**KV, "stage": stage}) for stage in (2, 3)},
+    "kv_3": Variant({**KV, "stage": 3}),
     "onlykv": Variant(ONLY_KV, "qwen3_moe"),
 }
 CONSTANT = {"loss": NO_TEACHER, "optim": {"schedule": "constant"}}
 EXPORT = {"export": {"enabled": True}}
 RUNS = {
     **WATCHED,
-    **{f"off_{stage}": Variant({**CONSTANT, "stage": stage}, action="off_and_on") for stage in range(4)},
+    **{f"off_{stage}": Variant({**CONSTANT, "stage": stage}, action="off_and_on") for stage in STAGES},
     "off_bf16": Variant({**CONSTANT, "stage": 0}, dtype="bfloat16", action="off_and_on"),
     "eventually": Variant(
         {
@@ -69,13 +70,36 @@ RUNS = {
 }
 
 
+OTHERS = {
+    "switch_1": Variant({**SWITCH, "stage": 1}, action="watch_start"),
+    "off_1": Variant({**CONSTANT, "stage": 1}, action="off_and_on"),
+    "kv_2": Variant({**KV, "stage": 2}),
+}
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     """One launch for all runs."""
     return run_variants(tmp_path_factory.mktemp("switching"), RUNS)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """One launch for the rest of the stages."""
+    return run_variants(tmp_path_factory.mktemp("others"), OTHERS)
+
+
+@pytest.mark.full
+def test_the_rest_of_the_stages_equal_a_plain_loop(others):
+    assert_equals_plain_loop(others["switch_1"])
+    assert_equals_plain_loop(others["off_1"], off=range(2, 4))
+    assert_equals_plain_loop(others["kv_2"])
+    assert_scales_of_keys_and_values_train(others["kv_2"])
+    assert_scales_are_those_of_the_weights(others["switch_1"])
+    assert_theta_rested(others["off_1"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_fake_quant_that_starts_later_equals_a_plain_loop(paths, stage):
     """Theta's first step is its first, with Adam's state fresh, though the optimizer has taken two before."""
     assert_equals_plain_loop(paths[f"switch_{stage}"])
@@ -85,17 +109,27 @@ def test_fake_quant_that_starts_later_equals_a_plain_loop(paths, stage):
 def test_quantised_keys_and_values_train_like_a_plain_loop(paths, name):
     """Their scales are measured in the middle from what observers saw on both ranks, and learned."""
     assert_equals_plain_loop(paths[name])
+    assert_scales_of_keys_and_values_train(paths[name])
     found = load_result(paths[name])
+    clipped = [value for key, value in found["weights"].items() if "_cache." in key]
+    assert name != "onlykv" or all(value.any() for value in clipped)
+
+
+def assert_scales_of_keys_and_values_train(path):
+    found = load_result(path)
     scales = {key: value for key, value in found["weights"].items() if "_cache." in key}
     assert len(scales) == 2 * 4 and all(bool(value.isfinite().all()) for value in scales.values())
     assert {key for key in found["requires_grad"] if "_cache." in key} == {key for key in scales if "theta" in key}
-    assert name != "onlykv" or all(value.any() for value in scales.values())
 
 
 @pytest.mark.parametrize("name", WATCHED)
 def test_scales_are_measured_from_the_weights_at_the_start(paths, name):
-    found = load_result(paths[name])
-    seen, spec = found["seen"], SCHEMES[load_recipe(paths[name]).quant.scheme].weights
+    assert_scales_are_those_of_the_weights(paths[name])
+
+
+def assert_scales_are_those_of_the_weights(path):
+    found = load_result(path)
+    seen, spec = found["seen"], SCHEMES[load_recipe(path).quant.scheme].weights
     assert seen["enabled"]
     thetas = [key for key in found["weights"] if key.endswith("_theta")]
     assert thetas and not any(seen["after"][key].any() for key in thetas)
@@ -130,10 +164,14 @@ def test_scales_of_groups_take_little_of_the_norm_that_clips(paths, name):
     assert 0 < found["scale_norms"][-1] < 0.01 * found["norms"][-1]
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_theta_rests_while_fake_quant_is_off(paths, stage):
+    assert_theta_rested(paths[f"off_{stage}"])
+
+
+def assert_theta_rested(path):
     """No update, though Adam has moments of the steps before."""
-    seen = load_result(paths[f"off_{stage}"])["seen"]
+    seen = load_result(path)["seen"]
     thetas = [name for name in seen["off"] if name.endswith("_theta")]
     assert thetas and all(seen["off"][name].any() for name in thetas)
     for name in thetas:
@@ -141,7 +179,7 @@ def test_theta_rests_while_fake_quant_is_off(paths, stage):
     assert any(not torch.equal(seen["on"][name], seen["off"][name]) for name in seen["off"])
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_fake_quant_switched_off_and_on_equals_a_plain_loop(paths, stage):
     assert_equals_plain_loop(paths[f"off_{stage}"], off=range(2, 4))
 
