@@ -57,12 +57,13 @@ ASYM = {
 # name: stage, kind of checkpoint, dtype, what differs in the recipe. Stage 3 with experts; the others are plain modules
 # to it. Stage 0 keeps its optimizer in fp32 here, which is the case where DeepSpeed wraps nothing.
 CASES = {
-    "plain-0": (0, "qwen3", "float32", {}),
-    "packed-1": (1, "qwen3", "bfloat16", {"data": {"packing": True}}),
+    "packed-0": (0, "qwen3", "float32", {"data": {"packing": True}}),
     "mixed-2": (2, "llama", "bfloat16", MIXED),
     "plain-3": (3, "qwen3_moe", "bfloat16", {}),
 }
 MORE = {
+    "plain-0": (0, "qwen3", "float32", {}),
+    "packed-1": (1, "qwen3", "bfloat16", {"data": {"packing": True}}),
     "mixed-0": (0, "qwen3", "float32", MIXED),
     "mixed-1": (1, "llama", "bfloat16", MIXED),
     "mixed-3": (3, "qwen3_moe", "bfloat16", MIXED),
