@@ -25,7 +25,7 @@ from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers, warn_of_zero_tails
 from quant.config import kv_cache_from_config, rules_from_config
-from quant.export import dequantized_weight, packed_shapes, unpack_scale, unpack_weight, unpack_zero
+from quant.export import dequantized_weight, input_suffix, packed_shapes, unpack_scale, unpack_weight, unpack_zero
 from quant.linear import QuantLayer
 from quant.prepare import prepare
 from quant.quantization import Quantization
@@ -131,7 +131,7 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
     caches = {name: _cache_key(cache_keys(model, name), checkpoint) for name in quantization.caches}
     packed = {*caches.values(), *(key for own in keys.values() for key in own.values())}
     plain = _plain_tensors(model, quantization, checkpoint, packed)
-    kinds = ("weight_scale", "weight_zero_point", "input_scale", "weight_global_scale")
+    kinds = ("weight_scale", "weight_zero_point", "input", "weight_global_scale")
     scales: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds}
     with Reader() as reader, torch.no_grad():
         for key, targets in plain.items():
@@ -154,7 +154,7 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
             if group.zero is not None:
                 group.zero.copy_(scales["weight_zero_point"][group.owner])
         stored_inputs = [group for group in quantization.input_groups if group.owner in quantization.layers]
-        _fill_scales(stored_inputs, scales["input_scale"])
+        _fill_scales(stored_inputs, scales["input"])
         # Of several global scales the smallest: with it no scale of a group is beyond e4m3.
         for group in quantization.global_groups:
             group.s0.copy_(torch.stack([scales["weight_global_scale"][name] for name in group.members]).amin(0))
@@ -213,9 +213,10 @@ def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], 
         scales["weight_global_scale"][name] = global_scale
     scale = unpack_scale(tensors["weight_scale"], spec, global_scale)
     scales["weight_scale"][name] = _usable(f"{name}.weight_scale", scale, spec.scale_shape(shape), spec)
-    if layer.scheme.static_input is not None:
-        scale = unpack_scale(tensors["input_scale"], layer.scheme.static_input)
-        scales["input_scale"][name] = _usable(f"{name}.input_scale", scale, (1,))
+    if layer.scheme.stored_input is not None:
+        suffix = input_suffix(layer.scheme.stored_input)
+        scale = unpack_scale(tensors[suffix], layer.scheme.stored_input)
+        scales["input"][name] = _usable(f"{name}.{suffix}", scale, (1,))
     codes = unpack_weight(tensors, layer.scheme)
     if tuple(codes.shape) != shape:
         raise CheckpointError(f"{name} has a weight of shape {tuple(codes.shape)} on disk, expected {shape}")
@@ -262,7 +263,8 @@ def _usable(key: str, scale: torch.Tensor, shape: tuple[int, ...], weight: Tenso
 
 def _fill_scales(groups: list[ScaleGroup], values: dict[str, torch.Tensor]) -> None:
     for group in groups:
-        group.s0.copy_(torch.stack([values[name] for name in group.members]).amax(0))
+        stored = torch.stack([values[name] for name in group.members])
+        group.s0.copy_(stored.amin(0) if group.observer is not None and group.spec.has_global_scale else stored.amax(0))
 
 
 def read_tensor(reader: Reader, tensor: DiskTensor) -> torch.Tensor:

@@ -108,7 +108,8 @@ def quantization_args(spec: TensorSpec) -> dict[str, Any]:
         args["block_structure"] = [spec.group_size, spec.group_size]
     if spec.scale_format in _SCALE_DTYPES:
         args["scale_dtype"] = _SCALE_DTYPES[spec.scale_format]
-    return args | {"dynamic": spec.dynamic}
+    # Dynamic scales below a stored one of the whole tensor are "local".
+    return args | {"dynamic": "local" if spec.dynamic and spec.has_global_scale else spec.dynamic}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None
         raise ValueError(f"{key}.weights is missing")
     weights = _spec(f"{key}.weights", stored)
     inputs = _arguments(f"{key}.input_activations", group.get("input_activations"))
-    if config is None and inputs is not None and inputs.get("dynamic", False):
+    if config is None and inputs is not None and inputs.get("dynamic", False) is True:
         inputs = None
     activations = None if inputs is None else _spec(f"{key}.input_activations", inputs)
     scheme = Scheme(_name(weights, activations), weights, activations)
@@ -339,15 +340,16 @@ def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
         if size != other_side:
             raise ValueError(f"{key}.block_structure is {[size, other_side]}, expected equal sides")
     dynamic = args.get("dynamic", False)
-    if not isinstance(dynamic, bool):
+    if not isinstance(dynamic, bool) and (dynamic, strategy) != ("local", "tensor_group"):
         raise ValueError(f"{key}.dynamic is {dynamic!r}, expected true or false")
     try:
-        spec = TensorSpec(dtype, bits, granularity, size, args.get("symmetric", True), dynamic)
+        spec = TensorSpec(dtype, bits, granularity, size, args.get("symmetric", True), bool(dynamic))
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     scale_dtype = _SCALE_DTYPES.get(spec.scale_format)
     for option, expected, allowed in (
         ("strategy", quantization_args(spec)["strategy"], ()),
+        ("dynamic", quantization_args(spec)["dynamic"], (None,)),
         ("actorder", None, ("weight", "static")),  # of the calibration only; columns stay where they are
         ("scale_dtype", scale_dtype, (None,)),
     ):

@@ -55,8 +55,10 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 def export_format(scheme: Scheme) -> str:
     """The compressed-tensors format that stores ``scheme``; ValueError if none is known to be read as trained."""
     weights, inputs = scheme.weights, scheme.activations
-    if weights.dtype == "fp4_e2m1" and inputs is None:
-        return NVFP4_PACKED if weights.scale_format == "e4m3" else MXFP4_PACKED
+    if weights.dtype == "fp4_e2m1":
+        layout = NVFP4_PACKED if weights.scale_format == "e4m3" else MXFP4_PACKED
+        if inputs is None or (layout == NVFP4_PACKED and inputs.dtype == "fp4_e2m1"):
+            return layout
     if weights.dtype == "fp8_e4m3" and (inputs is None or inputs.dtype == "fp8_e4m3"):
         return FLOAT_QUANTIZED
     if weights.dtype == "int" and weights.granularity != "block":
@@ -68,7 +70,8 @@ def export_format(scheme: Scheme) -> str:
             return PACK_QUANTIZED
     raise ValueError(
         f"scheme {scheme.name!r} has no export format: {weights} with inputs {inputs}. Exported are fp8 weights with "
-        "inputs in fp8 or as they are, fp4 weights with inputs as they are, and integer weights per channel or group"
+        "inputs in fp8 or as they are, fp4 weights with inputs as they are, NVFP4 weights with NVFP4 inputs too, and "
+        "integer weights per channel or group"
     )
 
 
@@ -94,9 +97,18 @@ def packed_shapes(in_features: int, out_features: int, scheme: Scheme, model_dty
         shapes = {"weight_packed": (torch.uint8, (out_features, in_features // 2)), "weight_scale": scale}
         if layout == NVFP4_PACKED:
             shapes["weight_global_scale"] = (torch.float32, (1,))
-    if scheme.static_input is not None:
-        shapes["input_scale"] = (_stored_dtype(scheme.static_input, model_dtype), (1,))
+    if scheme.stored_input is not None:
+        shapes[input_suffix(scheme.stored_input)] = (_input_dtype(scheme.stored_input, model_dtype), (1,))
     return shapes
+
+
+def input_suffix(spec: TensorSpec) -> str:
+    """What the stored scale of an input is called behind the name of its Linear."""
+    return "input_global_scale" if spec.has_global_scale else "input_scale"
+
+
+def _input_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if spec.has_global_scale else _stored_dtype(spec, model_dtype)
 
 
 def _stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
@@ -189,14 +201,19 @@ def pack_linear(
     spec, layout = scheme.weights, export_format(scheme)
     shapes = packed_shapes(weight.shape[1], weight.shape[0], scheme, model_dtype)
     packed = _pack_scales(name, scale, shapes["weight_scale"][1], scheme, model_dtype)
-    static = scheme.static_input
+    static = scheme.stored_input
     if static is not None:
         if input_scale is None:
             raise ValueError(
                 f"{name} has no input scale, and scheme {scheme.name!r} needs one: calibrate or load a PTQ checkpoint"
             )
-        _check_scale(f"{name}.input_scale", input_scale, (1,), signed=False)
-        packed["input_scale"] = _pack_scale(f"{name}.input_scale", input_scale, static, model_dtype)
+        suffix = input_suffix(static)
+        _check_scale(f"{name}.{suffix}", input_scale, (1,), signed=False)
+        packed[suffix] = (
+            stored(input_scale, torch.float32)
+            if static.has_global_scale
+            else _pack_scale(f"{name}.{suffix}", input_scale, static, model_dtype)
+        )
     try:
         codes = weight_codes(weight, scale.s0, spec, scale.zero)
     except ValueError as error:

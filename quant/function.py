@@ -138,7 +138,7 @@ class Saved(NamedTuple):
     weight_global: Tensor | None
     weight_zero: Tensor | None
     weight_codes: Tensor | None
-    input_s0: Tensor
+    input_s0: Tensor | None
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
     mask: Tensor  # packed: which elements of an input were inside the range, where its codes are kept
@@ -244,7 +244,7 @@ def _input_gradients(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor, Tens
     if plan.input is None:
         return grad_used, None
     if plan.input.dynamic:
-        return kernels.fake_quantize_tokens_backward(grad_used, saved.x, plan.input), None
+        return kernels.fake_quantize_tokens_backward(grad_used, saved.x, plan.input, saved.input_s0), None
     if ctx.keeps_codes:
         return kernels.masked_(grad_used, saved.mask), None
     grad_theta = kernels.fake_quantize_backward_(
@@ -280,7 +280,7 @@ def _used_input(ctx: Any, saved: Saved, *, after: Tensor) -> Tensor:
     if spec is None:
         return saved.x
     if spec.dynamic:
-        return kernels.fake_quantize_tokens(saved.x, spec, after=after)
+        return kernels.fake_quantize_tokens(saved.x, spec, saved.input_s0, after=after)
     restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
     return restore(saved.x, saved.input_quantizer(spec), after=after)
 

@@ -54,10 +54,10 @@ def quantize_input(
 ) -> QuantizedInput:
     """Quantise ``x`` for the GEMM, and keep of it what backward wants.
 
-    A dynamic input has no scale, and nothing of it is kept.
+    A dynamic input has no scale but a global one, and nothing of it is kept.
     """
     if spec.dynamic:
-        return QuantizedInput(kernels.fake_quantize_tokens(x, spec))
+        return QuantizedInput(kernels.fake_quantize_tokens(x, spec, None if scale is None else scale.s0))
     assert scale is not None
     quantizer = Quantizer(scale, spec, model_dtype)
     if not any(wanted):

@@ -162,7 +162,7 @@ def layout_config(
         return {"modules_to_not_convert": list(_NO_EXPERTS), "quant_method": "mxfp4"}
     scheme = next(iter(layers.values()))
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    if scheme.static_input is not None:
+    if scheme.stored_input is not None:
         config["activation_scheme"] = "static"
     if scheme.weights.granularity == "block":
         config["weight_block_size"] = [scheme.weights.group_size, scheme.weights.group_size]

@@ -85,8 +85,10 @@ class QuantLayer(nn.Module):
             ValueError: scheme and scales do not agree.
         """
         super().__init__()
-        if (input is None) != (scheme.static_input is None):
+        if (input is None) != (scheme.stored_input is None):
             raise ValueError(f"scheme {scheme.name!r} and input_s0 disagree on whether a scale of the input is stored")
+        if input is not None and input.theta is not None and not scheme.learns_input:
+            raise ValueError(f"scheme {scheme.name!r} has a global scale of the input, which does not learn")
         if (weight.global_ is None) != (scheme.weights.scale_format != "e4m3"):
             raise ValueError(f"scheme {scheme.name!r} and weight_global disagree on whether there is a global scale")
         if (weight.zero is None) != (not scheme.weights.has_zero_points):
@@ -158,10 +160,13 @@ class QuantLayer(nn.Module):
 
     @torch.no_grad()
     def input_scale(self) -> Tensor | None:
-        """The effective scale of the input, fp32 ``(1,)``, or None where none is stored. Parameters gathered."""
-        scale, spec = self.scale_of_input, self.scheme.static_input
+        """The scale of the input that is stored, as the forward uses it: the effective one, or the global one above
+        dynamic scales; fp32 ``(1,)``, or None where none is stored. Parameters gathered."""
+        scale, spec = self.scale_of_input, self.scheme.stored_input
         if scale is None or spec is None:
             return None
+        if spec.dynamic:
+            return scale.s0
         return kernels.effective_scale(Quantizer(scale, spec, self.weight.dtype))
 
     def _check_scale_dtypes(self) -> None:

@@ -55,6 +55,21 @@ Such a scale follows its token and counts as constant in the gradient. A token (
 no range: all of it becomes NaN, without a gradient. The first scale and zero point of weights are those of their range
 likewise, as compressed-tensors and torchao compute them.
 
+NVFP4 inputs have a dynamic scale per group of 16 that is stored in e4m3 below ``G``, the stored global scale of the
+tensor, ``448 * 6`` over its largest magnitude in calibration::
+
+    k = e4m3(min(G * (absmax / 6), 448))            0 becomes 1/8: every code of such a group is 0 anyway
+    s = k / G        q = Q(v)        fq = q * s
+
+as compressed-tensors 0.20 computes it (quantization/utils/helpers.py, ``calculate_qparams``; lifecycle/
+forward_helpers.py, ``_quantize_dequantize``), but that it divides by ``s``. vLLM's kernel (csrc/libtorch_stable/
+quantization/fp4/nvfp4_utils.cuh, ``cvt_warp_fp16_to_fp4``) and FlashInfer's multiply, as is done here, with
+approximate reciprocals of 6, ``G`` and ``s``. What differs lies within a rounding of a tie. e4m3 rounds ``k`` to
+nearest, so that the largest value of a group comes to ``|v| <= 6.4``, which is inside the range: nothing is clipped
+but where ``k`` saturates (the group is larger than what calibration saw, by more than a rounding; an infinity always
+is), and where ``k`` is a subnormal number, whose rounding is up to 1/3 of it. There ``|v| >= 7`` has no gradient. A
+group that becomes 0 is inside: its gradient passes. A NaN makes its group NaN, an infinity does not.
+
 Shapes: ``x`` is any shape for a scale per tensor (shape ``(1,)``). Else ``x`` is ``[out, in]`` and the scale ``[out,
 1]`` per channel, ``[out, in / size]`` per group or ``[out / size, in / size]`` per block. Scales are fp32 throughout.
 """
@@ -64,6 +79,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quant.spec import (
+    FP4_MAX,
     FP4_ROUNDS_TO_MAX,
     FP4_SMALLEST_NORMAL,
     FP8_MAX,
@@ -135,6 +151,13 @@ def absmax_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
     else:
         scale = _over(absmax.float(), (spec.qmax - spec.qmin) / 2)
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+
+
+def global_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
+    """``G = 448 * qmax / absmax`` fp32, with which the largest scale of a group becomes 448, as compressed-tensors'
+    ``generate_gparam``; 1 of nothing but zeros, which are exact under any scale."""
+    scale = FP8_MAX * spec.qmax / absmax.float()
+    return torch.where(scale.isinf(), 1.0, scale)
 
 
 def _over(x: Tensor, divisor: float) -> Tensor:
@@ -216,32 +239,45 @@ def fake_quant_backward(
     return grad_x, terms.sum(dim=(1, 3))
 
 
-def quantize_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Dynamic codes of ``x [..., features]`` in its shape, and their fp32 scales and int8 zero points ``[..., n]``, of
     the ``n`` groups of a token (one per token). Of a token that is not finite the scale is NaN, and so are the codes,
-    but integer ones are 0."""
+    but those of grids without a NaN are 0.
+
+    ``above`` is the global scale, fp32 ``(1,)``, where ``spec`` has one; here and below.
+    """
     groups = _token_groups(x, spec)
-    scale, zero_point = _token_grid(groups, spec)
+    scale, zero_point = _token_grid(groups, spec, above)
     v = groups.float() * (1.0 / scale)
     codes = _encode(_round_to_grid(v, spec, zero_point), spec, zero_point)
     zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
     return codes.reshape(x.shape), scale.squeeze(-1), zero_point.squeeze(-1).to(torch.int8)
 
 
-def fake_quantize_tokens(x: Tensor, spec: TensorSpec) -> Tensor:
+def fake_quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
     """``x [..., features]`` through its dynamic codes and back, in its dtype."""
     groups = _token_groups(x, spec)
-    scale, zero_point = _token_grid(groups, spec)
+    scale, zero_point = _token_grid(groups, spec, above)
     rounded = _round_to_grid(groups.float() * (1.0 / scale), spec, zero_point)
     return rounded.mul_(scale).to(x.dtype).reshape(x.shape)
 
 
-def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec) -> Tensor:
+def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
     """Gradient of :func:`fake_quantize_tokens`: straight-through where rounding alone lands on the grid."""
+    return grad.masked_fill(~tokens_inside(x, spec, above), 0)
+
+
+def tokens_inside(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
+    """Bool mask in ``x``'s shape: where rounding alone lands on the grid of the token, or group."""
     groups = _token_groups(x, spec)
-    scale, zero_point = _token_grid(groups, spec)
-    inside = _inside(groups.float() * (1.0 / scale), spec, zero_point)
-    return grad.masked_fill(~inside.reshape(x.shape), 0)
+    scale, zero_point = _token_grid(groups, spec, above)
+    return _inside(groups.float() * (1.0 / scale), spec, zero_point).reshape(x.shape)
+
+
+def dynamic_scale(absmax: Tensor, above: Tensor) -> Tensor:
+    """The scales of groups of NVFP4 inputs from their largest magnitudes, fp32, below the global scale ``above``."""
+    code = (_over(absmax, FP4_MAX) * above).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
+    return torch.where(code == 0, 0.125, code) / above
 
 
 # Multiplying eight bytes of 0 or 1 by this collects them in the top byte, the first byte in its lowest bit.
@@ -269,9 +305,11 @@ def _token_groups(x: Tensor, spec: TensorSpec) -> Tensor:
     return x.unflatten(-1, (1, -1) if spec.group_size is None else (-1, spec.group_size))
 
 
-def _token_grid(groups: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor | None]:
+def _token_grid(groups: Tensor, spec: TensorSpec, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of ``groups [..., n, size]``, both fp32 ``[..., n, 1]``; the scale is NaN where a value is
-    not finite. e4m3 has no zero point."""
+    not finite. Floats have no zero point."""
+    if above is not None:
+        return dynamic_scale(groups.abs().amax(-1, keepdim=True).float(), above), None
     lowest, highest = (edge.float() for edge in torch.aminmax(groups, dim=-1, keepdim=True))
     lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
     if spec.symmetric:

@@ -6,8 +6,8 @@ largest one and compute something else than was trained. So the same groups shar
 
 * a weight scale per tensor: over q/k/v, over gate/up (of one expert in an MoE); finer scales belong to one row, never
   shared;
-* a static input scale: over q/k/v, over gate/up, and over all experts of an MoE layer, one for gate/up and one for
-  down.
+* a static input scale, or the global one above dynamic scales (NVFP4): over q/k/v, over gate/up, and over all experts
+  of an MoE layer, one for gate/up and one for down.
 
 Where the experts of a layer are one stack, its scales are one Parameter too, with an entry for each expert.
 
@@ -44,7 +44,7 @@ class ScaleGroup:
         spec: how what it scales is quantised.
         scale: the scale, of Parameters: s0 in the shape that ``spec`` says, ``(1,)`` of an input, and NaN until filled,
             as are zero points; theta in the model's dtype, 0 at the start. The global scale above e4m3 scales is the s0
-            of a group of its own.
+            of a group of its own; of inputs, whose e4m3 scales are dynamic, it is the s0 of the only one.
         observer: of the group's input, or None in a group of weights.
     """
 
@@ -134,10 +134,10 @@ def input_groups(
     """
     groups = []
     for members in sets:
-        spec = schemes[members[0]].static_input
+        spec = schemes[members[0]].stored_input
         if spec is not None:
             _check_same_width(members, linears)
-            scale = _new_scale(linears[members[0]], (1,), learn)
+            scale = _new_scale(linears[members[0]], (1,), learn and not spec.dynamic)
             groups.append(ScaleGroup(members[0], members, spec, scale, _observer(spec, ranges)))
     return groups
 

@@ -77,11 +77,12 @@ class TensorSpec:
                 f"fp4_e2m1 has groups of 16 (NVFP4) or 32 (MXFP4), got granularity={self.granularity!r} and "
                 f"group_size={self.group_size}"
             )
-        if self.dynamic and (self.granularity not in ("token", "group") or self.dtype == "fp4_e2m1"):
+        if self.dynamic and self.granularity not in ("token", "group"):
             raise ValueError(
-                f"a dynamic scale is per token or per group of a token, of fp8_e4m3 or int, got {self.dtype} with "
-                f"granularity={self.granularity!r}"
+                f"a dynamic scale is per token or per group of a token, got granularity={self.granularity!r}"
             )
+        if self.dynamic and self.scale_format == "e8m0":
+            raise ValueError("inputs of fp4_e2m1 have groups of 16 (NVFP4), got group_size=32")
         if self.granularity == "token" and not self.dynamic:
             raise ValueError("a scale per token is dynamic: the tokens to come are not known")
         if not self.symmetric and (
@@ -107,6 +108,11 @@ class TensorSpec:
     def has_zero_points(self) -> bool:
         """Whether a zero point is stored beside each scale, with a code's width and range."""
         return not (self.symmetric or self.dynamic)
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether a second scale, per tensor, divides the others (NVFP4). It is stored where these are dynamic, too."""
+        return self.scale_format == "e4m3"
 
     @property
     def scale_format(self) -> ScaleFormat:
@@ -181,14 +187,21 @@ class Scheme:
     def __post_init__(self) -> None:
         if self.weights.dynamic:
             raise ValueError(f"scheme {self.name!r}: a weight has no dynamic scale, got {self.weights}")
-        static = self.static_input
-        if static is not None and (static.granularity != "tensor" or static.bits != 8):
+        static = self.activations
+        if static is not None and not static.dynamic and (static.granularity != "tensor" or static.bits != 8):
             raise ValueError(f"scheme {self.name!r}: a stored scale of inputs is per tensor, of 8 bits, got {static}")
 
     @property
-    def static_input(self) -> TensorSpec | None:
-        """How the input is quantised where its scale is stored: such a scale is calibrated, and can be learned."""
-        return None if self.activations is None or self.activations.dynamic else self.activations
+    def stored_input(self) -> TensorSpec | None:
+        """How the input is quantised where a scale of it is stored: its only one, or the global scale above dynamic
+        ones. Such a scale is calibrated."""
+        spec = self.activations
+        return None if spec is None or (spec.dynamic and not spec.has_global_scale) else spec
+
+    @property
+    def learns_input(self) -> bool:
+        """Whether the stored scale of the input can be learned: one above dynamic scales can not."""
+        return self.activations is not None and not self.activations.dynamic
 
     @property
     def has_fp8_gemm(self) -> bool:
@@ -224,6 +237,9 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("w4a8_int8", _int(4, 128), _INT8_TOKEN),
         Scheme("w4a8_fp8", _int(4, 128), _FP8_TOKEN),
         Scheme("nvfp4", TensorSpec("fp4_e2m1", 4, "group", 16)),
+        Scheme(
+            "nvfp4_w4a4", TensorSpec("fp4_e2m1", 4, "group", 16), TensorSpec("fp4_e2m1", 4, "group", 16, dynamic=True)
+        ),
         Scheme("mxfp4", TensorSpec("fp4_e2m1", 4, "group", 32)),
     )
 }

@@ -216,9 +216,18 @@ class QuantRecipe:
         return any(scheme.activations for scheme in self.linear_schemes()) or self.stores_input_scales()
 
     def stores_input_scales(self) -> bool:
-        """Whether there are scales of inputs or of the KV cache to calibrate, and perhaps to learn."""
-        static = any(scheme.static_input for scheme in self.linear_schemes())
+        """Whether there are scales of inputs or of the KV cache to calibrate."""
+        stored = any(scheme.stored_input for scheme in self.linear_schemes())
+        return stored or (self.known() and self.preset().kv_cache is not None)
+
+    def learns_input_scales(self) -> bool:
+        """Whether some of these can be learned: global scales above dynamic ones can not."""
+        static = any(scheme.learns_input for scheme in self.linear_schemes())
         return static or (self.known() and self.preset().kv_cache is not None)
+
+    def has_global_input_scales(self) -> bool:
+        """Whether some layer stores a global scale above dynamic scales of its input (NVFP4)."""
+        return any(scheme.stored_input and not scheme.learns_input for scheme in self.linear_schemes())
 
     def has_signed_integers(self) -> bool:
         """Whether some layer's weights are symmetric integers, whose scales quant.signed_scales may make negative."""

@@ -299,8 +299,20 @@ RULES_OF_SCHEMES = (
     Rule(
         "scales of activations that learn are stored",
         "learnable.act_scale",
-        lambda r: r.learnable.act_scale and not r.quant.stores_input_scales(),
-        "false: quant.scheme {quant.scheme} stores no scales of activations",
+        lambda r: r.learnable.act_scale and not r.quant.learns_input_scales(),
+        "false: quant.scheme {quant.scheme} stores no scales of activations that can be learned",
+    ),
+    Rule(
+        "global scales of inputs fit the largest magnitude",
+        "quant.input_range",
+        lambda r: r.quant.input_range != "absmax" and r.quant.has_global_input_scales(),
+        "absmax: the scales below a global scale of inputs (NVFP4) are dynamic",
+    ),
+    Rule(
+        "global scales of inputs are measured",
+        "quant.initial_input_scale",
+        lambda r: r.quant.initial_input_scale is not None and r.quant.has_global_input_scales(),
+        "null: a global scale of inputs (NVFP4) is measured, or comes from quant.scales",
     ),
     Rule(
         "scales of activations that are given are stored",

@@ -38,7 +38,8 @@ def check_files(directory: Path, model: PreTrainedModel, quantization: Quantizat
     checkpoint = read_headers(directory)
     model_dtype = dtype_on_disk(directory, model)
     problems: list[str] = []
-    stored: dict[str, dict[str, Tensor]] = {"weight_scale": {}, "input_scale": {}, "weight_global_scale": {}}
+    kinds = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
+    stored: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
     with Reader() as reader:
         for name, layer in quantization.layers.items():
             keys = quantized_keys(model, name, layer)
@@ -52,6 +53,7 @@ def check_files(directory: Path, model: PreTrainedModel, quantization: Quantizat
     for suffix, groups in (
         ("weight_scale", quantization.weight_groups),
         ("input_scale", quantization.input_groups),
+        ("input_global_scale", quantization.input_groups),
         ("weight_global_scale", quantization.global_groups),
     ):
         for group in groups:

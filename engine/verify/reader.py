@@ -96,9 +96,8 @@ def load_theirs(
     problems = []
     for kind, keys in info.items():
         # transformers has no use for the input scales of experts, because it dequantises them.
-        found = [
-            key for key in keys if not (kind == "unexpected_keys" and is_expert(key) and key.endswith(".input_scale"))
-        ]
+        unused = (".input_scale", ".input_global_scale") if kind == "unexpected_keys" else ()
+        found = [key for key in keys if not (is_expert(key) and key.endswith(unused))]
         if found:
             problems.append(f"transformers reports {kind}: {listed(sorted(map(str, found)))}")
     for parameter in theirs.parameters():
@@ -211,15 +210,16 @@ def _rounded_weight(layer: QuantLayer, dtype: torch.dtype) -> Iterator[None]:
 
 
 def fake_quantizer(spec: TensorSpec, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """A forward pre-hook that fake-quantises a module's input with compressed-tensors; ``scale`` None: dynamic."""
-    args = _args(spec)
+    """A forward pre-hook that fake-quantises a module's input with compressed-tensors; ``scale`` None: dynamic. Above
+    dynamic scales it is the global one."""
+    args, above = _args(spec), scale if spec.dynamic else None
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x, its_scale, zero_point = arguments[0], scale, None
         if spec.dynamic and x.numel() > 0:
-            its_scale, zero_point = compute_dynamic_scales_and_zp(x, args, module)
+            its_scale, zero_point = compute_dynamic_scales_and_zp(x, args, module, above)
         assert its_scale is not None or x.numel() == 0
-        return (fake_quantize(x, its_scale, zero_point, args) if x.numel() > 0 else x, *arguments[1:])
+        return (fake_quantize(x, its_scale, zero_point, args, above) if x.numel() > 0 else x, *arguments[1:])
 
     return hook
 

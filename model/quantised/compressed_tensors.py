@@ -23,7 +23,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # What lies beside codes, by how its key ends behind the name of the Linear.
 INVERSE = "weight_scale_inv"
 _OF_WEIGHT = (INVERSE, "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-_OF_INPUT = ("input_scale", "input_zero_point")
+_OF_INPUT = ("input_scale", "input_global_scale", "input_zero_point")
 _OF_CACHE = tuple(end for ends in CACHE_SCALES.values() for end in ends)
 
 
@@ -85,7 +85,7 @@ def _coded(
     expected = _expected(shape, scheme)
     found = {codes.key.rpartition(".")[2]: codes, **parts}
     for suffix, (dtype, sides) in expected.items():
-        if suffix == "input_scale":
+        if suffix in _OF_INPUT:
             continue  # those that are missing are calibrated
         if suffix not in found:
             raise ValueError(f"{suffix} is missing, which {scheme.name} has: expected {dtype} {list(sides)}")

@@ -18,9 +18,9 @@ from model.quantised.checkpoint import SourceCheckpoint, read_checkpoint
 from model.quantised.tensor import CodedTensor
 from model.ranks import errors_on_all_ranks, listed
 from model.scales.arrange import ArrangedScales, GroupScale, arrange
-from model.scales.load import ScaleReport
+from model.scales.load import ScaleReport, given_scales
 from model.scales.measure import measure_global_scales, measure_weight_scales
-from model.scales.read import GLOBAL_SCALE, INPUT_SCALE, WEIGHT_SCALE, StoredScales, cache_keys
+from model.scales.read import GLOBAL_SCALE, WEIGHT_SCALE, StoredScales, cache_keys, input_ending
 from model.scales.write import check_values, fill_scales
 from model.shards import CheckpointError, Reader
 from model.zero import forget_secondary_copies, local_data, local_range
@@ -176,10 +176,10 @@ def _input_keys(model: PreTrainedModel, quantization: Quantization, checkpoint: 
     """Where the files may have scales of inputs that are quantised there as here, and of keys and values."""
     coded = checkpoint.coded
     for name, layer in quantization.layers.items():
-        for part in linears_of(name, layer) if layer.scheme.static_input is not None else ():
+        for part in linears_of(name, layer) if layer.scheme.stored_input is not None else ():
             disk = module_name_on_disk(model, part.name)
-            if disk in coded and coded[disk].scheme.static_input == layer.scheme.static_input:
-                yield disk + INPUT_SCALE
+            if disk in coded and coded[disk].scheme.stored_input == layer.scheme.stored_input:
+                yield disk + input_ending(layer.scheme)
     for name, cache in quantization.caches.items():
         if cache.spec == checkpoint.kv_cache:
             yield from cache_keys(model, name)
@@ -194,8 +194,7 @@ def _fill_others(
     without_global = {scale.group.owner for scale in arranged.globals if not scale.layers}
     inputs: dict[str, Tensor] = {}
     if initial_input_scale is not None:
-        owners = (scale.group.owner for scale in arranged.inputs if not scale.layers)
-        inputs = {owner: torch.tensor([initial_input_scale]) for owner in owners}
+        inputs = given_scales([scale.group for scale in arranged.inputs if not scale.layers], initial_input_scale)
     kinds: Iterator[tuple[list[ScaleGroup], list[GroupScale], dict[str, Tensor]]] = iter(
         (
             (

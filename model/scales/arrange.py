@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
-from model.scales.read import GLOBAL_SCALE, INPUT_SCALE, WEIGHT_SCALE, ZERO_POINT, StoredScales, cache_keys
+from model.scales.read import GLOBAL_SCALE, WEIGHT_SCALE, ZERO_POINT, StoredScales, cache_keys, input_ending
 from model.zero import full_shape
 from quant import Quantization, QuantLayer, ScaleGroup
 from quant.experts import LinearPart, linears_of
@@ -135,7 +135,10 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
         name: {module_name_on_disk(model, part.name): part for part in linears_of(name, layer)}
         for name, layer in quantization.layers.items()
     }
-    inputs = {name: [disk + INPUT_SCALE for disk in parts] for name, parts in linears.items()}
+    inputs = {
+        name: [disk + input_ending(quantization.layers[name].scheme) for disk in parts]
+        for name, parts in linears.items()
+    }
     inputs |= {name: cache_keys(model, name) for name in quantization.caches}
     expected = {key for keys in inputs.values() for key in keys}
     expected |= {disk + kind for parts in linears.values() for disk in parts for kind in (WEIGHT_SCALE, GLOBAL_SCALE)}
@@ -187,7 +190,8 @@ def _global_scale(
 def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: StoredScales) -> GroupScale:
     found = [[key for key in keys[name] if key in stored.scales] for name in group.members]
     shape = tuple(full_shape(group.s0))
-    return GroupScale(group, [[StoredScale(key, stored.scales[key], shape) for key in some] for some in found if some])
+    layers = [[StoredScale(key, stored.scales[key], shape) for key in some] for some in found if some]
+    return GroupScale(group, layers, smallest=group.spec.has_global_scale)
 
 
 def _shape_of_linear(group: ScaleGroup, layer: QuantLayer) -> tuple[int, ...]:

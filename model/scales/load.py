@@ -17,7 +17,7 @@ from model.scales.measure import measure_global_scales, measure_weight_scales
 from model.scales.read import WEIGHT_SCALE, StoredScales, read_scales
 from model.scales.source import check_source, read_source
 from model.scales.write import check_values, fill_scales
-from quant import Quantization
+from quant import Quantization, ScaleGroup
 
 
 @dataclass(frozen=True)
@@ -173,5 +173,20 @@ def _not_in_the_files(
     if missing := _missing(arranged.globals):
         global_scales = measure_global_scales(quantization, set(missing))
     if initial_input_scale is not None:
-        inputs = {owner: torch.tensor([initial_input_scale]) for owner in _missing(arranged.inputs)}
+        inputs = given_scales([scale.group for scale in arranged.inputs if not scale.layers], initial_input_scale)
     return weights, global_scales, inputs
+
+
+def given_scales(groups: list[ScaleGroup], value: float) -> dict[str, Tensor]:
+    """The recipe's initial scale for groups of inputs, by owner.
+
+    Raises:
+        ValueError: a group's is a global scale, which is no scale of values.
+    """
+    above = [group.owner for group in groups if group.spec.has_global_scale]
+    if above:
+        raise ValueError(
+            f"quant.initial_input_scale is no global scale of the inputs of {listed(above)}: set "
+            "quant.calibration_batches instead, or name a PTQ checkpoint that has input_global_scale"
+        )
+    return {group.owner: torch.tensor([value]) for group in groups}

@@ -25,7 +25,8 @@ from quant import (
     scales_from_stats,
     zero_points_from_stats,
 )
-from quant.spec import FP8_MAX, FP8_TENSOR, TensorSpec
+from quant.reference import global_scale
+from quant.spec import FP8_TENSOR, TensorSpec
 
 
 def renew_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> None:
@@ -123,9 +124,7 @@ def measure_global_scales(quantization: Quantization, owners: set[str] | None = 
         return {}
     absmax = [_local_stats(quantization, group, FP8_TENSOR).amax(0) for group in groups]
     reduced = reduce_over_ranks(torch.cat(absmax), dist.ReduceOp.MAX).split([one.numel() for one in absmax])
-    scales = {group.owner: FP8_MAX * group.spec.qmax / one for group, one in zip(groups, reduced, strict=True)}
-    # Weights that are all zero are exact under any scale.
-    return {owner: torch.where(scale.isinf(), 1.0, scale) for owner, scale in scales.items()}
+    return {group.owner: global_scale(one, group.spec) for group, one in zip(groups, reduced, strict=True)}
 
 
 def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, *, signed: bool) -> Tensor:

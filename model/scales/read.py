@@ -10,16 +10,19 @@ from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
 from model.shards import DiskTensor, read_header
+from quant.export import input_suffix
 from quant.reference import E8M0_BIAS
+from quant.spec import Scheme
 
 # How keys end, behind the name of the Linear.
 WEIGHT_SCALE = ".weight_scale"
 GLOBAL_SCALE = ".weight_global_scale"
 INPUT_SCALE = ".input_scale"
+INPUT_GLOBAL_SCALE = ".input_global_scale"
 ZERO_POINT = ".weight_zero_point"
 GROUP_INDEX = ".weight_g_idx"
 # Other spellings of the first two. DeepSeek's fp8 multiplies with what it calls an inverse; ModelOpt's second scale of
-# NVFP4 multiplies too, where compressed-tensors' global scale divides.
+# NVFP4 multiplies too, where compressed-tensors' global scale divides, and so does what it calls input_scale there.
 INVERSE = ".weight_scale_inv"
 SECOND_SCALE = ".weight_scale_2"
 
@@ -54,7 +57,7 @@ def read_scales(directory: Path) -> StoredScales:
             a scale, with different values.
     """
     cache = [end for ends in CACHE_SCALES.values() for end in ends]
-    endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, INVERSE, SECOND_SCALE, *cache)
+    endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, INPUT_GLOBAL_SCALE, INVERSE, SECOND_SCALE, *cache)
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} has no *.safetensors file: expected a PTQ checkpoint")
@@ -72,7 +75,20 @@ def read_scales(directory: Path) -> StoredScales:
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
         stored.tensors.update({tensor.key: tensor for tensor in read_header(path)})
+    _name_global_inputs(stored)
     return stored
+
+
+def _name_global_inputs(stored: StoredScales) -> None:
+    """ModelOpt's scales of NVFP4 inputs as compressed-tensors has them."""
+    for name in [key.removesuffix(SECOND_SCALE) for key in stored.tensors if key.endswith(SECOND_SCALE)]:
+        if (scale := stored.scales.pop(name + INPUT_SCALE, None)) is not None:
+            stored.scales[name + INPUT_GLOBAL_SCALE] = 1 / scale
+
+
+def input_ending(scheme: Scheme) -> str:
+    """How the key of an input's scale ends in a file of this scheme."""
+    return INPUT_SCALE if scheme.stored_input is None else f".{input_suffix(scheme.stored_input)}"
 
 
 def _as_ours(key: str, value: Tensor) -> tuple[str, Tensor]:

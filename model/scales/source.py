@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from model.quantised.config import fp8_rules
 from model.ranks import listed
 from model.scales.arrange import Linears
-from model.scales.read import INPUT_SCALE, WEIGHT_SCALE, StoredScales
+from model.scales.read import WEIGHT_SCALE, StoredScales, input_ending
 from quant import Quantization, Rule, Scheme, TensorSpec
 from quant.config import kv_cache_from_config, rules_from_config
-from quant.spec import FP8_TENSOR
+from quant.spec import FP8_TENSOR, SCHEMES
 
 CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 
@@ -28,7 +28,7 @@ _ALGORITHMS = {
     "FP8": Scheme("FP8", FP8_TENSOR, FP8_TENSOR),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("FP8_PER_CHANNEL_PER_TOKEN", TensorSpec("fp8_e4m3", 8, "channel")),
     "FP8_PB_WO": Scheme("FP8_PB_WO", _BLOCK),
-    "NVFP4": Scheme("NVFP4", TensorSpec("fp4_e2m1", 4, "group", 16)),
+    "NVFP4": Scheme("NVFP4", SCHEMES["nvfp4_w4a4"].weights, SCHEMES["nvfp4_w4a4"].activations),
     "W4A16_NVFP4": Scheme("W4A16_NVFP4", TensorSpec("fp4_e2m1", 4, "group", 16)),
 }
 
@@ -148,13 +148,13 @@ def check_source(
             if disk + WEIGHT_SCALE not in stored.scales:
                 continue
             theirs = source.scheme((disk, part.name))
-            static = ours.static_input if disk + INPUT_SCALE in stored.scales else None
+            static = ours.stored_input if disk + input_ending(ours) in stored.scales else None
             if theirs is None:
                 problem = "says that they are not quantised, but there are scales of them"
             elif theirs.weights != ours.weights:
                 problem = f"says {_words(theirs.weights)}, but scheme {ours.name!r} has {_words(ours.weights)}"
-            elif static is not None and theirs.static_input != static:
-                said = "no stored scale" if theirs.static_input is None else _words(theirs.static_input)
+            elif static is not None and theirs.stored_input != static:
+                said = "no stored scale" if theirs.stored_input is None else _words(theirs.stored_input)
                 problem = f"says {said} of inputs, but scheme {ours.name!r} has {_words(static)}"
             else:
                 continue

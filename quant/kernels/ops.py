@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quant.kernels.build import ensure_ready
-from quant.reference import round_scale
+from quant.reference import dynamic_scale, round_scale
 from quant.scale import Quantizer
 from quant.spec import TensorSpec
 
@@ -157,27 +157,51 @@ def amax(x: Tensor, count: int = 1) -> Tensor:
     return _OPS.amax(x, count)
 
 
-def quantize_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Dynamic codes of ``x [..., features]``, and their fp32 scales and int8 zero points ``[..., n]``, of the ``n``
-    groups of a token (one per token)."""
+    groups of a token (one per token). ``above`` is the global scale, fp32 ``(1,)``, where ``spec`` has one; here and
+    below."""
     ensure_ready()
+    if above is not None:
+        scale = _scale_of_groups(x, spec, above)
+        shape = (*x.shape[:-1], -1)
+        zero = torch.zeros_like(scale, dtype=torch.int8).view(shape)
+        return _OPS.quantize(x, scale, None, grid_of(spec), torch.float32, False)[0], scale.view(shape), zero
     codes, scale, zero_point = _OPS.quantize_tokens(_token_groups(x, spec), grid_of(spec), spec.symmetric)
     return codes.view(x.shape), scale.flatten(x.dim() - 1), zero_point.flatten(x.dim() - 1)
 
 
-def fake_quantize_tokens(x: Tensor, spec: TensorSpec, *, after: Tensor | None = None) -> Tensor:
+def fake_quantize_tokens(
+    x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, after: Tensor | None = None
+) -> Tensor:
     """Each token, or group of its features, of ``x [..., features]`` through its own grid and back. Differentiable."""
     ensure_ready()
+    if above is not None:
+        operator = _OPS.fake_quantize if torch.is_grad_enabled() else _OPS.fake_quantized
+        scale = _scale_of_groups(x, spec, above)
+        return operator(x, scale, None, grid_of(spec), torch.float32, after) if x.numel() else x.new_empty(x.shape)
     operator = _OPS.fake_quantize_tokens if torch.is_grad_enabled() else _OPS.fake_quantized_tokens
     values = operator(_token_groups(x, spec), grid_of(spec), spec.symmetric, after)
     return values.view(x.shape)
 
 
-def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec) -> Tensor:
+def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
     """Gradient of :func:`fake_quantize_tokens`; ``grad`` has the shape and dtype of ``x``."""
     ensure_ready()
+    if above is not None:
+        scale = _scale_of_groups(x, spec, above)
+        if x.numel() == 0:
+            return grad
+        return _OPS.fake_quantize_backward(grad, x, scale, None, grid_of(spec), torch.float32, 1.0, False)[0]
     grads, groups = _token_groups(grad, spec), _token_groups(x, spec)
     return _OPS.fake_quantize_tokens_backward(grads, groups, grid_of(spec), spec.symmetric).view(x.shape)
+
+
+def _scale_of_groups(x: Tensor, spec: TensorSpec, above: Tensor) -> Tensor:
+    """The scale of each group of ``x`` below the global scale, fp32, one dimension."""
+    assert spec.group_size is not None
+    count = x.numel() // spec.group_size
+    return dynamic_scale(_OPS.amax(x.detach(), count) if count else x.new_empty(0, dtype=torch.float32), above)
 
 
 def _token_groups(x: Tensor, spec: TensorSpec) -> Tensor:

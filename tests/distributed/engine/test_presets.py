@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from engine.verify.check import compare_with_transformers
 from model.compressed import load_compressed, quantized_keys
 from quant import PRESETS
-from quant.export import unpack_scale, unpack_weight, unpack_zero
+from quant.export import input_suffix, unpack_scale, unpack_weight, unpack_zero
 from tests.distributed.engine.scripts.presets import MIXED
 from tests.distributed.launcher import run_ranks
 from tests.tiny import tiny_checkpoint
@@ -21,12 +21,13 @@ EVERY = [(kind, preset) for kind in ("qwen3", "qwen3_moe") for preset in [*PRESE
 SOME = [
     ("qwen3", "fp8_block"),
     ("qwen3", "8da4w"),
-    ("qwen3", "nvfp4"),
+    ("qwen3", "nvfp4_w4a4"),
     ("qwen3", "w4a16_asym"),
     ("qwen3", MIXED),
     ("qwen3_moe", "fp8_static_kv"),
     ("qwen3_moe", "w8a8_static"),
     ("qwen3_moe", "mxfp4"),
+    ("qwen3_moe", "nvfp4_w4a4"),
     ("qwen3_moe", "w2a16_g32"),
 ]
 
@@ -70,8 +71,9 @@ def check(directory: Path) -> None:
         assert torch.equal(scale, used[name]["weight"]), name
         if not spec.symmetric:
             assert torch.equal(unpack_zero(state, layer.scheme), used[name]["zero"]), name
-        if layer.scheme.static_input is not None:
-            assert torch.equal(unpack_scale(state["input_scale"], layer.scheme.static_input), used[name]["input"]), name
+        if layer.scheme.stored_input is not None:
+            stored = state[input_suffix(layer.scheme.stored_input)]
+            assert torch.equal(unpack_scale(stored, layer.scheme.stored_input), used[name]["input"]), name
     for name in quantization.caches:
         assert torch.equal(tensors[name.replace("_cache", "_scale")], used[name]["input"]), name
     moved = [not torch.equal(used[name][key].float(), before[name][key].float()) for name in used for key in used[name]]

@@ -19,7 +19,7 @@ from model.scales import (
     weight_statistics,
     write_scales,
 )
-from quant import SCHEMES, Quantization, Ranges, Scheme, prepare
+from quant import SCHEMES, Quantization, Ranges, Scheme, TensorSpec, prepare
 from quant.experts import linears_of
 from tests.tiny import tiny_checkpoint
 
@@ -30,12 +30,20 @@ def quantised(source: Path, form: Form, scheme: Scheme | None, dtype: torch.dtyp
     """The model in one form, with measured weight scales and an input scale of 0.01."""
     model = build_model(source, {"bf16": {"enabled": dtype == torch.bfloat16}}, dtype=dtype, device=CPU, experts=form)
     load_weights(model, source, progress=False)
-    static = scheme is not None and scheme.static_input is not None
+    static = scheme is not None and scheme.learns_input
     options = {"learn_weight_scale": True, "learn_input_scale": static, **options}
     quantization = prepare(model, scheme, **options)
     renew_weight_scales(quantization)
-    write_scales(quantization.input_groups, {g.owner: torch.tensor([0.01]) for g in quantization.input_groups})
+    write_scales(
+        quantization.input_groups,
+        {g.owner: first_scale(g.spec) for g in quantization.input_groups},
+    )
     return model, quantization
+
+
+def first_scale(spec: TensorSpec) -> torch.Tensor:
+    """Of inputs around 1."""
+    return torch.tensor([600.0 if spec.has_global_scale else 0.01])
 
 
 def by_linear(quantization: Quantization, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -179,7 +187,10 @@ def test_a_plain_export_holds_the_source(tmp_path: Path):
         model, SCHEMES["fp8_static"], exempt=exempt, learn_weight_scale=False, learn_input_scale=False
     )
     write_scales(quantization.weight_groups, measure_weight_scales(quantization))
-    write_scales(quantization.input_groups, {g.owner: torch.tensor([0.01]) for g in quantization.input_groups})
+    write_scales(
+        quantization.input_groups,
+        {g.owner: first_scale(g.spec) for g in quantization.input_groups},
+    )
     export_model(model, quantization, source, tmp_path / "attention")
     after = load_file(tmp_path / "attention" / "model.safetensors")
     experts = {key: value for key, value in before.items() if ".experts." in key}

@@ -63,7 +63,7 @@ def signed(scale: torch.Tensor) -> torch.Tensor:
 
 
 def input_scale_of(scheme: Scheme) -> torch.Tensor | None:
-    return None if scheme.static_input is None else (torch.rand(1) + 0.1).bfloat16().float()
+    return None if scheme.stored_input is None else (torch.rand(1) + 0.1).bfloat16().float()
 
 
 def packed(scheme: Scheme, rows: int, columns: int, **options):
@@ -152,8 +152,9 @@ def test_a_packed_linear_decompresses_to_the_fake_quantised_weight(scheme, bias,
     )
     if zero is not None:
         assert torch.equal(export.unpack_zero(state, scheme), zero)
-    if scheme.static_input is not None:
-        assert torch.equal(export.unpack_scale(state["input_scale"], scheme.static_input), input_scale)
+    if scheme.stored_input is not None:
+        stored = state[export.input_suffix(scheme.stored_input)]
+        assert torch.equal(export.unpack_scale(stored, scheme.stored_input), input_scale)
 
     compressor, group = theirs(scheme)
     if scheme.weights.scale_format == "model":
@@ -178,7 +179,8 @@ def test_compressed_tensors_writes_the_same_tensors(scheme, seed):
     values = export.dequantized_weight(export.unpack_weight(state, scheme), scale, scheme.weights, zero=zero)
     global_scale = state.get("weight_global_scale")
     given = {"weight": values, "weight_scale": scale if global_scale is None else scale * global_scale}
-    given |= {suffix: state[suffix] for suffix in ("weight_global_scale", "input_scale") if suffix in state}
+    as_given = ("weight_global_scale", "input_scale", "input_global_scale")
+    given |= {suffix: state[suffix] for suffix in as_given if suffix in state}
     if zero is not None:
         given["weight_zero_point"] = zero.to(torch.int8)
     written = compressor.compress(given, group)
@@ -210,6 +212,12 @@ VLLM = {
         "weight_packed": (BYTES, (256, 256)),
         "weight_scale": (FP8, (256, 32)),
         "weight_global_scale": (None, (1,)),
+    },
+    "nvfp4_w4a4": {
+        "weight_packed": (BYTES, (256, 256)),
+        "weight_scale": (FP8, (256, 32)),
+        "weight_global_scale": (None, (1,)),
+        "input_global_scale": (None, (1,)),
     },
     "mxfp4": {"weight_packed": (BYTES, (256, 256)), "weight_scale": (BYTES, (256, 16))},
 }

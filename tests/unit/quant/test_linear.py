@@ -36,8 +36,10 @@ def make(scheme: Scheme, dtype: torch.dtype, *, learn=True, bias=True) -> tuple[
 
     weight_s0, weight_theta = scale(absmax_scale(absmax, spec))
     input_s0 = input_theta = weight_global = weight_zero = None
-    if scheme.static_input is not None:
-        input_s0, input_theta = scale(torch.full((1,), 2.0 / scheme.static_input.qmax))
+    if scheme.stored_input is not None:
+        input_s0, input_theta = scale(torch.full((1,), 2.0 / scheme.stored_input.qmax))
+        if scheme.stored_input.has_global_scale:
+            input_s0, input_theta = nn.Parameter(torch.full((1,), 448 * 6 / 2.0), requires_grad=False), None
     if spec.scale_format == "e4m3":
         weight_global = nn.Parameter((448 / weight_s0.max()).reshape(1), requires_grad=False)
     if spec.has_zero_points:
@@ -60,7 +62,9 @@ def used_operands(layer: QuantLinear, x: torch.Tensor) -> tuple[torch.Tensor, to
         weight = fake_quant(weight, layer.weight_scale(), layer.scheme.weights, layer.weight_zero)
     if not layer.input_fake_quant or spec is None:
         return x, weight
-    return fake_quantize_tokens(x, spec) if spec.dynamic else fake_quant(x, layer.input_scale(), spec), weight
+    if spec.dynamic:
+        return fake_quantize_tokens(x, spec, layer.input_scale()), weight
+    return fake_quant(x, layer.input_scale(), spec), weight
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -218,11 +222,11 @@ def test_no_tokens(scheme, seed):
     for on in (True, False):
         layer, _ = make(scheme, torch.bfloat16)
         layer.weight_fake_quant, layer.input_fake_quant = on, on and scheme.activations is not None
-        static = scheme.static_input
+        static = scheme.stored_input
         layer.input_observer = Observer(static) if static is not None else None
         x = torch.empty(0, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
         layer(x).sum().backward()
-        trained = {"weight", "bias", "weight_theta"} | ({"input_theta"} if static is not None else set())
+        trained = {"weight", "bias", "weight_theta"} | ({"input_theta"} if scheme.learns_input else set())
         for name, parameter in layer.named_parameters():
             assert (parameter.grad is not None) == (name in trained), name
             assert parameter.grad is None or not parameter.grad.any()

@@ -22,7 +22,7 @@ from model.scales import renew_weight_scales, write_scales
 from model.zero import keep_frozen_fp32, partition_new_parameters
 from quant import PRESETS, Quantization, prepare, weights_changed
 from quant.experts import linears_of
-from quant.reference import quantize
+from quant.reference import global_scale, quantize
 from quant.rules import Rule
 
 STEPS = 5
@@ -48,7 +48,7 @@ def prepared(model, name: str) -> Quantization:
         "rules": [Rule(PRESETS["fp8_dynamic"].linear, first=1)],
         "named": {"lm_head": PRESETS["w8a16_channel"].linear},
     }
-    static = preset.kv_cache is not None or (preset.linear is not None and preset.linear.static_input is not None)
+    static = preset.kv_cache is not None or (preset.linear is not None and preset.linear.learns_input)
     return prepare(
         model,
         preset.linear,
@@ -99,8 +99,13 @@ def train(preset: str, checkpoint: str, out: Path, device: torch.device) -> None
     quantization = prepared(model, preset)
     partition_new_parameters(model, config())
     renew_weight_scales(quantization)
-    # Inputs of these models reach 4: 448 codes of e4m3, 127 of int8.
-    first = {g.owner: torch.tensor([4 / g.spec.qmax + 1e-4 * i]) for i, g in enumerate(quantization.input_groups)}
+    # Inputs of these models reach 4: 448 codes of e4m3, 127 of int8, 448 * 6 of NVFP4.
+    first = {
+        g.owner: global_scale(torch.tensor([4 + 0.1 * i]), g.spec)
+        if g.spec.has_global_scale
+        else torch.tensor([4 / g.spec.qmax + 1e-4 * i])
+        for i, g in enumerate(quantization.input_groups)
+    }
     write_scales(quantization.input_groups, first)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     with keep_frozen_fp32(model):

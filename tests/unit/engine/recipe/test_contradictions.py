@@ -78,6 +78,15 @@ BROKEN = {
         "quant.scheme": "w4a16_g32",
         "quant.initial_input_scale": 1.0,
     },
+    "global scales of inputs fit the largest magnitude": {
+        "quant.scheme": "nvfp4_w4a4",
+        "quant.input_range": "percentile",
+    },
+    "global scales of inputs are measured": {
+        "quant.scheme": "nvfp4_w4a4",
+        "quant.initial_input_scale": 1.0,
+        "quant.calibration_batches": 0,
+    },
     "one source gives the scales of activations": {"quant.initial_input_scale": 1.0},
     "the fp8 GEMM gives bfloat16": {"quant.compute": "fp8_gemm", "model.dtype": "float32"},
     "weight scales that alone learn exist": {"quant.scheme": "fp8_kv", "learnable.weight": False},

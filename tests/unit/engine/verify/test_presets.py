@@ -19,9 +19,9 @@ from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import Quantization, prepare
-from quant.export import unpack_scale, unpack_weight, unpack_zero
+from quant.export import input_suffix, unpack_scale, unpack_weight, unpack_zero
 from quant.layouts import check_layout
-from quant.reference import absmax_scale, fake_quant, quantize
+from quant.reference import absmax_scale, fake_quant, global_scale, quantize
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
 from tests.tiny import tiny_checkpoint
@@ -41,7 +41,8 @@ def fill_scales(model, quantization: Quantization, batches) -> None:
         quantization.observe(False)
         quantization.set_fake_quant(weights=True, activations=True)
         for group in quantization.input_groups:
-            group.s0.copy_(absmax_scale(group.observer.absmax.view(1), group.spec))
+            first = global_scale if group.spec.has_global_scale else absmax_scale
+            group.s0.copy_(first(group.observer.absmax.view(1), group.spec))
 
 
 def exported(directory: Path, kind: str, scheme: Scheme | None, rules=(), *, layout="compressed", **options):
@@ -73,7 +74,8 @@ CASES = [
     for scheme in SCHEMES.values()
 ]
 # Experts that transformers does not load (engine/verify/reader.py).
-NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4", "w4a16_asym", "w8a16_asym"}
+NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4", "nvfp4_w4a4", "w4a16_asym", "w8a16_asym"}
+INPUT_SCALES = ("input_scale", "input_global_scale")
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -90,13 +92,13 @@ def served_as_one(tensors: dict[str, torch.Tensor]) -> None:
             (names for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if leaf in names), ()
         )
         if (
-            suffix == "input_scale"
+            suffix in INPUT_SCALES
             or suffix == "weight_global_scale"
             or (suffix == "weight_scale" and tensor.shape == (1,))
         ):
             assert all(torch.equal(tensors[f"{parent}.{other}.{suffix}"], tensor) for other in fused), key
         experts, _, expert = parent.rpartition(".")
-        if suffix == "input_scale" and expert.isdigit():
+        if suffix in INPUT_SCALES and expert.isdigit():
             assert torch.equal(tensors[f"{experts}.0.{leaf}.{suffix}"], tensor), key
 
 
@@ -126,9 +128,10 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
         if not scheme.weights.symmetric:
             assert torch.equal(unpack_zero(state, scheme), layer.weight_zero), name
             assert layer.weight_zero.unique().numel() > 1, "of weights that lie off the centre"
-        if scheme.static_input is not None:
-            assert torch.equal(unpack_scale(state["input_scale"], scheme.static_input), layer.input_scale())
-        size += sum(tensor.nbytes for suffix, tensor in state.items() if suffix not in ("input_scale", "weight_shape"))
+        if scheme.stored_input is not None:
+            stored = state[input_suffix(scheme.stored_input)]
+            assert torch.equal(unpack_scale(stored, scheme.stored_input), layer.input_scale())
+        size += sum(tensor.nbytes for suffix, tensor in state.items() if suffix not in (*INPUT_SCALES, "weight_shape"))
         weights += layer.weight.numel()
     assert len(quantization.layers) == (14 if kind == "qwen3" else 38)
     assert 8 * size / weights == pytest.approx(bits_on_disk(scheme, quantization), rel=1e-9)

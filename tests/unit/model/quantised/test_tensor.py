@@ -42,7 +42,7 @@ def packed(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype) -> tuple
     scale, zero = scales_from_stats(stats, spec), zero_points_from_stats(stats, spec)
     above = 448 * 6 / weight.float().abs().max().view(1) if spec.scale_format == "e4m3" else None
     effective = effective_scale(scale, None, spec, dtype, above)
-    static = None if scheme.static_input is None else torch.tensor([0.125])
+    static = None if scheme.stored_input is None else torch.tensor([0.125])
     tensors = pack_linear(NAME, weight, Scale(effective, None, above, zero), static, None, scheme, dtype)
     return quantize(weight, effective, spec, zero), tensors
 
