@@ -161,7 +161,12 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
     """The scale ``(1,)`` of an input from the histogram of its magnitudes (:class:`quant.observe.Observer`).
 
     Within half the width of a bin, 1.6% of the value. The squared error is searched over fractions of the absmax scale.
+
+    Raises:
+        ValueError: it is a global scale above dynamic ones, which absmax alone gives.
     """
+    if spec.dynamic:
+        raise ValueError(f"quant.input_range {ranges.inputs} is not for the global scale of NVFP4 inputs: set absmax")
     counts, magnitudes = counts.double().cpu(), MAGNITUDES.double()
     if ranges.inputs == "percentile":
         fits = counts.cumsum(0) >= ranges.percentile / 100 * counts.sum()

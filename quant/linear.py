@@ -76,8 +76,7 @@ class QuantLayer(nn.Module):
         """Takes over the Parameter objects ``weight`` and ``bias`` of the layer that it replaces.
 
         Args:
-            replaced: the layer.
-            scheme: how it is quantised.
+            replaced, scheme: the layer, and how it is quantised.
             in_features, out_features: as above.
             weight, input: the scales, of Parameters; of the input None where the scheme stores none.
 
@@ -160,13 +159,10 @@ class QuantLayer(nn.Module):
 
     @torch.no_grad()
     def input_scale(self) -> Tensor | None:
-        """The scale of the input that is stored, as the forward uses it: the effective one, or the global one above
-        dynamic scales; fp32 ``(1,)``, or None where none is stored. Parameters gathered."""
+        """The effective scale of the input (NVFP4: the global one), fp32 ``(1,)``; None where none is stored."""
         scale, spec = self.scale_of_input, self.scheme.stored_input
-        if scale is None or spec is None:
-            return None
-        if spec.dynamic:
-            return scale.s0
+        if scale is None or spec is None or spec.dynamic:
+            return None if scale is None else scale.s0.detach().clone()
         return kernels.effective_scale(Quantizer(scale, spec, self.weight.dtype))
 
     def _check_scale_dtypes(self) -> None:
@@ -205,8 +201,7 @@ class QuantLinear(QuantLayer):
 
         Args:
             linear: the Linear, or stack of them, that this module replaces.
-            scheme, weight, input: as of :class:`QuantLayer`.
-            weight_numel: as above.
+            scheme, weight, input, weight_numel: as of :class:`QuantLayer`, and as above.
 
         Raises:
             ValueError: scheme and scales do not agree, or the inputs' groups do not divide ``in_features``.

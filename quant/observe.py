@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quant import kernels
-from quant.reference import inside_range, tokens_inside
+from quant.reference import inside_range
 from quant.spec import TensorSpec
 
 # A magnitude's bin is its bf16 number without the two lowest bits: 32 bins per power of two, over all powers of two, so
@@ -81,9 +81,7 @@ class Observer:
             bits = x.detach().to(torch.bfloat16).abs().view(torch.int16).flatten()
             self.histogram = self.histogram.to(x.device) + torch.bincount(bits.int() >> _DROPPED, minlength=BINS)
         if scale is not None:
-            spec = self.spec
-            inside = tokens_inside(x, spec, scale) if spec.dynamic else inside_range(x, scale, spec)
-            self.clipped = self.clipped.to(x.device) + (~inside).sum()
+            self.clipped = self.clipped.to(x.device) + (~inside_range(x, scale, self.spec)).sum()
             self.total += x.numel()
 
     def clipped_fraction(self) -> float:

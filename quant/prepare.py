@@ -69,7 +69,7 @@ def prepare(
     if not assigned.schemes and (kv_cache is None or scheme is not None or any(rule.scheme for rule in rules)):
         raise ValueError(_nothing_to_quantise(model))
     of_linears = {name: schemes[name] for name in linears}
-    _check_schemes_allow(of_linears, ranges, learn_input_scale and kv_cache is None, fp8_gemm)
+    _check_schemes_allow(of_linears, learn_input_scale=learn_input_scale and kv_cache is None, fp8_gemm=fp8_gemm)
     _check_layers(modules, linears, schemes, embeddings)
     by_weight = fused_sets(of_linears, modules, across_experts=False)
     by_input = fused_sets(of_linears, modules, across_experts=True)
@@ -104,14 +104,10 @@ def _nothing_to_quantise(model: nn.Module) -> str:
     )
 
 
-def _check_schemes_allow(
-    schemes: Mapping[str, Scheme], ranges: Ranges, learn_input_scale: bool, fp8_gemm: bool
-) -> None:
+def _check_schemes_allow(schemes: Mapping[str, Scheme], *, learn_input_scale: bool, fp8_gemm: bool) -> None:
     names = ", ".join(dict.fromkeys(one.name for one in schemes.values()))
     if learn_input_scale and not any(one.learns_input for one in schemes.values()):
         raise ValueError(f"{names}: no scheme here stores a scale of inputs that can be learned")
-    if ranges.inputs != "absmax" and any(one.stored_input and not one.learns_input for one in schemes.values()):
-        raise ValueError(f"inputs are measured by {ranges.inputs}, but global scales of NVFP4 inputs by absmax alone")
     if fp8_gemm and not any(one.has_fp8_gemm for one in schemes.values()):
         raise ValueError(f"{names}: no scheme here has fp8 codes per tensor on both sides, which the fp8 GEMM needs")
 

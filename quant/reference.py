@@ -55,20 +55,16 @@ Such a scale follows its token and counts as constant in the gradient. A token (
 no range: all of it becomes NaN, without a gradient. The first scale and zero point of weights are those of their range
 likewise, as compressed-tensors and torchao compute them.
 
-NVFP4 inputs have a dynamic scale per group of 16 that is stored in e4m3 below ``G``, the stored global scale of the
-tensor, ``448 * 6`` over its largest magnitude in calibration::
+NVFP4 inputs have a dynamic scale per group of 16, held in e4m3 below ``G``, the stored global scale of the tensor::
 
-    k = e4m3(min(G * (absmax / 6), 448))            0 becomes 1/8: every code of such a group is 0 anyway
-    s = k / G        q = Q(v)        fq = q * s
+    k = e4m3(min(G * (absmax / 6), 448)), 1/8 for 0        s = k / G        q = Q(v)        fq = q * s
 
-as compressed-tensors 0.20 computes it (quantization/utils/helpers.py, ``calculate_qparams``; lifecycle/
-forward_helpers.py, ``_quantize_dequantize``), but that it divides by ``s``. vLLM's kernel (csrc/libtorch_stable/
-quantization/fp4/nvfp4_utils.cuh, ``cvt_warp_fp16_to_fp4``) and FlashInfer's multiply, as is done here, with
-approximate reciprocals of 6, ``G`` and ``s``. What differs lies within a rounding of a tie. e4m3 rounds ``k`` to
-nearest, so that the largest value of a group comes to ``|v| <= 6.4``, which is inside the range: nothing is clipped
-but where ``k`` saturates (the group is larger than what calibration saw, by more than a rounding; an infinity always
-is), and where ``k`` is a subnormal number, whose rounding is up to 1/3 of it. There ``|v| >= 7`` has no gradient. A
-group that becomes 0 is inside: its gradient passes. A NaN makes its group NaN, an infinity does not.
+as compressed-tensors 0.20 has it (quantization/utils/helpers.py, lifecycle/forward_helpers.py), which divides by ``s``.
+vLLM's kernel (csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh, ``cvt_warp_fp16_to_fp4``) and FlashInfer's do
+multiply, with approximate reciprocals of 6, ``G`` and ``s``. They differ within a rounding of a tie. Where ``k``
+becomes 0, so does every code of the group; its gradient passes. Rounding ``k`` to nearest takes the largest value to
+``|v| <= 6.4``, inside the range. Beyond it (from 7 on) are values of groups larger than those of calibration, for which
+``k`` saturates, infinities among them, and values of up to 9 where ``k`` is 2^-9 or 2^-8, its smallest numbers.
 
 Shapes: ``x`` is any shape for a scale per tensor (shape ``(1,)``). Else ``x`` is ``[out, in]`` and the scale ``[out,
 1]`` per channel, ``[out, in / size]`` per group or ``[out / size, in / size]`` per block. Scales are fp32 throughout.
@@ -198,7 +194,10 @@ def fake_quant(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None =
 
 
 def inside_range(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """Bool mask in ``x``'s shape: where rounding alone lands on the grid. NaN is outside."""
+    """Bool mask in ``x``'s shape: where rounding alone lands on the grid. NaN is outside. Of dynamic inputs it is the
+    global ``scale`` that is given."""
+    if spec.dynamic:
+        return tokens_inside(x, spec, scale)
     return _inside(_in_codes(x, scale), spec, _zero_per_part(zero)).reshape(x.shape)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quant.reference import absmax_scale, global_scale
 from quant.spec import TensorSpec
 
 
@@ -44,3 +45,9 @@ class Quantizer(NamedTuple):
     scale: Scale
     spec: TensorSpec
     dtype: torch.dtype
+
+
+def first_input_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
+    """The stored scale of an input whose largest magnitude was ``absmax``, fp32: its own, or the one above dynamic
+    scales."""
+    return global_scale(absmax, spec) if spec.dynamic else absmax_scale(absmax, spec)

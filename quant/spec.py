@@ -77,12 +77,11 @@ class TensorSpec:
                 f"fp4_e2m1 has groups of 16 (NVFP4) or 32 (MXFP4), got granularity={self.granularity!r} and "
                 f"group_size={self.group_size}"
             )
-        if self.dynamic and self.granularity not in ("token", "group"):
+        if self.dynamic and (self.granularity not in ("token", "group") or self.scale_format == "e8m0"):
             raise ValueError(
-                f"a dynamic scale is per token or per group of a token, got granularity={self.granularity!r}"
+                f"a dynamic scale is per token or per group of a token (of fp4_e2m1 16), got {self.dtype} with "
+                f"granularity={self.granularity!r} and group_size={self.group_size}"
             )
-        if self.dynamic and self.scale_format == "e8m0":
-            raise ValueError("inputs of fp4_e2m1 have groups of 16 (NVFP4), got group_size=32")
         if self.granularity == "token" and not self.dynamic:
             raise ValueError("a scale per token is dynamic: the tokens to come are not known")
         if not self.symmetric and (
@@ -193,10 +192,8 @@ class Scheme:
 
     @property
     def stored_input(self) -> TensorSpec | None:
-        """How the input is quantised where a scale of it is stored: its only one, or the global scale above dynamic
-        ones. Such a scale is calibrated."""
-        spec = self.activations
-        return None if spec is None or (spec.dynamic and not spec.has_global_scale) else spec
+        """How the input is quantised where a scale of it is stored, and calibrated: its only one, or a global one."""
+        return None if (spec := self.activations) is None or (spec.dynamic and not spec.has_global_scale) else spec
 
     @property
     def learns_input(self) -> bool:

@@ -12,7 +12,7 @@ from model.ranks import raise_everywhere, reduce_over_ranks
 from model.scales import write_scales
 from model.zero import forward_only
 from quant import Quantization, Ranges, ScaleGroup, exempt_line, scale_from_histogram
-from quant.reference import absmax_scale, global_scale
+from quant.scale import first_input_scale
 
 
 def observed_input_scales(quantization: Quantization, owners: Set[str] | None = None) -> dict[str, Tensor]:
@@ -39,12 +39,8 @@ def observed_input_scales(quantization: Quantization, owners: Set[str] | None = 
     values = dict(zip((group.owner for group in groups), absmax.tolist(), strict=True))
     _check_seen(values, quantization)
     if quantization.ranges.inputs == "absmax":
-        return {group.owner: _from_absmax(torch.tensor([values[group.owner]]), group) for group in groups}
+        return {group.owner: first_input_scale(torch.tensor([values[group.owner]]), group.spec) for group in groups}
     return {group.owner: _from_histogram(group, quantization.ranges) for group in groups}
-
-
-def _from_absmax(absmax: Tensor, group: ScaleGroup) -> Tensor:
-    return (global_scale if group.spec.has_global_scale else absmax_scale)(absmax, group.spec)
 
 
 def _check_seen(absmax: dict[str, float], quantization: Quantization) -> None:

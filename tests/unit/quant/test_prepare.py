@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from quant import DEFAULT_EXEMPT, SCALE_PARAMETERS, SCHEMES, QuantLinear, Ranges, Rule, get_scheme, prepare
+from quant import DEFAULT_EXEMPT, SCALE_PARAMETERS, SCHEMES, QuantLinear, Rule, get_scheme, prepare
 from tests.families.variants import VARIANTS
 from tests.tiny import tiny_config
 
@@ -159,9 +159,6 @@ def test_static_scales_have_no_theta():
         prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=True)
     with pytest.raises(ValueError, match="nvfp4_w4a4: no scheme here stores a scale of inputs that can be learned"):
         prepare(moe_model(), SCHEMES["nvfp4_w4a4"], learn_weight_scale=True, learn_input_scale=True)
-    with pytest.raises(ValueError, match="measured by mse, but global scales of NVFP4 inputs by absmax alone"):
-        one = {"learn_weight_scale": True, "learn_input_scale": False}
-        prepare(moe_model(), SCHEMES["nvfp4_w4a4"], ranges=Ranges(inputs="mse"), **one)
 
 
 def test_shared_gradients_add_up(seed):

@@ -22,8 +22,9 @@ from model.scales import renew_weight_scales, write_scales
 from model.zero import keep_frozen_fp32, partition_new_parameters
 from quant import PRESETS, Quantization, prepare, weights_changed
 from quant.experts import linears_of
-from quant.reference import global_scale, quantize
+from quant.reference import quantize
 from quant.rules import Rule
+from quant.scale import first_input_scale
 
 STEPS = 5
 # int4 but for the first decoder layer, which is fp8, and lm_head, which is int8.
@@ -100,12 +101,8 @@ def train(preset: str, checkpoint: str, out: Path, device: torch.device) -> None
     partition_new_parameters(model, config())
     renew_weight_scales(quantization)
     # Inputs of these models reach 4: 448 codes of e4m3, 127 of int8, 448 * 6 of NVFP4.
-    first = {
-        g.owner: global_scale(torch.tensor([4 + 0.1 * i]), g.spec)
-        if g.spec.has_global_scale
-        else torch.tensor([4 / g.spec.qmax + 1e-4 * i])
-        for i, g in enumerate(quantization.input_groups)
-    }
+    groups = enumerate(quantization.input_groups)
+    first = {g.owner: first_input_scale(torch.tensor([4 + 0.1 * i]), g.spec) for i, g in groups}
     write_scales(quantization.input_groups, first)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     with keep_frozen_fp32(model):

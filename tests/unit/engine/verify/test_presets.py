@@ -21,8 +21,9 @@ from model.scales import renew_weight_scales
 from quant import Quantization, prepare
 from quant.export import input_suffix, unpack_scale, unpack_weight, unpack_zero
 from quant.layouts import check_layout
-from quant.reference import absmax_scale, fake_quant, global_scale, quantize
+from quant.reference import fake_quant, quantize
 from quant.rules import Rule
+from quant.scale import first_input_scale
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
 from tests.tiny import tiny_checkpoint
 
@@ -41,8 +42,7 @@ def fill_scales(model, quantization: Quantization, batches) -> None:
         quantization.observe(False)
         quantization.set_fake_quant(weights=True, activations=True)
         for group in quantization.input_groups:
-            first = global_scale if group.spec.has_global_scale else absmax_scale
-            group.s0.copy_(first(group.observer.absmax.view(1), group.spec))
+            group.s0.copy_(first_input_scale(group.observer.absmax.view(1), group.spec))
 
 
 def exported(directory: Path, kind: str, scheme: Scheme | None, rules=(), *, layout="compressed", **options):

@@ -130,6 +130,38 @@ def test_a_second_scale_that_multiplies_is_read(tmp_path, seed):
         torch.testing.assert_close(layer.weight_scale(), expected[name], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("writer", ["compressed-tensors", "modelopt"])
+def test_global_scales_of_inputs_are_read(tmp_path, seed, writer):
+    """ModelOpt writes the reciprocal under the name of a scale of fp8. Of layers that read one tensor the smallest
+    is taken, below which none of their inputs saturates. A scheme without inputs passes them over."""
+    model, quantization = quantized(seed, "nvfp4_w4a4")
+    scales = file_scales(quantization)
+    above = {name: torch.empty(1).uniform_(100, 900) for name in quantization.layers}
+    if writer == "modelopt":
+        scales |= {k.replace("global_scale", "scale_2"): 1 / s for k, s in scales.items() if k.endswith("global_scale")}
+        scales = {key: scale for key, scale in scales.items() if not key.endswith("global_scale")}
+        scales |= {f"{name}.input_scale": 1 / scale for name, scale in above.items()}
+    else:
+        scales |= {f"{name}.input_global_scale": scale for name, scale in above.items()}
+    save_file(scales, tmp_path / "model.safetensors")
+    report = load_scales(model, quantization, tmp_path)
+    assert not report.inputs_missing and not report.unused
+    for group in quantization.input_groups:
+        smallest = torch.stack([above[name] for name in group.members]).amin(0)
+        for name in group.members:
+            torch.testing.assert_close(quantization.layers[name].input_scale(), smallest, rtol=1e-6, atol=0)
+    weights_only, its = quantized(seed, "nvfp4")
+    load_scales(weights_only, its, tmp_path)
+    scales = {key: scale for key, scale in scales.items() if ".input_" not in key}
+    save_file(scales, tmp_path / "model.safetensors")
+    for options, message in (
+        ({}, "has no input scale for"),
+        ({"initial_input_scale": 0.01}, "quant.initial_input_scale is no global scale of the inputs of"),
+    ):
+        with pytest.raises((RankError, ValueError), match=message):
+            load_scales(model, quantization, tmp_path, **options)
+
+
 def test_weights_of_zeros_have_a_global_scale(seed):
     """Any would do; that of their largest magnitude is infinite."""
     model, quantization = quantized(seed)
