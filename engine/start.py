@@ -15,6 +15,7 @@ from engine.export import check_export, check_exportable
 from engine.faults import SkippedSteps
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import Metrics
+from engine.quantisation.inputs import check_inputs
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import save_recipe
@@ -31,9 +32,7 @@ from model.ranks import errors_on_all_ranks, is_main, say
 def start_run(
     recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[NamedTokenLoss], claim: Claim
 ) -> LoopState:
-    """Ranks, data, model, scales, and the checkpoint where the run goes on from one; a collective.
-
-    ``claim`` takes the output directory.
+    """Ranks, data, model, scales, and the checkpoint to go on from; ``claim`` takes output_dir. A collective.
 
     Raises:
         RecipeError: what is wrong before there is a process group.
@@ -65,6 +64,7 @@ def start_run(
     quant = FakeQuant(session)
     if checkpoint is None and recipe.quant.fake_quant_start == 0:  # else observers watch until fake quant starts
         quant.calibrate(loader.first(recipe.quant.calibration_batches))
+        check_inputs(session, loader.first)
     session.engine.train()
     evaluations, skipped = HeldOutResults(), SkippedSteps(recipe.train.max_skipped_steps)
     owners: Owners = {

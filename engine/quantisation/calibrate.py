@@ -88,13 +88,13 @@ def calibrate_inputs(
         with quantization.paused():
             quantization.observe(True)
             for batch in batches:
-                _watch(forward, quantization, batch, device)
+                watch_inputs(forward, quantization, batch, device)
             write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
     finally:
         forward.train(was_training)
 
 
-def _watch(forward: nn.Module, quantization: Quantization, batch: MicroBatch, device: torch.device) -> None:
+def watch_inputs(forward: nn.Module, quantization: Quantization, batch: MicroBatch, device: torch.device) -> None:
     """Run the samples of a batch through the model while its observers watch; a collective under ZeRO-3."""
     # One sample at a time, without its padding: what padding positions hold is never served.
     samples = list(sample_inputs(batch))

@@ -118,10 +118,7 @@ class FakeQuant:
                 self.stale[kind] |= set(self._groups(kind)) - active[kind]
 
     def calibrate(self, batches: Iterable[MicroBatch]) -> None:
-        """Measure the input scales that no checkpoint gave, before the first step; a collective.
-
-        ``batches``: ``quant.calibration_batches`` of the training, on every rank.
-        """
+        """Measure the input scales that no checkpoint gave, from batches of every rank; a collective."""
         if not self.stale["input"]:
             return
         say(f"calibrating activations on {self.session.recipe.quant.calibration_batches} micro-batches per rank")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM
 
 from tests.distributed.launcher import run_ranks, run_waiting
@@ -38,6 +39,11 @@ EXPECTED = {
     "teacher_vocabulary": ("loss.teacher", "{base}/other", "300", "301", "290"),
     "damaged_weights": ("{base}/damaged_weights/model.safetensors",),
     "no_scales": ("{base}/empty", "safetensors"),
+    "input_scales": (
+        "scales of inputs in {base}/input_scales do not fit the inputs of the first samples",
+        "model.layers.1.mlp.down_proj: the scale is 1e+06, absmax is",
+        "nearly all codes are unused",
+    ),
     "raw_weight": ("layers.0.mamba.dt_proj: the model's forward did not call them", RAW_WEIGHT),
     "no_gradient": NO_GRADIENT,
     "unseen_input": ("inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT),
@@ -84,6 +90,9 @@ def base(tmp_path_factory):
     (base / "export_not_empty" / "export").mkdir(parents=True)
     (base / "export_not_empty" / "export" / "precious").touch()
     (base / "empty").mkdir()
+    (base / "input_scales").mkdir()
+    scales = {"model.layers.1.mlp.down_proj.input_scale": torch.tensor(1e6)}
+    save_file(scales, base / "input_scales" / "model.safetensors")
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     (base / "ds_config_key.json").write_text(json.dumps({"zero_optimisation": zero}))
     (base / "ds_config_clash.json").write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 3.0}))
@@ -107,6 +116,7 @@ def base(tmp_path_factory):
         "teacher_vocabulary": {"loss": {"teacher": str(other)}},
         "damaged_weights": {"model": {"path": str(base / "damaged_weights")}},
         "no_scales": {"quant": {"scales": str(base / "empty")}},
+        "input_scales": {"quant": {"scales": str(base / "input_scales")}},
         "raw_weight": {**raw_weight, "quant": {"scheme": "w8a16_channel"}},
         "no_gradient": {
             "model": {"path": str(windows)},
