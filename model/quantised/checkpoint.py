@@ -11,11 +11,10 @@ from model.names import module_name_on_disk
 from model.quantised.blocks import read_blocks
 from model.quantised.columns import read_columns
 from model.quantised.compressed_tensors import read_coded
-from model.quantised.config import is_quantised, packing_of, read_quantization_config, rules_of
+from model.quantised.config import is_quantised, kv_cache_of, packing_of, read_quantization_config, rules_of
 from model.quantised.tensor import CodedTensor
 from model.shards import Checkpoint, CheckpointError, DiskTensor, read_headers
 from quant import SCHEMES, TensorSpec
-from quant.config import kv_cache_from_config
 from quant.experts import linears_of
 
 
@@ -81,7 +80,7 @@ def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel) ->
     tensors = {key: tensor for key, tensor in found.tensors.items() if key not in beside}
     source = SourceCheckpoint({**tensors, **coded}, found.problems + problems, found.lost, beside)
     with suppress(ValueError):
-        source.kv_cache = kv_cache_from_config(config)
+        source.kv_cache = kv_cache_of(config)
     return source
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from model.quantised import modelopt
 from model.quantised.columns import Packing
 from quant import SCHEMES, Rule, Scheme, TensorSpec
-from quant.config import rules_from_config
+from quant.config import kv_cache_from_config, rules_from_config
 from quant.patterns import pattern_problem
 from quant.spec import FP8_TENSOR
 
@@ -16,7 +17,7 @@ from quant.spec import FP8_TENSOR
 def is_quantised(directory: Path) -> bool:
     """Whether config.json of a checkpoint directory has a quantization_config; errors as of what reads it."""
     file = directory / "config.json"
-    if not file.is_file() or b"quantization_config" not in file.read_bytes():
+    if not file.is_file() or not ((directory / modelopt.FILE).is_file() or b"quantization_config" in file.read_bytes()):
         return False
     return find_quantization_config(directory) is not None
 
@@ -27,18 +28,18 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: no config.json, or a pattern in it is none that may be used.
     """
-    file = directory / "config.json"
+    file, own = directory / "config.json", directory / modelopt.FILE
     if not file.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
-    try:
-        whole = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(whole, dict):
-        raise ValueError(f"{file} is a JSON {type(whole).__name__}, expected an object")
+    whole = _object(file)
     text = whole.get("text_config")  # where composite models may have it
     inside = text.get("quantization_config") if isinstance(text, dict) else None
     config = whole.get("quantization_config") or inside
+    if own.is_file() and (not config or (isinstance(config, dict) and config.get("quant_method") == "modelopt")):
+        said = _object(own).get("quantization")
+        if not isinstance(said, dict):
+            raise ValueError(f"{own} has no quantization, expected what ModelOpt says of the layers")
+        return {**said, "quant_method": "modelopt"}
     if not config:
         return None
     if not isinstance(config, dict):
@@ -46,6 +47,17 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     if problem := next(_pattern_problems(config), None):
         raise ValueError(f"{file}: quantization_config.{problem}")
     return config
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A file of a JSON object."""
+    try:
+        whole = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(whole, dict):
+        raise ValueError(f"{file} is a JSON {type(whole).__name__}, expected an object")
+    return whole
 
 
 def read_quantization_config(directory: Path) -> dict[str, Any]:
@@ -85,14 +97,28 @@ def rules_of(config: Mapping[str, Any]) -> list[Rule]:
         return rules_from_config(config)
     if method == "fp8":
         return fp8_rules(config)
+    if method == "modelopt":
+        return modelopt.modelopt_rules(config)
     if method == "mxfp4":
         return [Rule(SCHEMES["mxfp4"], r".*\.experts\..*")]
     if packing_of(config) is not None:
         return [Rule(_integers(config))]
     raise ValueError(
-        f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors', 'fp8', 'mxfp4', 'gptq', "
-        "'awq' or 'auto-round'; give the unquantised checkpoint as model.path and this one as quant.scales"
+        f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors', 'fp8', 'modelopt', "
+        "'mxfp4', 'gptq', 'awq' or 'auto-round'; give the unquantised checkpoint as model.path and this one as "
+        "quant.scales"
     )
+
+
+def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
+    """How keys and values are quantised; None if they are not.
+
+    Raises:
+        ValueError: in a way that is not read.
+    """
+    if config.get("quant_method") == "modelopt":
+        return modelopt.modelopt_kv_cache(config)
+    return kv_cache_from_config(config)
 
 
 def packing_of(config: Mapping[str, Any]) -> Packing | None:

@@ -21,7 +21,7 @@ from model.scales.arrange import ArrangedScales, GroupScale, arrange
 from model.scales.load import ScaleReport, given_scales
 from model.scales.measure import measure_global_scales, measure_weight_scales
 from model.scales.read import GLOBAL_SCALE, WEIGHT_SCALE, StoredScales, cache_keys, input_ending
-from model.scales.write import check_values, fill_scales
+from model.scales.write import check_scale, check_values, fill_scales
 from model.shards import CheckpointError, Reader
 from model.zero import forget_secondary_copies, local_data, local_range
 from quant import Quantization, ScaleGroup, TensorSpec
@@ -54,6 +54,9 @@ def take_scales(
         taken = _taken(model, quantization, checkpoint.coded)
         stored = _small_scales(model, quantization, checkpoint, taken)
         arranged = arrange(model, quantization, stored)
+        for scale in arranged.inputs:
+            for one in (one for of_layer in scale.layers for one in of_layer):
+                check_scale(one.key, one.value, one.shape, scale.group)
         missing_inputs = [scale.group.owner for scale in arranged.inputs if not scale.layers]
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(

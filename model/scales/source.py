@@ -5,32 +5,20 @@ ModelOpt, and ModelOpt's own ``hf_quant_config.json``. Other methods are refused
 these says nothing, and its scales are judged by the weights alone (``fit.py``).
 """
 
-import fnmatch
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.quantised.config import fp8_rules
+from model.quantised.modelopt import FILE, modelopt_kv_cache, modelopt_rules
 from model.ranks import listed
 from model.scales.arrange import Linears
 from model.scales.read import WEIGHT_SCALE, StoredScales, input_ending
 from quant import Quantization, Rule, Scheme, TensorSpec
 from quant.config import kv_cache_from_config, rules_from_config
-from quant.spec import FP8_TENSOR, SCHEMES
 
-CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
-
-_BLOCK = TensorSpec("fp8_e4m3", 8, "block", 128)
-# ModelOpt's algorithms whose scales are those of a scheme here; with AWQ or SmoothQuant weights are other ones.
-_ALGORITHMS = {
-    "FP8": Scheme("FP8", FP8_TENSOR, FP8_TENSOR),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("FP8_PER_CHANNEL_PER_TOKEN", TensorSpec("fp8_e4m3", 8, "channel")),
-    "FP8_PB_WO": Scheme("FP8_PB_WO", _BLOCK),
-    "NVFP4": Scheme("NVFP4", SCHEMES["nvfp4_w4a4"].weights, SCHEMES["nvfp4_w4a4"].activations),
-    "W4A16_NVFP4": Scheme("W4A16_NVFP4", TensorSpec("fp4_e2m1", 4, "group", 16)),
-}
+CONFIG = "config.json"
 
 
 class Source(NamedTuple):
@@ -61,18 +49,18 @@ def read_source(directory: Path) -> Source | None:
     Raises:
         ValueError: a file that is no JSON object, a method that is not read, or numerics that no scheme here has.
     """
-    modelopt = _json(directory / MODELOPT).get("quantization")
+    own = _json(directory / FILE).get("quantization")
     config = _json(directory / CONFIG).get("quantization_config")
-    file = directory / (CONFIG if config else MODELOPT)
+    file = directory / (CONFIG if config else FILE)
     try:
         if config and config.get("quant_method") == "compressed-tensors":
             return _compressed(file, config)
         if config and config.get("quant_method") == "fp8":
             return Source(file, fp8_rules(config))
         if config and config.get("quant_method") == "modelopt":
-            return _modelopt(file, modelopt or config)
-        if modelopt:
-            return _modelopt(directory / MODELOPT, modelopt)
+            return _modelopt(file, own or config)
+        if own:
+            return _modelopt(directory / FILE, own)
         if config:
             raise ValueError(
                 f"quant_method is {config.get('quant_method')!r}, whose scales are not read: expected "
@@ -104,26 +92,11 @@ def _compressed(file: Path, config: Mapping[str, Any]) -> Source:
 
 
 def _modelopt(file: Path, config: Mapping[str, Any]) -> Source:
-    skipped = config.get("exclude_modules") or config.get("ignore") or []
-    rules = [Rule(None, rf"(?:{fnmatch.translate(name)})(\..*)?") for name in skipped]
-    if config.get("quant_algo") == "MIXED_PRECISION":
-        rules += [
-            Rule(_algorithm(one.get("quant_algo")), re.escape(name))
-            for name, one in (config.get("quantized_layers") or {}).items()
-        ]
-    else:
-        rules.append(Rule(_algorithm(config.get("quant_algo"))))
-    cache = config.get("kv_cache_quant_algo")
-    if cache in (None, "FP8"):
-        return Source(file, rules, FP8_TENSOR if cache else None)
-    return Source(file, rules, kv_problem=f"kv_cache_quant_algo is {cache!r}, expected 'FP8'")
-
-
-def _algorithm(name: Any) -> Scheme:
-    found = _ALGORITHMS.get(str(name).upper())
-    if found is None:
-        raise ValueError(f"quant_algo is {name!r}, expected {', '.join(_ALGORITHMS)} or MIXED_PRECISION of these")
-    return found
+    rules = modelopt_rules(config, scales_only=True)
+    try:
+        return Source(file, rules, modelopt_kv_cache(config))
+    except ValueError as error:
+        return Source(file, rules, kv_problem=str(error))
 
 
 def check_source(

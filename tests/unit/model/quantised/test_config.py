@@ -26,7 +26,15 @@ def changed(**weights: object) -> dict:
 REFUSED = {
     "hqq": ({"quant_method": "hqq", "bits": 4}, "quant_method is 'hqq', whose codes are not read"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
-    "modelopt": ({"quant_method": "modelopt"}, "quant_method is 'modelopt'"),
+    "modelopt": ({"quant_method": "modelopt"}, "quant_algo is None"),
+    "modelopt's NVFP4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "quant_algo is 'NVFP4', whose codes are not read: expected 'FP8'",
+    ),
+    "modelopt's names": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [3]},
+        "ignore: [3], expected a list of names",
+    ),
     "none": ({"bits": 4}, "quant_method is None"),
     "no object": (3, "has a quantization_config that is a int, expected an object"),
     "order": (changed(actorder="group"), "weights.actorder is 'group'"),
