@@ -149,8 +149,9 @@ def _facts(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[tuple[str, str
     yield from _flat(asdict(recipe), "")
     yield from _flat(ds_config, "deepspeed configuration: ")
     yield f"model.path {recipe.model.path} (files)", digest_of_checkpoint(recipe.model.path)
-    if recipe.quant.scales is not None:
-        yield f"quant.scales {recipe.quant.scales} (files)", _digest_of_files(recipe.quant.scales)
+    for key in ("scales", "start"):
+        if (path := getattr(recipe.quant, key)) is not None:
+            yield f"quant.{key} {path} (files)", _digest_of_files(path)
     if recipe.teacher_kind() == "model":
         yield f"loss.teacher {recipe.loss.teacher} (files)", digest_of_checkpoint(str(recipe.loss.teacher))
 

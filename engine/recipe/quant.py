@@ -98,6 +98,12 @@ class QuantRecipe:
     """Regexes beside those of quant.exempt: the default list stays."""
     scales: str | None = None
     """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
+    start: str | None = None
+    """Directory of a quantised checkpoint of the model in model.path (GPTQ, AWQ, AutoRound, ...): training starts from
+    the weights of model.path with its scales. null: none."""
+    start_inside: bool = False
+    """true: each weight of model.path is moved to the nearest number that is rounded to its code in quant.start: step 0
+    computes with the weights of quant.start."""
     weight_range: Literal["auto", "absmax", "mse"] = "auto"
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
     integers of 3 bits and fewer, absmax for the others."""

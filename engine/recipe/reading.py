@@ -182,7 +182,7 @@ def _parse(argv: Sequence[str]) -> Recipe:
         key = option[1] if option else "a number"
         raise RecipeError(f"{key}: an integer beyond every float, expected a number that 64 bits hold") from error
     if values["quant"].scheme == SOURCE:
-        resolve_source(values["quant"], values["model"].path)
+        resolve_source(values["quant"], values["quant"].start or values["model"].path)
     return Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})
 
 

@@ -143,8 +143,9 @@ class Recipe:
                 )
         elif self.teacher_kind() == "model":
             problems += checkpoint_problems("loss.teacher", str(self.loss.teacher))
-        if self.quant.scales is not None and not os.path.isdir(self.quant.scales):
-            problems.append(f"quant.scales: {not_there(self.quant.scales)}, expected the directory of a PTQ checkpoint")
+        for key in ("scales", "start"):
+            if (path := getattr(self.quant, key)) is not None and not os.path.isdir(path):
+                problems.append(f"quant.{key}: {not_there(path)}, expected the directory of a PTQ checkpoint")
         for key, files in (("data.train", self.data.train), ("data.eval", self.data.eval)):
             for index, file in enumerate(files):
                 if not os.path.isfile(file):

@@ -10,7 +10,7 @@ from engine.losses.kd import CACHED_KINDS, TOP_K_KINDS
 from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.events import EventRecipe
 from engine.recipe.loss import LossRecipe, TeacherKind
-from engine.recipe.quant import QuantRecipe
+from engine.recipe.quant import SOURCE, QuantRecipe
 from engine.recipe.sections import (
     DataRecipe,
     EvalRecipe,
@@ -269,6 +269,24 @@ RULES = (
         "null with export.format {export.format}",
     ),
     Rule(
+        "scales come from one checkpoint",
+        "quant.start",
+        lambda r: r.quant.start is not None and r.quant.scales is not None,
+        "null with quant.scales: both are checkpoints to take the scales from",
+    ),
+    Rule(
+        "a quantised start is used as it is",
+        "quant.start",
+        lambda r: r.quant.start is not None and (r.quant.fake_quant_start != 0 or r.quant.scales_follow_weights),
+        "null with quant.fake_quant_start or quant.scales_follow_weights, which measure the scales again",
+    ),
+    Rule(
+        "cells are those of a quantised start",
+        "quant.start_inside",
+        lambda r: r.quant.start_inside and r.quant.start is None,
+        "false: quant.start, which has the cells, is null",
+    ),
+    Rule(
         "scales that follow the weights come from no checkpoint",
         "quant.scales",
         lambda r: r.quant.scales_follow_weights and r.quant.scales is not None,
@@ -336,7 +354,8 @@ RULES_OF_SCHEMES = (
         "quant.calibration_batches",
         lambda r: (
             r.quant.stores_input_scales()
-            and r.quant.scales is None
+            and r.quant.scales is r.quant.start is None
+            and r.quant.scheme != SOURCE  # or the files have none, which is an error when they are read
             and r.quant.initial_input_scale is None
             and r.quant.calibration_batches == r.quant.fake_quant_start == 0
         ),

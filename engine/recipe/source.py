@@ -20,14 +20,16 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
     try:
         config = read_quantization_config(Path(path))
         found = list(dict.fromkeys(rule.scheme for rule in rules_of(config) if rule.scheme is not None))
-        if config.get("kv_cache_scheme"):
-            raise ValueError("kv_cache_scheme is set, which 'source' does not take: name fp8_static_kv or fp8_kv")
+        if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
+            raise ValueError(
+                "kv_cache_scheme (or kv_cache_quant_algo) is set, which 'source' does not take: name fp8_static_kv or "
+                "fp8_kv"
+            )
         if not found:
             raise ValueError("quantization_config has no group of layers")
     except ValueError as error:
-        raise RecipeError(
-            f"quant.scheme: 'source', expected a name unless model.path is a quantised checkpoint: {error}"
-        ) from error
+        expected = "expected a name unless quant.start or model.path is a quantised checkpoint"
+        raise RecipeError(f"quant.scheme: 'source', {expected}: {error}") from error
     for index, scheme in enumerate(found):
         inputs = None if scheme.activations is None else _tensor(scheme.activations)
         name = SOURCE if index == 0 else f"{SOURCE}_{index + 1}"

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from model.load import load_weights
 from model.quantised.config import is_quantised
 from model.quantised.scales import take_scales
 from model.quantised.schemes import source_schemes
+from model.quantised.start import take_start
 from model.ranks import errors_on_all_ranks, listed, say
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import full_shape, partition_new_parameters, stage
@@ -150,12 +152,13 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
     Returns:
         Owners of the input groups whose scales remain to be calibrated in place.
     """
-    if recipe.quant.scales is not None or is_quantised(Path(recipe.model.path)):
-        read = load_scales if recipe.quant.scales is not None else take_scales
+    start, scales, inside = recipe.quant.start, recipe.quant.scales, recipe.quant.start_inside
+    if start or scales or is_quantised(Path(recipe.model.path)):
+        read = partial(take_start, inside=inside) if start else load_scales if scales else take_scales
         report = read(
             model,
             quantization,
-            recipe.quant.scales or recipe.model.path,
+            start or scales or recipe.model.path,
             initial_input_scale=recipe.quant.initial_input_scale,
             inputs_calibrated_later=recipe.quant.calibration_batches > 0,
         )
@@ -173,7 +176,7 @@ def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
     """Find the schemes that the recipe gives to lm_head and embeddings, by their names in the model; with
     quant.scheme source those of all layers."""
     if recipe.quant.scheme == SOURCE:
-        return source_schemes(model, Path(recipe.model.path))
+        return source_schemes(model, Path(recipe.quant.start or recipe.model.path))
     modules = {id(module): name for name, module in model.named_modules()}
     chosen = {
         "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),

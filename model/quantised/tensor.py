@@ -74,14 +74,14 @@ class CodedTensor:
         """
         columns = self.shape[1]
         for rows in row_chunks(start, start + count, columns):
-            codes, quantizer = self._rows(reader, rows, dtype, device)
+            codes, quantizer = self.rows(reader, rows, dtype, device)
             values = kernels.dequantize(codes, quantizer)
             again, _ = kernels.quantize(values, quantizer)
             self._check(codes, again, values, dtype)
             low, high = max(start, rows.start * columns), min(start + count, rows.stop * columns)
             yield low - start, values.view(-1)[low - rows.start * columns : high - rows.start * columns]
 
-    def _rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
+    def rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
         """The codes of some rows, one by one, and what they are quantised with."""
         spec = self.scheme.weights
         codes = self.codes_of_rows(reader, rows).to(device)

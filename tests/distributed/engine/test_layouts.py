@@ -49,20 +49,36 @@ def in_blocks(path: str, layout: str, **optim) -> Variant:
     return Variant(sections | changes, model="gpt_oss", dtype="bfloat16")
 
 
-SOURCE, AGAIN = "qwen3_5_moe", "from the export"
+# Runs from the exports of others, with rates that change no weight. Stored scales of inputs are compared with inputs.
+AGAIN = {"from int4": "qwen3_5_moe", "from fp8": "qwen3_5"}
+UNMOVED = {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0}
 
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("layouts")
-    # From its own export, with rates that change no weight.
-    sections = RUNS[SOURCE].sections | {
-        "model": {"path": str(directory / SOURCE / "export")},
-        "quant": {"scheme": "source", "calibration_batches": 0},
-        "optim": {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0},
-    }
     more = {
-        AGAIN: Variant(sections, model=SOURCE, dtype="bfloat16"),
+        name: Variant(
+            RUNS[source].sections
+            | {
+                "model": {"path": str(directory / source / "export")},
+                "quant": {"scheme": "source", "calibration_batches": 0},
+                "optim": UNMOVED,
+            },
+            model=source,
+            dtype="bfloat16",
+        )
+        for name, source in AGAIN.items()
+    } | {
+        "in cells": Variant(
+            RUNS["qwen3_5_moe"].sections
+            | {
+                "quant": {"scheme": "source", "start": str(directory / "qwen3_5_moe" / "export"), "start_inside": True},
+                "optim": UNMOVED,
+            },
+            model="qwen3_5_moe",
+            dtype="bfloat16",
+        ),
         "blocks": in_blocks("", "gpt_oss"),
         "values": in_blocks("", "dequantized"),
         "trained": in_blocks(str(directory / "blocks" / "export"), "gpt_oss", lr=1e-2, scale_lr=1e-2),
@@ -91,12 +107,25 @@ def test_an_export_loads_as_the_class_that_it_names(recipes, name):
     assert report.ok, report.table()
 
 
-def test_a_run_from_an_export_that_changes_nothing_writes_the_same_export(recipes):
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_run_from_an_export_that_changes_nothing_writes_the_same_export(recipes, name):
     """Towers, codes of stacked experts, scales and config.json, byte for byte."""
-    export, again = (load_recipe(recipes[name]).export_dir() for name in (SOURCE, AGAIN))
+    export, again = (load_recipe(recipes[each]).export_dir() for each in (AGAIN[name], name))
     files = [file for file in export.iterdir() if file.suffix in (".json", ".safetensors")]
     assert len(files) >= 2
     assert not [file.name for file in files if file.read_bytes() != (again / file.name).read_bytes()]
+
+
+def test_the_original_in_the_cells_of_an_export_has_its_codes(recipes):
+    """Codes and scales of quant.start, though the weights are those of model.path; and so are the others."""
+    export, found = (
+        load_file(load_recipe(recipes[name]).export_dir() / "model.safetensors") for name in ("qwen3_5_moe", "in cells")
+    )
+    original = load_file(Path(load_recipe(recipes["in cells"]).model.path) / "model.safetensors")
+    assert export.keys() == found.keys()
+    quantised = [key for key in export if re.search(r"weight_(packed|scale|shape)$", key)]
+    assert quantised and not [key for key in quantised if not torch.equal(export[key], found[key])]
+    assert not [key for key in found if key in original and not torch.equal(found[key], original[key])]
 
 
 def test_experts_of_gpt_oss_in_blocks_are_the_values_of_the_last_forward(recipes):

@@ -1,0 +1,238 @@
+"""Training from the original weights with the scales, and perhaps in the cells, of a quantised checkpoint of them.
+
+``model.path`` is the original, and the codes of ``quant.start`` (of GPTQ, AWQ, AutoRound, ...) are its weights, rounded
+in some good way. The scales are taken as those of a quantised ``model.path`` are (:mod:`model.quantised.scales`), once
+the codes are known to be of these weights (:mod:`model.scales.codes`). A *cell* is what a code stands for: all weights
+that are rounded to it. Original weights in the cells of the file's codes are fake-quantised to the file's weights.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model.names import module_name_on_disk
+from model.quantised.checkpoint import read_checkpoint
+from model.quantised.scales import take_scales
+from model.quantised.tensor import CodedTensor, row_chunks
+from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks, say
+from model.scales.codes import SUMS, other_weights
+from model.scales.load import ScaleReport
+from model.shards import CheckpointError, Reader
+from model.zero import forget_secondary_copies, is_partitioned, local_data, local_range
+from quant import Quantization, Quantizer, QuantLayer, kernels
+from quant.experts import LinearPart, linears_of
+
+_MOST = 5  # Linears that an error describes
+
+Linears = dict[str, list[tuple[LinearPart, CodedTensor]]]  # by layer
+
+
+class _Chunk(NamedTuple):
+    """Some rows of a Linear, fp32 or in the model's dtype.
+
+    Attributes:
+        mine: this rank's range of the layer's weight that lies in these rows, a view, flat.
+        at: where that lies in the rows, flat.
+        codes, quantizer: of the file, ``[rows, in]``.
+        decoded: what they stand for, in the model's dtype.
+    """
+
+    mine: Tensor
+    at: slice
+    codes: Tensor
+    quantizer: Quantizer
+    decoded: Tensor
+
+
+def take_start(
+    model: PreTrainedModel,
+    quantization: Quantization,
+    directory: str | Path,
+    *,
+    inside: bool,
+    initial_input_scale: float | None = None,
+    inputs_calibrated_later: bool = False,
+) -> ScaleReport:
+    """Fill the scales of ``model``, which has its original weights, from a quantised checkpoint of it; a collective,
+    before ``deepspeed.initialize``.
+
+    Args:
+        model, quantization: the quantised model; the weights are loaded.
+        directory: of the quantised checkpoint.
+        inside: move each weight into its code's cell, to the nearest number of the model's dtype there.
+        initial_input_scale, inputs_calibrated_later: as of :func:`model.scales.load_scales`.
+
+    Raises:
+        RankError: on every rank: a layer that the files have no codes of, or of another shape or scheme; codes of other
+            weights; or ``inside``, where layers that share a scale have several in the files.
+    """
+    with errors_on_all_ranks(OSError, ValueError):
+        checkpoint = read_checkpoint(Path(directory), model)
+        if checkpoint.problems:
+            raise ValueError("\n".join(checkpoint.problems[:_MOST]))
+        linears = _linears(model, quantization, checkpoint.coded, directory)
+    _check_codes(quantization, linears, Path(directory))
+    report = take_scales(
+        model,
+        quantization,
+        directory,
+        initial_input_scale=initial_input_scale,
+        inputs_calibrated_later=inputs_calibrated_later,
+    )
+    if inside:
+        if report.merged:
+            raise_everywhere(
+                f"quant.start_inside: true, expected false: {listed(report.merged, _MOST)} and the layers that are "
+                f"served with them have several scales in {directory}, of which one is taken, so that codes change"
+            )
+        moved, whole = _move(quantization, linears)
+        forget_secondary_copies(model)
+        say(f"start: {moved / max(1, whole):.2%} of the weights were moved into the cells of the codes")
+    return report
+
+
+def _linears(
+    model: PreTrainedModel, quantization: Quantization, coded: dict[str, CodedTensor], directory: str | Path
+) -> Linears:
+    """The Linears of every quantised layer with their codes.
+
+    Raises:
+        ValueError: some are not there, or are of another shape or quantised in another way.
+    """
+    found: Linears = {}
+    for name, layer in quantization.layers.items():
+        found[name] = []
+        for part in linears_of(name, layer):
+            disk, shape, spec = module_name_on_disk(model, part.name), _shape(part), layer.scheme.weights
+            linear = coded.get(disk)
+            if linear is None:
+                raise ValueError(f"quant.start: {directory} has no codes of {disk}, which is quantised here")
+            if linear.shape != shape:
+                raise ValueError(
+                    f"quant.start: {linear.file}: {disk} has the shape {list(linear.shape)}, expected {list(shape)} as "
+                    "in model.path"
+                )
+            if linear.scheme.weights != spec:
+                raise ValueError(
+                    f"quant.start: {linear.file}: {disk} is quantised as {linear.scheme.weights}, but scheme "
+                    f"{layer.scheme.name!r} has {spec}: set quant.scheme to source"
+                )
+            found[name].append((part, linear))
+    return found
+
+
+def _shape(part: LinearPart) -> tuple[int, int]:
+    return part.out_features, part.in_features
+
+
+def _chunks(layer: QuantLayer, part: LinearPart, linear: CodedTensor, reader: Reader) -> Iterator[_Chunk]:
+    """This rank's share of a Linear, some rows at a time."""
+    (start, stop), local, (_, size) = local_range(layer.weight), local_data(layer.weight), linear.shape
+    begin = ((part.expert or 0) * layer.out_features + part.first_row) * size
+    first, last = max(start - begin, 0), min(stop - begin, linear.shape[0] * size)
+    for rows in row_chunks(first, last, size):
+        codes, quantizer = linear.rows(reader, rows, layer.weight.dtype, local.device)
+        low, high = max(first, rows.start * size), min(last, rows.stop * size)
+        mine = local.view(-1)[begin + low - start : begin + high - start]
+        at = slice(low - rows.start * size, high - rows.start * size)
+        yield _Chunk(mine, at, codes, quantizer, kernels.dequantize(codes, quantizer))
+
+
+def _check_codes(quantization: Quantization, linears: Linears, directory: Path) -> None:
+    """Refuse codes that are not of the loaded weights; a collective."""
+    problems: list[str] = []
+    failure: str | None = None
+    with Reader() as reader, torch.no_grad():
+        for name, parts in linears.items():
+            layer = quantization.layers[name]
+            sums = torch.zeros(sum(SUMS * part.in_features for part, _ in parts), dtype=torch.float64)
+            try:
+                if failure is None:
+                    sums = torch.cat([_products(layer, *each, reader) for each in parts])
+            except (OSError, CheckpointError) as error:  # this rank's alone: the others are on their way to reduce
+                failure = str(error)
+            if is_partitioned(layer.weight):  # else every rank has seen all
+                sums = reduce_over_ranks(sums)
+            each_sums = sums.split([SUMS * part.in_features for part, _ in parts])
+            for (part, linear), own in zip(parts, each_sums, strict=True):
+                squares, _, _, distance, _ = own.view(SUMS, -1).sum(1).tolist()
+                problem = other_weights(own, part.out_features)
+                if squares == 0 and distance > 0:
+                    problem = "model.path has zeros where the codes are of other weights"
+                problems += [f"{linear.codes.key}: {problem}"] if problem is not None else []
+    raise_everywhere(failure)
+    if problems:
+        more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
+        head = f"quant.start: {directory} is not a quantised form of model.path"
+        raise_everywhere("\n".join([head, *problems[:_MOST], *more]))
+
+
+def _products(layer: QuantLayer, part: LinearPart, linear: CodedTensor, reader: Reader) -> Tensor:
+    """This rank's part of the sums of :func:`model.scales.codes.local_products`."""
+    sums = torch.zeros(SUMS, part.in_features, dtype=torch.float64)
+    for chunk in _chunks(layer, part, linear, reader):
+        decoded, weight = chunk.decoded.float(), torch.zeros_like(chunk.decoded)
+        weight.view(-1)[chunk.at] = chunk.mine
+        codes, _ = kernels.quantize(weight, chunk.quantizer)
+        rounded, weight = kernels.dequantize(codes, chunk.quantizer).float(), weight.float()
+        beside = torch.ones(weight.numel(), dtype=torch.bool, device=weight.device)
+        beside[chunk.at] = False  # rows that begin or end on another rank
+        decoded, rounded = (each.masked_fill(beside.view(weight.shape), 0.0) for each in (decoded, rounded))
+        products = weight * weight, weight * rounded, weight * decoded, (weight - decoded).square(), decoded - rounded
+        sums += torch.stack([product.sum(0, dtype=torch.float64) for product in products]).cpu()
+    return sums.flatten()
+
+
+def _move(quantization: Quantization, linears: Linears) -> tuple[int, int]:
+    """Move this rank's weights into their cells; returns how many of how many, of all ranks. A collective."""
+    counts = torch.zeros(2, dtype=torch.int64)
+    with Reader() as reader, torch.no_grad(), errors_on_all_ranks(OSError, CheckpointError):
+        for name, parts in linears.items():
+            layer = quantization.layers[name]
+            for chunk in (chunk for each in parts for chunk in _chunks(layer, *each, reader)):
+                weight = chunk.decoded.clone()
+                weight.view(-1)[chunk.at] = chunk.mine
+                nearest = _into_cells(weight, chunk).view(-1)[chunk.at]
+                counts += torch.tensor([int((nearest != chunk.mine).sum()), nearest.numel()])
+                chunk.mine.copy_(nearest)
+    if any(is_partitioned(layer.weight) for layer in quantization.layers.values()):
+        counts = reduce_over_ranks(counts)
+    return int(counts[0]), int(counts[1])
+
+
+def _into_cells(weight: Tensor, chunk: _Chunk) -> Tensor:
+    """``weight``, and where it is rounded to another code the number nearest to it, in its dtype, that is not.
+
+    Numbers of a dtype in their order are integers in theirs, and those with one code lie behind one another: a search
+    between the decoded weight, which has the code, and the original.
+    """
+
+    def has_code(values: Tensor) -> Tensor:
+        codes, _ = kernels.quantize(values, chunk.quantizer)
+        return codes.view(torch.uint8) == chunk.codes.view(torch.uint8)
+
+    stays = has_code(weight)
+    good, bad = _ordered(chunk.decoded), _ordered(weight)
+    for _ in range(8 * weight.element_size() + 1):
+        middle = (good + bad).div(2, rounding_mode="floor")
+        inside = has_code(_from_ordered(middle, weight.dtype))
+        good, bad = torch.where(inside, middle, good), torch.where(inside, bad, middle)
+    return torch.where(stays, weight, _from_ordered(good, weight.dtype))
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """int64 in the order of floating-point numbers."""
+    bits = 8 * values.element_size()
+    integers = values.view(torch.int16 if bits == 16 else torch.int32).long()
+    return torch.where(integers < 0, integers ^ (2 ** (bits - 1) - 1), integers)
+
+
+def _from_ordered(integers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of :func:`_ordered`."""
+    bits = 8 * dtype.itemsize
+    integers = torch.where(integers < 0, integers ^ (2 ** (bits - 1) - 1), integers)
+    return integers.to(torch.int16 if bits == 16 else torch.int32).view(dtype)
