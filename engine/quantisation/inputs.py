@@ -18,7 +18,7 @@ from model.quantised.config import is_quantised
 from model.ranks import raise_everywhere, reduce_over_ranks
 from model.scales import input_scales
 from quant import Quantization
-from quant.reference import absmax_scale
+from quant.scale import first_input_scale
 
 # The largest share of an input that a scale may clip (a Gaussian at 1.6 standard deviations; nobody calibrates so), and
 # how many times it may be the absmax scale of a few samples. One token with a massive activation, which these may lack,
@@ -58,7 +58,8 @@ def check_input_scales(
     """Run ``batches`` through the model with its inputs quantised, and refuse scales that are none of these inputs; a
     collective, which leaves the model as it was.
 
-    Scales from other data pass, and clipped ones: see :data:`MOST_CLIPPED` and :data:`TOO_LARGE`.
+    Scales from other data pass, and clipped ones: see :data:`MOST_CLIPPED` and :data:`TOO_LARGE`. A global scale above
+    dynamic ones may be so many times smaller, too.
 
     Args:
         forward, quantization, batches, device: as of :func:`engine.quantisation.calibrate.calibrate_inputs`.
@@ -87,8 +88,12 @@ def check_input_scales(
     counts, largest = reduce_over_ranks(counts), reduce_over_ranks(largest, dist.ReduceOp.MAX)
     problems = []
     for group, (clipped, total), most in zip(groups, counts.tolist(), largest.tolist(), strict=True):
-        wanted = absmax_scale(torch.tensor([most]), group.spec).item()
-        if clipped > MOST_CLIPPED * total:
+        wanted, above = first_input_scale(torch.tensor([most]), group.spec).item(), group.spec.has_global_scale
+        if above and not wanted / TOO_LARGE <= scales[group.owner] <= wanted * TOO_LARGE:
+            beyond = "the scales below this one, which divides, are all 0 or clipped"
+        elif above:
+            continue  # what it clips is what those below it do
+        elif clipped > MOST_CLIPPED * total:
             beyond = f"{clipped / total:.2f} of its elements are beyond the range"
         elif 0 < wanted * TOO_LARGE < scales[group.owner]:
             beyond = "nearly all codes are unused"

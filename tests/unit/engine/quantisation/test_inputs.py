@@ -8,7 +8,7 @@ import torch
 from engine.quantisation.calibrate import calibrate_inputs
 from engine.quantisation.inputs import check_input_scales
 from model.ranks import RankError
-from model.scales import input_scales, write_scales
+from model.scales import input_scales, renew_weight_scales, write_scales
 from quant import Quantization, prepare
 from quant.spec import PRESETS
 from tests.tiny import tiny_checkpoint
@@ -80,3 +80,22 @@ def test_scales_of_something_else_are_an_error(calibrated, way):
     changed = [name for name in good if scales[name] != good[name]]
     assert any(f"\n{name}: the scale is {scales[name]:.3g}, absmax is" in str(error.value) for name in changed)
     assert len(str(error.value).splitlines()) <= 7
+
+
+def test_global_scales_of_inputs_are_not_their_reciprocals(tmp_path):
+    """NVFP4's, which divides in compressed-tensors and multiplies in ModelOpt."""
+    model = loaded(tiny_checkpoint(tmp_path, "qwen3", seed=random.randrange(2**31), even=True))
+    scheme = PRESETS["nvfp4_w4a4"].linear
+    quantization = prepare(model, scheme, learn_weight_scale=False, learn_input_scale=False)
+    owners = {group.owner for group in quantization.input_groups}
+    renew_weight_scales(quantization)
+    calibrate_inputs(model, quantization, owners, [batch_of(3, 40)], CPU)
+    good = input_scales(quantization)
+    for factor in (0.5, 1, 30):
+        check(model.eval(), quantization, {name: value * factor for name, value in good.items()})
+    for wrong in (
+        {name: 1 / value for name, value in good.items()},
+        {name: value * 1e3 for name, value in good.items()},
+    ):
+        with pytest.raises(RankError, match="the scales below this one, which divides"):
+            check(model.eval(), quantization, wrong)
