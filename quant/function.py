@@ -138,7 +138,7 @@ class Saved(NamedTuple):
     weight_global: Tensor | None
     weight_zero: Tensor | None
     weight_codes: Tensor | None
-    input_s0: Tensor | None
+    input_s0: Tensor
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
     mask: Tensor  # packed: which elements of an input were inside the range, where its codes are kept

@@ -262,6 +262,7 @@ class Preset:
 PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.items()} | {
     "fp8_kv": Preset(None, FP8_TENSOR),
     "fp8_static_kv": Preset(SCHEMES["fp8_static"], FP8_TENSOR),
+    "nvfp4_w4a4_kv": Preset(SCHEMES["nvfp4_w4a4"], FP8_TENSOR),
 }
 
 

@@ -46,7 +46,11 @@ OUR_FORWARD_KL = 1e-3
 OUR_FORWARD_KL_ROUTED = 1e-2
 # Dynamic inputs come to lie on boundaries: of symmetric int8 the largest value of each token stands at 127.5 codes, and
 # the two readers round every tenth negative one to another code. Measured: up to 0.73 of what it costs to quantise
-# these inputs at all, which bounds the difference where it is larger than the figures above.
+# these inputs at all, which bounds the difference where it is larger than the figures above. On the grid of NVFP4
+# inputs flipped codes make further ones flip, the sooner as transformers has its weights rounded to bf16: 0.4 to 0.65
+# through two layers of a random model. Two roundings that have nothing in common any more differ by twice what one of
+# them costs, which is as far as it can go in a model of many layers.
+FOUR_BIT_INPUTS = 2.5
 
 
 @dataclass
@@ -203,7 +207,9 @@ def compare_with_transformers(
             quantization.set_fake_quant(weights=True, activations=True)
 
     routed = any(is_expert(name) for name in quantization.layers)
-    our_bound = max(OUR_FORWARD_KL_ROUTED if routed else OUR_FORWARD_KL, 0.0 if given is None else given.kl)
+    inputs = [layer.scheme.activations for layer in quantization.layers.values() if layer.scheme.activations]
+    share = FOUR_BIT_INPUTS if any(spec.bits == 4 for spec in inputs) else 1.0
+    our_bound = max(OUR_FORWARD_KL_ROUTED if routed else OUR_FORWARD_KL, 0.0 if given is None else share * given.kl)
     for comparison, bound in ((same, SAME_ARITHMETIC_KL), (ours, our_bound)):
         if not comparison.kl <= bound:  # a NaN is not
             problems.append(

@@ -21,7 +21,7 @@ EVERY = [(kind, preset) for kind in ("qwen3", "qwen3_moe") for preset in [*PRESE
 SOME = [
     ("qwen3", "fp8_block"),
     ("qwen3", "8da4w"),
-    ("qwen3", "nvfp4_w4a4"),
+    ("qwen3", "nvfp4_w4a4_kv"),
     ("qwen3", "w4a16_asym"),
     ("qwen3", MIXED),
     ("qwen3_moe", "fp8_static_kv"),

@@ -162,7 +162,7 @@ def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("preset", ["fp8_kv", "fp8_static_kv"])
+@pytest.mark.parametrize("preset", ["fp8_kv", "fp8_static_kv", "nvfp4_w4a4_kv"])
 def test_a_quantised_cache(kind, preset, tmp_path, seed):
     """Scales of keys and values on disk are those of the forward, and transformers uses them."""
     scheme, cache = PRESETS[preset].linear, PRESETS[preset].kv_cache
@@ -175,8 +175,10 @@ def test_a_quantised_cache(kind, preset, tmp_path, seed):
     assert len(quantization.caches) == 4
     report = compare_with_transformers(tmp_path / "export", batches)
     same_arithmetic(report)
-    assert report.scheme == ("fp8 KV cache" if scheme is None else "fp8_static, fp8 KV cache")
-    assert report.inputs_as_given.kl > 10 * report.our_forward.kl, report.table()
+    assert report.scheme == ("fp8 KV cache" if scheme is None else f"{scheme.name}, fp8 KV cache")
+    # Codes of 4-bit inputs flip more often (engine/verify/check.py).
+    coarse = scheme is not None and scheme.activations.bits == 4
+    assert report.inputs_as_given.kl > (1 if coarse else 10) * report.our_forward.kl, report.table()
     again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
     assert read.caches.keys() == quantization.caches.keys()
     with torch.no_grad():
