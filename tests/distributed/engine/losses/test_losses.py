@@ -4,17 +4,24 @@ That LM and distillation train right on every stage is compared with a plain loo
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.loader import valid_tokens
 from data.samples import IGNORE
 from data.teacher_cache import TeacherCache
 from engine.recipe.reading import load_recipe
+from model.build import build_model
+from model.load import load_weights
+from model.save import export_model
+from model.scales import renew_weight_scales
+from quant import SCHEMES, prepare
 from tests.definitions import kd_loss, lm_loss
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import inputs_of, load_result, plain_loaders, plain_weights
@@ -36,6 +43,24 @@ def other_padding(directory: Path) -> Path:
     LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "num_attention_heads": 4})).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
+
+
+def quantised(directory: Path) -> tuple[Path, Path]:
+    """A checkpoint in int4, and the plain one of the weights that its codes stand for, in fp32."""
+    source, coded, decoded = (directory / name for name in ("even", "coded", "decoded"))
+    tiny_checkpoint(source, "llama", even=True)
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    model = build_model(source, {}, **options)
+    load_weights(model, source, progress=False)
+    quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=False, learn_input_scale=False)
+    renew_weight_scales(quantization)
+    export_model(model, quantization, source, coded)
+    model = build_model(coded, {}, **options)
+    load_weights(model, coded, progress=False)
+    shutil.copytree(source, decoded)
+    weights = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    save_file(weights, decoded / "model.safetensors", metadata={"format": "pt"})
+    return coded, decoded
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +99,11 @@ def base(tmp_path_factory):
     sections = {"train": {"steps": 4, "quant_stats_every": 0}, "deepspeed": str(plain)}
     add("train", "gathers_live", "llama", stage=3, loss={"teacher": str(wide)}, **sections)
     add("train", "gathers_none", "llama", stage=3, loss={"kd_weight": 0.0}, **sections)
+    models["coded"], decoded = quantised(base)
+    for name, teacher in (("coded", models["coded"]), ("decoded", decoded)):
+        add("train", f"{name}_teacher", "qwen3", stage=3, loss={"teacher": str(teacher)})
+        own = "self" if name == "coded" else str(teacher)
+        add("train", f"{name}_self", "coded", stage=3, loss={"teacher": own}, **FROZEN)
     add_refused(base, add, wide)
     (base / "jobs.json").write_text(json.dumps(jobs))
     run_ranks(SCRIPT, str(base))
@@ -177,6 +207,18 @@ def test_the_student_as_its_own_teacher_is_the_original(base, stage):
     # An observer that saw the teacher's pass too would count unquantised inputs of all layers but the first.
     for a, b in zip(own["seen"]["clipped"], original["seen"]["clipped"], strict=True):
         assert a and a == pytest.approx(b, rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["teacher", "self"])
+def test_a_quantised_teacher_is_the_model_of_its_weights(base, kind):
+    """Of codes, with inputs that are not quantised: as the teacher of another student, and of itself."""
+    coded, decoded = (result(base, f"{name}_{kind}") for name in ("coded", "decoded"))
+    assert all(losses["loss/kd/cakld"] > 1e-4 for losses in coded["losses"])
+    for a, b in zip(coded["losses"], decoded["losses"], strict=True):
+        assert a == pytest.approx(b, rel=1e-4)  # weights may lie at other addresses
+    original = load_file(base / "even" / "model.safetensors")
+    weights = load_file(base / "decoded" / "model.safetensors")
+    assert any(not torch.allclose(original[key].float(), weights[key], rtol=1e-2) for key in original)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -12,6 +12,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from engine.memory.plan import Planner
 from engine.recipe.reading import load_recipe
 from launch.memory import main
+from model.build import build_model
+from model.load import load_weights
+from model.save import export_model
+from model.scales import renew_weight_scales
+from quant import SCHEMES, prepare
 from tests.distributed.launcher import run_ranks
 from tests.tiny import TEXT, tiny_tokenizer
 
@@ -35,6 +40,16 @@ def checkpoint(directory: Path, kind: str) -> Path:
     model.to(torch.bfloat16).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
+
+
+def coded(source: Path, directory: Path) -> None:
+    """The checkpoint in int4."""
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    model = build_model(source, {"bf16": {"enabled": True}}, **options)
+    load_weights(model, source, progress=False)
+    quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=False, learn_input_scale=False)
+    renew_weight_scales(quantization)
+    export_model(model, quantization, source, directory)
 
 
 def recipe(directory: Path, kind: str, stage: int, sections: dict[str, dict] | None = None, **zero: Any) -> Path:
@@ -130,6 +145,10 @@ def test_prediction_on_every_stage(tmp_path: Path) -> None:
     codes = {"quant": {"gather_codes": True}}
     paths += [recipe(tmp_path, kind, 3, codes) for kind in ("dense", "moe")]
     paths.append(recipe(tmp_path, "dense", 3, codes, stage3_param_persistence_threshold=50_000))
+    # From codes: what training holds is what it is from weights.
+    coded(tmp_path / "dense", tmp_path / "coded")
+    source = {"quant": {"scheme": "source", "initial_input_scale": None}}
+    paths += [recipe(tmp_path, "coded", stage, source) for stage in (0, 3)]
     run_ranks(SCRIPT, *map(str, paths))
     for path in paths:
         compare(path)

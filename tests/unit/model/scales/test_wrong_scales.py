@@ -144,6 +144,21 @@ def put(key: str, value: Tensor) -> Callable[[Files], None]:
     return lambda files: files.tensors.update({key: value})
 
 
+def swapped_bytes(packed: Tensor) -> Tensor:
+    """int32 of the other byte order."""
+    return packed.view(torch.uint8).view(*packed.shape, 4).flip(-1).reshape(packed.shape[0], -1).view(packed.dtype)
+
+
+def codes(change: Callable[[Tensor], Tensor]) -> Callable[[Files], None]:
+    """Change every packed weight."""
+
+    def edit(files: Files) -> None:
+        for key in scales_of(files, ".weight_packed"):
+            files.tensors[key] = change(files.tensors[key])
+
+    return edit
+
+
 def set_weights(**values: object) -> Callable[[Files], None]:
     """Change what the config says of weights."""
     return lambda files: files.config["quantization_config"]["config_groups"]["group_0"]["weights"].update(values)
@@ -262,6 +277,29 @@ WAYS: dict[str, tuple[Scheme | str, Scheme | str | None, Callable[[Files], None]
         both(alone, lambda f: f.tensors[SCALE].view(-1)[7:8].mul_(4096)),
         "1 of 128 scales would lose",
     ),
+    "signs": ("fp8_dynamic", None, each(lambda s: -s), "must be finite and positive"),
+    "signs of integers": ("w4a16_g32", None, each(lambda s: -s), CODES),
+    "logarithms": ("w4a16_g32", None, each(lambda s: s.log2()), FIT),
+    "logarithms, alone": ("w4a16_g32", None, both(alone, each(lambda s: s.log2())), FIT),
+    "logarithms, fp8": ("fp8_block", None, each(lambda s: s.log2()), "must be finite and positive"),
+    "exponentials": ("w4a16_g32", None, both(alone, each(lambda s: s.exp())), FIT + "|would lose their weights"),
+    "one layer's are 0": ("w4a16_g32", None, lambda f: f.tensors[SCALE].zero_(), "must be finite and not 0"),
+    "one layer's are one number": ("w4a16_g32", None, lambda f: f.tensors[SCALE].fill_(0.01), FIT),
+    "one layer's, times 16": ("nvfp4", None, lambda f: f.tensors[SCALE].copy_(f.tensors[SCALE].float() * 16), FIT),
+    "divided by 16, alone": ("w8a16_channel", None, both(alone, each(lambda s: s / 16)), FIT),
+    "sorted": ("w4a16_channel", None, each(lambda s: s.sort(0).values), FIT),
+    "sorted, alone": ("w4a16_channel", None, both(alone, each(lambda s: s.sort(0).values)), FIT),
+    # Codes in another order.
+    "nibbles swapped": ("nvfp4", None, codes(lambda c: (c << 4) | (c >> 4)), CODES),
+    "nibbles swapped, mxfp4": ("mxfp4", None, codes(lambda c: (c << 4) | (c >> 4)), CODES),
+    "bytes swapped": (
+        "w4a16_g32",
+        None,
+        codes(swapped_bytes),
+        CODES,
+    ),
+    "codes count from the middle": ("w4a16_g32", None, codes(lambda c: c ^ -0x77777778), CODES),
+    "codes in rows of another": ("w4a16_g32", None, codes(lambda c: c.roll(1, 0)), CODES),
     # The right numbers in another place.
     "another layer's": ("w4a16_g32", None, swap(Q, f"{LAYER.replace('0', '1')}.self_attn.q_proj"), CODES),
     "another layer's scales": ("w4a16_g32", None, swap(Q, Q.replace("0", "1"), "_scale"), FIT),
@@ -277,6 +315,7 @@ WAYS: dict[str, tuple[Scheme | str, Scheme | str | None, Callable[[Files], None]
     # Zero points.
     "zero points off by 8": (ASYM, None, shifted(8), FIT),
     "zero points off by 8, alone": (ASYM, None, both(shifted(8), alone), FIT),
+    "zero points off by 1": (ASYM, None, shifted(1), CODES),
     "zero points off by 2": (ASYM, None, shifted(2), CODES),
     # Second scales and exponents.
     "no global scale": ("nvfp4", None, without(".weight_global_scale"), "no weight_global_scale beside"),
