@@ -3,11 +3,12 @@
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from data.teacher_cache import digest_of_checkpoint
 from engine.checkpoint.files import file_crc32, read_object
+from engine.checkpoint.may_change import changes
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
@@ -17,9 +18,6 @@ LATEST = "latest"
 BEST = "best.json"
 STEPS = "step_????????"
 STEP_NAME = r"step_\d{8}"
-# Keys of the recipe's data section that may differ in a resumed run: what is not trained on, and how a step's rows are
-# shared out.
-MOVABLE = {"eval", "micro_batch_size"}
 
 
 @dataclass(frozen=True)
@@ -169,22 +167,8 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
         before = load_recipe(found.path / "recipe.yaml")
     except (OSError, ValueError) as error:
         raise RecipeError(f"train.resume: {error}") from error
-    old, new = asdict(before.data), asdict(recipe.data)
-    # Files may be moved, but not renamed, left out or added.
-    old["train"], new["train"] = ([Path(file).name for file in data["train"]] for data in (old, new))
-    keys = [key for key in new if key not in MOVABLE and old[key] != new[key]]
-    changed = [f"data.{key} (was {old[key]!r}, is {new[key]!r})" for key in keys]
+    changed = changes(before, recipe)
     changed += _rows_problem(before, found.world_size, recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    # Scales of one scheme have shapes that fit another, and each group of the optimizer its parameters.
-    knobs = [("model", "dtype"), ("model", "experts")]
-    knobs += [("quant", name) for name in ("scheme", "schemes", "rules", "lm_head", "embedding", "exempt")]
-    # Observers have a histogram or none; a theta corrects a fixed scale or the absmax of its step.
-    knobs += [("quant", "input_range"), ("quant", "scales_follow_weights")]
-    knobs += [(section, name) for section in ("learnable", "adapter") for name in asdict(getattr(recipe, section))]
-    for section, name in knobs:
-        was, now = (getattr(getattr(one, section), name) for one in (before, recipe))
-        if was != now:
-            changed.append(f"{section}.{name} (was {was!r}, is {now!r})")
     if recipe.adapter.on and found.base != (digest := digest_of_checkpoint(recipe.model.path)):
         changed.append(f"model.path (its files' digest was {found.base}, is {digest}: adapters of another base)")
     if changed:
