@@ -7,8 +7,9 @@ nothing is dropped. No BOS is added: a block begins anywhere, and blocks of trai
 alike.
 """
 
+import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
@@ -23,10 +24,16 @@ from data.tokens import named_errors
 
 PIECE = 1 << 17  # characters: a whole file in one call would use one core, and some 200 bytes of memory per character
 PIECES = 8  # tokenised in one call
+CHUNK = 1 << 20  # bytes of a file that are read at a time
+LONGEST = 1 << 26  # characters without a place to cut: some 13 GB of memory on every rank
 WINDOW = 1 << 12  # characters on both sides of a cut, at most, that are tokenised together and apart
 TRIES = 100  # cuts between words before the rest stays in one piece: a tokenizer may take none
 LINE_ENDS = re.compile(r"(?<=\S\n)(?=[^\W_])")
 WORD_ENDS = re.compile(r"(?<=\S\n)(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
+
+
+class TogetherError(DataError):
+    """A text is too long to be tokenised as a whole, and cannot be cut."""
 
 
 def read_text(
@@ -53,7 +60,7 @@ def read_text(
     backend.encode_special_tokens = special_tokens == "text"
     if special_tokens == "refuse":
         for path in paths:
-            _refuse_special_tokens(path, SpecialTexts(tokenizer))
+            _refuse_special_tokens(path, backend, SpecialTexts(tokenizer))
     parts: list[np.ndarray] = []
     for path in paths:
         if parts:
@@ -78,62 +85,86 @@ def read_text(
 
 
 def _tokens(path: Path, backend: Tokenizer, progress: bool) -> np.ndarray:
-    pieces = split(_text(path), backend, PIECE)
-    parts = [np.empty(0, dtype=np.int32)]
-    with tqdm(
-        total=sum(map(len, pieces)), unit="char", unit_scale=True, desc=path.name, delay=1, disable=not progress
-    ) as bar:
-        for index in range(0, len(pieces), PIECES):
-            group = pieces[index : index + PIECES]
+    pieces, parts, size = _pieces(path, backend), [np.empty(0, dtype=np.int32)], path.stat().st_size
+    with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, delay=1, disable=not progress) as bar:
+        while group := list(islice(pieces, PIECES)):
             with named_errors(f"{path}: "):
                 encodings = backend.encode_batch_fast(group, add_special_tokens=False)
             parts.extend(np.array(encoding.ids, dtype=np.int32) for encoding in encodings)
-            bar.update(sum(map(len, group)))
+            bar.update(sum(len(piece.encode()) for piece in group))
     return np.concatenate(parts)
 
 
-def _refuse_special_tokens(path: Path, special: SpecialTexts) -> None:
-    """Raise DataError if a file spells a special token out."""
-    text = _text(path)
-    if token := special.first_in(text):
-        raise DataError(
-            f"{path}:{text.count(chr(10), 0, token.start()) + 1}: found the special token {token[0]!r} spelled out, "
-            "expected none (data.special_tokens)"
-        )
+def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts) -> None:
+    """Raise DataError if a file spells a special token out. No piece ends inside one."""
+    line = 1
+    for piece in _pieces(path, backend):
+        if token := special.first_in(piece):
+            raise DataError(
+                f"{path}:{line + piece.count(chr(10), 0, token.start())}: found the special token {token[0]!r} "
+                "spelled out, expected none (data.special_tokens)"
+            )
+        line += piece.count("\n")
 
 
-def _text(path: Path) -> str:
-    raw = path.read_bytes()
+def _pieces(path: Path, backend: Tokenizer) -> Iterator[str]:
+    """The file's text in pieces, of which a few are in memory."""
     try:
-        # utf-8-sig: a byte order mark is no text. Decoded from bytes: text mode would change the newlines.
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{path}:{line}: found bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
-        ) from error
+        yield from split(_texts(path), backend, PIECE)
+    except TogetherError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
-def split(text: str, backend: Tokenizer, size: int) -> list[str]:
-    """Cut the text into pieces of at least ``size`` characters whose tokens, joined, are those of the whole text.
+def _texts(path: Path) -> Iterator[str]:
+    # utf-8-sig: a byte order mark is no text. Decoded from bytes: text mode would change the newlines.
+    decoder, line = codecs.getincrementaldecoder("utf-8-sig")(), 1
+    with path.open("rb") as file:
+        for raw in chain(iter(lambda: file.read(CHUNK), b""), [b""]):
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                line += error.object.count(b"\n", 0, error.start)
+                raise DataError(
+                    f"{path}:{line}: found bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
+                ) from error
+            line += text.count("\n")
+            yield text
+
+
+def split(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[str]:
+    """Cut a text, which comes in parts, into pieces of at least ``size`` characters, whose tokens are its own.
 
     Cuts only where no common pre-tokenizer looks across: between a line's newline and a following letter or digit, or
     where no line ends in twice ``size``, between a word and the space before the next. And only where what stands
     around the cut comes out the same together and apart. A tokenizer that puts a prefix before every text it is given
-    never does: its text stays in one piece.
+    never does: its text stays in one piece, and one of more than `LONGEST` characters is a TogetherError.
     """
-    pieces, start = [], 0
-    while (cut := _next_cut(text, start, size, backend)) is not None:
-        pieces.append(text[start:cut])
-        start = cut
-    return [*pieces, text[start:]]
+    held, start = "", 0
+    for text in chain(texts, [None]):
+        held, start = held[max(start - WINDOW, 0) :] + (text or ""), min(start, WINDOW)
+        while (cut := _next_cut(held, start, size, backend, last=text is None)) is not None:
+            yield held[start:cut]
+            start = cut
+        if len(held) - start > LONGEST:
+            raise TogetherError(
+                f"found {len(held) - start:,} characters that can only be tokenised together, with this tokenizer or "
+                f"without words in them, expected at most {LONGEST:,}: share the text out over several files"
+            )
+    yield held[start:]
 
 
-def _next_cut(text: str, start: int, size: int, backend: Tokenizer) -> int | None:
-    """Where the piece that begins at ``start`` ends, None for the end of the text."""
+def _next_cut(text: str, start: int, size: int, backend: Tokenizer, *, last: bool) -> int | None:
+    """Where the piece that begins at ``start`` ends; None: at the end of the text, or unless ``last`` after it."""
+    known = len(text) if last else len(text) - WINDOW
+    if known < start + 2 * size and not last:
+        return None
     line_ends = LINE_ENDS.finditer(text, start + size, start + 2 * size)
-    places = chain(line_ends, islice(WORD_ENDS.finditer(text, start + 2 * size), TRIES))
-    return next((match.start() for match in places if _same_apart(text, match.start(), backend)), None)
+    for match in chain(line_ends, islice(WORD_ENDS.finditer(text, start + 2 * size), TRIES)):
+        if match.start() > known:
+            return None
+        if _same_apart(text, match.start(), backend):
+            return match.start()
+    return None
 
 
 def _same_apart(text: str, cut: int, backend: Tokenizer) -> bool:

@@ -121,8 +121,8 @@ def assign(
             schemes[name] = chosen
     for index, rule in unused.items():
         raise ValueError(
-            f"rule {index} ({rule}) matches no layer that an exempt pattern or a rule before it leaves to it; names "
-            f"look like {examples([name for name in layers if name not in kept])}"
+            f"rule {index} ({rule}) matches no layer that an exempt pattern or a rule before it leaves to it "
+            f"(quant.rules); names look like {examples([name for name in layers if name not in kept])}"
         )
     return Assignment(schemes, [name for name in modules if name in kept])
 
@@ -149,7 +149,8 @@ def _matched(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]
         if not names and pattern not in DEFAULT_EXEMPT:
             linears = [name for name, module in modules.items() if isinstance(module, _LINEARS)]
             raise ValueError(
-                f"exempt pattern {pattern!r} matches no module; it must match a full name such as {examples(linears)}"
+                f"exempt pattern {pattern!r} matches no module (quant.exempt, quant.exempt_more); it must match a full "
+                f"name such as {examples(linears)}"
             )
         matched |= names
     return matched

@@ -1,6 +1,8 @@
 """Plain text: every token predicted once, whatever the pieces and blocks."""
 
 import random
+import tracemalloc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -87,7 +89,10 @@ def test_pieces_give_the_tokens_of_the_whole(backend, rng):
     for _ in range(30):
         content = text(rng, 300)
         size = rng.randint(1, 50)
-        pieces = split(content, backend, size)
+        pieces = list(split([content], backend, size))
+        ends = sorted(rng.choices(range(len(content)), k=rng.randint(0, 5)))
+        parts = [content[start:end] for start, end in pairwise([0, *ends, len(content)])]
+        assert list(split(parts, backend, size)) == pieces, "where a file's text is read in parts"
         assert "".join(pieces) == content and all(len(piece) >= size for piece in pieces[:-1])
         apart = [token for piece in pieces for token in backend.encode(piece, add_special_tokens=False).ids]
         assert apart == backend.encode(content, add_special_tokens=False).ids
@@ -100,8 +105,42 @@ def test_large_files_are_read_in_pieces(tmp_path, rng, monkeypatch):
     path.write_text(text(rng, 3000), newline="")
     whole = read_text([path], tokenizer, 64)
     monkeypatch.setattr("data.text.PIECE", 20)
+    monkeypatch.setattr("data.text.CHUNK", 7)  # bytes: characters of several bytes are read in two parts
+    monkeypatch.setattr("data.text.WINDOW", 100)
     pieces = read_text([path], tokenizer, 64)
     assert [s.labels.tolist() for s in whole] == [s.labels.tolist() for s in pieces]
+
+
+def test_a_file_is_never_whole_in_memory(tmp_path, monkeypatch):
+    """Text whose characters have four bytes: of it only the tokens stay."""
+    path, tokenizer = tmp_path / "a.txt", tiny_tokenizer()
+    path.write_text("the quick brown fox 😀 jumps\n" * 2**20, encoding="utf-8")
+    longest = 0
+
+    def watched(texts, backend, size):
+        nonlocal longest
+        for piece in split(texts, backend, size):
+            longest = max(longest, len(piece))
+            yield piece[:10]  # not the minute that all of it takes
+
+    monkeypatch.setattr("data.text.split", watched)
+    tracemalloc.start()
+    samples = read_text([path], tokenizer, 64)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert samples and longest < 3 * 2**17 and peak < path.stat().st_size
+
+
+def test_a_long_text_that_cannot_be_cut_is_refused_by_name(tmp_path, monkeypatch):
+    path, tokenizer = tmp_path / "a.txt", tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("▁")
+    path.write_text("one two\n" * 400)
+    assert read_text([path], tokenizer, 64)
+    monkeypatch.setattr("data.text.PIECE", 50)
+    monkeypatch.setattr("data.text.CHUNK", 1000)
+    monkeypatch.setattr("data.text.LONGEST", 3000)
+    with pytest.raises(DataError, match=r"/a\.txt: found 3,\d+ characters that can only be tokenised together"):
+        read_text([path], tokenizer, 64)
 
 
 def test_newlines_stay_and_a_byte_order_mark_goes(tmp_path):

@@ -82,7 +82,7 @@ def test_long_lines_of_text_are_cut_between_words():
     backend = Tokeniser(tiny_tokenizer())._backend
     rng = random.Random(1)
     content = " ".join(rng.choice(["quick", "the", "12", "plus", "é", "fox."]) for _ in range(3000))
-    pieces = split(content, backend, 50)
+    pieces = list(split([content], backend, 50))
     assert "".join(pieces) == content and max(map(len, pieces)) < 2 * 50 + 100
     apart = [token for piece in pieces for token in backend.encode(piece, add_special_tokens=False).ids]
     assert apart == backend.encode(content, add_special_tokens=False).ids
