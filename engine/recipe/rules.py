@@ -297,6 +297,17 @@ RULES = (
 # Those that ask for the schemes of layers, which must be known by their names.
 RULES_OF_SCHEMES = (
     Rule(
+        "formats without a quantised KV cache get none",
+        "export.format",
+        lambda r: (
+            r.export.enabled
+            and r.export.format in ("gguf", "mlx")
+            and r.quant.known()
+            and r.quant.preset().kv_cache is not None
+        ),
+        "compressed with quant.scheme {quant.scheme}, which quantises the KV cache",
+    ),
+    Rule(
         "weights that have scales are followed by them",
         "quant.scales_follow_weights",
         lambda r: r.quant.scales_follow_weights and not r.quant.linear_schemes(),

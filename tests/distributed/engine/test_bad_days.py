@@ -1,6 +1,9 @@
 """Scripts whose ranks do not do the same, disks that fill up, data that trains nothing: said on every rank, no hang."""
 
 import json
+import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ from tests.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "bad_days.py"
 RANKS, STEPS = 2, 3
+WRITE = ("skipped", "replaced", "read_only", "uncurved")  # runs that would write something
+UNWRITABLE = ("replaced", "read_only")  # in which that is not possible after the first step
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +32,22 @@ def base(tmp_path_factory):
             chats,
             stage=index % 4,
             dtype="bfloat16",
-            train={"steps": STEPS, "gradient_accumulation_steps": 1},
+            train={
+                "steps": STEPS,
+                "gradient_accumulation_steps": 1,
+                "checkpoint_every": int(name in UNWRITABLE),
+                "quant_stats_every": 0 if name in UNWRITABLE else STEPS,
+            },
             loss={"kd_weight": 0.0, "teacher": None},
             quant={"scheme": "w4a16_channel"} if name == "layers" else {"calibration_batches": 1},
-            export={"enabled": name == "skipped"},
+            export={"enabled": name in WRITE},
         )
     (base / "skipped" / "export.tmp-0123abcd").mkdir(parents=True)  # of an export that was killed
-    (base / "output.txt").write_text(run_ranks(SCRIPT, str(base)))
-    return base
+    try:
+        (base / "output.txt").write_text(run_ranks(SCRIPT, str(base)))
+        yield base
+    finally:
+        subprocess.run(["umount", "-l", str(base / "read_only")], check=False, capture_output=True)
 
 
 def seen(base: Path, name: str) -> dict:
@@ -86,8 +99,30 @@ def test_what_a_killed_export_left_is_removed(base):
 def test_a_run_that_would_write_nothing_says_so_before_it_trains(base):
     """All but the one that exports; and none leaves the mark of a job that runs."""
     said = "warning: this run writes neither an export (export.enabled is false) nor a checkpoint"
-    assert (base / "output.txt").read_text().count(said) == len(RUNS) - 1
-    assert not list(base.glob("*/.running*"))
+    assert (base / "output.txt").read_text().count(said) == len(RUNS) - len(WRITE)
+    assert not [path for path in base.glob("*/.running*") if path.parent.name not in ("replaced_moved", "read_only")]
+
+
+@pytest.mark.parametrize("name", UNWRITABLE)
+def test_an_output_directory_that_cannot_be_written_any_more(base, name):
+    """The run comes to its last step; what could not be written is an error that names it, on every rank."""
+    found, output = seen(base, name), (base / "output.txt").read_text()
+    if name == "read_only" and not os.statvfs(base / name).f_flag & os.ST_RDONLY:
+        pytest.skip("a disk that becomes read-only needs leave to mount one")
+    assert found["steps"] == STEPS
+    assert found["text"].startswith("RankError: ") and str(base / name) in found["text"], found
+    not_saved = re.findall(
+        rf"^warning: {base / name}/checkpoints/step_0000000(\d) was not written", output, re.MULTILINE
+    )
+    assert sorted(not_saved) == [str(step) for step in range(2, STEPS + 1)], output
+    assert output.count(f"warning: {base / name / 'tensorboard'} cannot be written") == 1
+
+
+def test_curves_that_are_removed_cost_a_warning(base):
+    assert seen(base, "uncurved") == {"text": "nothing was raised", "steps": STEPS, "reductions": []}
+    said = f"warning: {base / 'uncurved' / 'tensorboard'} cannot be written"
+    assert (base / "output.txt").read_text().count(said) == 1
+    assert (base / "uncurved" / "export" / "model.safetensors").is_file()
 
 
 def test_a_second_process_group_in_one_process_is_refused(base):

@@ -27,6 +27,9 @@ VALUES: tuple[Any, ...] = (
     [[]],
 )
 
+WIDTHS = (3, 4, 5, 8, 16, 32, 64, 128, 2**20, -128, 4.0, "4")
+METHODS = ("gptq", "awq", "auto-round", "fp8", "mxfp4", "compressed-tensors", "gptq_v2", "gemm", "re:(a+)+$", ["re:("])
+
 
 def of_folder(rng: random.Random, folder: Path) -> str:
     """Change something in a folder; returns what, for the message of a failing test."""
@@ -79,6 +82,19 @@ def value(rng: random.Random, path: Path) -> str:
         place[key] = rng.choice(VALUES) if kind == 2 else _near(rng, place[key])
     path.write_text(json.dumps(whole))
     return f"{key!r} -> {place.get(key) if isinstance(place, dict) else place!r}"[:200]
+
+
+def quantisation(rng: random.Random, path: Path) -> str:
+    """One value of what config.json says of the quantisation: widths, groups, methods, patterns."""
+    target = path.parent / "config.json"
+    whole = json.loads(target.read_text()) if target.is_file() else {}
+    if not isinstance(whole, dict) or "quantization_config" not in whole:
+        return "no quantisation"
+    place, key = rng.choice([*_places({"quantization_config": whole["quantization_config"]})][1:])
+    was = place[key]
+    place[key] = rng.choice([*VALUES, *WIDTHS, *METHODS, _near(rng, was)])
+    target.write_text(json.dumps(whole))
+    return f"{key!r}: {was!r} -> {place[key]!r}"[:200]
 
 
 def index(rng: random.Random, path: Path) -> str:
@@ -165,6 +181,7 @@ ACTIONS: dict[str, Callable[[random.Random, Path], str]] = {
     "json:more values": value,
     "json:index": index,
     "json:code": code,
+    "json:quantisation": quantisation,
     "weights:header": header,
     "weights:more headers": header,
 }

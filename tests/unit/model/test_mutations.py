@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from engine.recipe.paths import checkpoint_problems
 from model.build import build_model
 from model.compressed import load_compressed
 from model.load import load_weights
@@ -21,6 +22,9 @@ from quant import SCHEMES
 from tests.tiny import tiny_checkpoint
 from tests.unit.engine.verify.test_presets import exported
 from tests.unit.model.mutations import of_folder
+from tests.unit.model.quantised.test_blocks import published
+from tests.unit.model.quantised.test_columns import gptq_checkpoint
+from tests.unit.model.quantised.test_round_trip import loaded
 
 CPU = torch.device("cpu")
 OPENED: list[str] = []
@@ -40,17 +44,31 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     for scheme in ("fp8_static", "w4a16_g32"):
         exported(base / scheme, "qwen3", SCHEMES[scheme])
         found[scheme] = base / scheme / "export"
+        found[f"source {scheme}"] = found[scheme]
+    (base / "columns").mkdir()
+    found["source gptq"] = gptq_checkpoint(base / "columns")[0]
+    (base / "blocks").mkdir()
+    found["source gpt_oss"] = published(base / "blocks", seed=0)
     shutil.copytree(found["plain"], base / "outside")
     sys.addaudithook(_watch)  # for the rest of the process
     return found
 
 
 def load(kind: str, folder: Path):
+    if kind.startswith("source"):
+        return load_source(folder)
     if kind != "plain":
         return load_compressed(folder, dtype=torch.float32, device=CPU)[0]
     model = build_model(folder, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
     load_weights(model, folder, progress=False)
     return model
+
+
+def load_source(folder: Path):
+    """As a model.path: its configuration before anything else, then weights, and scales in the schemes of the files."""
+    if problems := list(checkpoint_problems("model.path", str(folder))):
+        raise RankError("\n".join(problems))
+    return loaded(folder)[0]
 
 
 def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) -> str:

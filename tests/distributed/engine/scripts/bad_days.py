@@ -7,6 +7,8 @@ many steps.
 """
 
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch import Tensor
 from engine.loop import Loop, LoopState
 from engine.losses.objective import LossChunk
 from engine.recipe.reading import load_recipe
-from model.ranks import RankError, is_main, rank, shut_down
+from model.ranks import RankError, barrier, is_main, rank, shut_down
 from tests.distributed.garbage import collect
 
 
@@ -73,8 +75,42 @@ def skipped(loop: Loop) -> None:
         return 0.0 * chunk.student.sum(-1) + torch.inf
 
 
+def replaced(loop: Loop) -> None:
+    """After the first step the output directory is somewhere else, and a file stands in its place."""
+    output = Path(loop.recipe.output_dir)
+
+    @loop.at(1)
+    def replace(state: LoopState) -> None:
+        if is_main():
+            output.rename(output.with_name(f"{output.name}_moved"))
+            output.touch()
+        barrier()
+
+
+def read_only(loop: Loop) -> None:
+    """After the first step nothing can be written any more, where mounting is allowed."""
+    output = loop.recipe.output_dir
+
+    @loop.at(1)
+    def remount(state: LoopState) -> None:
+        if is_main() and subprocess.run(["mount", "--bind", output, output], check=False).returncode == 0:
+            subprocess.run(["mount", "-o", "remount,bind,ro", output], check=False)
+        barrier()
+
+
+def uncurved(loop: Loop) -> None:
+    """After the first step the curves are gone."""
+
+    @loop.at(1)
+    def remove(state: LoopState) -> None:
+        if is_main():
+            shutil.rmtree(Path(loop.recipe.output_dir) / "tensorboard")
+        barrier()
+
+
 RUNS: dict[str, Callable[[Loop], None]] = {
-    action.__name__: action for action in (rates, weights, layers, stops, last, same, skipped)
+    action.__name__: action
+    for action in (rates, weights, layers, stops, last, same, skipped, replaced, read_only, uncurved)
 }
 REDUCTIONS: list[str] = []
 

@@ -45,6 +45,7 @@ BROKEN = {
     "scales that alone learn get a gradient": {"quant.fake_quant_start": -1, "learnable.weight": False},
     "something gives the scales of activations": {"quant.calibration_batches": 0},
     "the warm-up ends during the run": {"optim.warmup_steps": 11},
+    "formats without a quantised KV cache get none": {"export.format": "mlx", "quant.scheme": "fp8_kv"},
     "one format has a template": {"export.template": "base.gguf"},
     "plain text has no keys": {"data.kind": "text", "data.fields": {"input": "a"}},
     "a map of fields names the fields of one form of conversations": {"data.fields": {"prompt": "question"}},

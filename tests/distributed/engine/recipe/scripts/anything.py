@@ -41,21 +41,25 @@ LEFT_ALONE = {
     *(("train", "resume"), ("loss", "teacher_cache"), ("quant", "scales"), ("adapter", "start"), ("train", "compile")),
 }
 NUMBERS: tuple[int, ...] = (-1, 0, 1, 2, 3, 5)
-SHARES = (0, 1e-30, 1e-3, 0.25, 1, 3.0, 1e4, 1e30)
+SHARES = (0, 1e-30, 1e-6, 1e-3, 1e-3, 0.25, 0.5, 1, 3.0, 1e4, 1e30)
 PATTERNS = (".*", r"model\.layers\.0\..*", r".*\.[qkv]_proj", r".*_proj", ".*head", ".*weight", "nothing")
 # Texts and numbers of which others make no sense.
 VALUES: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("model", "attn_implementation"): ("sdpa", "eager", "auto"),
     ("data", "weights"): ([0.5], [2.0], None),
-    ("data", "held_out"): (0, 1, 4, 0.5, 47, 48),
+    ("data", "held_out"): (0, 1, 4, 0.1, 0.5),
     ("data", "fields"): ({"input": "input", "output": "output"}, None),
-    ("data", "max_length"): (2, 3, 17, 64, 256),
+    ("data", "max_length"): (3, 64, 128, 200, 256, 300),
+    ("data", "loss_on"): ("last", "all"),
+    ("data", "packing"): (True, False),
     ("data", "micro_batch_size"): (1, 2, 3),
     ("train", "steps"): (1, 2, 3),
     ("train", "gradient_accumulation_steps"): (1, 2, 3),
     ("loss", "chunk_tokens"): (1, 7, 64, 512),
     ("loss", "top_k"): (None, 1, 5, 300, 302),
     ("optim", "betas"): ([0, 0], [0.9, 0.999], [0.5, 0.99]),
+    ("export", "format"): (*["compressed"] * 4, "dequantized", "vllm_fp8", "mlx", "gpt_oss"),
+    ("learnable", "freeze"): ([], [r".*embed_tokens.*"], [r".*layers\.0.*"], [r".*norm.*", ".*bias"], [".*"]),
     ("export", "max_shard_size"): ("5GB", "10KB", "1MB"),
     ("quant", "calibration_batches"): (0, 1, 2, 30),
     ("quant", "scheme"): tuple(PRESETS),
@@ -93,7 +97,8 @@ def run(path: Path) -> None:
 def write_models(directory: Path) -> None:
     """Dense models and one of experts, of sizes that every scheme takes."""
     write_chats(directory / "chats.jsonl")
-    write_chats(directory / "other.jsonl", question="question", answer="answer")
+    other = write_chats(directory / "other.jsonl")
+    other.write_text(other.read_text().replace("What is", "How much is"))
     for kind in sorted(set(MODELS)):
         tiny_checkpoint(directory / kind, kind, wide=True, layers=1)
 
