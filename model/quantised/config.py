@@ -92,6 +92,14 @@ def rules_of(config: Mapping[str, Any]) -> list[Rule]:
     Raises:
         ValueError: a method whose codes are not read, or numerics that no scheme here has.
     """
+    try:
+        return _rules_of(config)
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"a value is not of the kind that {config.get('quant_method')!r} has ({error})") from error
+
+
+def _rules_of(config: Mapping[str, Any]) -> list[Rule]:
+    """As :func:`rules_of`, with the errors of values of other kinds."""
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return rules_from_config(config)
@@ -167,8 +175,10 @@ def _integers(config: Mapping[str, Any]) -> Scheme:
     bits, size = config.get("bits", config.get("w_bit", 4)), config.get("group_size", config.get("q_group_size", 128))
     symmetric = not config.get("zero_point", True) if awq else bool(config.get("sym", True))
     widths = (4,) if awq or packing_of(config) == "awq" else (2, 3, 4, 8)
-    if bits not in widths:
+    if type(bits) is not int or bits not in widths:
         raise ValueError(f"bits is {bits!r}, expected {' or '.join(map(str, widths))}")
+    if size is not None and (type(size) is not int or not (size == -1 or size > 0)):
+        raise ValueError(f"group_size is {size!r}, expected a number of columns, or -1 for all of them")
     whole = size in (-1, None)
     spec = TensorSpec("int", bits, "channel" if whole else "group", None if whole else size, symmetric)
     kind = "channel" if whole else f"g{size}"

@@ -159,6 +159,11 @@ REFUSED = {
     "awq 8": ({"quant_method": "awq", "bits": 8}, "bits is 8, expected 4"),
     "mixed": ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down": {"bits": 8}}}, "has a scheme of its own"),
     "mixed ar": ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": {"bits": 8}}}, "has a scheme of"),
+    "a text as group": ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size is 'x', expected a number"),
+    "no group": ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0, expected a number"),
+    "half a bit": ({"quant_method": "gptq", "bits": 4.0}, "bits is 4.0, expected 2 or 3"),
+    "a list of layers": ({"quant_method": "gptq", "dynamic": [1]}, "not of the kind that 'gptq' has"),
+    "a text of bits": ({"quant_method": "auto-round", "act_bits": "x"}, "not of the kind that 'auto-round' has"),
     "inputs": ({"quant_method": "auto-round", "bits": 4, "act_bits": 8}, "data_type or act_bits"),
 }
 
