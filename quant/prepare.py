@@ -99,8 +99,9 @@ def _nothing_to_quantise(model: nn.Module) -> str:
         and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
     )
     elsewhere = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
-    return f"nothing to quantise: every nn.Linear of {type(model).__name__} is exempt, or it has none" + (
-        f"; its matrices lie in {elsewhere}, which are not supported" if elsewhere else ""
+    return (
+        f"nothing to quantise: every nn.Linear of {type(model).__name__} is exempt (quant.exempt, quant.exempt_more), "
+        "or it has none" + (f"; its matrices lie in {elsewhere}, which are not supported" if elsewhere else "")
     )
 
 

@@ -244,7 +244,7 @@ def _check_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> 
         raise ValueError(
             f"{examples(members, 6)} are served as one layer, so all or none of them can be quantised, but "
             f"{examples(missing, 6)} {'is' if len(missing) == 1 else 'are'} exempt or no nn.Linear; exempt the others "
-            "too"
+            "too (quant.exempt_more)"
         )
     found = {schemes[name]: name for name in reversed(members)}
     if len(found) > 1:

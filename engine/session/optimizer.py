@@ -184,7 +184,9 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
         if parameters
     ]
     if not groups:
-        raise ValueError("nothing trains: every switch under learnable is off, or the model has nothing of what is on")
+        raise ValueError(
+            "nothing trains: every switch under learnable is off, or learnable.freeze leaves nothing of it"
+        )
     return groups
 
 
