@@ -184,9 +184,7 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
         if parameters
     ]
     if not groups:
-        raise ValueError(
-            "nothing trains: every switch under learnable is off, or learnable.freeze leaves nothing of it"
-        )
+        raise ValueError("nothing trains: every switch under learnable is off, or learnable.freeze names the rest")
     return groups
 
 
