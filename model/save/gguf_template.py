@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from model.ranks import listed
+from model.save.gguf_header import check_header
 
 # By the model_type of config.json: the architectures whose tensors llama.cpp takes as they are, but for the order of
 # the rows of q and k. Others change values (Gemma's norms), or split and merge tensors.
@@ -65,6 +66,7 @@ def open_template(path: Path) -> Any:
             f"the GGUF template {path} is not a file: make one of the base model by llama.cpp's convert_hf_to_gguf.py"
         )
     try:
+        check_header(path)
         return gguf.GGUFReader(path)
     except Exception as error:  # whatever it says about damaged bytes
         raise ValueError(f"{path} is no GGUF file: {error}") from error

@@ -19,6 +19,7 @@ from model.compressed import load_compressed
 from model.load import load_weights
 from model.ranks import RankError
 from quant import SCHEMES
+from tests.patience import ends
 from tests.tiny import tiny_checkpoint
 from tests.unit.engine.verify.test_presets import exported
 from tests.unit.model.mutations import of_folder
@@ -79,7 +80,8 @@ def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) ->
     OPENED.clear()
     said = f"{kind}: {of_folder(rng, work)}"
     try:
-        model = load(kind, work)
+        with ends(said):
+            model = load(kind, work)
     except RankError as error:
         named = str(work) in str(error) or NAMED.search(str(error))
         assert named and len(str(error)) < 20_000, f"{said}\n{error}"

@@ -14,6 +14,7 @@ from engine.checkpoint.find import check_resumable, verify_checkpoint
 from engine.recipe.checks import RecipeError
 from model.ranks import RankError
 from model.zero import CHECKPOINT_CLASSES
+from tests.patience import ends
 from tests.unit.engine.checkpoint.test_checkpoint import recipe, write_step
 from tests.unit.model.mutations import cut, flip, of_folder, value
 
@@ -55,11 +56,12 @@ def mutate_and_read(rng: random.Random, base: Path, work: Path) -> str:
     else:
         said = f"of the folder: {of_folder(rng, newest)}"
     try:
-        found = check_resumable(recipe(work, resume=rng.choice([True, "best", newest.name])), work)
-        verify_checkpoint(found)
-        for name in found.files:
-            if name.endswith(".pt"):
-                read_object(found.path / name)
+        with ends(said):
+            found = check_resumable(recipe(work, resume=rng.choice([True, "best", newest.name])), work)
+            verify_checkpoint(found)
+            for name in found.files:
+                if name.endswith(".pt"):
+                    read_object(found.path / name)
     except (RankError, RecipeError) as error:
         assert str(work) in str(error), f"{said}\n{error}"
         return "named"

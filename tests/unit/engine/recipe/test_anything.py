@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from engine.recipe.checks import RecipeError
 from engine.recipe.ds_config import resolve
 from engine.recipe.reading import load_recipe, save_recipe
+from tests.patience import ends
 from tests.unit.engine.recipe.anything import Change, changed, changes, ds_changes, ds_keys, knobs
 from tests.unit.engine.recipe.test_ds_config import recipe
 
@@ -47,7 +48,8 @@ def read_or_refuse(directory: Path, drawn: list[Change]) -> None:
     path, back = directory / "anything.yaml", directory / "back.yaml"
     path.write_text(yaml.safe_dump(changed(MINIMAL, drawn), allow_unicode=True), encoding="utf-8")
     try:
-        read = load_recipe(path)
+        with ends(path.read_text(encoding="utf-8")):
+            read = load_recipe(path)
     except RecipeError as error:
         for line in assert_lines(str(error)):
             problem = re.sub(rf"^{re.escape(str(path))}, line \d+: ", "", line)
@@ -79,7 +81,8 @@ def resolve_or_refuse(directory: Path, stage: int, dtype: str, drawn: list[Chang
     path.write_text(json.dumps(contents))
     known = {key[0] for key in ds_keys()}
     try:
-        complete = resolve(recipe(str(path), dtype), 2, local_size=2)
+        with ends(contents):
+            complete = resolve(recipe(str(path), dtype), 2, local_size=2)
     except RecipeError as error:
         for line in assert_lines(str(error)):
             assert line.startswith(f"{path}: "), line
