@@ -135,6 +135,8 @@ class Loop:
             evaluate_start(state)
         while state.step < self.recipe.train.steps and not state.stopped:
             self.schedule.run_before(state.step, state)
+            if state.quant.forgets:
+                state.quant.forget()
             started = time.perf_counter()
             state.last = train_step(state)
             state.step += 1

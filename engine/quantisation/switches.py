@@ -32,6 +32,8 @@ class FakeQuant:
         self.session = session
         self.quantization = session.quantization
         self.levers = session.levers
+        self.forgets = False
+        """Whether what was seen is to be forgotten when the next step begins."""
         self.scale_steps = dict.fromkeys(THETA_GROUPS.values(), 0)
         """Optimizer steps with fake quant since the scales were measured, by parameter group."""
         self.stale: dict[str, set[str]] = {"weight": set(), "input": set(session.uncalibrated)}
@@ -41,12 +43,14 @@ class FakeQuant:
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint. What is on is kept by the quantization itself."""
         return {
+            "forgets": self.forgets,
             "scale_steps": dict(self.scale_steps),
             "stale": {kind: set(owners) for kind, owners in self.stale.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave."""
+        self.forgets = state.get("forgets", False)  # checkpoints of earlier versions have none
         self.scale_steps = dict(state["scale_steps"])
         self.stale = {kind: set(owners) for kind, owners in state["stale"].items()}
 
@@ -86,8 +90,16 @@ class FakeQuant:
             self.quantization.observe(watch)
 
     def observe(self, on: bool) -> None:
-        """Start or stop watching inputs; starting forgets what was seen before."""
-        self.quantization.observe(on)
+        """Start or stop watching inputs. Starting forgets what was seen, when the next step begins: until then the
+        scales of an evaluation, of the export, or of fake quant that starts may be made of it."""
+        self.forgets = on and self.quantization.observing
+        if not self.forgets:
+            self.quantization.observe(on)
+
+    def forget(self) -> None:
+        """Forget what was seen; the loop calls this where :attr:`forgets` says so."""
+        self.observe(False)
+        self.observe(True)
 
     def freeze_scales(self, on: bool = True, *, weights: bool = True, activations: bool = True) -> None:
         """Learned scales rest from now on, or train again, with fresh moments."""

@@ -44,6 +44,8 @@ FROM_RECIPE = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
 )
 
+MOST_ELEMENTS = 2**40  # of a bucket; a larger number is no size that any memory has
+
 _MEAN = "leave it out: the loop scales the loss for DeepSpeed's default, a mean over ranks and micro-batches"
 _UNTESTED = "leave it out: DeepQAT does not support it"
 # Top-level keys that DeepSpeed knows and a file may not set, with the remedy.
@@ -231,10 +233,15 @@ SETTINGS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *(
         (
             f"zero_optimization.{key}",
-            lambda value: not isinstance(value, int) or value >= 1,
-            "{!r}, expected 1 or more",
+            lambda value, least=least: not isinstance(value, int | float) or least <= value <= MOST_ELEMENTS,
+            f"{{!r}}, expected {least} to 2^40 elements",
         )
-        for key in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
+        for key, least in (
+            ("reduce_bucket_size", 1),
+            ("allgather_bucket_size", 1),
+            ("sub_group_size", 1),
+            ("stage3_prefetch_bucket_size", 0),
+        )
     ),
     (
         "zero_optimization.offload_param.device",

@@ -39,6 +39,18 @@ RUNS = {
     "user": Variant(
         {"stage": 3, "train": {"quant_stats_every": 1}, "export": {"enabled": True}}, dtype="bfloat16", action="user"
     ),
+    **{
+        f"watched_{kind}": Variant(
+            {
+                "stage": 2,
+                "quant": {"calibration_batches": 0, "fake_quant_start": 2},
+                "loss": NO_TEACHER,
+                "train": {"steps": 3, "gradient_accumulation_steps": 1},
+                "schedule": [{kind: 1, "observe": True}],
+            }
+        )
+        for kind in ("at", "every")
+    },
 }
 
 
@@ -49,6 +61,14 @@ def paths(tmp_path_factory):
     hpz = Variant({**EVENTS, "stage": 3, "deepspeed": write_ds_config(directory, "events_hpz", "zero3_hpz")})
     # The last: its groups of ranks are there until the process ends.
     return run_variants(directory, {**RUNS, "events_hpz": hpz})
+
+
+def test_what_was_seen_is_forgotten_when_the_next_step_begins(paths):
+    """Observers that begin anew after every step have seen a step when fake quant starts, the one before it."""
+    every, at = (load_result(paths[f"watched_{kind}"]) for kind in ("every", "at"))
+    inputs = [name for name in every["weights"] if name.endswith("input_s0")]
+    assert inputs and all(every["weights"][name] > 0 for name in inputs)
+    assert all(torch.equal(value, at["weights"][name]) for name, value in every["weights"].items())
 
 
 @pytest.mark.parametrize("stage", range(4))

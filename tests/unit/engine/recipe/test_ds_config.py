@@ -273,7 +273,9 @@ ZERO_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"elastic_checkpoint": True}, "elastic_checkpoint: leave it out: DeepQAT has not been tried with it"),
     ({"zenflow": {}}, "zenflow: leave it out"),
     ({"leaf_module": 3}, "leaf_module: leave it out"),
-    ({"sub_group_size": 0}, "sub_group_size: 0, expected 1 or more"),
+    ({"sub_group_size": 0}, "sub_group_size: 0, expected 1 to 2^40 elements"),
+    ({"reduce_bucket_size": 10**30}, f"reduce_bucket_size: {10**30}, expected 1 to 2^40 elements"),
+    ({"stage3_prefetch_bucket_size": -1}, "stage3_prefetch_bucket_size: -1, expected 0 to 2^40 elements"),
     ({"reduce_bucket_size": "many"}, "reduce_bucket_size: Input should be a valid integer"),
 ]
 
