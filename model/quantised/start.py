@@ -159,10 +159,12 @@ def _check_codes(quantization: Quantization, linears: Linears, directory: Path) 
                 sums = reduce_over_ranks(sums)
             each_sums = sums.split([SUMS * part.in_features for part, _ in parts])
             for (part, linear), own in zip(parts, each_sums, strict=True):
-                squares, _, _, distance, _ = own.view(SUMS, -1).sum(1).tolist()
+                squares, rounded, _, distance, _ = own.view(SUMS, -1).sum(1).tolist()
                 problem = other_weights(own, part.out_features)
                 if squares == 0 and distance > 0:
                     problem = "model.path has zeros where the codes are of other weights"
+                elif squares > 0 >= rounded:
+                    problem = "the scales beside it round the weights of model.path to nothing"
                 problems += [f"{linear.codes.key}: {problem}"] if problem is not None else []
     raise_everywhere(failure)
     if problems:

@@ -143,7 +143,28 @@ def zeros(start: Path, source: Path) -> Path:
     return start
 
 
+def edited(start: Path, source: Path, ending: str, change) -> Path:
+    """The file of the original itself, with other numbers in it."""
+    other_rounding(source, start, "w4a16_g32")
+    tensors = load_file(start / "model.safetensors")
+    tensors = {key: change(tensor) if key.endswith(ending) else tensor for key, tensor in tensors.items()}
+    save_file(tensors, start / "model.safetensors", metadata={"format": "pt"})
+    return start
+
+
+def wrong(ending: str, change, message: str):
+    return lambda *paths: edited(*paths, ending, change), "w4a16_g32", message
+
+
 BAD = {
+    "scales times 2": wrong("weight_scale", lambda s: s * 2, "are 2 times the weights"),
+    "scales divided by 16": wrong("weight_scale", lambda s: s / 16, "not a quantised form of model.path"),
+    "scales with another sign": wrong("weight_scale", lambda s: -s, "of other weights"),
+    "reciprocals": wrong("weight_scale", lambda s: 1 / s, "not a quantised form of model.path"),
+    "scales of 0": wrong("weight_scale", torch.zeros_like, "must be finite and not 0"),
+    "NaN": wrong("weight_scale", lambda s: s * torch.nan, "must be finite and not 0"),
+    "rows in another order": wrong("weight_packed", lambda c: c.roll(1, 0), "of other weights"),
+    "codes that count from the middle": wrong("weight_packed", lambda c: c ^ -0x77777778, "not a quantised form"),
     "another checkpoint": (another, "w4a16_g32", f"start is not a quantised form of model.path\n{Q}.*of other weights"),
     "other layers": (another_layers, "w4a16_g32", "is not a quantised form of model.path\n.*of other weights"),
     "other sizes": (smaller, "w4a16_g32", r"q_proj has the shape \[.*\], expected \[.*\] as in model.path"),
