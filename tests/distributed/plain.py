@@ -27,6 +27,7 @@ from model.experts import Form
 from model.load import load_weights
 from quant import Quantization, prepare
 from quant.reference import absmax_scale
+from quant.scale import first_input_scale
 from tests.definitions import kd_loss, lm_loss
 
 RANKS = 2
@@ -153,7 +154,7 @@ def measure(quantization: Quantization) -> None:
     """Scales from the whole weights and from what the observers saw; theta is 0 and fake quant is on then."""
     follow(quantization)
     for group in quantization.input_groups:
-        group.s0.copy_(absmax_scale(group.observer.absmax.reshape(1), group.spec))
+        group.s0.copy_(first_input_scale(group.observer.absmax.reshape(1), group.spec))
     for group in (*quantization.weight_groups, *quantization.input_groups):
         if group.theta is not None:
             group.theta.zero_()

@@ -32,6 +32,9 @@ RUNS = {
     "absmax-2": (2, {"quant": FOLLOWING, "learnable": {"weight_scale": False}}),
     # Its statistics, which are logged every second step, need the global scales that no rank holds whole.
     "nvfp4-3": (3, {"quant": {"scheme": "nvfp4"}}),
+    # Global scales of inputs are measured over both ranks' batches; the scales below them follow every token.
+    "nvfp4-inputs-3": (3, {"quant": {"scheme": "nvfp4_w4a4", "calibration_batches": 2}}),
+    "nvfp4-inputs-1": (1, {"quant": {"scheme": "nvfp4_w4a4", "calibration_batches": 2}}),
     "signed-3": (3, {"quant": {"scheme": "w2a16_g32", "weight_range": "absmax", "signed_scales": True}}),
 }
 
