@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
-from model.zero import CHECKPOINT_CLASSES
+from model.zero import CHECKPOINT_GLOBALS
 
 CHUNK_BYTES = 1 << 24
 
@@ -130,7 +130,7 @@ def read_object(path: Path, *, map_location: Any = None, mmap: bool = False) -> 
         ValueError: the file cannot be read, or holds anything else; names the file and what that is.
     """
     try:
-        with torch.serialization.safe_globals(list(CHECKPOINT_CLASSES)):
+        with torch.serialization.safe_globals(CHECKPOINT_GLOBALS):
             return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except Exception as error:  # a file of any content leads the unpickler anywhere
         found = re.search(r"GLOBAL (\S+)", str(error))

@@ -28,6 +28,7 @@ from model.zero.gather import forward_only, gathered, whole_values
 from model.zero.on_main import ReceiveBuffer, gathered_on_main
 from model.zero.optimizer import (
     CHECKPOINT_CLASSES,
+    CHECKPOINT_GLOBALS,
     OptimizerPiece,
     backward,
     flat_masters,
@@ -56,6 +57,7 @@ from model.zero.parameters import (
 
 __all__ = [
     "CHECKPOINT_CLASSES",
+    "CHECKPOINT_GLOBALS",
     "WHOLE_ELEMENTS",
     "WHOLE_ELEMENTS_IN_ALL",
     "OptimizerPiece",

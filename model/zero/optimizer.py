@@ -35,6 +35,22 @@ from model.zero.parameters import (
 CHECKPOINT_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
 
 
+def stage_of(kind: Any, name: Any) -> ZeroStageEnum:
+    """What ``getattr`` stands for in such a pickle: Python 3.11.0 to 3.11.3 write the member of an enum as
+    ``getattr(ZeroStageEnum, name)``, others by its value.
+
+    Raises:
+        ValueError: anything else is asked for.
+    """
+    if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise ValueError(f"GLOBAL getattr of {kind!r} and {name!r}")
+    return ZeroStageEnum[name]
+
+
+# All that reading a checkpoint may call (torch.serialization.safe_globals).
+CHECKPOINT_GLOBALS: list[Any] = [*CHECKPOINT_CLASSES, (stage_of, "builtins.getattr")]
+
+
 def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
     """Make Adam's moments of single parameters 0. With a gradient of 0 they then do not move.
 

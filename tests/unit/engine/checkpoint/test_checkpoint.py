@@ -361,6 +361,25 @@ def test_what_deepspeed_keeps_of_its_own_is_read(tmp_path):
     assert found["scaler"].cur_scale == 8.0 and (found["stage"], found["at"]) == (values["stage"], values["at"])
 
 
+class ByName:
+    """Pickled as ``getattr(kind, name)``, as Python 3.11.0 to 3.11.3 pickle the members of an enum."""
+
+    def __init__(self, kind, name):
+        self.asked = kind, name
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
+def test_enums_of_the_first_pythons_3_11_are_read_and_getattr_does_nothing_else(tmp_path):
+    torch.save({"stage": ByName(ZeroStageEnum, "gradients")}, tmp_path / "file.pt")
+    assert read_object(tmp_path / "file.pt")["stage"] is ZeroStageEnum.gradients
+    for kind, name in ((ZeroStageEnum, "mro"), (ZeroStageEnum, "__class__"), (LossScaler, "__init__"), ([], "append")):
+        torch.save({"stage": ByName(kind, name)}, tmp_path / "file.pt")
+        with pytest.raises(ValueError, match="asks for getattr"):
+            read_object(tmp_path / "file.pt")
+
+
 def test_mutated_files_are_refused_by_name(tmp_path, seed):
     """With a right CRC-32: somebody meant it. What still loads has other numbers in its tensors."""
     path = write_step(tmp_path, 1)
