@@ -63,13 +63,17 @@ def main(argv: list[str] | None = None) -> int:
     from data.samples import DataError, load_tokenizer
     from engine.verify import mlx
     from engine.verify.check import Report, compare_with_transformers, windows
+    from model.quantised.config import find_quantization_config
     from model.ranks import RankError
 
     logging.set_verbosity_error()  # what transformers says about the keys is in the report
     logging.disable_progress_bar()
     try:
+        find_quantization_config(
+            arguments.export
+        )  # whether it is one is said later; what is no configuration at all, now
         tokenizer = load_tokenizer(arguments.export, trust_remote_code=arguments.trust_remote_code)
-    except DataError as error:
+    except (DataError, ValueError) as error:
         print(f"NOT ok: {error}")
         return 1
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.tokens]

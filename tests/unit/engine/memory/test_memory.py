@@ -247,3 +247,7 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*run, "--measured", str(tmp_path / "out.json")])
     assert "error: --measured" in capsys.readouterr().err
+    for memory in ("nan", "-3", "0", "inf"):
+        with pytest.raises(SystemExit, match="2"):
+            main([*run, f"--gpu_gb={memory}"])
+        assert f"error: --gpu_gb: {float(memory)}, expected the memory of a GPU" in capsys.readouterr().err

@@ -304,3 +304,12 @@ def test_the_script(good, damaged, capsys):
 def test_windows_leave_no_token_out_but_a_single_last_one():
     assert [w.tolist() for w in windows(list(range(7)), 3)] == [[[0, 1, 2]], [[3, 4, 5]]]
     assert [w.tolist() for w in windows(list(range(8)), 3)] == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7]]]
+
+
+@pytest.mark.parametrize("text", ("[]", "{", "3", '{"quantization_config": []}', '{"quantization_config": [1]}'))
+def test_a_configuration_that_is_none_is_named(tmp_path, capsys, text):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["--export", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("NOT ok: ") and str(tmp_path) in said and len(said.splitlines()) == 1
+    assert "config.json" in said or text == '{"quantization_config": []}'
