@@ -50,6 +50,10 @@ RUNS = {
         "bfloat16",
         {**SOURCE, **PEFT, "adapter": {"start": "{alone_3}"}, "optim": {"lr": 0.0}},
     ),
+    "recomputed_3": ("qwen3", 3, "bfloat16", {"train": {**BESIDE["train"], "activation_checkpointing": True}}),
+    "begun_3": ("qwen3", 3, "bfloat16", {"train": {**BESIDE["train"], "steps": 2, "checkpoint_every": 2}}),
+    "self_2": ("qwen3", 2, "float32", {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}),
+    "teacher_2": ("qwen3", 2, "float32", {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "{qwen3}"}}),
     "goes_on_2": ("{int4_3}", 2, "bfloat16", {**SOURCE, "adapter": {"start": "{alone_3}"}}),
 }
 
@@ -59,6 +63,7 @@ def paths(tmp_path_factory) -> dict[str, Path]:
     """One job for all of them."""
     directory = tmp_path_factory.mktemp("beside")
     models = {kind: tiny_checkpoint(directory / kind, kind, even=True) for kind in ("qwen3", "qwen3_moe")}
+    models |= {"{qwen3}": models["qwen3"]}
     models |= {f"{{{name}}}": directory / name / "export" for name in RUNS}
     chats = write_chats(directory / "chats.jsonl")
     written = {}
@@ -68,7 +73,15 @@ def paths(tmp_path_factory) -> dict[str, Path]:
             whole[section] = {**BESIDE[section], **sections.get(section, {})}
         if start := whole["adapter"].get("start"):
             whole["adapter"]["start"] = str(models[start])
+        if str(whole["loss"]["teacher"]) in models:
+            whole["loss"]["teacher"] = str(models[whole["loss"]["teacher"]])
         written[name] = write_recipe(directory, name, models[kind], chats, stage=stage, dtype=dtype, **whole)
+    train = {**BESIDE["train"], "checkpoint_every": 2, "resume": True}
+    goes_on = {**BESIDE, "train": train, "export": {"enabled": True, "dir": str(directory / "resumed")}}
+    output = {"output_dir": str(directory / "begun_3")}
+    written["resumed_3"] = write_recipe(
+        directory, "resumed_3", models["qwen3"], chats, stage=3, dtype="bfloat16", **goes_on, **output
+    )
     run_ranks(SCRIPT, *(f"used_weights:{path}" for path in written.values()))
     return written
 
@@ -103,6 +116,21 @@ def test_adapters_train_and_nothing_else(paths, name):
     assert result["groups"] == ["adapters"]
     assert {one.rpartition(".")[2] for one in result["requires_grad"]} == {"lora_a", "lora_b"}
     assert all(value.any() for key, value in result["weights"].items() if key.endswith("lora_b"))
+
+
+def test_recomputed_layers_and_a_resumed_run_train_bit_for_bit_alike(paths):
+    kept, recomputed, resumed = (load_result(paths[name]) for name in ("int4_3", "recomputed_3", "begun_3"))
+    assert recomputed["losses"] == kept["losses"] and resumed["losses"] == kept["losses"][2:]
+    for name, value in kept["weights"].items():
+        assert torch.equal(value, recomputed["weights"][name]) and torch.equal(value, resumed["weights"][name]), name
+
+
+def test_the_base_without_adapter_is_the_teacher_that_it_was(paths):
+    """Every loss is that of a second model, in fp32."""
+    own, other = (load_result(paths[name])["losses"] for name in ("self_2", "teacher_2"))
+    assert "loss/kd/kl" in own[0] and own[-1]["loss/kd/kl"] > 0
+    for mine, theirs in zip(own, other, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 def test_the_base_does_not_depend_on_what_the_adapter_learnt(paths):
