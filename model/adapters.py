@@ -1,10 +1,12 @@
-"""The weight of a layer where it lies, with the adapter that is merged into it."""
+"""The weight of a layer where it lies, with the adapter that is merged into it; and what an adapter beside it may start
+from."""
 
 import torch
 from torch import Tensor
 
-from model.zero import full_shape, local_data, local_range, whole_values
-from quant import QuantLayer
+from model.ranks import is_main
+from model.zero import full_shape, gathered, local_data, local_range, whole_values
+from quant import Quantization, QuantLayer
 from quant.adapter import merge
 
 
@@ -40,3 +42,32 @@ def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
             part = rows[(begin - first) * columns : (stop_row - first) * columns].view(-1, columns)
             parts.append(merge(part, a, b[begin - expert * out : stop_row - expert * out], adapter.scaling).view(-1))
     return torch.cat(parts)[start - first * columns : stop - first * columns]
+
+
+@torch.no_grad()
+def start_from_error(quantization: Quantization) -> None:
+    """Give every adapter that stays beside its weight the error of quantisation, as far as its rank goes: the product
+    ``scaling * lora_b @ lora_a`` becomes the best approximation of that rank to ``W - Q(W)`` (the first step of LoftQ,
+    Li et al. 2023, arXiv:2310.08659; LoRC, Yao et al. 2023, arXiv:2303.08302). Scales are filled. A collective, in
+    which one layer is whole at a time and rank 0 computes.
+    """
+    for layer in quantization.layers.values():
+        if layer.adapter is None or layer.adapter.merges:
+            continue
+        pair = (layer.adapter.lora_a, layer.adapter.lora_b)
+        others = [own for own in layer.parameters(recurse=False) if all(own is not one for one in pair)]
+        with gathered(others), gathered(pair, modifier_rank=0):
+            if is_main():
+                error = (layer.weight - layer.quantised_weight()).float() / layer.adapter.scaling
+                for own, part in zip(pair, _factors(error, pair[0].shape[0]), strict=True):
+                    own.copy_(part)
+
+
+def _factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``a [rank, in]`` and ``b [out, rank]`` of equal sizes, whose product ``b @ a`` is near ``matrix [out, in]``."""
+    # Drawn alike in every run; a few more directions than wanted, and iterations, for errors have no few large ones.
+    with torch.random.fork_rng([matrix.device] if matrix.is_cuda else []):
+        torch.manual_seed(0)
+        u, s, v = torch.svd_lowrank(matrix, q=min(rank + 16, *matrix.shape), niter=8)
+    root = s[:rank].sqrt()
+    return (v[:, :rank] * root).t(), u[:, :rank] * root

@@ -150,6 +150,11 @@ class QuantLayer(nn.Module):
         return self.weight.detach() if self.adapter is None else self.adapter.merged(self.weight)
 
     @torch.no_grad()
+    def quantised_weight(self) -> Tensor:
+        """The values of :meth:`merged_weight`'s codes, in the model's dtype. Parameters gathered."""
+        return kernels.fake_quantize(self.merged_weight(), self._weight_quantizer())
+
+    @torch.no_grad()
     def weight_scale(self) -> Tensor:
         """The effective scale of the weight, as the forward uses it: fp32, shape by the scheme. Parameters gathered."""
         return kernels.effective_scale(self._weight_quantizer())

@@ -40,7 +40,7 @@ STAYS = {
         "signed_scales",
     ],
     "learnable": ["weight", "embedding", "weight_scale", "act_scale", "norm", "router", "freeze"],
-    "adapter": ["kind", "merge", "start", "rank", "alpha", "rslora", "targets", "ranks"],
+    "adapter": ["kind", "merge", "rank", "alpha", "rslora", "targets", "ranks"],
 }
 # These are followed as they are given: rates, losses and events from here on; how the same is computed; where files
 # lie; what is measured, written and kept; first scales, which the checkpoint has. Rows per step (data.micro_batch_size,
@@ -49,8 +49,11 @@ MAY_CHANGE = {
     "": ["output_dir", "schedule", "deepspeed"],
     "data": ["eval", "micro_batch_size"],
     "model": ["path", "trust_remote_code", "attn_implementation", "load"],
+    "adapter": ["start", "init"],
     "quant": [
         "scales",
+        "start",
+        "start_inside",
         "weight_range",
         "percentile",
         "calibration_batches",

@@ -24,6 +24,9 @@ class AdapterRecipe:
     for serving many of them on one model; the export is that model and a folder adapter in it, for peft and vLLM."""
     start: str | None = None
     """Folder of an adapter as peft writes it, whose values A and B have at the start. null: B is 0."""
+    init: Literal["zeros", "error"] = "zeros"
+    """zeros: B is 0, so that step 0 computes the quantised model. error: of an adapter that stays beside its weight,
+    B A is what quantisation takes from the weight, as far as the rank goes (the first step of LoftQ)."""
     rank: int = field(default=16, metadata=at_least(1))
     """Rows of A and columns of B."""
     alpha: float = field(default=32.0, metadata=above_0())

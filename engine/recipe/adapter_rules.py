@@ -39,6 +39,12 @@ RULES_OF_ADAPTERS = (
         "null, or adapter.kind lora: there are no adapters",
     ),
     Rule(
+        "the error of quantisation is what an adapter beside it can hold",
+        "adapter.init",
+        lambda r: r.adapter.init == "error" and (not r.adapter.beside or r.adapter.start is not None),
+        "zeros, or adapter.kind lora with adapter.merge false and no adapter.start",
+    ),
+    Rule(
         "the model that many adapters share stays as it is",
         "learnable",
         lambda r: r.adapter.beside and any(getattr(r.learnable, name) for name in SHARED),

@@ -23,6 +23,7 @@ from engine.session.loss_scale import LossScale
 from engine.session.optimizer import initialize_frozen, initialize_student
 from engine.session.student import build_student, initial_scales
 from engine.session.teacher import load_teacher, open_cached_teacher
+from model.adapters import start_from_error
 from model.coded import gather_codes
 from model.head import LMHead, QuantHead, install_head, output_head, settle_function
 from model.ranks import errors_on_all_ranks
@@ -83,6 +84,8 @@ def build_session(
         teacher = open_cached_teacher(recipe, samples, context.tokenizer)
     model, quantization = build_student(recipe, ds_config, device, losses=samples is not None)
     uncalibrated = initial_scales(recipe, model, quantization)
+    if recipe.adapter.init == "error" and samples is not None and not recipe.train.resume:
+        start_from_error(quantization)
     if samples is not None:
         with errors_on_all_ranks(ValueError):
             head = install_head(model)
@@ -104,7 +107,6 @@ def build_session(
         teacher = SelfTeacher(engine, head, quantization)
     # The forms in which weights are gathered: the engine's hooks are there now, and no forward has run.
     after_backward = [gather_codes(model, quantization)] if optimizer and recipe.quant.gather_codes else []
-    fp16 = optimizer and recipe.model.dtype == "float16"
     return Session(
         recipe,
         ds_config,
@@ -118,5 +120,5 @@ def build_session(
         Levers(recipe),
         head,
         after_backward,
-        LossScale.from_config(ds_config["fp16"]) if fp16 else None,
+        LossScale.from_config(ds_config["fp16"]) if optimizer and recipe.model.dtype == "float16" else None,
     )

@@ -54,6 +54,7 @@ RUNS = {
     "begun_3": ("qwen3", 3, "bfloat16", {"train": {**BESIDE["train"], "steps": 2, "checkpoint_every": 2}}),
     "self_2": ("qwen3", 2, "float32", {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}),
     "teacher_2": ("qwen3", 2, "float32", {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "{qwen3}"}}),
+    "error_3": ("qwen3", 3, "bfloat16", {"adapter": {"init": "error", "rank": 16}, "optim": {"lr": 0.0}}),
     "goes_on_2": ("{int4_3}", 2, "bfloat16", {**SOURCE, "adapter": {"start": "{alone_3}"}}),
 }
 
@@ -167,6 +168,20 @@ def test_a_rate_of_0_writes_the_adapter_that_it_started_from(paths):
     after = export_of(paths, "goes_on_2") / "adapter"
     moved, was = (load_file(one / "adapter_model.safetensors") for one in (after, before))
     assert not any(torch.equal(value, moved[key]) for key, value in was.items())
+
+
+def test_an_adapter_may_start_from_the_error_of_quantisation(paths):
+    """As near as a matrix of its rank comes, by the singular values; the base is what it is without."""
+    weights, result = (load_result(paths[name])["weights"] for name in ("int4_3", "error_3"))
+    base = [export_of(paths, name) / "model.safetensors" for name in ("int4_3", "error_3")]
+    assert base[0].read_bytes() == base[1].read_bytes()
+    _, quantization = load_compressed(base[0].parent, dtype=torch.bfloat16)
+    for name, layer in quantization.layers.items():
+        a, b = (result[f"{name}.{part}"].double() for part in ("lora_a", "lora_b"))
+        error = weights[f"{name}.weight"].double() - layer.weight.double()
+        best = torch.linalg.svdvals(error)[16:].square().sum().sqrt()
+        left = (error - 6.0 / 16 * b @ a).norm()
+        assert best <= left <= 1.03 * best + 0.01 * error.norm() and left < error.norm(), name
 
 
 def test_merged_adapters_on_a_quantised_base(paths):

@@ -166,6 +166,10 @@ CONTRADICTIONS = [
     ({"adapter": {"kind": "lora", "dropout": 0.1}}, "dropout"),
     ({"adapter": {"merge": False}}, "adapter.merge: False, expected true, or adapter.kind lora: there are no adapters"),
     ({"adapter": {"start": "a"}}, "adapter.start: 'a', expected null, or adapter.kind lora: there are no adapters"),
+    (
+        {"adapter": {"kind": "lora", "init": "error"}},
+        "adapter.init: 'error', expected zeros, or adapter.kind lora with",
+    ),
     ({"adapter": BESIDE}, "learnable: more than adapters learns, expected weight_scale, act_scale, norm, router to be"),
     (
         {"adapter": {**BESIDE, "ranks": {".*q_proj": 3}}, **FROZEN},
