@@ -16,7 +16,8 @@ REDUNDANT = ("perplexity per word", "perplexity per byte", "bits per byte")
 # A loss below this share of a figure without a standard error is noise: a share of it would say nothing.
 NOISE = 0.005
 
-HEADER = ("", "bf16", "PTQ", "QAT", "recovered", "file", "of bf16")
+# What the unquantised model is called: by the type of weights and GEMMs in which all were measured.
+LEVELS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ class Comparison:
     def schemes(self) -> list[str]:
         """The names of the schemes, in the order in which they came."""
         return list(dict.fromkeys([*self.ptq, *self.qat]))
+
+    @property
+    def level(self) -> str:
+        """The name of the unquantised model in tables: the type in which it was measured, bf16 where none is named."""
+        ends = (found.conditions.rpartition(", ")[2] for found in self.bf16.measurements.values())
+        return next((LEVELS[end] for end in ends if end in LEVELS), "bf16")
+
+    def header(self) -> tuple[str, ...]:
+        """The names of the columns of a table."""
+        return ("", self.level, "PTQ", "QAT", "recovered", "file", f"of {self.level}")
 
     def measures(self) -> list[str]:
         """The names of the figures that are compared: all of the unquantised model but the redundant ones."""
@@ -51,10 +62,10 @@ class Comparison:
         return found
 
     def rows(self, measure: str) -> list[tuple[str, ...]]:
-        """The rows of a table under :data:`HEADER`: the unquantised model, then a row per scheme."""
+        """The rows of a table under :meth:`header`: the unquantised model, then a row per scheme."""
         bf16 = self.bf16.measurements[measure]
         size = self.bf16.weights_bytes
-        rows: list[tuple[str, ...]] = [("bf16", shown(bf16), "", "", "", shown_size(size), "")]
+        rows: list[tuple[str, ...]] = [(self.level, shown(bf16), "", "", "", shown_size(size), "")]
         for scheme in self.schemes:
             models = [side.get(scheme) for side in (self.ptq, self.qat)]
             ptq, qat = (model.measurements[measure] if model is not None else None for model in models)
@@ -103,8 +114,8 @@ def table(comparison: Comparison) -> str:
     """The comparison as text for a terminal: a block per figure, with aligned columns."""
     blocks = []
     for measure in comparison.measures():
-        cells = [HEADER, *comparison.rows(measure)]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(HEADER))]
+        cells = [comparison.header(), *comparison.rows(measure)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
             for row in cells
@@ -122,17 +133,18 @@ def heading(comparison: Comparison, measure: str) -> str:
 
 def markdown(comparison: Comparison) -> str:
     """The comparison as tables of a Markdown file."""
-    blocks = ["# bf16, PTQ, QAT"]
+    level, header = comparison.level, comparison.header()
+    blocks = [f"# {level}, PTQ, QAT"]
     for measure in comparison.measures():
-        cells = [HEADER, ("---", *("---:" for _ in HEADER[1:])), *comparison.rows(measure)]
+        cells = [header, ("---", *("---:" for _ in header[1:])), *comparison.rows(measure)]
         blocks.append(f"## {measure}")
         blocks.append(heading(comparison, measure).removeprefix(f"{measure} "))
         blocks.append("\n".join(f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in cells))
     blocks.append(
-        "recovered = (PTQ - QAT) / (PTQ - bf16); (no loss): PTQ lost less than the standard error of bf16, or than "
-        f"{NOISE:.1%} of a figure without one. file: the weights on disk."
+        f"recovered = (PTQ - QAT) / (PTQ - {level}); (no loss): PTQ lost less than the standard error of {level}, or "
+        f"than {NOISE:.1%} of a figure without one. file: the weights on disk."
     )
-    models = [("bf16", "", comparison.bf16)]
+    models = [(level, "", comparison.bf16)]
     models += [("PTQ", name, model) for name, model in comparison.ptq.items()]
     models += [("QAT", name, model) for name, model in comparison.qat.items()]
     blocks.append(
@@ -146,7 +158,7 @@ def _escaped(cell: str) -> str:
 
 
 def plot(comparison: Comparison, path: Path) -> None:
-    """Write a PNG with a panel per figure: PTQ and QAT of each scheme, joined by a line, and the level of bf16."""
+    """Write a PNG with a panel per figure: PTQ and QAT of each scheme, joined by a line, and the unquantised level."""
     from matplotlib.figure import Figure  # takes a second to import; without pyplot no window is needed
 
     measures, schemes = comparison.measures(), comparison.schemes
@@ -157,7 +169,7 @@ def plot(comparison: Comparison, path: Path) -> None:
     for index, measure in enumerate(measures):
         axes = figure.add_subplot(rows, columns, index + 1)
         bf16 = comparison.bf16.measurements[measure]
-        axes.axhline(bf16.value, color="0.4", linestyle="--", label="bf16")
+        axes.axhline(bf16.value, color="0.4", linestyle="--", label=comparison.level)
         for side, label, colour, marker in (
             (comparison.ptq, "PTQ", "#d55e00", "o"),  # of a palette that colour-blind readers tell apart
             (comparison.qat, "QAT", "#0072b2", "s"),

@@ -76,6 +76,17 @@ def test_table(comparison):
     assert len({line.index("MB") for line in first.splitlines() if "MB" in line}) == 1, "columns are aligned"
 
 
+def test_what_was_measured_in_fp32_is_not_called_bf16(comparison):
+    assert comparison.level == "bf16"
+    for side in ({"": comparison.bf16}, comparison.ptq, comparison.qat):
+        for model in side.values():
+            for name, found in model.measurements.items():
+                model.measurements[name] = replace(found, conditions=found.conditions.replace("bfloat16", "float32"))
+    assert comparison.problems() == []
+    assert "of fp32" in table(comparison).splitlines()[2] and "- fp32: `ft`" in markdown(comparison)
+    assert "bf16" not in table(comparison) + markdown(comparison)
+
+
 def test_markdown_has_the_same_cells(comparison):
     text = markdown(comparison)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
