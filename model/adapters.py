@@ -15,6 +15,7 @@ def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
 
     A collective where the layer has an adapter that is merged, and then a copy; else the memory of the weight itself.
     """
+    assert layer.held is None, "a rule of the recipe"
     start, stop = local_range(layer.weight)
     merges = layer.adapter is not None and layer.adapter.merges
     return start, _merged(layer, start, stop) if merges else local_data(layer.weight)

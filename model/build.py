@@ -17,7 +17,7 @@ Against building all of it on the meta device, buffers need not be computed agai
 
 import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,22 +55,21 @@ def build_model(
     trust_remote_code: bool = False,
     attn_implementation: str = AUTO,
     experts: Form = "stacked",
+    hold: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """Build the causal language model that ``path/config.json`` describes, with uninitialised parameters.
 
     A collective under ZeRO-3.
 
     Args:
-        path: directory of a Hugging Face checkpoint; only its ``config.json`` (and code, if asked for) is read.
+        path: directory of a Hugging Face checkpoint, which may be quantised; ``config.json`` (and its code) is read.
         ds_config: resolved DeepSpeed configuration; its stage and dtype count.
         dtype: of all parameters.
         device: of the buffers, and on stages 0-2 of the parameters.
         trust_remote_code: whether Python code in ``path`` may be run.
-        attn_implementation: as transformers names them ("sdpa", "eager", "flash_attention_2", ...), or "auto": sdpa,
-            and eager where transformers refuses that for this class.
+        attn_implementation: as transformers names them ("eager", "flash_attention_2", ...), or "auto", see below.
         experts: the form of MoE layers, see :mod:`model.experts`.
-
-    Of a quantised checkpoint the model that was quantised is built.
+        hold: chooses, on the meta device, the weights that are held as codes (:mod:`quant.held`).
 
     Raises:
         RankError: on every rank: no config.json, one of a quantised checkpoint that is not read or of code that was not
@@ -97,8 +96,9 @@ def build_model(
             arrange_experts(model, experts)
             for name in [name for name, _ in model.named_modules() if name.endswith(f".{INDEXER}")]:
                 zero.mark_leaf(model.get_submodule(name))
-        # no_init_weights switches off the method that ties them.
-        model.tie_weights()
+        model.tie_weights()  # no_init_weights switches off the method that ties them
+        if hold is not None:
+            hold(model)
         _place_buffers(model, dtype, device)
     zero.materialise(model, ds_config, device)
     raise_everywhere(_untied(model))

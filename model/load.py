@@ -31,6 +31,7 @@ from transformers.core_model_loading import dot_natural_key
 from model.names import Names, UnsupportedConversionError, own_tensors
 from model.pieces import Layout, Piece
 from model.quantised.checkpoint import read_checkpoint
+from model.quantised.held import in_codes
 from model.quantised.tensor import CodedTensor, chunks_of, fill
 from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere
 from model.shards import CheckpointError, DiskTensor, Reader, warn_of_zero_tails
@@ -100,7 +101,7 @@ def load_weights(
     """
     begin = time.perf_counter()
     with errors_on_all_ranks(CheckpointError, OSError):
-        reads = _plan(model, Path(path))
+        reads = [in_codes(one, model) if one.target.is_meta else one for one in _plan(model, Path(path))]
         warn_of_zero_tails(Path(path))
     fill = {"direct": _fill_direct, "rank0": _fill_from_rank0}[method]
     shown = progress and is_main()
@@ -116,8 +117,7 @@ def load_weights(
 
 @torch.no_grad()
 def _fill_direct(reads: list[_Read], reader: Reader) -> None:
-    """Fill the ranges that each rank holds. There is no collective inside, so a rank may fail alone and all raise
-    together."""
+    """Fill the ranges that each rank holds. No collective is inside: a rank may fail alone, and all raise together."""
     with errors_on_all_ranks(CheckpointError, OSError):
         # A stack of experts is many reads.
         targets = {id(read.target): read.target for read in reads}
@@ -148,10 +148,8 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
 
 
 def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
-    """Read what belongs to the piece of ``values``, which begin at element ``start`` of our tensor, or compare it.
-
-    Returns whether they agree.
-    """
+    """Read what belongs to the piece of ``values``, which begin at element ``start`` of our tensor, or compare it; and
+    return whether they agree."""
     begin, end = _overlap(read.piece, start, start + values.numel())
     if begin == end:
         return True

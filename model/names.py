@@ -36,6 +36,7 @@ from model.pieces import ExpertTensor, Layout, Piece, Shape, Stack, expert_tenso
 from model.towers import is_composite, left_out
 from model.zero import full_shape
 from quant import ADAPTER_PARAMETERS, SCALE_PARAMETERS
+from quant.held import as_weight
 
 
 class Place(NamedTuple):
@@ -286,10 +287,10 @@ class Names:
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint of ``model`` holds: parameters, tied ones under each of their names, and persistent buffers.
 
-    Without scales and adapters: the layers of :mod:`quant` may be in place already, and scales have their own reader.
+    Without scales and adapters, of layers of :mod:`quant`; for weights that these hold as codes stand meta tensors.
     """
     tensors: dict[str, Tensor] = {
-        name: parameter
+        name: as_weight(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if name.rpartition(".")[2] not in (*SCALE_PARAMETERS, *ADAPTER_PARAMETERS)
     }

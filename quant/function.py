@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quant import gemm, kernels
+from quant.held import HeldCodes
 from quant.inputs import QuantizedInput, SharedInput, Wanted, quantize_input
 from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
@@ -44,6 +45,7 @@ class Plan:
         input_numel: features of the input. LSQ counts features, not tokens, so that the gradient of a batch is the sum
             of the gradients of its parts.
         fp8_gemm: multiply the codes. Both operands must be e4m3 per tensor, both sides of the weight multiples of 16.
+        held: how ``weight`` holds codes, where it does; it is quantised then, and frozen.
     """
 
     weight: TensorSpec | None
@@ -51,6 +53,7 @@ class Plan:
     weight_numel: int
     input_numel: int
     fp8_gemm: bool = False
+    held: HeldCodes | None = None
 
 
 def quant_linear(
@@ -148,6 +151,10 @@ class Saved(NamedTuple):
         scale = Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
         return Quantizer(scale, spec, self.weight.dtype)
 
+    def unpacked(self, plan: Plan) -> "Saved":
+        """With the codes that the weight holds."""
+        return self if plan.held is None else self._replace(weight_codes=plan.held.unpack(self.weight))
+
     def input_quantizer(self, spec: TensorSpec) -> Quantizer:
         return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
 
@@ -171,11 +178,12 @@ class QuantLinearFunction(torch.autograd.Function):
         inputs = (given.input_s0, given.input_theta, kept_x, given.mask)
         saved = Saved(given.weight, *scale, given.weight_codes, *inputs, given.offsets)
         ctx.save_for_backward(*saved)
+        saved = saved.unpacked(plan)
         ctx.plan, ctx.input_shape = plan, given.x.shape
         if plan.fp8_gemm:
             return _product_of_codes(plan, saved, given.codes, given.bias)
         quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
-        used_weight = _used_weight(given.weight, quantizer, given.weight_codes)
+        used_weight = _used_weight(given.weight, quantizer, saved.weight_codes)
         # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed. It
         # knows no meta device, on which nothing is computed.
         device = given.x.device.type
@@ -189,7 +197,7 @@ class QuantLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         needs = Arguments(*ctx.needs_input_grad[1:])
-        saved = Saved(*ctx.saved_tensors)  # once: activation checkpointing drops a tensor when it is unpacked
+        saved = Saved(*ctx.saved_tensors).unpacked(ctx.plan)  # once: activation checkpointing drops what was asked for
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
         if needs.x or (needs.input_theta and ctx.plan.input is not None):

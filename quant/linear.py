@@ -14,6 +14,7 @@ from quant import gemm, kernels
 from quant.adapter import Adapter
 from quant.experts import StackedLinear
 from quant.function import Plan, UsedWeightFunction, quant_linear
+from quant.held import held_codes
 from quant.inputs import SharedInput
 from quant.observe import Observer
 from quant.scale import Quantizer, Scale
@@ -37,6 +38,7 @@ class QuantLayer(nn.Module):
         in_features, out_features: of one expert, where it is a stack.
         num_experts, projections: as in :class:`quant.experts.StackedLinear`; 0 and () where it is none.
         weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype; or ``[E, out, in]`` and None.
+        held: how ``weight`` holds its codes instead; None where it does not.
         weight_s0, weight_global, input_s0: frozen fp32 scales, NaN until filled; ``weight_global`` is None but for
             weights with e4m3 scales, ``input_s0`` where no scale of the input is stored.
         weight_zero: the frozen zero points of the weight, fp32, NaN until filled; None where it is symmetric.
@@ -99,6 +101,7 @@ class QuantLayer(nn.Module):
         self.scheme = scheme
         assert isinstance(replaced.weight, nn.Parameter)
         self.weight = replaced.weight
+        self.held = held_codes(replaced.weight)
         self.bias = getattr(replaced, "bias", None)
         parts = (*weight, *((None, None) if input is None else input[:2]))
         for name, part in zip(SCALE_PARAMETERS, parts, strict=True):
@@ -147,7 +150,8 @@ class QuantLayer(nn.Module):
 
     def merged_weight(self) -> Tensor:
         """What is quantised: the weight, with an adapter that is merged; without a gradient. Parameters gathered."""
-        return self.weight.detach() if self.adapter is None else self.adapter.merged(self.weight)
+        weight = self.weight if self.held is None else self.held.values(self.weight, self._weight_quantizer())
+        return weight.detach() if self.adapter is None else self.adapter.merged(weight)
 
     @torch.no_grad()
     def quantised_weight(self) -> Tensor:
@@ -234,15 +238,16 @@ class QuantLinear(QuantLayer):
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
         learns = torch.is_grad_enabled() and (self.weight_theta is not None or self.input_theta is not None)
-        if not (self.weight_fake_quant or self.input_fake_quant or learns or self.adapter is not None):
+        if not (self.weight_fake_quant or self.input_fake_quant or learns or self.adapter or self.held):
             return gemm.linear(x, self.weight, self.bias, offsets)
         self._check_scale_dtypes()
         plan = Plan(
-            weight=self.scheme.weights if self.weight_fake_quant else None,
+            weight=self.scheme.weights if self.weight_fake_quant or self.held is not None else None,
             input=self.scheme.activations if self.input_fake_quant else None,
             weight_numel=self.weight_numel,
             input_numel=self.in_features,
             fp8_gemm=self.fp8_gemm and self.weight_fake_quant and self.input_fake_quant,
+            held=self.held,
         )
         return quant_linear(
             x,

@@ -40,7 +40,7 @@ STAYS = {
         "signed_scales",
     ],
     "learnable": ["weight", "embedding", "weight_scale", "act_scale", "norm", "router", "freeze"],
-    "adapter": ["kind", "merge", "rank", "alpha", "rslora", "targets", "ranks"],
+    "adapter": ["kind", "merge", "base", "rank", "alpha", "rslora", "targets", "ranks"],
 }
 # These are followed as they are given: rates, losses and events from here on; how the same is computed; where files
 # lie; what is measured, written and kept; first scales, which the checkpoint has. Rows per step (data.micro_batch_size,

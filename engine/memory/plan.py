@@ -91,7 +91,7 @@ class Planner:
         self.teacher: MetaTeacher | None = meta_teacher(recipe)
         layers = self.student.quantization.layers.values()
         inventory = take_inventory(self.student.model, recipe.optim)
-        codes = sum(layer.weight.numel() for layer in layers)
+        codes = sum(layer.weight.numel() for layer in layers if layer.held is None)
         self.inventory: Inventory = dataclasses.replace(inventory, quantised=codes)
         self._coded: CodedWeights | None = None
         if recipe.quant.gather_codes and not recipe.never_quantises():

@@ -122,11 +122,10 @@ class FakeQuant:
         if self.session.recipe.quant.scales_follow_weights:
             follow_weights(self.quantization)
             weights_changed(self.session.model)
-        moves = self.session.recipe.changes_model()
         active = self._active()
         for kind, group in THETA_GROUPS.items():
             self.scale_steps[group] += bool(active[kind])
-            if moves:  # else the model stays what the scales were measured on
+            if self.session.recipe.outgrows(kind):
                 self.stale[kind] |= set(self._groups(kind)) - active[kind]
 
     def calibrate(self, batches: Iterable[MicroBatch]) -> None:

@@ -52,6 +52,31 @@ RULES_OF_ADAPTERS = (
         found="more than adapters learns",
     ),
     Rule(
+        "codes are the base of an adapter beside them",
+        "adapter.base",
+        lambda r: r.adapter.base == "codes" and not r.adapter.beside,
+        "weights, or adapter.kind lora with adapter.merge false: a sum with an adapter has other codes",
+    ),
+    Rule(
+        "codes come from the checkpoint that is read",
+        "adapter.base",
+        lambda r: r.adapter.base == "codes" and (r.quant.start or r.quant.scales),
+        "weights with quant.start or quant.scales; or codes with a quantised model.path alone, which has its scales",
+    ),
+    Rule(
+        "codes are of the scales that they have",
+        "adapter.base",
+        lambda r: r.adapter.base == "codes" and (r.quant.fake_quant_start != 0 or r.quant.scales_follow_weights),
+        "weights; or codes with quant.fake_quant_start 0 and quant.scales_follow_weights false: weights that scales "
+        "could be measured from are not there",
+    ),
+    Rule(
+        "codes have no error that an adapter could hold",
+        "adapter.init",
+        lambda r: r.adapter.base == "codes" and r.adapter.init == "error",
+        "zeros with adapter.base codes: the weights are what the codes stand for",
+    ),
+    Rule(
         "readers multiply every adapter of a folder by lora_alpha / r",
         "adapter.ranks",
         lambda r: r.adapter.beside and r.adapter.ranks,

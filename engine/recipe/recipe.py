@@ -91,10 +91,11 @@ class Recipe:
         """Whether fake quant is off from the first step to the last: nothing in the recipe switches it on."""
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
 
-    def changes_model(self) -> bool:
-        """Whether training changes what the model computes without fake quant, so that scales of an earlier step are
-        those of another model."""
-        return any((self.learnable.weight, self.learnable.norm, self.learnable.router, self.adapter.on))
+    def outgrows(self, kind: str) -> bool:
+        """Whether resting scales of a kind (weight, input) come to be those of another model while it trains. The
+        weights beside which adapters stay are what they were."""
+        learn, stays = self.learnable, kind == "weight" and self.adapter.beside
+        return not stays and any((learn.weight, learn.norm, learn.router, self.adapter.on))
 
     def validate(self) -> None:
         """Check every value, and values against each other; no file is touched. Call it again after an assignment.

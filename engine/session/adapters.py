@@ -14,11 +14,13 @@ from data.teacher_cache import digest_of_checkpoint
 from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.recipe import Recipe
 from model.peft import PeftSource, read_adapter
+from model.quantised.config import is_quantised
 from model.ranks import listed, say
 from quant import Quantization, QuantLinear, Scheme
 from quant.adapter import Adapter, AdapterBeside
 from quant.experts import StackedLinear, linears_of
-from quant.rules import assign, examples
+from quant.held import hold_codes
+from quant.rules import assign, examples, schemes_of_layers
 
 
 def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
@@ -55,6 +57,33 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
         raise ValueError("adapter.targets: " + "\nadapter.targets: ".join(problems))
     if adapter.start is not None:
         _check_start(recipe, model, {name: layers[name] for name in ranks}, ranks)
+
+
+def hold_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
+    """Have the weights of all layers that will be quantised, but lm_head and embeddings, held as codes.
+
+    Args:
+        recipe, model, exempt, named: of :func:`check_adapters`; parameters are on the meta device.
+
+    Raises:
+        ValueError: ``model.path`` is not quantised, or a layer's codes cannot be held.
+    """
+    if not is_quantised(Path(recipe.model.path)):
+        raise ValueError(
+            f"adapter.base: codes: model.path {recipe.model.path!r} is not quantised. launch/calibrate.py or "
+            "launch/export.py quantise it; or set adapter.base to weights"
+        )
+    modules, head = dict(model.named_modules()), model.get_output_embeddings()
+    chosen = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named).schemes
+    users = Counter(id(own) for module in modules.values() for own in module.parameters(recurse=False))
+    for name, scheme in schemes_of_layers(chosen, modules).items():
+        layer = modules[name]
+        if layer is head or isinstance(layer, nn.Embedding) or users[id(layer.weight)] > 1:
+            continue
+        try:
+            hold_codes(layer, scheme.weights, tuple(layer.weight.shape))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
 
 def _check_start(

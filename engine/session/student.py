@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.recipe.quant import SOURCE
 from engine.recipe.recipe import Recipe
-from engine.session.adapters import add_adapters, check_adapters
+from engine.session.adapters import add_adapters, check_adapters, hold_base
 from engine.session.context import DTYPES
 from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.build import build_model
@@ -30,6 +30,7 @@ from model.ranks import errors_on_all_ranks, listed, say
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import full_shape, partition_new_parameters, stage
 from quant import Quantization, Scheme, prepare
+from quant.held import as_weight
 
 # To round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
@@ -62,11 +63,8 @@ def build_student(
 def empty_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, dict[str, Scheme]]:
-    """Build the student without its weights.
-
-    Returns:
-        The model, and the schemes that the recipe gives to lm_head and embeddings, by their names in the model.
-    """
+    """Build the student without its weights, and find the schemes that the recipe gives to lm_head and embeddings, by
+    their names in the model."""
     model = build_model(
         recipe.model.path,
         ds_config,
@@ -75,6 +73,7 @@ def empty_student(
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation,
         experts=recipe.model.experts,
+        hold=partial(_hold, recipe) if recipe.adapter.base == "codes" else None,
     )
     with errors_on_all_ranks(ValueError):  # before the weights are read
         named = _named_schemes(recipe, model)
@@ -85,6 +84,10 @@ def empty_student(
         if recipe.adapter.on:
             check_adapters(recipe, model, _exempt(recipe, model), named)
     return model, named
+
+
+def _hold(recipe: Recipe, model: PreTrainedModel) -> None:
+    hold_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))
 
 
 def quantise_student(
@@ -122,7 +125,7 @@ def quantise_student(
         # Weights stay resident and several micro-batches use them: they are quantised once per optimizer step. The
         # codes take a byte per weight. Under stage 3 a weight is there only while its layer runs.
         for layer in quantization.layers.values():
-            layer.keeps_weight_codes = True
+            layer.keeps_weight_codes = layer.held is None
     return quantization
 
 
@@ -147,11 +150,8 @@ def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
-    """Fill every weight scale, and the activation scales that the recipe names a source for; a collective.
-
-    Returns:
-        Owners of the input groups whose scales remain to be calibrated in place.
-    """
+    """Fill every weight scale, and the activation scales that the recipe names a source for; a collective. Returns the
+    owners of the input groups whose scales remain to be calibrated in place."""
     start, scales, inside = recipe.quant.start, recipe.quant.scales, recipe.quant.start_inside
     if start or scales or is_quantised(Path(recipe.model.path)):
         read = partial(take_start, inside=inside) if start else load_scales if scales else take_scales
@@ -268,7 +268,7 @@ def quantised_share(model: PreTrainedModel, quantization: Quantization) -> Quant
     counts = dict.fromkeys(("attention", "MLP", "experts", "other"), (0, 0))
     left_out: Counter[str] = Counter()
     for owned in classify(model):
-        shape = full_shape(owned.parameter)
+        shape = full_shape(as_weight(owned.parameter))
         if owned.kind != "weight" or len(shape) < 2:
             continue
         kind, numel, done = _kind_of_matrix(owned.name, modules), shape.numel(), id(owned.parameter) in quantised

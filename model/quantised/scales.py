@@ -57,6 +57,7 @@ def take_scales(
         for scale in arranged.inputs:
             for one in (one for of_layer in scale.layers for one in of_layer):
                 check_scale(one.key, one.value, one.shape, scale.group)
+        _check_held(quantization, taken, _merged(arranged))
         missing_inputs = [scale.group.owner for scale in arranged.inputs if not scale.layers]
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
@@ -95,6 +96,18 @@ def _taken(
             for name in above.members:
                 found.pop(name, None)
     return found
+
+
+def _check_held(quantization: Quantization, taken: Iterable[str], merged: Sequence[str]) -> None:
+    """Refuse another scale for codes that are held than the file's: they would stand for other weights."""
+    layers, groups = quantization.layers, (*quantization.weight_groups, *quantization.global_groups)
+    weights = {group.owner for group in quantization.weight_groups}
+    other = [group for group in groups if group.owner in merged or group.owner in weights - {*taken}]
+    if names := [name for group in other for name in group.members if layers[name].held is not None]:
+        raise ValueError(
+            f"adapter.base: codes: {listed(names, 3)} do not have the scales of the checkpoint here, which are several "
+            "where there is one, or are missing: set adapter.base to weights"
+        )
 
 
 def _merged(arranged: ArrangedScales) -> list[str]:

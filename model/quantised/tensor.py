@@ -74,12 +74,19 @@ class CodedTensor:
         """
         columns = self.shape[1]
         for rows in row_chunks(start, start + count, columns):
-            codes, quantizer = self.rows(reader, rows, dtype, device)
-            values = kernels.dequantize(codes, quantizer)
-            again, _ = kernels.quantize(values, quantizer)
-            self._check(codes, again, values, dtype)
+            _, values = self.checked_rows(reader, rows, dtype, device)
             low, high = max(start, rows.start * columns), min(start + count, rows.stop * columns)
             yield low - start, values.view(-1)[low - rows.start * columns : high - rows.start * columns]
+
+    def checked_rows(
+        self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The codes of some rows, one by one, and their values in ``dtype``; with the errors of :meth:`values`."""
+        codes, quantizer = self.rows(reader, rows, dtype, device)
+        values = kernels.dequantize(codes, quantizer)
+        again, _ = kernels.quantize(values, quantizer)
+        self._check(codes, again, values, dtype)
+        return codes, values
 
     def rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
         """The codes of some rows, one by one, and what they are quantised with."""

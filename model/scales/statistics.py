@@ -78,7 +78,10 @@ def input_scales(quantization: Quantization) -> dict[str, float]:
 
 
 def _local_sums(layer: QuantLayer) -> Tensor:
-    """Clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the CPU."""
+    """Clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the CPU; zeros where the
+    weight is held as codes, and lies on the grid."""
+    if layer.held is not None:
+        return torch.zeros(3, dtype=torch.float64)
     start, local = local_weight(layer)
     spec, shape = layer.scheme.weights, layer.weight_shape
     # An offloaded partition is on the CPU, what is gathered on the GPU.

@@ -71,6 +71,7 @@ class _One(nn.Module):
         super().__init__()
         empty = torch.empty(like.shape, dtype=like.dtype, device=device)
         self.weight = Parameter(empty, requires_grad=like.requires_grad)
+        self.weight.__dict__.update(like.__dict__)  # what it holds (quant.held)
 
 
 def materialise(model: nn.Module, ds_config: DsConfig, device: torch.device) -> None:

@@ -199,3 +199,34 @@ def test_adapters(tmp_path: Path) -> None:
     run_ranks(SCRIPT, *map(str, paths))
     for path in paths:
         compare(path)
+
+
+@pytest.mark.full
+def test_a_base_that_is_held_as_codes(tmp_path: Path) -> None:
+    """On stages 1 and 3, of int4 in groups of 32: half a byte per weight and four for each scale; and as many
+    collectives as of the same base in bf16, or fewer. An optimizer that has nothing to update hides nothing."""
+    checkpoint(tmp_path / "dense", "dense")
+    sections = {
+        "quant": {"scheme": "source", "initial_input_scale": None},
+        "learnable": {"weight": False, "weight_scale": False},
+        "export": {"format": "peft"},
+    }
+    paths = {}
+    for base in ("weights", "codes"):
+        adapter = {"kind": "lora", "rank": 8, "merge": False, "base": base}
+        coded(tmp_path / "dense", tmp_path / base / "coded")
+        for stage in (1, 3):
+            paths[base, stage] = recipe(tmp_path / base, "coded", stage, {**sections, "adapter": adapter})
+    run_ranks(SCRIPT, *map(str, paths.values()))
+    for path in paths.values():
+        compare(path)
+    config = Qwen3Config(intermediate_size=416, **SIZES)
+    attention, hidden = config.num_attention_heads * config.head_dim, config.hidden_size
+    pairs = config.num_key_value_heads * config.head_dim
+    quantised = 4 * hidden * (2 * attention + 2 * pairs + 3 * config.intermediate_size)
+    for stage, ranks in ((1, 1), (3, 2)):
+        weights, codes = (measured(paths[base, stage]) for base in ("weights", "codes"))
+        saved = weights["items"]["parameters"] - codes["items"]["parameters"]
+        assert saved == pytest.approx(1.5 * quantised / ranks, rel=0.001)
+        for kind, count in sent(codes["collectives"])[0].items():
+            assert count <= sent(weights["collectives"])[0][kind], kind

@@ -166,6 +166,18 @@ def used_weights(loop: Loop, seen: dict[str, Any]) -> None:
                     seen["scales"][part.name] = part.scale(layer.weight_scale(), layer.scheme.weights).clone()
 
 
+def held(loop: Loop, seen: dict[str, Any]) -> None:
+    """What each Linear multiplies with, the bytes that this rank holds of each Parameter, and the bits of codes."""
+    used_weights(loop, seen)
+
+    @loop.every(1)
+    def sizes(state: LoopState) -> None:
+        named = dict(state.model.named_parameters())
+        seen["bytes"] = {name: getattr(own, "ds_tensor", own).nbytes for name, own in named.items()}
+        layers = state.session.quantization.layers.items()
+        seen["bits"] = {f"{name}.weight": one.scheme.weights.bits for name, one in layers if one.held is not None}
+
+
 ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
     action.__name__: action
     for action in (
@@ -178,6 +190,7 @@ ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
         rank_1_without_targets,
         user,
         used_weights,
+        held,
         keep_evaluations,
     )
 }

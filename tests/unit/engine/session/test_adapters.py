@@ -10,8 +10,13 @@ from safetensors.torch import load_file, save_file
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
-from engine.session.student import build_student, empty_student
+from engine.session.student import build_student, empty_student, initial_scales
+from model.build import build_model
+from model.load import load_weights
 from model.ranks import RankError
+from model.save import export_model
+from model.scales import renew_weight_scales
+from quant import SCHEMES, prepare
 from tests.tiny import tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -179,6 +184,30 @@ CONTRADICTIONS = [
         {"adapter": BESIDE, **FROZEN, "export": {"format": "mlx"}},
         "export.format: 'mlx', expected one of compressed, vllm_fp8, dequantized, peft with adapter.merge false",
     ),
+    (
+        {"adapter": {"kind": "lora", "base": "codes"}},
+        "adapter.base: 'codes', expected weights, or adapter.kind lora with",
+    ),
+    (
+        {"adapter": {**BESIDE, "base": "nf4"}, **FROZEN},
+        "adapter.base: Expected one of ['weights', 'codes']. Got value: nf4",
+    ),
+    *(
+        (
+            {"adapter": {**BESIDE, "base": "codes"}, **FROZEN, "quant": {"scheme": "w4a16_g32", **quant}},
+            f"adapter.base: 'codes', expected weights{said}",
+        )
+        for quant, said in (
+            ({"start": "a"}, " with quant.start or quant.scales"),
+            ({"scales": "a"}, " with quant.start or quant.scales"),
+            ({"fake_quant_start": 2}, "; or codes with quant.fake_quant_start 0"),
+            ({"scales_follow_weights": True, "weight_range": "absmax"}, "; or codes with quant.fake_quant_start 0"),
+        )
+    ),
+    (
+        {"adapter": {**BESIDE, "base": "codes", "init": "error"}, **FROZEN},
+        "adapter.init: 'error', expected zeros with adapter.base codes",
+    ),
     ({"export": {"format": "peft"}}, "export.format: 'peft', expected another format, or adapter.kind lora with"),
 ]
 
@@ -188,6 +217,39 @@ def test_knobs_that_do_not_go_together(tmp_path, sections, said):
     with pytest.raises(RecipeError) as refused:
         recipe(tmp_path, Path("model"), **sections)
     assert said in str(refused.value)
+
+
+def quantised(source: Path, directory: Path, scheme: str) -> Path:
+    """The checkpoint in a scheme."""
+    model = build_model(source, DS_CONFIG, dtype=torch.bfloat16, device=CPU)
+    load_weights(model, source, progress=False)
+    quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=False, learn_input_scale=False)
+    renew_weight_scales(quantization)
+    export_model(model, quantization, source, directory)
+    return directory
+
+
+def test_a_base_that_codes_do_not_say_is_refused(tmp_path, checkpoints):
+    """Weights not quantised, or otherwise; and scales of which one would take the place of several."""
+    base = {**BESIDE, "rank": 4, "base": "codes"}
+    path = quantised(checkpoints["qwen3"], tmp_path / "nvfp4", "nvfp4")
+    settings = recipe(tmp_path, path, base, **FROZEN, quant={"scheme": "source"})
+    model, quantization = build_student(settings, DS_CONFIG, CPU)
+    initial_scales(settings, model, quantization)
+    assert all(layer.held is not None for layer in quantization.layers.values())
+
+    with pytest.raises(RankError, match=r"adapter.base: codes: model.path .* is not quantised"):
+        empty_student(recipe(tmp_path, checkpoints["qwen3"], base, **FROZEN), DS_CONFIG, CPU)
+    other = recipe(tmp_path, path, base, **FROZEN, quant={"scheme": "w4a16_g32"})
+    with pytest.raises(RankError, match=r"adapter.base: codes: .*weight is quantised as .*set quant.scheme to source"):
+        build_student(other, DS_CONFIG, CPU)
+
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight_global_scale"] *= 2
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    model, quantization = build_student(settings, DS_CONFIG, CPU)
+    with pytest.raises(RankError, match=r"adapter.base: codes: .*layers.1.self_attn.k_proj.* do not have the scales"):
+        initial_scales(settings, model, quantization)
 
 
 def folder(directory: Path, base: Path, rank: int = 4, alpha: float = 32.0, only: str = "_proj") -> Path:

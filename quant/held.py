@@ -1,0 +1,108 @@
+"""Frozen weights that are held as their packed codes (``adapter.base: codes``): half a byte per weight at four bits.
+
+A layer that never changes its weight, and always quantises it, needs no more of it than the codes. They lie in a
+Parameter in place of the weight, one row of codes behind another, each packed as :mod:`quant.export` packs it. The
+Parameter says that it has the model's dtype, although nobody reads it as such: an element of two bytes holds four codes
+of four bits. DeepSpeed gathers a list of parameters in one collective per dtype. Bytes of a dtype of their own would
+cost another collective for each list; under the model's dtype they travel, are saved and are offloaded beside the other
+parameters, and are copied as they are. Nothing may compute with them.
+
+The layer unpacks the codes while it runs and multiplies what they stand for, ``code * scale``. Those are the bits of a
+forward that quantises the weight itself, if the weight has the same codes.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quant import kernels
+from quant.packing import pack_int32, pack_nibbles, packed_columns, unpack_int32
+from quant.scale import Quantizer
+from quant.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class HeldCodes:
+    """How a Parameter holds the codes of a weight; its attribute ``held``.
+
+    Attributes:
+        spec: the weight's number format.
+        shape: of the weight, ``(out, in)`` or ``(E, out, in)``.
+    """
+
+    spec: TensorSpec
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's codes."""
+        columns = self.shape[-1]
+        if self.spec.dtype == "int":
+            return 4 * packed_columns(columns, self.spec.bits)
+        return columns if self.spec.dtype == "fp8_e4m3" else columns // 2
+
+    def packed_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """Shape of the Parameter in the model's dtype: that of the weight with shorter rows.
+
+        Raises:
+            ValueError: the codes of a row do not fill whole elements.
+        """
+        if self.row_bytes % dtype.itemsize:
+            raise ValueError(
+                f"adapter.base: codes: the {self.row_bytes} bytes of codes in a row of {list(self.shape)} do not fill "
+                f"whole elements of {dtype}: set adapter.base to weights"
+            )
+        return (*self.shape[:-1], self.row_bytes // dtype.itemsize)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """The bytes ``[rows, row_bytes]``, uint8, of rows of codes ``[rows, in]``, one by one."""
+        if self.spec.dtype == "int":
+            return pack_int32(codes, self.spec.bits).view(torch.uint8)
+        return codes.view(torch.uint8) if self.spec.dtype == "fp8_e4m3" else pack_nibbles(codes)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The codes, in the weight's shape, of a gathered Parameter: int8, ``float8_e4m3fn``, or uint8 of e2m1."""
+        rows, columns = packed.detach().view(torch.uint8).view(-1, self.row_bytes), self.shape[-1]
+        if self.spec.dtype == "fp8_e4m3":
+            return rows.view(torch.float8_e4m3fn).view(self.shape)
+        bits = self.spec.bits
+        if 8 % bits:  # codes straddle bytes
+            return unpack_int32(rows.view(torch.int32), bits, columns).view(self.shape)
+        # By bytes, not by words: what is made on the way has a byte per code, and not four.
+        places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+        codes = (rows.unsqueeze(-1) >> places) & ((1 << bits) - 1)
+        codes = codes.flatten(1)[:, :columns]
+        if self.spec.dtype == "int":
+            codes = codes.view(torch.int8) - (1 << (bits - 1)) if bits < 8 else (codes ^ 128).view(torch.int8)
+        return codes.reshape(self.shape)
+
+    def values(self, packed: Tensor, quantizer: Quantizer) -> Tensor:
+        """The weight that a gathered Parameter stands for, in the model's dtype."""
+        return kernels.dequantize(self.unpack(packed), quantizer)
+
+
+def as_weight(parameter: Tensor) -> Tensor:
+    """The Parameter itself, or, where it holds codes, a meta tensor like their weight."""
+    held = held_codes(parameter)
+    return parameter if held is None else torch.empty(held.shape, dtype=parameter.dtype, device="meta")
+
+
+def held_codes(parameter: Tensor) -> HeldCodes | None:
+    """How a Parameter holds codes; None where it is what it says."""
+    held: HeldCodes | None = getattr(parameter, "held", None)
+    return held
+
+
+def hold_codes(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+    """Make the weight of a Linear, or of a stack of them, on the meta device a Parameter for its codes.
+
+    Raises:
+        ValueError: of :meth:`HeldCodes.packed_shape`.
+    """
+    weight, held = layer.weight, HeldCodes(spec, shape)
+    assert isinstance(weight, nn.Parameter) and weight.is_meta and math.prod(shape) == weight.numel()
+    packed = torch.empty(held.packed_shape(weight.dtype), dtype=weight.dtype, device="meta")
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    layer.weight.held = held  # type: ignore[attr-defined]

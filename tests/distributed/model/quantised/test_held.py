@@ -1,0 +1,153 @@
+"""Adapters beside a base that is held as codes, on two ranks: against the same base held in the model's dtype."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.engine.test_adapters import MIXED
+from tests.distributed.launcher import run_ranks
+from tests.distributed.model.save.test_adapter import BESIDE, SCRIPT
+from tests.distributed.plain import load_result
+from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
+from tests.tiny import tiny_checkpoint
+
+TRAIN = {**BESIDE["train"], "quant_stats_every": 2}
+MAKE = {"train": {"steps": 2, "gradient_accumulation_steps": 1}}
+ATTENTION = {"targets": [".*self_attn.*"]}
+CODES = {"adapter": {"base": "codes"}}
+SOURCE = {"quant": {"scheme": "source"}}
+SELF = {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}
+# Fake quant rests for a step: the weights' scales stay those of the codes.
+RESTS = {"schedule": [{"at": 1, "fake_quant": False}, {"at": 2, "fake_quant": True}]}
+TWO = {"train": {**TRAIN, "steps": 2, "checkpoint_every": 2}}
+# name: the checkpoint or the run whose export is read, stage, dtype, what the recipe has beside BESIDE.
+RUNS = {
+    "mixed": ("qwen3", 3, "bfloat16", {"quant": MIXED, **MAKE}),
+    "experts": ("qwen3_moe", 3, "bfloat16", {"adapter": ATTENTION, **MAKE}),
+    "mixed_weights_3": ("mixed", 3, "bfloat16", {**SOURCE, **SELF}),
+    "mixed_codes_3": ("mixed", 3, "bfloat16", {**SOURCE, **SELF, **CODES}),
+    "mixed_begun_3": ("mixed", 3, "bfloat16", {**SOURCE, **SELF, **CODES, **TWO}),
+    "mixed_weights_2": ("mixed", 2, "float32", {**SOURCE, **RESTS}),
+    "mixed_codes_2": ("mixed", 2, "float32", {**SOURCE, **RESTS, **CODES}),
+    "experts_weights_3": ("experts", 3, "bfloat16", {**SOURCE, "adapter": ATTENTION}),
+    "experts_codes_3": (
+        "experts",
+        3,
+        "bfloat16",
+        {
+            **SOURCE,
+            "adapter": {**ATTENTION, **CODES["adapter"]},
+            "model": {"load": "rank0"},
+            "train": {**TRAIN, "activation_checkpointing": True},
+        },
+    ),
+}
+PAIRS = ("mixed_{}_3", "mixed_{}_2", "experts_{}_3")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, Path]:
+    """One job for all of them."""
+    directory = tmp_path_factory.mktemp("held")
+    models = {kind: tiny_checkpoint(directory / kind, kind, even=True) for kind in ("qwen3", "qwen3_moe")}
+    models |= {name: directory / name / "export" for name in RUNS}
+    chats = write_chats(directory / "chats.jsonl")
+    written = {}
+
+    def write(name: str, source: str, stage: int, dtype: str, sections: dict, **others: str) -> None:
+        whole = {**BESIDE, "train": TRAIN, **sections, **others}
+        for section in ("adapter", "quant"):
+            whole[section] = {**BESIDE[section], **sections.get(section, {})}
+        written[name] = write_recipe(directory, name, models[source], chats, stage=stage, dtype=dtype, **whole)
+
+    for name, (source, stage, dtype, sections) in RUNS.items():
+        write(name, source, stage, dtype, sections)
+    source, stage, dtype, sections = RUNS["mixed_codes_3"]
+    train = {**TRAIN, "checkpoint_every": 2, "resume": True}
+    goes_on = {**sections, "train": train, "export": {"enabled": True, "dir": str(directory / "resumed")}}
+    write("resumed", source, stage, dtype, goes_on, output_dir=str(directory / "mixed_begun_3"))
+    run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
+    return written
+
+
+def both(paths: dict[str, Path], pair: str) -> tuple[dict, dict]:
+    """What came of the runs whose base is in the model's dtype, and in codes."""
+    weights, codes = (load_result(paths[pair.format(base)]) for base in ("weights", "codes"))
+    return weights, codes
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_training_is_that_beside_the_base_in_the_models_dtype(paths, pair):
+    """Every loss, every adapter and scale, and what each layer multiplies, bit for bit."""
+    weights, codes = both(paths, pair)
+    assert weights["losses"] == codes["losses"] and weights["norms"] == codes["norms"]
+    assert weights["weights"].keys() == codes["weights"].keys()
+    held = [name for name, value in codes["weights"].items() if value.shape != weights["weights"][name].shape]
+    assert {name.rpartition(".")[2] for name in held} == {"weight"} and len(held) >= 7
+    for name in codes["weights"].keys() - held:
+        assert torch.equal(weights["weights"][name], codes["weights"][name]), name
+    assert any(value.any() for name, value in codes["weights"].items() if name.endswith("lora_b"))
+    for name, used in weights["seen"]["used"].items():
+        assert torch.equal(used, codes["seen"]["used"][name]), name
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_export_is_that_of_the_base_in_the_models_dtype(paths, pair):
+    """Byte for byte, and the base of it is the checkpoint that was read."""
+    weights, codes = (paths[pair.format(base)].with_suffix("") / "export" for base in ("weights", "codes"))
+    source = paths[pair.partition("_")[0]].with_suffix("") / "export"
+    assert (weights / "model.safetensors").read_bytes() == (codes / "model.safetensors").read_bytes()
+    if "2" not in pair:  # in fp32 what is not quantised there is written in fp32
+        assert (source / "model.safetensors").read_bytes() == (codes / "model.safetensors").read_bytes()
+    adapters = [load_file(one / "adapter" / "adapter_model.safetensors") for one in (weights, codes)]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(value, adapters[1][key]) for key, value in adapters[0].items())
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_rank_holds_the_bytes_of_its_codes(paths, pair):
+    """Of each weight, by arithmetic; and nothing else is another size."""
+    weights, codes = both(paths, pair)
+    ranks = 2 if "3" in pair else 1
+    total = {"weights": 0, "codes": 0}
+    for name, size in codes["seen"]["bytes"].items():
+        plain, bits = weights["seen"]["bytes"][name], codes["seen"]["bits"].get(name)
+        expected = plain
+        if bits is not None:
+            expected = weights["weights"][name].numel() * bits / 8 / ranks
+            total["weights"], total["codes"] = total["weights"] + plain, total["codes"] + size
+        assert size == pytest.approx(expected, abs=8), name
+    assert 0 < total["codes"] < total["weights"] / 2
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(paths):
+    straight, resumed = load_result(paths["mixed_codes_3"]), load_result(paths["mixed_begun_3"])
+    assert resumed["losses"] == straight["losses"][2:]
+    for name, value in straight["weights"].items():
+        assert torch.equal(value.view(torch.uint8), resumed["weights"][name].view(torch.uint8)), name
+
+
+@pytest.mark.full
+def test_other_configurations_train_as_beside_weights(tmp_path, paths):
+    """Offload of the optimizer and of parameters, and hpZ, whose copies of codes must be those of now."""
+    source = paths["mixed"].with_suffix("") / "export"
+    chats = write_chats(tmp_path / "chats.jsonl")
+    configurations = ("zero2_offload", "zero3_offload", "zero3_offload_param", "zero3_hpz")  # hpZ last
+    written = {}
+    for shipped in configurations:
+        ds_config = write_ds_config(tmp_path, f"every_{shipped}", shipped)
+        for base in ("weights", "codes"):
+            sections = {**BESIDE, "train": TRAIN, "deepspeed": ds_config, "export": {"enabled": False}}
+            sections |= {"adapter": {**BESIDE["adapter"], "base": base}, "quant": {"scheme": "source"}}
+            name = f"{base}_{shipped}"
+            written[name] = write_recipe(tmp_path, name, source, chats, stage=3, dtype="bfloat16", **sections)
+    run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
+    for shipped in configurations:
+        weights, codes = (load_result(written[f"{base}_{shipped}"]) for base in ("weights", "codes"))
+        assert weights["losses"] == codes["losses"] and codes["seen"]["bits"], shipped
+        for name, used in weights["seen"]["used"].items():
+            assert torch.equal(used, codes["seen"]["used"][name]), (shipped, name)
+        for name, value in codes["weights"].items():
+            assert "lora" not in name or torch.equal(weights["weights"][name], value), (shipped, name)
