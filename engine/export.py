@@ -144,6 +144,7 @@ def _adapter(session: Session, directory: Path) -> PeftFolder:
         session.quantization,
         alpha=recipe.adapter.alpha,
         rslora=recipe.adapter.rslora,
+        dropout=recipe.adapter.dropout,
         base_path=str(Path(recipe.model.path if alone else directory).resolve()),
         base=digest_of_checkpoint(recipe.model.path),
     )

@@ -79,8 +79,9 @@ class Adapter:
         """The layer's weight with the adapter, see :func:`merge`; the Parameters are gathered."""
         return merge(weight, self.lora_a, self.lora_b, self.scaling)
 
-    def apply(self, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        """Stands for ``QuantLinearFunction.apply``: takes the same, with the weight as it is without the adapter."""
+    def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
+        """Stands for ``QuantLinearFunction.apply``: takes the same, with the weight as it is without the adapter, after
+        whether the layer is in training mode."""
         output: Tensor = MergedLinearFunction.apply(self.scaling, self.lora_a, self.lora_b, plan, *tensors)
         return output
 
@@ -90,18 +91,30 @@ class AdapterBeside(Adapter):
 
     It reads the input before that is quantised, and adds in the order of operations that peft has, so that in one dtype
     the sums have the same bits.
+
+    Attributes:
+        dropout: the share of the input's elements that ``lora_a`` does not see in a forward of training, while those
+            that it sees are divided by ``1 - dropout``. The generator is torch's own, which activation checkpointing
+            sets back before it computes a layer again.
     """
 
     merges = False
+
+    def __init__(self, lora_a: nn.Parameter, lora_b: nn.Parameter, scaling: float, dropout: float = 0.0) -> None:
+        super().__init__(lora_a, lora_b, scaling)
+        self.dropout = dropout
 
     def merged(self, weight: Tensor) -> Tensor:
         """The weight itself."""
         return weight.detach()
 
-    def apply(self, plan: Plan, *tensors: Tensor | None) -> Tensor:
+    def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
         """Stands for ``QuantLinearFunction.apply``, of a layer that is no stack of experts."""
         output: Tensor = QuantLinearFunction.apply(plan, *tensors)
-        return output + F.linear(F.linear(Arguments(*tensors).x, self.lora_a), self.lora_b) * self.scaling
+        x = Arguments(*tensors).x
+        if training and self.dropout:
+            x = F.dropout(x, self.dropout)
+        return output + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scaling
 
 
 @contextmanager

@@ -6,6 +6,7 @@ structure: a schedule turns fake quantisation on in the middle of a run.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -259,7 +260,7 @@ class QuantLinear(QuantLayer):
             weight_codes=self._kept_weight_codes() if self.weight_fake_quant else None,
             shared=self.shared_input,
             offsets=offsets,
-            apply=None if self.adapter is None else self.adapter.apply,
+            apply=None if self.adapter is None else partial(self.adapter.apply, self.training),
         )
 
     def used_weight(self) -> Tensor:

@@ -49,7 +49,7 @@ MAY_CHANGE = {
     "": ["output_dir", "schedule", "deepspeed"],
     "data": ["eval", "micro_batch_size"],
     "model": ["path", "trust_remote_code", "attn_implementation", "load"],
-    "adapter": ["start", "init"],
+    "adapter": ["start", "init", "dropout"],
     "quant": [
         "scales",
         "start",

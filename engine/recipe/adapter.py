@@ -11,6 +11,8 @@ _RANKS = values(
     lambda ranks: all(rank >= 1 and not pattern_problem(pattern) for pattern, rank in ranks.items()),
 )
 
+_SHARE = values("a number of at least 0 and below 1", lambda share: 0 <= share < 1)
+
 
 @dataclass
 class AdapterRecipe:
@@ -37,6 +39,9 @@ class AdapterRecipe:
     """Strength: B A is multiplied by alpha / rank."""
     rslora: bool = False
     """true: B A is multiplied by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
+    dropout: float = field(default=0.0, metadata=_SHARE)
+    """Of an adapter that stays beside its weight: the share of the elements of A's input that are 0 in a step of
+    training, drawn anew for each layer; the others are divided by 1 - dropout. The weight reads the whole input."""
     targets: list[str] = field(default_factory=list, metadata=each(regex()))
     """Regexes; a quantised linear layer whose whole module name matches one gets an adapter. []: all but lm_head."""
     ranks: dict[str, int] = field(default_factory=dict, metadata=_RANKS)

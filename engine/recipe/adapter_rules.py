@@ -52,6 +52,12 @@ RULES_OF_ADAPTERS = (
         found="more than adapters learns",
     ),
     Rule(
+        "what is dropped is the input of an adapter beside its weight",
+        "adapter.dropout",
+        lambda r: r.adapter.dropout and not r.adapter.beside,
+        "0, or adapter.kind lora with adapter.merge false: an adapter that is merged has no input of its own",
+    ),
+    Rule(
         "codes are the base of an adapter beside them",
         "adapter.base",
         lambda r: r.adapter.base == "codes" and not r.adapter.beside,

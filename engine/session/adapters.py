@@ -16,6 +16,7 @@ from engine.recipe.recipe import Recipe
 from model.peft import PeftSource, read_adapter
 from model.quantised.config import is_quantised
 from model.ranks import listed, say
+from model.ranks import rank as this_rank
 from quant import Quantization, QuantLinear, Scheme
 from quant.adapter import Adapter, AdapterBeside
 from quant.experts import StackedLinear, linears_of
@@ -206,21 +207,32 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
     stack_of = {part.name: name for name, layer in layers.items() for part in linears_of(name, layer)}
     ranks = {stack_of[part]: rank for part, rank in chosen_ranks(recipe.adapter, list(stack_of)).items()}
     source = None if recipe.adapter.start is None else _source(recipe, model, stack_of)
-    kind, trained = (Adapter if recipe.adapter.merge else AdapterBeside), 0
+    kind, trained = (AdapterBeside if recipe.adapter.beside else Adapter), 0
     for name, rank in ranks.items():
         layer = layers[name]
         *stack, out_features, in_features = layer.weight_shape
         device, dtype = layer.weight.device, layer.weight.dtype
         lora_a = torch.empty(*stack, rank, in_features, dtype=dtype, device=device)
         if device.type != "meta":
-            seed = hashlib.blake2b(f"{recipe.train.seed} {name}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
+            generator = torch.Generator().manual_seed(_seed(recipe, name))
             drawn = torch.rand(lora_a.shape, generator=generator)
             lora_a.copy_((2 * drawn - 1) / in_features**0.5)
         lora_b = torch.zeros(*stack, out_features, rank, dtype=dtype, device=device)
         if source is not None and device.type != "meta":
             for own, found in zip((lora_a, lora_b), source.pair(name), strict=True):
                 own.copy_(found)
-        layer.attach_adapter(kind(nn.Parameter(lora_a), nn.Parameter(lora_b), recipe.adapter.scaling(rank)))
+        pair, scaling = (nn.Parameter(lora_a), nn.Parameter(lora_b)), recipe.adapter.scaling(rank)
+        dropout = [recipe.adapter.dropout] if recipe.adapter.beside else []
+        layer.attach_adapter(kind(*pair, scaling, *dropout))
         trained += lora_a.numel() + lora_b.numel()
+    if recipe.adapter.dropout:
+        # Ranks have drawn alike until here. Each drops elements of its own, or samples in the same place of a step
+        # would lose the same ones. A checkpoint keeps where each rank's generator is.
+        torch.manual_seed(_seed(recipe, f"dropout of rank {this_rank()}"))
     say(f"adapters: {len(ranks)} layers, {trained:,} parameters")
+
+
+def _seed(recipe: Recipe, drawn: str) -> int:
+    """The seed of what is drawn, by its name."""
+    digest = hashlib.blake2b(f"{recipe.train.seed} {drawn}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")

@@ -61,13 +61,20 @@ class PeftFolder:
 
 
 def collect_adapter(
-    model: PreTrainedModel, quantization: Quantization, *, alpha: float, rslora: bool, base_path: str, base: str
+    model: PreTrainedModel,
+    quantization: Quantization,
+    *,
+    alpha: float,
+    rslora: bool,
+    dropout: float,
+    base_path: str,
+    base: str,
 ) -> PeftFolder:
     """Gather the adapters that stay beside their weights to rank 0, in the model's dtype; a collective.
 
     Args:
         model, quantization: with adapters of one rank.
-        alpha, rslora: of the recipe.
+        alpha, rslora, dropout: of the recipe.
         base_path: the checkpoint that readers are told to put it on.
         base: that of :class:`PeftFolder`.
     """
@@ -90,7 +97,7 @@ def collect_adapter(
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "use_rslora": rslora,
-        "lora_dropout": 0.0,
+        "lora_dropout": dropout,
         "bias": "none",
         "target_modules": _targets(set(layers), linears, whole=not text_part(model)),
         "inference_mode": True,

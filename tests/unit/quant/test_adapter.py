@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from quant import get_scheme, prepare, weights_changed
-from quant.adapter import Adapter, merge
+from quant.adapter import Adapter, AdapterBeside, merge
 from quant.function import quant_linear
 from quant.reference import fake_quantize_tokens_backward, inside_range
 from quant.scale import Scale
@@ -39,7 +40,9 @@ class AdaptedCase(Case):
         return weight, None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
 
     def __call__(self):
-        return quant_linear(self.x, self.weight, self.bias, *self.scales(), self.plan, apply=self.adapter.apply)
+        return quant_linear(
+            self.x, self.weight, self.bias, *self.scales(), self.plan, apply=partial(self.adapter.apply, True)
+        )
 
     def merged(self):
         """The same Linear with the sum as the weight, which trains."""
@@ -159,7 +162,7 @@ def test_a_stack_is_its_experts(schemes, seed):
     offsets = torch.tensor([3, 3, 8], dtype=torch.int32)
     arguments = (None, scale, first.scales()[1], first.plan)
     expected = quant_linear(x, merged, *arguments, offsets=offsets)
-    output = quant_linear(x, weight, *arguments, offsets=offsets, apply=adapter.apply)
+    output = quant_linear(x, weight, *arguments, offsets=offsets, apply=partial(adapter.apply, True))
     assert torch.equal(output, expected)
     grad = torch.randn_like(output)
     of_x, of_theta, of_sum = torch.autograd.grad(expected, [x, scale.theta, merged], grad)
@@ -239,3 +242,35 @@ def test_checkpointed_and_without_tokens(seed):
     assert all(torch.equal(one, other) for one, other in zip(direct, again, strict=True))
     layer(x[:0]).sum().backward()
     assert not layer.lora_a.grad.any() and not layer.lora_b.grad.any()
+
+
+@pytest.mark.parametrize("dropout", (0.0, 0.3, 0.9))
+def test_dropout_is_on_the_input_of_a_alone(dropout, seed):
+    """As peft defines it, in training mode alone, and the same where activation checkpointing computes the layer again:
+    what is recomputed has the gradients of what was computed."""
+    quantization = prepare(
+        nn.Sequential(nn.Linear(64, 48)), get_scheme("w4a16_g32"), learn_weight_scale=False, learn_input_scale=False
+    )
+    (layer,) = quantization.layers.values()
+    layer.weight_s0.data.fill_(0.02)
+    lora_a, lora_b = (nn.Parameter(torch.randn(*size)) for size in ((4, 64), (48, 4)))
+    layer.attach_adapter(AdapterBeside(lora_a, lora_b, 0.5, dropout))
+    x = torch.randn(7, 64, requires_grad=True)
+    base = F.linear(x, layer.quantised_weight(), layer.bias)
+
+    torch.manual_seed(seed)
+    seen = F.dropout(x, dropout)
+    assert ((seen == 0).any() and not (seen == 0).all()) if dropout else torch.equal(seen, x)
+    torch.manual_seed(seed)
+    output = layer(x)
+    assert torch.equal(output, base + F.linear(F.linear(seen, lora_a), lora_b) * 0.5)
+    trained, direction = (x, lora_a, lora_b), torch.randn_like(output)
+    gradients = torch.autograd.grad(output, trained, direction)
+    torch.manual_seed(seed)
+    again = checkpoint(layer, x, use_reentrant=False)
+    torch.manual_seed(seed + 1)  # what comes between forward and backward does not show
+    for own, expected in zip(torch.autograd.grad(again, trained, direction), gradients, strict=True):
+        assert torch.equal(own, expected)
+
+    layer.eval()
+    assert torch.equal(layer(x), base + F.linear(F.linear(x, lora_a), lora_b) * 0.5)

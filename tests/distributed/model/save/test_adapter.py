@@ -53,6 +53,16 @@ RUNS = {
     ),
     "recomputed_3": ("qwen3", 3, "bfloat16", {"train": {**BESIDE["train"], "activation_checkpointing": True}}),
     "begun_3": ("qwen3", 3, "bfloat16", {"train": {**BESIDE["train"], "steps": 2, "checkpoint_every": 2}}),
+    "dropped_3": ("qwen3", 3, "bfloat16", {"adapter": {"dropout": 0.3}}),
+    "dropped_begun_3": (
+        "qwen3",
+        3,
+        "bfloat16",
+        {
+            "adapter": {"dropout": 0.3},
+            "train": {**BESIDE["train"], "activation_checkpointing": True, "steps": 2, "checkpoint_every": 2},
+        },
+    ),
     "self_2": ("qwen3", 2, "float32", {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}),
     "teacher_2": ("qwen3", 2, "float32", {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "{qwen3}"}}),
     "error_3": ("qwen3", 3, "bfloat16", {"adapter": {"init": "error", "rank": 16}, "optim": {"lr": 0.0}}),
@@ -78,12 +88,12 @@ def paths(tmp_path_factory) -> dict[str, Path]:
         if str(whole["loss"]["teacher"]) in models:
             whole["loss"]["teacher"] = str(models[whole["loss"]["teacher"]])
         written[name] = write_recipe(directory, name, models[kind], chats, stage=stage, dtype=dtype, **whole)
-    train = {**BESIDE["train"], "checkpoint_every": 2, "resume": True}
-    goes_on = {**BESIDE, "train": train, "export": {"enabled": True, "dir": str(directory / "resumed")}}
-    output = {"output_dir": str(directory / "begun_3")}
-    written["resumed_3"] = write_recipe(
-        directory, "resumed_3", models["qwen3"], chats, stage=3, dtype="bfloat16", **goes_on, **output
-    )
+    for begun, dropout in (("begun_3", 0.0), ("dropped_begun_3", 0.3)):
+        train = {**BESIDE["train"], "checkpoint_every": 2, "resume": True, "activation_checkpointing": dropout > 0}
+        goes_on = {**BESIDE, "train": train, "export": {"enabled": True, "dir": str(directory / f"{begun}_resumed")}}
+        goes_on |= {"adapter": {**BESIDE["adapter"], "dropout": dropout}, "output_dir": str(directory / begun)}
+        name = f"{begun}_resumed"
+        written[name] = write_recipe(directory, name, models["qwen3"], chats, stage=3, dtype="bfloat16", **goes_on)
     run_ranks(SCRIPT, *(f"used_weights:{path}" for path in written.values()))
     return written
 
@@ -125,6 +135,18 @@ def test_recomputed_layers_and_a_resumed_run_train_bit_for_bit_alike(paths):
     assert recomputed["losses"] == kept["losses"] and resumed["losses"] == kept["losses"][2:]
     for name, value in kept["weights"].items():
         assert torch.equal(value, recomputed["weights"][name]) and torch.equal(value, resumed["weights"][name]), name
+
+
+def test_dropout_is_the_same_where_layers_are_recomputed_and_a_run_is_resumed(paths):
+    """Of the first step, as B is 0 then, the losses are those without dropout; a reader is told the share."""
+    whole, dropped, resumed = (load_result(paths[name]) for name in ("int4_3", "dropped_3", "dropped_begun_3"))
+    assert resumed["losses"] == dropped["losses"][2:] and dropped["losses"][0] == whole["losses"][0]
+    assert dropped["losses"][1] != whole["losses"][1]
+    for name, value in dropped["weights"].items():
+        assert torch.equal(value, resumed["weights"][name]), name
+    for name, share in (("int4_3", 0.0), ("dropped_3", 0.3)):
+        config = json.loads((export_of(paths, name) / "adapter" / "adapter_config.json").read_text())
+        assert config["lora_dropout"] == share
 
 
 def test_the_base_without_adapter_is_the_teacher_that_it_was(paths):

@@ -185,6 +185,15 @@ CONTRADICTIONS = [
         "export.format: 'mlx', expected one of compressed, vllm_fp8, dequantized, peft with adapter.merge false",
     ),
     (
+        {"adapter": {"kind": "lora", "dropout": 0.1}},
+        "adapter.dropout: 0.1, expected 0, or adapter.kind lora with adapter.merge false",
+    ),
+    ({"adapter": {"dropout": 0.1}}, "adapter.dropout: 0.1, expected 0, or adapter.kind lora with adapter.merge false"),
+    *(
+        ({"adapter": {**BESIDE, "dropout": share}, **FROZEN}, f"adapter.dropout: {share}, expected a number of at")
+        for share in (1.0, -0.1, 1.5)
+    ),
+    (
         {"adapter": {"kind": "lora", "base": "codes"}},
         "adapter.base: 'codes', expected weights, or adapter.kind lora with",
     ),
@@ -217,6 +226,24 @@ def test_knobs_that_do_not_go_together(tmp_path, sections, said):
     with pytest.raises(RecipeError) as refused:
         recipe(tmp_path, Path("model"), **sections)
     assert said in str(refused.value)
+
+
+def test_ranks_drop_elements_of_their_own(tmp_path, checkpoints, monkeypatch):
+    """While they draw the same A; without dropout the generator is left where it was on every rank."""
+    choice = {**BESIDE, "rank": 4}
+    drawn = {}
+    for dropout in (0.0, 0.1):
+        settings = recipe(tmp_path, checkpoints["qwen3"], {**choice, "dropout": dropout}, **FROZEN)
+        for own in (0, 1):
+            monkeypatch.setattr("engine.session.adapters.this_rank", lambda own=own: own)
+            torch.manual_seed(3)
+            layers = adapters(settings)
+            drawn[dropout, own] = torch.rand(8), {name: layer.lora_a for name, layer in layers.items()}
+            assert {layer.adapter.dropout for layer in layers.values()} == {dropout}
+    for _, values in drawn.values():
+        assert all(torch.equal(value, drawn[0.0, 0][1][name]) for name, value in values.items())
+    assert torch.equal(drawn[0.0, 0][0], drawn[0.0, 1][0])
+    assert not torch.equal(drawn[0.1, 0][0], drawn[0.1, 1][0])
 
 
 def quantised(source: Path, directory: Path, scheme: str) -> Path:
