@@ -8,13 +8,13 @@ Facts of the format are those of peft 0.21.2 (``tuners/lora``): what is added to
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,6 +31,7 @@ KNOWN = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "bias", "init_lora_weights"),
     *("megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
+_LARGEST = float(torch.finfo(torch.float32).max)
 # Initialisations that leave the weights of the base as they are.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -54,9 +55,16 @@ class PeftSource:
     base: str | None
 
     def pair(self, name: str) -> tuple[Tensor, Tensor]:
-        """A and B of a module, as they are in the file."""
+        """A and B of a module, as they are in the file. Raises ValueError unless all are finite floats."""
         with safe_open(self.directory / WEIGHTS, "pt") as file:
-            a, b = (file.get_tensor(key) for key in self.keys[name])
+            found = {key: file.get_tensor(key) for key in self.keys[name]}
+        for key, tensor in found.items():
+            if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
+                raise ValueError(
+                    f"adapter.start: {self.directory / WEIGHTS}: {key} is {tensor.dtype} {list(tensor.shape)}, and not "
+                    "all of it finite floats"
+                )
+        a, b = found.values()
         return a, b
 
 
@@ -70,6 +78,8 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
     names = {module_name_on_disk(model, name): name for name in linears}
     names |= {name: name for name in names.values()}
     file = directory / WEIGHTS
+    if not file.is_file():
+        raise ValueError(f"{file} is not there{_pickled(directory)}")
     try:
         with safe_open(file, "pt") as opened:
             shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
@@ -84,7 +94,9 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
         name = names.get(found[1])
         if name is None:
             raise ValueError(f"{file}: {key}: {found[1]} is no linear layer of the model that may have one")
-        keys.setdefault(name, {})[found[2]] = key
+        other = keys.setdefault(name, {}).setdefault(found[2], key)
+        if other != key:
+            raise ValueError(f"{file}: {key} and {other} are of one layer, expected one of them")
     for name, pair in keys.items():
         if pair.keys() != {"A", "B"} or shapes[pair["A"]][0] != shapes[pair["B"]][1]:
             raise ValueError(f"{file}: {name}: expected lora_A [rank, in] and lora_B [out, rank] of one rank")
@@ -97,7 +109,15 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
     )
 
 
+def _pickled(directory: Path) -> str:
+    """What an error says of weights that are not read."""
+    pickles = sorted(file.name for file in directory.glob("*.bin"))
+    return f", only {', '.join(pickles)}: pickled weights can run code and are not read" if pickles else ""
+
+
 def _read_config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(f"{file} is not there, expected the folder of an adapter")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -112,29 +132,37 @@ def _read_config(file: Path) -> dict[str, Any]:
 def _problems(config: dict[str, Any]) -> Iterator[str]:
     """What makes the adapter another thing than ``scaling * B A``, or its factors unreadable."""
     if config.get("peft_type") != "LORA":
-        yield f"peft_type is {config.get('peft_type')!r}, expected 'LORA'"
+        yield f"peft_type is {_short(config.get('peft_type'))}, expected 'LORA'"
     for key, value in config.items():
         if key not in KNOWN and value not in (None, False, "", [], {}):
-            yield f"{key} is {value!r}, which is not read here; expected plain LoRA"
+            yield f"{key} is {_short(value)}, which is not read here; expected plain LoRA"
     if config.get("bias", "none") != "none":
-        yield f"bias is {config['bias']!r}, expected 'none'"
+        yield f"bias is {_short(config['bias'])}, expected 'none'"
     if config.get("init_lora_weights", True) not in PLAIN_STARTS:
-        yield f"init_lora_weights is {config['init_lora_weights']!r}, which changes the weights of the base as well"
+        kind = _short(config["init_lora_weights"])
+        yield f"init_lora_weights is {kind}, which changes the weights of the base as well"
     for key in ("r", "lora_alpha"):
         if not _is_positive(config.get(key)):
-            yield f"{key} is {config.get(key)!r}, expected a number above 0"
+            yield f"{key} is {_short(config.get(key))}, expected a number above 0"
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
         if not isinstance(patterns, dict) or not all(map(_is_positive, patterns.values())):
-            yield f"{key} is {patterns!r}, expected numbers above 0 by pattern"
+            yield f"{key} is {_short(patterns)}, expected numbers above 0 by pattern"
             return
         for pattern in patterns:
             if problem := pattern_problem(pattern):
                 yield f"{key}: {problem}"
 
 
+def _short(value: Any) -> str:
+    """A value of somebody else's file, as an error shows it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    """Whether it is a number above 0 that fp32 holds, integers too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST
 
 
 def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:

@@ -108,9 +108,9 @@ def _nothing_to_quantise(model: nn.Module) -> str:
 def _check_schemes_allow(schemes: Mapping[str, Scheme], *, learn_input_scale: bool, fp8_gemm: bool) -> None:
     names = ", ".join(dict.fromkeys(one.name for one in schemes.values()))
     if learn_input_scale and not any(one.learns_input for one in schemes.values()):
-        raise ValueError(f"{names}: no scheme here stores a scale of inputs that can be learned")
+        raise ValueError(f"learnable.act_scale: true, expected false: no scheme stores a scale of inputs ({names})")
     if fp8_gemm and not any(one.has_fp8_gemm for one in schemes.values()):
-        raise ValueError(f"{names}: no scheme here has fp8 codes per tensor on both sides, which the fp8 GEMM needs")
+        raise ValueError(f"quant.compute: the fp8 GEMM needs fp8 codes per tensor on both sides, and there is {names}")
 
 
 def _check_layers(

@@ -29,9 +29,9 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
         ValueError: no config.json, or a pattern in it is none that may be used.
     """
     file, own = directory / "config.json", directory / modelopt.FILE
-    if not file.is_file():
+    if not file.is_file() and not own.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
-    whole = _object(file)
+    whole = _object(file) if file.is_file() else {}
     text = whole.get("text_config")  # where composite models may have it
     inside = text.get("quantization_config") if isinstance(text, dict) else None
     config = whole.get("quantization_config") or inside

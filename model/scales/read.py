@@ -63,6 +63,8 @@ def read_scales(directory: Path) -> StoredScales:
         raise ValueError(f"{directory} has no *.safetensors file: expected a PTQ checkpoint")
     stored = StoredScales({}, {}, {}, {})
     for path in files:
+        if not path.is_file():
+            raise ValueError(f"{path}: expected a safetensors file, found something else")
         try:
             with safe_open(path, framework="pt") as reader:
                 for key in reader.keys():  # noqa: SIM118 (a safe_open handle is not iterable)

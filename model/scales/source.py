@@ -5,12 +5,11 @@ ModelOpt, and ModelOpt's own ``hf_quant_config.json``. Other methods are refused
 these says nothing, and its scales are judged by the weights alone (``fit.py``).
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model.quantised.config import fp8_rules
+from model.quantised.config import find_quantization_config, fp8_rules
 from model.quantised.modelopt import FILE, modelopt_kv_cache, modelopt_rules
 from model.ranks import listed
 from model.scales.arrange import Linears
@@ -49,38 +48,27 @@ def read_source(directory: Path) -> Source | None:
     Raises:
         ValueError: a file that is no JSON object, a method that is not read, or numerics that no scheme here has.
     """
-    own = _json(directory / FILE).get("quantization")
-    config = _json(directory / CONFIG).get("quantization_config")
-    file = directory / (CONFIG if config else FILE)
+    if not any((directory / name).is_file() for name in (CONFIG, FILE)):
+        return None
+    config = find_quantization_config(directory)
+    if config is None:
+        return None
+    method = config.get("quant_method")
+    file = directory / (FILE if method == "modelopt" and (directory / FILE).is_file() else CONFIG)
     try:
-        if config and config.get("quant_method") == "compressed-tensors":
+        if method == "compressed-tensors":
             return _compressed(file, config)
-        if config and config.get("quant_method") == "fp8":
+        if method == "fp8":
             return Source(file, fp8_rules(config))
-        if config and config.get("quant_method") == "modelopt":
-            return _modelopt(file, own or config)
-        if own:
-            return _modelopt(directory / FILE, own)
-        if config:
-            raise ValueError(
-                f"quant_method is {config.get('quant_method')!r}, whose scales are not read: expected "
-                "'compressed-tensors', 'fp8' or 'modelopt'"
-            )
+        if method == "modelopt":
+            return _modelopt(file, config)
+        raise ValueError(
+            f"quant_method is {method!r}, whose scales are not read: expected 'compressed-tensors', 'fp8' or 'modelopt'"
+        )
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    return None
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} is no JSON object")
-    return found
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"{file}: a value is not of the kind that {method!r} has ({error})") from None
 
 
 def _compressed(file: Path, config: Mapping[str, Any]) -> Source:

@@ -13,22 +13,31 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from engine.recipe.checks import RecipeError
 from engine.recipe.paths import checkpoint_problems
+from engine.session.student import build_student
 from model.build import build_model
 from model.compressed import load_compressed
 from model.load import load_weights
+from model.quantised.start import take_start
 from model.ranks import RankError
-from quant import SCHEMES
+from model.scales import load_scales
+from quant import SCHEMES, Scheme, prepare
 from tests.patience import ends
 from tests.tiny import tiny_checkpoint
+from tests.unit.engine.session.test_adapters import DS_CONFIG
+from tests.unit.engine.session.test_adapters import folder as adapter
+from tests.unit.engine.session.test_adapters import recipe as adapter_recipe
 from tests.unit.engine.verify.test_presets import exported
 from tests.unit.model.mutations import of_folder
 from tests.unit.model.quantised.test_blocks import published
 from tests.unit.model.quantised.test_columns import gptq_checkpoint
+from tests.unit.model.quantised.test_modelopt import written as modelopt
 from tests.unit.model.quantised.test_round_trip import loaded
 
 CPU = torch.device("cpu")
 OPENED: list[str] = []
+BASES: dict[str, Path] = {}  # the models that folders of scales, codes to start from, or adapters are of
 NAMED = re.compile(r"\.json|\.safetensors|model\.\w|lm_head")
 
 
@@ -41,13 +50,23 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
 def folders(tmp_path_factory) -> dict[str, Path]:
     """A plain model of several files, exports of codes of each kind, and beside them what nobody may open."""
     base = tmp_path_factory.mktemp("mutations")
-    found = {"plain": tiny_checkpoint(base / "plain", layers=1, max_shard_size="60KB")}
+    plain = tiny_checkpoint(base / "plain", layers=1, even=True, max_shard_size="100KB")
+    found = {"plain": plain, "adapter": adapter(base / "adapter", plain)}
+    (base / "adapter" / "recipe.yaml").unlink()
+    BASES["adapter"] = plain
     for scheme in ("fp8_static", "w4a16_g32"):
         exported(base / scheme, "qwen3", SCHEMES[scheme])
         found[scheme] = base / scheme / "export"
-        found[f"source {scheme}"] = found[scheme]
+        for use in ("source", "scales", "start"):
+            found[f"{use} {scheme}"] = found[scheme]
+            BASES[f"{use} {scheme}"] = base / scheme / "source"
     (base / "columns").mkdir()
     found["source gptq"] = gptq_checkpoint(base / "columns")[0]
+    found["source awq"] = gptq_checkpoint(base / "columns", "awq")[0]
+    (base / "modelopt").mkdir()
+    found["source modelopt"] = modelopt(base / "modelopt", "fp8_static", inside=False)[1]
+    found["scales modelopt"] = found["source modelopt"]
+    BASES["scales modelopt"] = base / "modelopt" / "source"
     (base / "blocks").mkdir()
     found["source gpt_oss"] = published(base / "blocks", seed=0)
     shutil.copytree(found["plain"], base / "outside")
@@ -56,8 +75,13 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def load(kind: str, folder: Path):
-    if kind.startswith("source"):
+    use, _, scheme = kind.partition(" ")
+    if use == "source":
         return load_source(folder)
+    if use in ("scales", "start"):
+        return load_beside(use, folder, BASES[kind], SCHEMES.get(scheme, SCHEMES["fp8_static"]))
+    if use == "adapter":
+        return load_adapter(folder, BASES[kind])
     if kind != "plain":
         return load_compressed(folder, dtype=torch.float32, device=CPU)[0]
     model = build_model(folder, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
@@ -70,6 +94,32 @@ def load_source(folder: Path):
     if problems := list(checkpoint_problems("model.path", str(folder))):
         raise RankError("\n".join(problems))
     return loaded(folder)[0]
+
+
+def load_beside(use: str, folder: Path, base: Path, scheme: Scheme):
+    """As quant.scales or quant.start of the model in ``base``."""
+    model = build_model(base, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
+    load_weights(model, base, progress=False)
+    quantization = prepare(model, scheme, learn_weight_scale=True, learn_input_scale=False)
+    if use == "start":
+        take_start(model, quantization, folder, inside=True, inputs_calibrated_later=True)
+    else:
+        load_scales(model, quantization, folder, inputs_calibrated_later=True)
+    scales = [value for group in quantization.weight_groups for value in (group.s0, group.zero) if value is not None]
+    assert all(bool(torch.isfinite(value).all()) for value in scales)
+    return model
+
+
+def load_adapter(folder: Path, base: Path):
+    """As adapter.start."""
+    try:
+        settings = adapter_recipe(folder.parent, base, {"start": str(folder), "targets": [".*_proj"]})
+        model, _ = build_student(settings, DS_CONFIG, CPU)
+    except RecipeError as error:
+        raise RankError(str(error)) from error
+    trained = [value for name, value in model.named_parameters() if "lora" in name]
+    assert trained and all(bool(torch.isfinite(value).all()) for value in trained)
+    return model
 
 
 def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) -> str:

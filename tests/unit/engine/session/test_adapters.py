@@ -1,6 +1,7 @@
 """Which layers get an adapter, what is refused before weights are read, and what the adapters hold at the start."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import SCHEMES, prepare
+from tests.patience import ends
 from tests.tiny import tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -317,12 +319,19 @@ WRONG = {
     "rank": ({"r": 8}, None, "r is 8, and its lora_A has 4 rows"),
     "no number": ({"r": None}, None, "r is None, expected a number above 0"),
     "nan": ({"lora_alpha": float("nan")}, None, "lora_alpha is nan, expected a number above 0"),
+    "beyond fp32": ({"lora_alpha": 10**400}, None, "lora_alpha is 1000"),
+    "a page": ({"new_trick": "x" * 10**6}, None, "x..., which is not read here"),
     "endless": ({"rank_pattern": {"(a+)+b": 4}}, None, "rank_pattern: "),
     "not numbers": ({"rank_pattern": ["a"]}, None, "rank_pattern is ['a'], expected numbers above 0 by pattern"),
     "another base": ({}, lambda t: t, "it was trained on another checkpoint than model.path"),
     "half": ({}, lambda t: {k: v for k, v in t.items() if "q_proj.lora_B" not in k}, "expected lora_A [rank, in] and"),
     "less": ({}, lambda t: {k: v for k, v in t.items() if "q_proj" not in k}, "it has nothing for model.layers.0.self"),
     "wide": ({}, lambda t: {k: torch.cat([v, v], 1) if "A" in k else v for k, v in t.items()}, "and [64, 4], expected"),
+    "twice": (
+        {},
+        lambda t: {**t, "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(4, 64)},
+        "q_proj.lora_A.default.weight are of one layer, expected one of them",
+    ),
     "head": ({}, lambda t: {**t, "base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}, "lm_head is no linear"),
     "table": ({}, lambda t: {**t, "base_model.model.x.lora_embedding_A": torch.ones(4, 64)}, "lora_embedding_A"),
 }
@@ -356,3 +365,30 @@ def test_no_folder_and_garbage_are_named(tmp_path, checkpoints):
 
 def test_adapters_alone_may_train(tmp_path):
     recipe(tmp_path, Path("model"), learnable={"weight": False, "weight_scale": False})
+
+
+@pytest.mark.parametrize("change", [lambda t: t.fill_(float("nan")), lambda t: t.int()])
+def test_an_adapter_of_other_values_than_finite_floats_is_refused(tmp_path, checkpoints, change):
+    start = folder(tmp_path / "start", checkpoints["qwen3"])
+    tensors = load_file(start / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    save_file({**tensors, key: change(tensors[key])}, start / "adapter_model.safetensors")
+    with pytest.raises(RankError, match=rf"adapter.start: .*{key} is .*, and not all of it finite floats"):
+        adapters(recipe(tmp_path, checkpoints["qwen3"], {"start": str(start)}))
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(tmp_path, checkpoints, name):
+    start = folder(tmp_path / "start", checkpoints["qwen3"])
+    (start / name).unlink()
+    os.mkfifo(start / name)
+    with ends(name), pytest.raises(RankError, match=f"adapter.start: .*{name} is not there"):
+        empty_student(recipe(tmp_path, checkpoints["qwen3"], {"start": str(start)}), DS_CONFIG, CPU)
+
+
+def test_pickled_weights_of_an_adapter_are_not_opened(tmp_path, checkpoints):
+    start = folder(tmp_path / "start", checkpoints["qwen3"])
+    (start / "adapter_model.safetensors").unlink()
+    torch.save({"x": torch.ones(1)}, start / "adapter_model.bin")
+    with pytest.raises(RankError, match=r"only adapter_model.bin: pickled weights can run code and are not read"):
+        empty_student(recipe(tmp_path, checkpoints["qwen3"], {"start": str(start)}), DS_CONFIG, CPU)

@@ -175,21 +175,21 @@ def test_what_is_not_read_is_named(case):
         rules_of(config)
 
 
-def gptq_checkpoint(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A tiny Llama of which every MLP is as GPTQ writes it; and the weights that these are."""
+def gptq_checkpoint(directory: Path, kind: str = "gptq") -> tuple[Path, dict[str, torch.Tensor]]:
+    """A tiny Llama of which every MLP is as GPTQ, or AWQ, writes it; and the weights that these are."""
     source = tiny_checkpoint(directory / "source", "llama", even=True, dtype=torch.float16)
-    out = directory / "gptq"
+    out = directory / kind
     shutil.copytree(source, out)
     (file,) = out.glob("*.safetensors")
     tensors, weights = load_file(file), {}
     for key in [key for key in tensors if ".mlp." in key]:
         rows, columns = tensors.pop(key).shape
         name = key.removesuffix(".weight")
-        own, weights[name] = written("gptq", 4, rows, columns, 32, symmetric=False)
+        own, weights[name] = written(kind, 4, rows, columns, 32, symmetric=False)
         tensors |= {each.replace(NAME, name): tensor for each, tensor in own.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((out / "config.json").read_text())
-    config["quantization_config"] = config_of("gptq", 4, 32, symmetric=False)
+    config["quantization_config"] = config_of(kind, 4, 32, symmetric=False)
     (out / "config.json").write_text(json.dumps(config))
     return out, weights
 

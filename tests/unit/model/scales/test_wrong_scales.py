@@ -5,6 +5,7 @@ the same weights. ``alone`` keeps scales and nothing else, as another program ma
 """
 
 import json
+import os
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from model.scales import load_scales, renew_weight_scales, write_scales
 from quant import SCHEMES, Rule, Scheme, TensorSpec, prepare
 from quant.packing import unpack_zero_points
 from quant.spec import PRESETS
+from tests.patience import ends
 from tests.tiny import tiny_checkpoint
 
 LAYER = "model.layers.0"
@@ -336,6 +338,22 @@ WAYS: dict[str, tuple[Scheme | str, Scheme | str | None, Callable[[Files], None]
     "smoothing scales": ("w4a16_g32", None, put(f"{Q}.pre_quant_scale", torch.ones(128)), "weights were smoothed"),
     "something unknown": ("w4a16_g32", None, put(f"{Q}.weight_offset", torch.ones(1)), "not known here"),
     "awq": ("w4a16_g32", None, set_config(quant_method="awq"), "quant_method is 'awq', whose scales are not read"),
+    "groups of text": ("w4a16_g32", None, set_config(config_groups="x"), r"config.json: .*config_groups: x, expected"),
+    "a group of a number": ("w4a16_g32", None, set_config(config_groups={"a": 1.5}), r"config.json: .*config_groups"),
+    "ignore of lists": ("w4a16_g32", None, set_config(ignore=[["x"]]), r"config.json: .*ignore: \[\['x'\]\], expected"),
+    "ignore without end": ("w4a16_g32", None, set_config(ignore=["re:(a+)+$"]), r"config.json: .*that ends soon"),
+    "a list": (
+        "w4a16_g32",
+        None,
+        lambda f: f.config.update(quantization_config=[1]),
+        "that is a list, expected an obj",
+    ),
+    "a text of weights": (
+        "w4a16_g32",
+        None,
+        set_config(config_groups={"a": {"targets": ["Linear"], "weights": "x"}}),
+        "config.json: ",
+    ),
     "rotated": ("w4a16_g32", None, set_config(transform_config={"R1": {}}), "transform_config is set"),
     "ModelOpt's awq": ("nvfp4", None, modelopt(quant_algo="NVFP4_AWQ"), "quant_algo is 'NVFP4_AWQ'"),
     "ModelOpt's fp8 for nvfp4": ("nvfp4", None, modelopt(quant_algo="FP8"), "says e4m3 per tensor, but scheme 'nvfp4'"),
@@ -439,3 +457,11 @@ def test_own_exports_are_read_back(kind, scheme, sources, tmp_path):
     read(files, tmp_path / "changed", sources(kind), preset.linear, **options)
     alone(files)
     read(files, tmp_path / "changed", sources(kind), preset.linear, **options)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_folder_or_pipe_among_the_files_is_named(make, sources, tmp_path):
+    make(tmp_path / "x.safetensors")
+    model, quantization = quantised(sources("qwen3"), SCHEMES["fp8_static"])
+    with ends(make), pytest.raises(RankError, match=r"x.safetensors: expected a safetensors file, found something"):
+        load_scales(model, quantization, tmp_path)
