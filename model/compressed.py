@@ -77,10 +77,14 @@ def load_compressed(
         experts="per_expert",  # which is how they lie on disk
     )
     with errors_on_all_ranks(OSError, ValueError):
+        schemes = _schemes(model, rules)
+        if not schemes and kv_cache is None:
+            file = directory / "config.json"
+            raise ValueError(f"{file}: quantization_config has targets for no layer of {type(model).__name__}")
         quantization = prepare(
             model,
             None,
-            named=_schemes(model, rules),
+            named=schemes,
             exempt=(),
             learn_weight_scale=False,
             learn_input_scale=False,

@@ -162,6 +162,7 @@ def write_text(path: Path, text: str) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Give a file a new text in one rename: whoever reads it sees the old one or the new one, and so does a crash."""
     aside = path.with_name(f"{path.name}.partial")
+    aside.unlink(missing_ok=True)  # it may be somebody's link to a file elsewhere
     write_text(aside, text)
     os.replace(aside, path)
     sync_directory(path.parent)

@@ -108,6 +108,8 @@ def _read_manifest(path: Path) -> Checkpoint:
     """Read the manifest of a step directory. Raises ValueError with what is wrong, as far as names and sizes tell."""
     if not path.is_dir():
         raise ValueError("is not there")
+    if not (path / "state.json").is_file():
+        raise ValueError("is not a whole checkpoint: it has no state.json")
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         step, ranks, stage = (int(state[key]) for key in ("step", "world_size", "stage"))
@@ -123,10 +125,9 @@ def _read_manifest(path: Path) -> Checkpoint:
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
         raise ValueError("is damaged: state.json is not what was written") from None
     for name, (size, _) in files.items():
-        try:
-            found = (path / name).stat().st_size
-        except OSError:
-            raise ValueError(f"is damaged: {name} is missing") from None
+        if not (path / name).is_file():  # a pipe or a device would be read for ever
+            raise ValueError(f"is damaged: {name} is missing")
+        found = (path / name).stat().st_size
         if found != size:
             raise ValueError(f"is damaged: {name} has {found:,} bytes, expected {size:,}")
     return Checkpoint(path, step, ranks, stage, files, samples, base)

@@ -80,7 +80,7 @@ class Claim:
     def _take_alone(path: Path, what: str) -> IO[str]:
         """The file, locked for this rank alone, with who it is. Raises ValueError if another job has it."""
         while True:
-            file = path.open("a+")
+            file = open(path, "a+", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
             free = _lock(file, fcntl.LOCK_EX)
             file.seek(0)
             text = file.read()

@@ -91,6 +91,7 @@ def write_measured(directory: Path, watch: MemoryWatch, device: torch.device, re
         {"parameters": watch.parameters(), **watch.items},
     )
     try:
+        (directory / MEASURED).unlink(missing_ok=True)  # it may be somebody's link to a file elsewhere
         (directory / MEASURED).write_text(json.dumps(asdict(measured), indent=1) + "\n")
     except OSError as error:
         warnings.warn(f"what the run held could not be written: {error}", stacklevel=2)

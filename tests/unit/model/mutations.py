@@ -1,6 +1,7 @@
 """Folders of models, exports and training checkpoints in which something is not what it was."""
 
 import json
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -62,11 +63,16 @@ def cut(rng: random.Random, path: Path) -> str:
 
 
 def remove(rng: random.Random, path: Path) -> str:
-    """The file is gone, or a folder."""
+    """The file is gone, or a folder, or something that never ends when it is read."""
     path.unlink()
-    if rng.random() < 0.5:
+    kind = rng.choice(["nothing", "folder", "pipe", "device"])
+    if kind == "folder":
         path.mkdir()
-    return ""
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    return kind
 
 
 def value(rng: random.Random, path: Path) -> str:

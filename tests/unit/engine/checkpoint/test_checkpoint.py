@@ -36,6 +36,7 @@ from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 from engine.report import best_line
 from model.ranks import RankError
+from tests.patience import ends
 
 
 def recipe(directory: Path, *, resume: bool | str = True, **data) -> Recipe:
@@ -460,3 +461,30 @@ def test_adapters_go_on_on_their_base_alone(tmp_path, monkeypatch):
     (base / "model.safetensors").write_bytes(b"others.")
     with pytest.raises(RecipeError, match=r"cannot be continued with other model.path .*: adapters of another base"):
         check_resumable(adapted(), tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("name", ["a.pt", "state.json"])
+def test_what_never_ends_when_it_is_read_is_no_file_of_a_checkpoint(tmp_path, make, name):
+    step = write_step(tmp_path, 1)
+    state = json.loads((step / "state.json").read_text())
+    path = step / name
+    path.unlink()
+    make(path)
+    if name != "state.json":
+        state["files"] = {**state["files"], name: [0, 0]}
+        (step / "state.json").write_text(json.dumps(state))
+    with ends(name), pytest.raises(ValueError, match=rf"{step.name} is (damaged: a.pt is missing|not a whole)"):
+        read_checkpoint(step)
+
+
+def test_links_that_lie_ready_are_not_written_through(tmp_path):
+    """As an output directory of somebody else may have them."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("latest", "best.json"):
+        (tmp_path / f"{name}.partial").symlink_to(victim)
+        (tmp_path / name).symlink_to(victim)
+        replace_text(tmp_path / name, "ours")
+        assert (tmp_path / name).read_text() == "ours" and not (tmp_path / name).is_symlink()
+    assert victim.read_text() == "mine"

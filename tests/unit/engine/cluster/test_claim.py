@@ -95,3 +95,13 @@ def test_what_is_no_mark_of_a_job_is_in_nobodys_way(tmp_path):
         (tmp_path / RUNNING).write_text(text)
         with Claim() as job:
             job.take(tmp_path, "output_dir")
+
+
+def test_a_link_that_lies_ready_is_not_written_through(tmp_path):
+    """As an output directory of somebody else may have it."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / RUNNING).symlink_to(victim)
+    with Claim() as job, pytest.raises(RankError, match=rf"symbolic links: '{tmp_path / RUNNING}'"):
+        job.take(tmp_path, "output_dir")
+    assert victim.read_text() == "mine"
