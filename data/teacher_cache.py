@@ -21,6 +21,7 @@ The manifest is written last and the directory renamed after it, so that what is
 
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,7 @@ DTYPES = {
     "logsumexp": "<f4",
     "label_log_probs": "<f4",
 }
+ROUNDING = 1e-3  # above 0: of a log-probability, which is the difference of two rounded numbers
 CHECKED_BYTES = 2**26  # per checksum, so that ranks can share out the checking
 DIGEST_BYTES = 2**20  # read at three places of each weight file
 
@@ -78,8 +80,12 @@ class Manifest:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the arrays."""
         wide, flat = (self.positions, self.top_k), (self.positions,)
-        shapes = dict.fromkeys(DTYPES, flat)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(DTYPES, flat)
         return shapes | {"offsets": (self.samples + 1,), "indices": wide, "log_probs": wide}
+
+    def bytes_of(self, name: str) -> int:
+        """Of a file."""
+        return math.prod(self.shapes()[name]) * np.dtype(DTYPES[name]).itemsize
 
 
 # ---- digests
@@ -120,8 +126,8 @@ def create(directory: Path, manifest: Manifest) -> None:
         OSError: a directory of that name exists, or there is no room.
     """
     directory.mkdir(parents=True)
-    for name, shape in manifest.shapes().items():
-        size = int(np.prod(shape)) * np.dtype(DTYPES[name]).itemsize
+    for name in DTYPES:
+        size = manifest.bytes_of(name)
         with open(directory / name, "wb") as stream:
             if size:
                 os.posix_fallocate(stream.fileno(), 0, size)
@@ -152,11 +158,7 @@ class Writer:
 
 def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[str, dict[int, int]]:
     """CRC-32 by file and index of the block, of every ``of``-th block from the ``share``-th on."""
-    blocks = [
-        (name, index)
-        for name, shape in manifest.shapes().items()
-        for index in range(-(-int(np.prod(shape)) * np.dtype(DTYPES[name]).itemsize // CHECKED_BYTES))
-    ]
+    blocks = [(name, index) for name in DTYPES for index in range(-(-manifest.bytes_of(name) // CHECKED_BYTES))]
     found: dict[str, dict[int, int]] = {name: {} for name in DTYPES}
     for name, index in blocks[share::of]:
         with open(directory / name, "rb") as stream:
@@ -193,7 +195,7 @@ class TeacherCache:
         self._arrays: dict[str, np.ndarray] = {}
         for name, shape in self.manifest.shapes().items():
             path = self.directory / name
-            size = int(np.prod(shape)) * np.dtype(DTYPES[name]).itemsize
+            size = self.manifest.bytes_of(name)
             found = path.stat().st_size if path.is_file() else None
             if found != size:
                 state = "is not there" if found is None else f"has {found:,} bytes"
@@ -204,10 +206,10 @@ class TeacherCache:
             )
 
     def verify(self, share: int, of: int) -> None:
-        """Compare this share of the checksums.
+        """Compare this share of the checksums, and look at this share of the values.
 
         Raises:
-            CacheError: names the first file that differs.
+            CacheError: names the first file that differs, or holds what no teacher says.
         """
         for name, blocks in checksums(self.directory, self.manifest, share, of).items():
             expected = self.manifest.checksums.get(name, [])
@@ -217,9 +219,30 @@ class TeacherCache:
                         f"{self.directory / name}: bytes {index * CHECKED_BYTES:,} onwards are not what was written: "
                         "the cache is damaged, write it again"
                     )
+        step = max(1, CHECKED_BYTES // (8 * self.manifest.top_k))
+        for start in range(share * step, self.manifest.positions, of * step):
+            self._check_values(slice(start, start + step))
+
+    def _check_values(self, rows: slice) -> None:
+        """Refuse tokens that are none, which would be read beside the logits, and values that are no log-probabilities.
+        Checksums say nothing of them: whoever makes a file makes its checksum."""
+        indices = self._arrays["indices"][rows]
+        if ((indices < 0) | (indices >= self.manifest.vocabulary)).any():
+            raise CacheError(
+                f"{self.directory / 'indices'} names tokens that are none of the {self.manifest.vocabulary:,}: write "
+                "the cache again"
+            )
+        for name in ("log_probs", "log_tail"):
+            values = self._arrays[name][rows]
+            if not (values <= ROUNDING).all():  # NaN is not
+                raise CacheError(
+                    f"{self.directory / name} holds {values[~(values <= ROUNDING)][0]}, expected log-probabilities: "
+                    "write the cache again"
+                )
 
     def check_made_of(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, teacher: str | None) -> None:
-        """Refuse a cache of other samples, tokens or, where its directory is there, another teacher.
+        """Refuse a cache of other samples, tokens or, where its directory is there, another teacher; and one that says
+        to have targets elsewhere.
 
         Raises:
             CacheError: says which.
@@ -237,6 +260,8 @@ class TeacherCache:
                 f"{self.directory} is of other samples than the recipe's data (files, data.max_length, data.too_long, "
                 f"data.loss_on, data.special_tokens, data.held_out, chat template): {again}"
             )
+        if not np.array_equal(self._arrays["offsets"], offsets_of(samples)):
+            raise CacheError(f"{self.directory / 'offsets'} is not of the samples that the manifest names: {again}")
         there = teacher is not None and (Path(teacher) / "config.json").is_file()
         if there and self.manifest.teacher_digest != digest_of_checkpoint(str(teacher)):
             raise CacheError(
@@ -271,8 +296,15 @@ def _read_manifest(directory: Path) -> Manifest:
         found = values.pop("format")
         if found != FORMAT:
             raise CacheError(f"{path} is of format {found!r}, expected {FORMAT}: write the cache again")
-        return Manifest(**values)
+        manifest = Manifest(**values)
+        for name, least in {"top_k": 1, "vocabulary": 1, "samples": 0, "positions": 0}.items():
+            value = getattr(manifest, name)
+            if type(value) is not int or not least <= value < 2**40:
+                raise ValueError(f"{name} is {str(value)[:40]}, expected a number from {least} on")
+        if not all(isinstance(sums, list) for sums in manifest.checksums.values()):
+            raise ValueError("checksums holds something else than lists")
+        return manifest
     except CacheError:
         raise
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CacheError(f"{path} is damaged ({error}): write the cache again") from error

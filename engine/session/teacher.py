@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data.samples import DataError, Sample, load_tokenizer
 from data.teacher_cache import TeacherCache
@@ -85,9 +85,22 @@ def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: Pr
                 f"{directory} keeps"
             )
         cache.check_made_of(samples, tokenizer, recipe.loss.teacher)
+        logits = _logits_of(recipe)
+        if cache.manifest.vocabulary not in (logits, tokens := max(tokenizer.get_vocab().values()) + 1):
+            raise ValueError(
+                f"loss.teacher_cache: {directory} is of {cache.manifest.vocabulary:,} tokens, expected {logits:,}, as "
+                f"many as the student has logits, or {tokens:,}, as many as the tokenizer has"
+            )
         cache.verify(rank(), world_size())
     say(f"teacher: {cache.manifest.positions:,} positions from {directory}, no model in memory")
     return CachedTeacher(cache)
+
+
+def _logits_of(recipe: Recipe) -> int:
+    """How many logits the student has, as its configuration says."""
+    own = recipe.model
+    config = AutoConfig.from_pretrained(own.path, trust_remote_code=own.trust_remote_code, local_files_only=True)
+    return int(config.get_text_config().vocab_size)
 
 
 def _check_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, path: str) -> None:

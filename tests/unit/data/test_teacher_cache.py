@@ -44,7 +44,8 @@ def write(directory, samples, teacher, ranks=2):
     )
     partial = directory.with_name(directory.name + ".partial")
     teacher_cache.create(partial, manifest)
-    arrays = {name: np.random.rand(*shape) * 100 for name, shape in manifest.shapes().items()}
+    sign = {"log_probs": -1, "log_tail": -1}
+    arrays = {name: np.random.rand(*shape) * 100 * sign.get(name, 1) for name, shape in manifest.shapes().items()}
     arrays = {name: array.astype(teacher_cache.DTYPES[name]) for name, array in arrays.items()} | {"offsets": offsets}
     writers = [Writer(partial) for _ in range(ranks)]
     for index in random.sample(range(len(samples)), len(samples)):
@@ -149,6 +150,14 @@ def edit_manifest(**values):
         (edit_manifest(top_k=None), "manifest.json is damaged"),
         (edit_manifest(extra=3), "manifest.json is damaged"),
         (edit_manifest(samples=3), "offsets has"),
+        (edit_manifest(positions="x"), "manifest.json is damaged .positions is x, expected a number from 0 on"),
+        (edit_manifest(positions=-1), "positions is -1"),
+        (edit_manifest(positions=2**62), "positions is 4611686018427387904"),
+        (edit_manifest(top_k=0), "top_k is 0, expected a number from 1 on"),
+        (edit_manifest(top_k=3.0), "top_k is 3.0"),
+        (edit_manifest(vocabulary=True), "vocabulary is True"),
+        (edit_manifest(checksums=[]), "manifest.json is damaged"),
+        (edit_manifest(checksums={"indices": 3}), "checksums holds something else than lists"),
         (shutil.rmtree, "has no manifest.json"),
     ],
 )
@@ -156,6 +165,44 @@ def test_a_damaged_cache_is_refused_when_it_is_opened(made, damage, said):
     damage(made[3])
     with pytest.raises(CacheError, match=said):
         TeacherCache(made[3])
+
+
+@pytest.mark.parametrize("name, value", [("indices", 300), ("indices", -1), ("log_probs", np.nan), ("log_tail", 7)])
+def test_values_that_no_teacher_says_are_refused_whatever_their_checksum(made, name, value):
+    """A token beyond the vocabulary is read beside the logits."""
+    _, _, arrays, directory = made
+    changed = arrays[name].copy()
+    changed.reshape(-1)[random.randrange(changed.size)] = value
+    (directory / name).write_bytes(changed.tobytes())
+    refit(directory)
+    cache = TeacherCache(directory)
+    found = []
+    for rank in range(3):
+        try:
+            cache.verify(rank, 3)
+        except CacheError as error:
+            found.append(str(error))
+    assert len(found) == 1 and str(directory / name) in found[0] and "again" in found[0]
+
+
+def test_offsets_of_other_samples_are_refused(made):
+    samples, _, arrays, directory = made
+    offsets = arrays["offsets"].copy()
+    offsets[3:-1] += 2**40
+    (directory / "offsets").write_bytes(offsets.tobytes())
+    refit(directory)
+    with pytest.raises(CacheError, match=f"{directory / 'offsets'} is not of the samples"):
+        TeacherCache(directory).check_made_of(samples, tiny_tokenizer(), None)
+
+
+def refit(directory):
+    """Make the checksums fit again, as whoever sends a cache of theirs would."""
+    path = directory / "manifest.json"
+    contents = json.loads(path.read_text())
+    manifest = Manifest(**{key: value for key, value in contents.items() if key != "format"})
+    sums = teacher_cache.checksums(directory, manifest, 0, 1)
+    contents["checksums"] = {name: [found[index] for index in sorted(found)] for name, found in sums.items()}
+    path.write_text(json.dumps(contents))
 
 
 def test_a_cache_of_something_else_is_refused(made, tmp_path):

@@ -1,0 +1,29 @@
+"""A teacher's cache is of as many tokens as the student or its tokenizer has."""
+
+import random
+
+import numpy as np
+import pytest
+
+from engine.recipe.recipe import Recipe
+from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
+from engine.session.teacher import open_cached_teacher
+from model.ranks import RankError
+from tests.tiny import tiny_checkpoint, tiny_tokenizer
+from tests.unit.data.test_teacher_cache import edit_manifest, random_samples, write
+
+
+def test_a_cache_of_another_number_of_tokens_is_refused(tmp_path):
+    """301 logits, 300 tokens."""
+    random.seed(1)
+    np.random.seed(1)
+    model, samples = tiny_checkpoint(tmp_path / "model"), random_samples(5)
+    write(tmp_path / "cache", samples, model)
+    recipe = Recipe(ModelRecipe(str(model)), DataRecipe(["a"]), TrainRecipe(steps=1), "out")
+    recipe.loss.teacher_cache = str(tmp_path / "cache")
+    for vocabulary in (300, 301):
+        edit_manifest(vocabulary=vocabulary)(tmp_path / "cache")
+        open_cached_teacher(recipe, samples, tiny_tokenizer())
+    edit_manifest(vocabulary=10**6)(tmp_path / "cache")
+    with pytest.raises(RankError, match="cache is of 1,000,000 tokens, expected 301, as many as the student has"):
+        open_cached_teacher(recipe, samples, tiny_tokenizer())
