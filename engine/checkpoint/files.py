@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
-from model.zero import CHECKPOINT_GLOBALS
+from model.zero import CHECKPOINT_GLOBALS, LeftOut
 
 CHUNK_BYTES = 1 << 24
 
@@ -74,14 +74,18 @@ class _Stream:
 class CheckedFiles(CheckpointEngine):
     """Writes the files of one checkpoint on one rank, and remembers what became of them.
 
+    Args:
+        left_out: the parameters that the checkpoint does not hold.
+
     Attributes:
         written: bytes and CRC-32 of every file, by its name.
         bytes: what all files take, those that could not be written too.
         failure: the first error, with the file's name; None if there was none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: LeftOut) -> None:
         super().__init__()
+        self.left_out = left_out
         self.written: dict[str, tuple[int, int]] = {}
         self.bytes = 0
         self.failure: str | None = None
@@ -89,6 +93,7 @@ class CheckedFiles(CheckpointEngine):
     def save(self, state_dict: Any, path: str | os.PathLike[str]) -> None:
         """Write an object to a file. An ``OSError`` ends in :attr:`failure`, any other exception is raised."""
         path = Path(path)
+        self.left_out.leave_out(state_dict)
         stream = _Stream(path)
         torch.save(state_dict, cast(IO[bytes], stream))
         stream.close()
@@ -105,7 +110,9 @@ class CheckedFiles(CheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read an object for DeepSpeed, see :func:`read_object`."""
-        return read_object(Path(path), map_location=map_location)
+        state = read_object(Path(path), map_location=map_location)
+        self.left_out.put_in(state)
+        return state
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Do nothing: the directory is there."""

@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.teacher_cache import digest_of_checkpoint
@@ -35,6 +36,9 @@ class Checkpoint:
     """Digest of the training samples; None in checkpoints of before there was one."""
     base: str | None = None
     """Digest of the files of model.path, where adapters trained on them; else None."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Frozen weights that it does not hold, and the fingerprint of each (:mod:`model.frozen`): they are read from
+    model.path."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ def _read_manifest(path: Path) -> Checkpoint:
         step, ranks, stage = (int(state[key]) for key in ("step", "world_size", "stage"))
         files = {str(name): (int(size), int(crc32)) for name, (size, crc32) in state["files"].items()}
         samples, base = state.get("samples"), state.get("base")
+        left_out = {str(name): int(value) for name, value in state.get("left_out", {}).items()}
         good = step >= 0 and 1 <= ranks <= len(files) and stage in range(4)
         if not good or any(
             Path(name).name != name or name == ".." for name in files
@@ -130,7 +135,7 @@ def _read_manifest(path: Path) -> Checkpoint:
         found = (path / name).stat().st_size
         if found != size:
             raise ValueError(f"is damaged: {name} has {found:,} bytes, expected {size:,}")
-    return Checkpoint(path, step, ranks, stage, files, samples, base)
+    return Checkpoint(path, step, ranks, stage, files, samples, base, left_out)
 
 
 def _is_whole(path: Path) -> bool:

@@ -25,6 +25,7 @@ from engine.checkpoint.files import read_object
 from engine.session.session import Session
 from model.ranks import rank
 from model.zero import (
+    LeftOut,
     OptimizerPiece,
     flat_masters,
     is_partitioned,
@@ -37,7 +38,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @torch.no_grad()
-def load_resharded(session: Session, path: Path, layouts: list[list[OptimizerPiece]], stage: int) -> None:
+def load_resharded(
+    session: Session, path: Path, layouts: list[list[OptimizerPiece]], stage: int, left_out: LeftOut
+) -> None:
     """Load parameters, masters, moments, step counts and the engine's counters of ``len(layouts)`` old ranks.
 
     Args:
@@ -45,6 +48,7 @@ def load_resharded(session: Session, path: Path, layouts: list[list[OptimizerPie
         path: the step directory, verified.
         layouts: the pieces of every rank of the old run.
         stage: ZeRO stage of both, 1 to 3.
+        left_out: what the files do not hold.
 
     Raises:
         OSError, ValueError: a file cannot be read, or does not hold a parameter of this model. No collective has been
@@ -57,11 +61,12 @@ def load_resharded(session: Session, path: Path, layouts: list[list[OptimizerPie
     if stage == 3:
         files = [path / f"zero_pp_rank_{old}_mp_rank_00_model_states.pt" for old in _ranks(layouts)]
         states = [read_object(file, mmap=True) for file in files]
-        _load_frozen_partitions(session, states)
+        _load_frozen_partitions(session, states, left_out)
         buffers = {name: states[0]["module"][name] for name in states[0]["buffer_names"]}
         session.model.load_state_dict(buffers, strict=False)
     else:
         states = [read_object(path / "mp_rank_00_model_states.pt", mmap=True)]
+        left_out.put_in(states[0])
         session.model.load_state_dict(states[0]["module"])
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(session.engine, counter, states[0][counter])
@@ -148,10 +153,10 @@ def _copy(target: Tensor, start: int, parts: Iterator[tuple[int, Tensor]]) -> in
     return copied
 
 
-def _load_frozen_partitions(session: Session, states: list[dict[str, Any]]) -> None:
+def _load_frozen_partitions(session: Session, states: list[dict[str, Any]], left_out: LeftOut) -> None:
     """Load the frozen parameters of stage 3, such as the initial scales, which are in no optimizer."""
     for name, parameter in session.model.named_parameters():
-        if parameter.requires_grad or not is_partitioned(parameter):
+        if parameter.requires_grad or not is_partitioned(parameter) or name in left_out.names:
             continue
         target, (start, _) = local_data(parameter), local_range(parameter)
         fragments = [state["frozen_param_fragments"][name].flatten() for state in states]

@@ -10,6 +10,9 @@ interrupted the run, and what happened to it since shows in the manifest.
 ``best.json`` names the step with the best value of a metric, which stays when older ones go. It is written before
 ``latest``: a run that is killed between the two does that step again, and marks it again.
 
+Where adapters train, the frozen weights stay where they were read from, ``model.path``: a checkpoint has a fingerprint
+of each in the manifest instead. One that a script has changed since is written.
+
 ZeRO's state holds no half-accumulated gradients, so checkpoints are taken at optimizer steps. The data cursor is the
 step itself: the loader's batches are a function of the step. At another number of ranks see
 ``engine/checkpoint/reshard.py``.
@@ -27,8 +30,9 @@ from engine.checkpoint.find import BEST, LATEST, STEPS, Best, best_checkpoint
 from engine.checkpoint.owners import Owners, rank_state
 from engine.recipe.reading import save_recipe
 from engine.session.session import Session
+from model.frozen import fingerprints
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
-from model.zero import stage
+from model.zero import LeftOut, stage
 
 
 class CheckpointError(RankError):
@@ -65,7 +69,8 @@ def save_checkpoint(
     """
     name = f"step_{step:08d}"
     final, partial = directory / name, directory / f"{name}.partial"
-    files = CheckedFiles()
+    kept_elsewhere = _as_read(session)
+    files = CheckedFiles(LeftOut(session.model, kept_elsewhere.keys()))
     try:
         with errors_on_all_ranks(OSError):
             if is_main():
@@ -79,7 +84,7 @@ def save_checkpoint(
                 raise OSError(failure)
             if is_main():
                 manifest = {name: entry for written, _ in reports for name, entry in written.items()}
-                _write_manifest(session, partial, step, samples, manifest)
+                _write_manifest(session, partial, step, samples, kept_elsewhere, manifest)
                 _make_current(directory, partial, final, keep, measured)
     except RankError as error:
         raise CheckpointError(_not_written(directory, partial, files, error)) from error
@@ -93,7 +98,8 @@ def _save_engine(session: Session, files: CheckedFiles, directory: Path, tag: st
     try:
         # DeepSpeed opens its own `latest` for writing in place, which an interruption leaves empty: ours is renamed
         # instead.
-        engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+        without = bool(files.left_out.names)
+        engine.save_checkpoint(str(directory), tag=tag, save_latest=False, exclude_frozen_parameters=without)
     except OSError as error:
         # All but the scripts that rank 0 copies beside the checkpoints goes through `files`. They come last: what the
         # other ranks are at is the rest of DeepSpeed's save_checkpoint.
@@ -103,8 +109,19 @@ def _save_engine(session: Session, files: CheckedFiles, directory: Path, tag: st
         barrier()
 
 
+def _as_read(session: Session) -> dict[str, int]:
+    """The frozen weights that are still what was read from model.path, and their fingerprints; a collective."""
+    now = fingerprints(session.model, session.read)
+    return {name: value for name, value in now.items() if value == session.read[name]}
+
+
 def _write_manifest(
-    session: Session, partial: Path, step: int, samples: str, files: dict[str, tuple[int, int]]
+    session: Session,
+    partial: Path,
+    step: int,
+    samples: str,
+    left_out: dict[str, int],
+    files: dict[str, tuple[int, int]],
 ) -> None:
     recipe = partial / "recipe.yaml"
     save_recipe(session.recipe, recipe)
@@ -115,6 +132,7 @@ def _write_manifest(
         "stage": stage(session.ds_config),
         "samples": samples,
         "base": digest_of_checkpoint(session.recipe.model.path) if session.recipe.adapter.on else None,
+        "left_out": left_out,
         "files": {**files, recipe.name: (recipe.stat().st_size, file_crc32(recipe))},
     }
     write_text(partial / "state.json", json.dumps(state, indent=1))

@@ -5,7 +5,7 @@ before their scales can be loaded, all of it before ``deepspeed.initialize`` cop
 and activations can only be calibrated after it, because the forward needs the engine's hooks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from engine.session.student import build_student, initial_scales
 from engine.session.teacher import load_teacher, open_cached_teacher
 from model.adapters import start_from_error
 from model.coded import gather_codes
+from model.frozen import fingerprints, frozen_weights
 from model.head import LMHead, QuantHead, install_head, output_head, settle_function
 from model.ranks import errors_on_all_ranks
 from model.scales import release_scales
@@ -55,6 +56,8 @@ class Session:
     """What runs after the last backward of every optimizer step, before the update; may be collectives."""
     loss_scale: LossScale | None
     """The loss scale of a run in fp16; None in other dtypes."""
+    read: Mapping[str, int]
+    """Fingerprints of frozen weights as they were read, which a checkpoint of adapters leaves out if they still are."""
 
     def owners(self) -> dict[str, Levers | Quantization | LossScale]:
         """What of the session a resumed run needs beside DeepSpeed's state, by the name that checkpoints keep it by."""
@@ -68,12 +71,10 @@ def build_session(
     """Everything from the recipe to engines, with weights and scales in place; a collective.
 
     Args:
-        recipe: the run.
-        context: what :func:`engine.session.context.start_ranks` gave.
+        recipe, context: the run, and what :func:`engine.session.context.start_ranks` gave.
         samples: the samples of training. With them the session computes losses, with the teacher that the recipe names.
             Without them (for an export or a calibration) it has neither lm_head nor teacher.
-        optimizer: whether the engine can train, or load a training checkpoint; without an optimizer it only runs
-            forward.
+        optimizer: whether the engine can train, or load a training checkpoint; else it only runs forward.
     """
     device, ds_config = context.device, context.ds_config
     head: LMHead | None = None
@@ -83,6 +84,7 @@ def build_session(
         # Before the weights: a cache of other samples should not cost the minutes that a large model takes to load.
         teacher = open_cached_teacher(recipe, samples, context.tokenizer)
     model, quantization = build_student(recipe, ds_config, device, losses=samples is not None)
+    read = fingerprints(model, frozen_weights(model)) if recipe.adapter.on and samples is not None else {}
     uncalibrated = initial_scales(recipe, model, quantization)
     if recipe.adapter.init == "error" and samples is not None and not recipe.train.resume:
         start_from_error(quantization)
@@ -121,4 +123,5 @@ def build_session(
         head,
         after_backward,
         LossScale.from_config(ds_config["fp16"]) if optimizer and recipe.model.dtype == "float16" else None,
+        read,
     )

@@ -24,6 +24,7 @@ from model.zero.build import (
     to_be_whole,
     upcast_named_buffers,
 )
+from model.zero.frozen import LeftOut
 from model.zero.gather import forward_only, gathered, whole_values
 from model.zero.on_main import ReceiveBuffer, gathered_on_main
 from model.zero.optimizer import (
@@ -60,6 +61,7 @@ __all__ = [
     "CHECKPOINT_GLOBALS",
     "WHOLE_ELEMENTS",
     "WHOLE_ELEMENTS_IN_ALL",
+    "LeftOut",
     "OptimizerPiece",
     "ReceiveBuffer",
     "backward",

@@ -178,6 +178,16 @@ def held(loop: Loop, seen: dict[str, Any]) -> None:
         seen["bits"] = {f"{name}.weight": one.scheme.weights.bits for name, one in layers if one.held is not None}
 
 
+def changes_frozen(loop: Loop, seen: dict[str, Any]) -> None:
+    """A frozen parameter is changed once, in the first step."""
+
+    @loop.at(1)
+    def change(state: LoopState) -> None:
+        norm = state.model.get_parameter("model.layers.1.input_layernorm.weight")
+        with gathered([norm], modifier_rank=0), torch.no_grad():
+            norm.mul_(1.5)
+
+
 ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
     action.__name__: action
     for action in (
@@ -191,6 +201,7 @@ ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
         user,
         used_weights,
         held,
+        changes_frozen,
         keep_evaluations,
     )
 }

@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from data.teacher_cache import digest_of_checkpoint
-from engine.checkpoint import save
+from engine.checkpoint import load, save
 from engine.checkpoint.files import CheckedFiles, file_crc32, read_object, replace_text
 from engine.checkpoint.find import (
     Best,
@@ -35,8 +36,12 @@ from engine.recipe.reading import save_recipe
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 from engine.report import best_line
+from model.frozen import fingerprints
 from model.ranks import RankError
+from model.zero import LeftOut
 from tests.patience import ends
+
+NOTHING = LeftOut(torch.nn.Module(), ())
 
 
 def recipe(directory: Path, *, resume: bool | str = True, **data) -> Recipe:
@@ -55,7 +60,7 @@ def write_step(
     name = f"step_{step:08d}"
     partial = directory / f"{name}.partial"
     partial.mkdir(parents=True)
-    files = CheckedFiles()
+    files = CheckedFiles(NOTHING)
     for file in ("a.pt", "b.pt"):
         files.save({"tensor": torch.rand(1000), "file": file}, partial / file)
     assert files.failure is None
@@ -71,7 +76,7 @@ def names(directory: Path) -> list[str]:
 
 
 def test_what_is_counted_is_what_lies_on_the_disk(tmp_path, seed):
-    files = CheckedFiles()
+    files = CheckedFiles(NOTHING)
     tensors = {"a": torch.rand(random.randrange(1, 10**6)), "b": torch.randint(99, (3, 5)), "text": "x" * 1000}
     files.save(tensors, tmp_path / "file.pt")
     size, crc32 = files.written["file.pt"]
@@ -81,7 +86,7 @@ def test_what_is_counted_is_what_lies_on_the_disk(tmp_path, seed):
 
 
 def test_a_file_that_cannot_be_written_is_counted_removed_and_not_raised(tmp_path):
-    files = CheckedFiles()
+    files = CheckedFiles(NOTHING)
     files.save(torch.rand(10_000), tmp_path / "missing" / "file.pt")
     assert files.failure == "file.pt: No such file or directory"
     full = tmp_path / "full.pt"
@@ -344,7 +349,7 @@ def test_a_file_that_would_run_code_is_refused_by_name_and_runs_nothing(tmp_path
     asks = re.escape(f"{path}/b.pt asks for posix.mkdir: ") + ".*could run code, and is not loaded"
     for read in (
         lambda: verify_checkpoint(checkpoint),
-        lambda: CheckedFiles().load(path / "b.pt"),  # what DeepSpeed reads with
+        lambda: CheckedFiles(NOTHING).load(path / "b.pt"),  # what DeepSpeed reads with
         lambda: read_object(path / "b.pt", mmap=True),
     ):
         with pytest.raises((RankError, ValueError), match=asks):
@@ -488,3 +493,24 @@ def test_links_that_lie_ready_are_not_written_through(tmp_path):
         replace_text(tmp_path / name, "ours")
         assert (tmp_path / name).read_text() == "ours" and not (tmp_path / name).is_symlink()
     assert victim.read_text() == "mine"
+
+
+def test_frozen_weights_that_a_checkpoint_left_out_are_those_of_its_run(tmp_path):
+    """One other bit is refused by the weight's name, and a weight that the model does not have."""
+    step = write_step(tmp_path, 1)
+    state = json.loads((step / "state.json").read_text())
+    model = torch.nn.Linear(8, 8).requires_grad_(False)
+    session = SimpleNamespace(model=model, recipe=recipe(tmp_path))
+    for names, wrong in ((["weight", "bias"], None), (["weight", "bias"], "bias"), (["weight", "bias", "no"], "no")):
+        left_out = {**fingerprints(model, ["weight", "bias"]), "no": 3}
+        (step / "state.json").write_text(json.dumps({**state, "left_out": {name: left_out[name] for name in names}}))
+        if wrong == "bias":
+            model.bias[3] += 1
+        if wrong is None:
+            load.check_base(session, read_checkpoint(step))
+        else:
+            with pytest.raises(RankError, match=rf"does not hold the frozen weights, and {wrong} as read from"):
+                load.check_base(session, read_checkpoint(step))
+    (step / "state.json").write_text(json.dumps({**state, "left_out": {"weight": "x"}}))
+    with pytest.raises(ValueError, match=r"is damaged: state\.json is not what was written"):
+        read_checkpoint(step)

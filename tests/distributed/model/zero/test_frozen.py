@@ -1,0 +1,73 @@
+"""Checkpoints of adapters on two ranks, which do not hold the frozen weights, on every ZeRO stage."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.engine.test_adapters import LORA
+from tests.distributed.launcher import run_ranks
+from tests.distributed.model.save.test_adapter import SCRIPT
+from tests.distributed.plain import load_result
+from tests.distributed.recipes import write_chats, write_recipe
+from tests.tiny import tiny_checkpoint
+
+STAGES = (0, 1, 2, 3)
+# What the action of the runs changes in the first step, as a user's script may.
+CHANGED = "model.layers.1.input_layernorm.weight"
+TRAIN = {"gradient_accumulation_steps": 2, "checkpoint_every": 2, "quant_stats_every": 4}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, Path]:
+    """For each stage a run of three steps, one of two, and one that goes on from it; in one job."""
+    directory = tmp_path_factory.mktemp("frozen")
+    model = tiny_checkpoint(directory / "tied", "qwen3", tied=True, even=True)
+    chats = write_chats(directory / "chats.jsonl")
+    written = {}
+    for stage in STAGES:
+        for name, steps, output in (("straight", 3, "straight"), ("begun", 2, "begun"), ("resumed", 3, "begun")):
+            train = {**TRAIN, "steps": steps, "resume": name == "resumed"}
+            sections = {**LORA, "quant": {"scheme": "fp8_static", "calibration_batches": 1}, "train": train}
+            sections |= {"output_dir": str(directory / f"{output}_{stage}")}
+            full = f"{name}_{stage}"
+            written[full] = write_recipe(directory, full, model, chats, stage=stage, dtype="bfloat16", **sections)
+    run_ranks(SCRIPT, *(f"changes_frozen:{path}" for path in written.values()))
+    return written
+
+
+def step_of(paths: dict[str, Path], stage: int) -> Path:
+    return paths[f"begun_{stage}"].with_suffix("") / "checkpoints" / "step_00000002"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_goes_on_bit_for_bit(paths, stage):
+    """Also with what has changed since it was read, which nobody can read again."""
+    straight, resumed = load_result(paths[f"straight_{stage}"]), load_result(paths[f"begun_{stage}"])
+    assert resumed["losses"] == straight["losses"][2:]
+    source = load_file(paths[f"begun_{stage}"].parent / "tied" / "model.safetensors")
+    for name, value in straight["weights"].items():
+        assert torch.equal(value, resumed["weights"][name]), name
+        assert name not in source or torch.equal(value, source[name]) == (name != CHANGED), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_holds_what_is_not_in_the_files_of_the_model(paths, stage):
+    """Scales, and the parameter that was changed; of each weight a number, the same on every stage."""
+    step = step_of(paths, stage)
+    state, weights = json.loads((step / "state.json").read_text()), load_result(paths[f"begun_{stage}"])["weights"]
+    files = {file.name: torch.load(file, weights_only=False) for file in step.glob("*model_states.pt")}
+    assert len(files) == (2 if stage == 3 else 1)
+    held = {}
+    for file in files.values():
+        # Under stage 3 the model's own state has nothing of a parameter.
+        for part in (file["module"], *([file["frozen_param_fragments"]] if stage == 3 else [])):
+            held |= {name: value.numel() for name, value in part.items() if value.numel()}
+    scales = {name for name in weights if name.rpartition(".")[2] in ("weight_s0", "input_s0")}
+    trained = {name for name in weights if "lora" in name or "theta" in name}
+    assert scales and scales | {CHANGED} <= held.keys()
+    left_out = set(weights) - scales - trained - {CHANGED} | {"lm_head.weight"}
+    assert not left_out & held.keys() and state["left_out"].keys() == left_out
+    assert state["left_out"] == json.loads((step_of(paths, 3) / "state.json").read_text())["left_out"]
