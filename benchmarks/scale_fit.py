@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.timing import arguments_of, command, machine, write
-from model.scales.codes import other_weights
+from model.scales.codes import add_products, count_of_sums, other_weights
 from quant import SCHEMES, Ranges, partial_errors, partial_fit, partial_stats, scales_from_errors, scales_from_stats
 from quant.calibrate import zero_points_from_stats
+from quant.experts import LinearPart
 from quant.fit import Fit, misfit
 from quant.reference import dequantize, fake_quant, quantize, round_scale
 from quant.spec import TensorSpec
@@ -87,10 +88,10 @@ class Case:
         codes = quantize(source, of_source, self.spec, self.zero)
         decoded = dequantize(codes, scale, self.spec, torch.float32, self.zero)
         rounded = fake_quant(self.weight, scale, self.spec, self.zero)
-        weight = self.weight
-        products = (weight**2, weight * rounded, weight * decoded, (weight - decoded) ** 2, decoded - rounded)
-        sums = torch.stack([each.double().sum(0) for each in products]).flatten()
-        return other_weights(sums, len(weight)) is not None
+        part = LinearPart("", *self.shape)
+        sums = torch.zeros(count_of_sums(part, self.spec), dtype=torch.float64)
+        add_products(sums, part, self.spec, 0, slice(0, self.weight.numel()), (self.weight, rounded, decoded))
+        return other_weights(sums, part) is not None
 
 
 def weights(model: Path) -> dict[str, Tensor]:

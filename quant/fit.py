@@ -9,8 +9,10 @@ one that the weight's own scale makes (:func:`quant.calibrate.partial_fit`), and
 - **width**: the geometric mean of the scale over the own absmax scale; beyond :data:`WIDEST` codes are left unused,
   which nobody does on purpose. Floating-point grids lose nothing by that (:data:`WIDEST_FP8`);
 - **narrowness**, at 2 and 3 bits: there a scale that clips nearly everything is at most a few times worse;
-- **order**: scales that differ do so as the weights do. Where the logarithms of the scales follow neither those of the
-  own scales nor those of the weights' sizes, they belong to something else.
+- **order**: scales that differ do so as the weights do. A line through the logarithms of the scales, over those of the
+  own scales or of the weights' sizes, has a slope of 1, whatever else was done to them; where that is certain not to be
+  so, they belong to something else;
+- **sign**: a negative scale maps the extreme weight to the code that has no counterpart, the other sign does not.
 
 What this cannot see does no more harm than these bounds say. They are from the measurements of
 ``benchmarks/scale_fit.py``: legitimate scales of every kind pass, on Gaussian and heavy-tailed weights, with outlier
@@ -36,9 +38,12 @@ WIDEST_FP8 = 16.0
 NARROWEST = 0.4
 # An error that is no concern whatever else is said of the scales, over that of the own scales.
 AS_GOOD = 1.3
-# Least correlation, of at least so many scales. Of permuted ones it is within 2 / sqrt(scales) of 0; learned ones that
-# strayed by 30% from absmax on rows that are all alike have 0.25.
-CORRELATION, ENOUGH = 0.1, 256
+# Scales are in another order where the slope and so many of its standard errors stay below this. Permuted ones have a
+# slope of 0 and an error of 1 / sqrt(scales); those of 200 steps of training at ten times the default rate have 0.95.
+SLOPE, ERRORS = 0.7, 4.0
+# Share of the negative scales that would be better without their sign. It is near 0 for those that were chosen with it,
+# and 1/2 where signs do not matter.
+OTHER_SIGN, ENOUGH = 0.75, 16
 # One scale that is this many times too large or too small, and loses half of its weights or more, is damage.
 WILD = 64.0
 
@@ -52,6 +57,7 @@ class Fit(NamedTuple):
         largest: the absmax scales.
         error, own_error: squared errors with ``scale`` and with ``own``.
         squares: squared weights.
+        turned: squared errors with ``-scale``; None where no scale is negative.
     """
 
     scale: Tensor
@@ -60,6 +66,7 @@ class Fit(NamedTuple):
     error: Tensor
     own_error: Tensor
     squares: Tensor
+    turned: Tensor | None = None
 
 
 def misfit(fit: Fit, spec: TensorSpec) -> str | None:
@@ -68,7 +75,7 @@ def misfit(fit: Fit, spec: TensorSpec) -> str | None:
     counts = fit.squares > 1e-6 * fit.squares.mean()
     if not bool(counts.any()):
         return None
-    fit = Fit(*(part[counts] for part in fit))
+    fit = Fit(*(None if part is None else part[counts] for part in fit))
     total = fit.squares.sum()
     error, own_error = float(fit.error.sum() / total), float(fit.own_error.sum() / total)
     if (wild := _wild(fit)) is not None:
@@ -81,6 +88,8 @@ def misfit(fit: Fit, spec: TensorSpec) -> str | None:
     ):
         return None  # they are absmax scales, as one grid or another has them
     cause = None
+    if (sign := _other_sign(fit)) is not None:
+        return sign
     if width > _widest(fit, spec) or (spec.bits <= 3 and of_own < NARROWEST and error > AS_GOOD * own_error):
         cause = _cause(width, fit, spec)
     elif error > AS_GOOD * own_error and _unrelated(fit):
@@ -98,15 +107,19 @@ def misfit(fit: Fit, spec: TensorSpec) -> str | None:
 
 def _floor(spec: TensorSpec) -> float:
     """An error over the squared weights up to which clipping is a choice: a percentile, a trained scale."""
-    return 0.05 if spec.bits == 8 else 0.1
+    return 0.04 if spec.bits == 8 else 0.1
 
 
 def _widest(fit: Fit, spec: TensorSpec) -> float:
     if spec.dtype == "fp8_e4m3":
         return WIDEST_FP8
+    return WIDEST_POWERS if spec.scale_format != "e8m0" and _powers(fit) else WIDEST
+
+
+def _powers(fit: Fit) -> bool:
+    """Whether all scales are powers of two."""
     mantissa, _ = torch.frexp(fit.scale.abs())
-    powers = spec.scale_format != "e8m0" and bool((mantissa == 0.5).all())
-    return WIDEST_POWERS if powers else WIDEST
+    return bool((mantissa == 0.5).all())
 
 
 def _wild(fit: Fit) -> str | None:
@@ -124,14 +137,37 @@ def _wild(fit: Fit) -> str | None:
 
 def _unrelated(fit: Fit) -> bool:
     """Whether scales that differ do not do so as the weights do."""
-    if fit.scale.numel() < ENOUGH:
+    logs, count = fit.scale.abs().log(), fit.scale.numel()
+    if count < ENOUGH:
         return False
-    logs = fit.scale.abs().log()
-    others = [each.log() for each in (fit.own, fit.largest, fit.squares)]
-    if float(logs.std()) < 0.3 * max(float(other.std()) for other in others[:2]):  # all alike: a choice, if a poor one
+    others = [fit.own.log(), fit.largest.log(), fit.squares.log() / 2]
+    spread = max(float(other.std()) for other in others[:2])
+    if float(logs.std()) < 0.3 * spread:  # all alike: a choice, if a poor one
         return False
+    if _powers(fit) and spread < math.log(2):  # what is rounded away is as large as what they differ by
+        return False
+    centred = logs - logs.mean()
+    for other in others:
+        over = other - other.mean()
+        squares = max(float(over.square().sum()), 1e-30)
+        slope = float((over * centred).sum()) / squares
+        error = math.sqrt(float((centred - slope * over).square().sum()) / (count - 2) / squares)
+        if slope + ERRORS * error > SLOPE:
+            return False
+    return True
+
+
+def _other_sign(fit: Fit) -> str | None:
+    """Negative scales that were turned round."""
+    if fit.turned is None:
+        return None
+    negative = (fit.scale < 0) & (fit.turned != fit.error)
+    worse = negative & (fit.turned < fit.error)
+    if int(negative.sum()) < ENOUGH or int(worse.sum()) < OTHER_SIGN * int(negative.sum()):
+        return None
     return (
-        max(float(torch.corrcoef(torch.stack([logs, other]))[0, 1].nan_to_num(0.0)) for other in others) < CORRELATION
+        f"{int(worse.sum())} of {int(negative.sum())} negative scales would be better if they were positive: the "
+        f"squared error is {float(fit.error.sum() / fit.squares.sum()):.2g} of the weights. Probably signs were changed"
     )
 
 

@@ -19,7 +19,7 @@ from model.quantised.checkpoint import read_checkpoint
 from model.quantised.scales import take_scales
 from model.quantised.tensor import CodedTensor, row_chunks
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks, say
-from model.scales.codes import SUMS, other_weights
+from model.scales.codes import add_products, count_of_sums, other_weights, squares_of
 from model.scales.load import ScaleReport
 from model.shards import CheckpointError, Reader
 from model.zero import forget_secondary_copies, is_partitioned, local_data, local_range
@@ -35,12 +35,14 @@ class _Chunk(NamedTuple):
     """Some rows of a Linear, fp32 or in the model's dtype.
 
     Attributes:
+        first: the first row.
         mine: this rank's range of the layer's weight that lies in these rows, a view, flat.
         at: where that lies in the rows, flat.
         codes, quantizer: of the file, ``[rows, in]``.
         decoded: what they stand for, in the model's dtype.
     """
 
+    first: int
     mine: Tensor
     at: slice
     codes: Tensor
@@ -139,7 +141,7 @@ def _chunks(layer: QuantLayer, part: LinearPart, linear: CodedTensor, reader: Re
         low, high = max(first, rows.start * size), min(last, rows.stop * size)
         mine = local.view(-1)[begin + low - start : begin + high - start]
         at = slice(low - rows.start * size, high - rows.start * size)
-        yield _Chunk(mine, at, codes, quantizer, kernels.dequantize(codes, quantizer))
+        yield _Chunk(rows.start, mine, at, codes, quantizer, kernels.dequantize(codes, quantizer))
 
 
 def _check_codes(quantization: Quantization, linears: Linears, directory: Path) -> None:
@@ -149,7 +151,8 @@ def _check_codes(quantization: Quantization, linears: Linears, directory: Path) 
     with Reader() as reader, torch.no_grad():
         for name, parts in linears.items():
             layer = quantization.layers[name]
-            sums = torch.zeros(sum(SUMS * part.in_features for part, _ in parts), dtype=torch.float64)
+            sizes = [count_of_sums(part, layer.scheme.weights) for part, _ in parts]
+            sums = torch.zeros(sum(sizes), dtype=torch.float64)
             try:
                 if failure is None:
                     sums = torch.cat([_products(layer, *each, reader) for each in parts])
@@ -157,10 +160,9 @@ def _check_codes(quantization: Quantization, linears: Linears, directory: Path) 
                 failure = str(error)
             if is_partitioned(layer.weight):  # else every rank has seen all
                 sums = reduce_over_ranks(sums)
-            each_sums = sums.split([SUMS * part.in_features for part, _ in parts])
-            for (part, linear), own in zip(parts, each_sums, strict=True):
-                squares, rounded, _, distance, _ = own.view(SUMS, -1).sum(1).tolist()
-                problem = other_weights(own, part.out_features)
+            for (part, linear), own in zip(parts, sums.split(sizes), strict=True):
+                squares, rounded, distance = squares_of(own, part)
+                problem = other_weights(own, part)
                 if squares == 0 and distance > 0:
                     problem = "model.path has zeros where the codes are of other weights"
                 elif squares > 0 >= rounded:
@@ -175,18 +177,15 @@ def _check_codes(quantization: Quantization, linears: Linears, directory: Path) 
 
 def _products(layer: QuantLayer, part: LinearPart, linear: CodedTensor, reader: Reader) -> Tensor:
     """This rank's part of the sums of :func:`model.scales.codes.local_products`."""
-    sums = torch.zeros(SUMS, part.in_features, dtype=torch.float64)
+    spec = layer.scheme.weights
+    sums = torch.zeros(count_of_sums(part, spec), dtype=torch.float64, device=local_data(layer.weight).device)
     for chunk in _chunks(layer, part, linear, reader):
-        decoded, weight = chunk.decoded.float(), torch.zeros_like(chunk.decoded)
+        weight = torch.zeros_like(chunk.decoded)
         weight.view(-1)[chunk.at] = chunk.mine
         codes, _ = kernels.quantize(weight, chunk.quantizer)
-        rounded, weight = kernels.dequantize(codes, chunk.quantizer).float(), weight.float()
-        beside = torch.ones(weight.numel(), dtype=torch.bool, device=weight.device)
-        beside[chunk.at] = False  # rows that begin or end on another rank
-        decoded, rounded = (each.masked_fill(beside.view(weight.shape), 0.0) for each in (decoded, rounded))
-        products = weight * weight, weight * rounded, weight * decoded, (weight - decoded).square(), decoded - rounded
-        sums += torch.stack([product.sum(0, dtype=torch.float64) for product in products]).cpu()
-    return sums.flatten()
+        values = weight.float(), kernels.dequantize(codes, chunk.quantizer).float(), chunk.decoded.float()
+        add_products(sums, part, spec, chunk.first, chunk.at, values)
+    return sums.cpu()
 
 
 def _move(quantization: Quantization, linears: Linears) -> tuple[int, int]:

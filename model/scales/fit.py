@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.ranks import raise_everywhere, reduce_over_ranks
 from model.scales.arrange import GroupScale
-from model.scales.codes import SUMS, FileWeight, local_products, other_weights
+from model.scales.codes import FileWeight, count_of_sums, local_products, other_weights
 from model.scales.measure import measure_weight_scales
 from model.scales.write import scale_buckets
 from model.shards import CheckpointError, Reader
@@ -50,12 +50,16 @@ class _Member:
     own_zero: Tensor | None
     largest: Tensor
     sizes: list[int] = field(init=False)
+    signed: bool = field(init=False)
 
     def __post_init__(self) -> None:
         of_codes = [
-            SUMS * part.in_features for part, code in zip(self.parts, self.codes, strict=True) if code is not None
+            count_of_sums(part, self.group.spec)
+            for part, code in zip(self.parts, self.codes, strict=True)
+            if code is not None
         ]
-        self.sizes = [3 * self.scale.numel(), *of_codes]
+        self.signed = bool((self.scale < 0).any())
+        self.sizes = [(4 if self.signed else 3) * self.scale.numel(), *of_codes]
 
 
 def check_fit(
@@ -144,14 +148,16 @@ def _split(value: Tensor, group: ScaleGroup) -> tuple[Tensor, Tensor | None]:
 
 
 def _local_errors(member: _Member) -> Tensor:
-    """Errors with the loaded scales, squares, and errors with the own ones, of this rank's range; fp64 on the CPU."""
+    """Errors with the loaded scales, squares, errors with the own ones, and where some of the loaded are negative with
+    those turned round, of this rank's range; fp64 on the CPU."""
     layer, spec, (start, _) = member.layer, member.group.spec, local_range(member.layer.weight)
     local, shape = local_data(layer.weight), layer.weight_shape
+    pairs = [(member.scale, member.zero), (member.own, member.own_zero)]
     found = [
         partial_fit(local, start, shape, scale.to(local.device), spec, None if zero is None else zero.to(local.device))
-        for scale, zero in ((member.scale, member.zero), (member.own, member.own_zero))
+        for scale, zero in pairs + [(-member.scale, member.zero)] * member.signed
     ]
-    return torch.cat([found[0].flatten(), found[1][0].flatten()]).cpu()
+    return torch.cat([found[0].flatten(), *(errors[0].flatten() for errors in found[1:])]).cpu()
 
 
 def _local_codes(member: _Member, reader: Reader) -> list[Tensor]:
@@ -169,15 +175,15 @@ def _judged(member: _Member, sums: Tensor) -> list[str]:
     """What is wrong with the scales of each Linear of a layer, from the sums over all ranks."""
     errors, *of_codes = sums.split(member.sizes)
     shape, spec = member.scale.shape, member.group.spec
-    error, squares, own_error = errors.view(3, *shape)
-    whole = (member.scale, member.own, member.largest, error, own_error, squares)
+    error, squares, own_error, *turned = errors.view(-1, *shape)
+    whole = (member.scale, member.own, member.largest, error, own_error, squares, *turned)
     products = iter(of_codes)
     problems = []
     for part, key, code in zip(member.parts, member.keys, member.codes, strict=True):
         fit = Fit(*(part.scale(each, spec).flatten().double() for each in whole))
         problem = misfit(fit, spec)
         if code is not None:
-            problem = other_weights(next(products), part.out_features) or problem
+            problem = other_weights(next(products), part) or problem
         if problem is not None:
             problems.append(f"{key}: {problem}")
     return problems

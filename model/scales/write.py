@@ -92,7 +92,7 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGr
             f"{name} has shape {tuple(value.shape)}, but this scheme has {math.prod(shape)} scale(s) there, of shape "
             f"{shape}"
         )
-    may_be_negative = group.observer is None and group.spec.dtype == "int"
+    may_be_negative = group.observer is None and group.spec.dtype == "int" and group.spec.symmetric
     usable = torch.isfinite(value) & ((value != 0) if may_be_negative else (value > 0))
     if not bool(usable.all()):
         expected = "finite and not 0" if may_be_negative else "finite and positive"

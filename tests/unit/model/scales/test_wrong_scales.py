@@ -30,8 +30,9 @@ from tests.patience import ends
 from tests.tiny import tiny_checkpoint
 
 LAYER = "model.layers.0"
-Q, K, OUT, GATE, UP, DOWN = (
-    f"{LAYER}.{name}_proj" for name in ("self_attn.q", "self_attn.k", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+Q, K, V, OUT, GATE, UP, DOWN = (
+    f"{LAYER}.{name}_proj"
+    for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
 )
 SCALE = f"{Q}.weight_scale"
 Tensors = dict[str, Tensor]
@@ -309,6 +310,14 @@ WAYS: dict[str, tuple[Scheme | str, Scheme | str | None, Callable[[Files], None]
     "another layer's, fp8": ("fp8_dynamic", None, swap(Q, Q.replace("0", "1")), CODES),
     "gate and up swapped": ("w4a16_g32", None, swap(GATE, UP), CODES),
     "gate and up swapped, fp8": ("fp8_static", None, swap(GATE, UP), CODES),
+    "k and v swapped": ("w4a16_g32", None, swap(K, V), CODES),
+    "scales of k and v swapped": ("w4a16_g32", None, swap(K, V, "_scale"), FIT),
+    "scales of k and v swapped, alone": ("w4a16_g32", None, both(alone, swap(K, V)), FIT),
+    "scales of k and v swapped, per channel": ("w8a16_channel", None, both(alone, swap(K, V)), FIT),
+    "scales of the next row": ("w4a16_channel", None, each(lambda s: s.roll(1, 0)), FIT),
+    "scales of the next row, alone": ("w4a16_channel", None, both(alone, each(lambda s: s.roll(1, 0))), FIT),
+    "scales of the next group": ("w4a16_g32", None, each(lambda s: s.roll(1, 1)), FIT),
+    "groups of 64": ("w4a16_g32", None, both(no_config, each(lambda s: s[:, ::2].contiguous())), "has shape"),
     "groups transposed": ("w4a16_g32", None, transposed, FIT),
     "groups transposed, alone": ("w4a16_g32", None, both(alone, transposed), FIT),
     "groups in reverse": ("w4a16_g32", None, both(alone, each(lambda s: s.flip(1))), FIT),
