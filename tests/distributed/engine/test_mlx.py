@@ -1,6 +1,7 @@
 """From training on two ranks to a directory that mlx-lm loads: its weights are those of the last forward."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.distributed.launcher import run_ranks
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.distributed.variants import NO_TEACHER, SCRIPT
 from tests.families.variants import VARIANTS
+from tests.patience import ends
 
 # All variants of the zoo of the types that are written, with a scheme.
 KINDS = {
@@ -91,6 +93,21 @@ def test_a_changed_scale_is_named(exports, tmp_path, capsys):
     report = compare_with_compressed(changed, against, [ids])
     assert "model.layers.1.mlp.up_proj.weight is another one" in report.problems
     assert report.equal == compare_with_compressed(export, against, [ids]).equal - 1
+
+
+def test_codes_of_another_type_are_named_and_pipes_are_not_waited_for(exports, tmp_path):
+    export, against = exports["qwen3"]
+    changed = shutil.copytree(export, tmp_path / "changed")
+    tensors = load_file(changed / "model.safetensors")
+    key = "model.layers.1.mlp.up_proj.weight"
+    tensors[key] = tensors[key].view(torch.int32)
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.randint(7, 300, (1, 16))
+    report = compare_with_compressed(changed, against, [ids])
+    assert any(line.startswith(f"{key}: [dequantize]") for line in report.problems), report.problems
+    os.mkfifo(changed / "generation.json")
+    with ends("a pipe"), pytest.raises(ValueError, match=r"generation.json is neither a file nor a folder"):
+        compare_with_compressed(changed, against, [ids])
 
 
 def test_other_readers_are_not_told_of_codes(exports):

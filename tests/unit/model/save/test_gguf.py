@@ -131,6 +131,18 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
         file.write(bytes([byte ^ 3]))
     report = compare_with_compressed(tmp_path / "out", tmp_path / "compressed")
     assert [line.split()[0] for line in report.problems] == ["blk.1.attn_k.weight"]
+    # Types and sizes that nothing dequantises, or has so many experts, are tensors that differ.
+    good = (tmp_path / "out" / "model.gguf").read_bytes()
+    at = good.index(b"blk.1.attn_q.weight") + len("blk.1.attn_q.weight")
+    columns, rows, kind_of_it = at + 4, at + 12, at + 20
+    for place, value in ((columns, bytes(8)), (rows, bytes(8)), (kind_of_it, b"\x10\0\0\0"), (kind_of_it, b"\x1e")):
+        changed = good[:place] + value + good[place + len(value) :]
+        (tmp_path / "out" / "model.gguf").write_bytes(changed)
+        try:
+            found = compare_with_compressed(tmp_path / "out", tmp_path / "compressed").problems
+        except ValueError as error:  # where the package does not open it
+            found = [str(error)]
+        assert re.search("^blk.1.attn_q.weight is not|model.gguf is no GGUF", "\n".join(found), re.MULTILINE), found
     # What is not quantised is as it was.
     state = model.state_dict()
     assert torch.equal(tensors["token_embd.weight"], state["model.embed_tokens.weight"].float())
