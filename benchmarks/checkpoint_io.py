@@ -246,6 +246,8 @@ def main() -> None:
                 table += rows(title, found)
                 grown = [f"{found['grown'][name] / 2**20:.0f}" for name in ("load", "decode")]
                 memory.append(f"{title} {' and '.join(grown)}")
+            coded = sum(file.stat().st_size for file in (base / "coded").glob("*.safetensors"))
+            sizes.append(f"{kind} in int4 {coded / 1e9:.2f} GB")
     text = "\n".join(
         [
             "# Load and export against plain safetensors",

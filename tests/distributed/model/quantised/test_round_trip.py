@@ -1,4 +1,7 @@
-"""Quantised checkpoints on two ranks under ZeRO-3: what was read is exported again byte for byte, config.json too."""
+"""Quantised checkpoints on two ranks under ZeRO-3: what was read is exported again byte for byte, config.json too.
+
+GPTQ, AWQ and ModelOpt have no export of their own: codes, scales and zero points come back as compressed-tensors.
+"""
 
 import json
 import random
@@ -6,16 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from model.build import build_model
 from model.load import load_weights
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, prepare
-from quant.packing import unpack_int32
+from quant.packing import unpack_int32, unpack_zero_points
 from tests.distributed.launcher import run_ranks
 from tests.tiny import tiny_checkpoint
+from tests.unit.model.quantised import test_columns, test_modelopt
 
 SCRIPT = Path(__file__).parent / "scripts" / "round_trip.py"
 NARROW = "w4a16_g32, -7..7"  # absmax / 7, as Kimi-K2 has it, in the place of absmax / 7.5
@@ -24,6 +28,8 @@ DENSE = ("fp8_static", "fp8_block", "int8_dynamic", "w4a16_g32", NARROW, "w4a16_
 CASES = {scheme: ("qwen3", scheme, "per_expert", "compressed") for scheme in DENSE}
 CASES |= {f"stacked {s}": ("qwen3_moe", s, "stacked", "compressed") for s in ("fp8_block", NARROW)}
 CASES |= {"stacked, vLLM's fp8": ("qwen3_moe", "fp8_block", "stacked", "vllm_fp8")}
+COLUMNS = ("gptq", "gptq_v2", "awq")  # 4 bits with zero points
+MODELOPT = {"modelopt": True, "modelopt, hf_quant_config": False}  # whether config.json says it
 OTHERS = {
     scheme: ("qwen3", scheme, "per_expert", "compressed")
     for scheme in ("fp8_dynamic", "w8a16_channel", "w8a16_g32", "w3a16_g32", "w2a16_g32", "nvfp4_w4a4")
@@ -55,16 +61,31 @@ def write(source: Path, directory: Path, scheme: str, form: str, layout: str) ->
 
 
 def round_trip(directory: Path, cases: dict[str, tuple[str, str, str, str]]) -> Path:
-    """Files of all cases, and what two ranks made of them in one job."""
+    """Files of all cases, for one job of two ranks."""
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     torch.manual_seed(seed)
     sources = {kind: tiny_checkpoint(directory / kind, kind, seed=seed, wide=True) for kind in ("qwen3", "qwen3_moe")}
     for name, (kind, scheme, form, layout) in cases.items():
         write(sources[kind], directory / "files" / name, scheme, form, layout)
-    (directory / "cases.json").write_text(json.dumps({name: case[2:] for name, case in cases.items()}))
-    run_ranks(SCRIPT, str(directory))
+    (directory / "cases.json").write_text(json.dumps({name: (*case[2:], "bf16") for name, case in cases.items()}))
     return directory
+
+
+def other_writers(directory: Path) -> None:
+    """Files of GPTQ and AWQ, the weights that these are, and two files of ModelOpt, beside those of the cases."""
+    cases = json.loads((directory / "cases.json").read_text())
+    for kind in COLUMNS:
+        path, weights = test_columns.gptq_checkpoint(directory / kind, kind)
+        path.rename(directory / "files" / kind)
+        save_file(weights, directory / kind / "weights.safetensors")
+        cases[kind] = ("per_expert", "compressed", "fp16")  # in which their scales are stored
+    for name, inside in MODELOPT.items():
+        (directory / name).mkdir()
+        _, theirs = test_modelopt.written(directory / name, "fp8_static", inside=inside)
+        theirs.rename(directory / "files" / name)
+        cases[name] = ("per_expert", "compressed", "bf16")
+    (directory / "cases.json").write_text(json.dumps(cases))
 
 
 def different(directory: Path, name: str) -> list[str]:
@@ -77,7 +98,10 @@ def different(directory: Path, name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
-    return round_trip(tmp_path_factory.mktemp("round_trip"), CASES)
+    made = round_trip(tmp_path_factory.mktemp("round_trip"), CASES)
+    other_writers(made)
+    run_ranks(SCRIPT, str(made))
+    return made
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,6 +112,7 @@ def test_what_was_read_comes_back(directory, name):
 @pytest.mark.full
 def test_what_was_read_comes_back_in_every_scheme(tmp_path):
     directory = round_trip(tmp_path, OTHERS)
+    run_ranks(SCRIPT, str(directory))
     assert not {name: found for name in OTHERS if (found := different(directory, name))}
 
 
@@ -98,3 +123,28 @@ def test_the_narrow_grid_stays_narrow(directory, name):
     packed = {key: tensor for key, tensor in tensors.items() if key.endswith("weight_packed")}
     codes = torch.cat([unpack_int32(tensor, 4, tensor.shape[1] * 8).flatten() for tensor in packed.values()])
     assert codes.min() == -7 and codes.max() == 7
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_codes_in_columns_come_back_as_rows(directory, kind):
+    """Codes, scales and zero points in the export are the fp32 weights of the file's formula, bit for bit."""
+    again = load_file(directory / "again" / kind / "model.safetensors")
+    weights = load_file(directory / kind / "weights.safetensors")
+    assert {key.removesuffix(".weight_packed") for key in again if key.endswith("weight_packed")} == weights.keys()
+    for name, weight in weights.items():
+        rows, columns = weight.shape
+        scale = again[f"{name}.weight_scale"]
+        assert scale.dtype == torch.float16 and scale.shape == (rows, columns // 32)
+        codes = unpack_int32(again[f"{name}.weight_packed"], 4, columns).float()
+        zero = unpack_zero_points(again[f"{name}.weight_zero_point"], 4, rows).float()
+        found = (codes.view(rows, -1, 32) - zero[..., None]) * scale.float()[..., None]
+        assert torch.equal(found.view(rows, columns), weight)
+
+
+@pytest.mark.parametrize("name", MODELOPT)
+def test_fp8_of_modelopt_comes_back(directory, name):
+    """As this project's own export of the same model, byte for byte."""
+    export, again = directory / name / "export", directory / "again" / name
+    names = {file.name for file in export.iterdir()}
+    assert "model.safetensors" in names and names == {file.name for file in again.iterdir()}
+    assert not [each for each in names if (export / each).read_bytes() != (again / each).read_bytes()]
