@@ -11,7 +11,7 @@ from model.zero import is_partitioned, is_whole, local_data, local_range
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = -7046029254386353131  # 2**64 divided by the golden ratio: places that are near each other differ in all bits
-_CHUNK = 2**22  # elements that are looked at together, 32 MB as integers
+_CHUNK = 2**20  # elements that are looked at together, 8 MB as integers: a checkpoint may come when memory is full
 
 
 def frozen_weights(model: nn.Module) -> list[str]:
