@@ -22,6 +22,8 @@ import contextlib
 import json
 import os
 
+from engine.recipe.paths import checkpoint_problems
+
 GGUF_FILE = "model.gguf"  # of model.save, which takes seconds to import
 
 SAMPLE = """\
@@ -101,6 +103,8 @@ def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
     if (arguments.export / GGUF_FILE).is_file():
         engine = "llama.cpp"
     elif (file := arguments.export / "config.json").is_file():
+        for problem in checkpoint_problems("--export", str(arguments.export)):  # a file of gigabytes
+            parser.error(problem)
         with contextlib.suppress(ValueError):  # which is said later
             config = json.loads(file.read_text(encoding="utf-8"))
             engine = "MLX" if isinstance(config, dict) and config.get("quantization") else None

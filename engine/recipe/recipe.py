@@ -136,12 +136,10 @@ class Recipe:
         problems = list(checkpoint_problems("model.path", self.model.path))
         if self.teacher_kind() == "cache":
             # The teacher itself need not be there any more.
-            assert self.loss.teacher_cache is not None
-            if not os.path.isfile(os.path.join(self.loss.teacher_cache, "manifest.json")):
-                problems.append(
-                    f"loss.teacher_cache: {not_there(self.loss.teacher_cache)}, expected a directory that "
-                    "launch/cache_teacher.py wrote, with manifest.json"
-                )
+            cache = str(self.loss.teacher_cache)
+            if not os.path.isfile(os.path.join(cache, "manifest.json")):
+                said = "expected a directory that launch/cache_teacher.py wrote, with manifest.json"
+                problems.append(f"loss.teacher_cache: {not_there(cache)}, {said}")
         elif self.teacher_kind() == "model":
             problems += checkpoint_problems("loss.teacher", str(self.loss.teacher))
         for key in ("scales", "start"):
@@ -152,6 +150,8 @@ class Recipe:
                 if not os.path.isfile(file):
                     problems.append(f"{key}[{index}]: {not_there(file)}, expected a file")
         problems += _named_twice(self.data, _file_identity)  # links to one file too
+        if os.path.lexists(self.output_dir) and not os.path.isdir(self.output_dir):
+            problems.append(f"output_dir: {self.output_dir!r}, expected a directory, or no file of that name")
         if problems:
             raise RecipeError("\n".join(problems))
 

@@ -18,6 +18,7 @@ from engine.export import check_export
 from engine.recipe.checks import RecipeError, field_problems, parse_size
 from engine.recipe.events import EventRecipe
 from engine.recipe.loss import LossRecipe
+from engine.recipe.paths import checkpoint_problems
 from engine.recipe.reading import load_recipe, parse_recipe, save_recipe
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, LearnableRecipe, ModelRecipe, TrainRecipe
@@ -559,6 +560,28 @@ def test_export_dir() -> None:
     assert recipe.export_dir() == Path("out/export")
     recipe.export.dir = "served"
     assert recipe.export_dir() == Path("served")
+
+
+@pytest.mark.parametrize("target", [None, "nowhere"])
+def test_an_output_directory_that_is_a_file_is_named_before_ranks_meet(tmp_path: Path, target: str | None) -> None:
+    path = tmp_path / "out"
+    if target is None:
+        path.write_text("mine")
+    else:
+        path.symlink_to(tmp_path / target)
+    recipe = minimal(output_dir=str(path))
+    with pytest.raises(RecipeError, match=rf"output_dir: '{path}', expected a directory, or no file of that name"):
+        recipe.validate_files()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors.index.json"])
+def test_a_gigabyte_of_json_is_not_read(tmp_path: Path, name: str) -> None:
+    for file in {"config.json", name}:
+        (tmp_path / file).write_text("{}")
+    with (tmp_path / name).open("r+b") as stream:
+        stream.truncate(2**30)
+    (problem,) = checkpoint_problems("model.path", str(tmp_path))
+    assert problem == f"model.path: '{tmp_path / name}' has 1,073,741,824 bytes, expected at most 268,435,456"
 
 
 def test_a_layout_that_cannot_hold_a_scheme_is_refused_before_any_work(tmp_path: Path) -> None:
