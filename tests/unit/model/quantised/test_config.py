@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from launch.memory import main
-from model.quantised.config import check_readable, find_quantization_config, is_quantised
+from model.quantised.config import check_readable, find_quantization_config, is_quantised, kv_cache_of
 from quant import SCHEMES
 from quant.config import quantization_config
+from quant.spec import FP8_TENSOR
 from tests.tiny import tiny_config
 from tests.unit.engine.memory.test_memory import recipe
 
@@ -68,18 +69,53 @@ def test_plain_ones_and_compressed_ones_are_read(tmp_path):
     assert find_quantization_config(tmp_path) == COMPRESSED
 
 
-def memory_of(tmp_path: Path, config: dict) -> None:
+def memory_of(tmp_path: Path, config: dict, scheme: str = "w4a16_channel") -> None:
     """``launch/memory.py`` of a model with this quantization_config."""
-    recipe(tmp_path, quant={"scheme": "w4a16_channel"})
+    recipe(tmp_path)
     tiny_config("qwen3").save_pretrained(tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
-    main(["--config", str(tmp_path / "recipe.yaml"), "--ranks", "2", "--strategies", "zero3"])
+    main(["--config", str(tmp_path / "recipe.yaml"), "--ranks", "2", "--strategies", "zero3", "--quant.scheme", scheme])
 
 
 def test_memory_is_predicted_from_a_quantised_checkpoint(tmp_path, capsys):
     memory_of(tmp_path, COMPRESSED)
     assert "zero3" in capsys.readouterr().out
+
+
+def test_memory_knows_the_schemes_of_a_quantised_checkpoint(tmp_path, capsys):
+    """From config.json alone: as of the same scheme by its name, where another one has other scales."""
+    config = quantization_config({"Linear": SCHEMES["fp8_static"]}, ["lm_head"])
+    tables = {}
+    for scheme in ("source", "fp8_static", "w4a16_channel"):
+        memory_of(tmp_path, config, scheme)
+        tables[scheme] = capsys.readouterr().out.partition("|")[2]
+    assert tables["source"] == tables["fp8_static"] != tables["w4a16_channel"]
+
+
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+CACHES = {
+    "of this project": (COMPRESSED | {"kv_cache_scheme": KV}, FP8_TENSOR),
+    "none": (COMPRESSED | {"kv_cache_scheme": None}, None),
+    "cache alone, weights in bf16": ({**COMPRESSED, "config_groups": {}, "kv_cache_scheme": KV}, FP8_TENSOR),
+    "per head": (COMPRESSED | {"kv_cache_scheme": KV | {"strategy": "attn_head"}}, "kv_cache_scheme"),
+    "integers": (COMPRESSED | {"kv_cache_scheme": KV | {"type": "int"}}, "expected one stored scale of fp8"),
+    "dynamic": (COMPRESSED | {"kv_cache_scheme": KV | {"dynamic": True}}, "kv_cache_scheme"),
+    "4 bits": (COMPRESSED | {"kv_cache_scheme": KV | {"num_bits": 4}}, "fp4_e2m1 has groups"),
+    "no object": (COMPRESSED | {"kv_cache_scheme": "fp8"}, "kv_cache_scheme"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, FP8_TENSOR),
+    "modelopt, NVFP4": ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "is 'NVFP4', expected 'FP8'"),
+}
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_quantised_keys_and_values_are_read_or_named(case):
+    config, expected = CACHES[case]
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            kv_cache_of(config)
+    else:
+        assert kv_cache_of(config) == expected
 
 
 def test_memory_of_what_is_not_read_is_refused_by_name(tmp_path, capsys):
