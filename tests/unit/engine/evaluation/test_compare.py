@@ -206,3 +206,12 @@ def test_what_is_neither_known_nor_there_is_named(tmp_path):
     assert list(read_results([tmp_path / "a.json", tmp_path / "a.json"])) == ["m"]
     with pytest.raises(ValueError, match=r"b\.json: m has other results in an earlier file"):
         read_results([tmp_path / "a.json", tmp_path / "b.json"])
+
+
+def test_a_place_that_cannot_be_written_is_found_before_the_models_are_read(tmp_path):
+    """None of the models is there, which would be said else."""
+    (tmp_path / "out").write_text("a file")
+    done = run("--bf16", "nowhere", "--ptq", "a=nowhere_else", "--text", tmp_path / "out", "--out", tmp_path / "out")
+    (line,) = [one for one in done.stderr.splitlines() if "error" in one]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"error: --out '{tmp_path / 'out' / 'compare.json'}': cannot be written (" in line
