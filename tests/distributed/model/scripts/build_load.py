@@ -23,7 +23,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, log
 
 from model.build import build_model, check_rotary_buffers
 from model.load import load_weights
+from model.quantised.checkpoint import read_checkpoint
 from model.ranks import RankError, gather_objects, is_main, rank, shut_down, world_size
+from model.save import export_model
+from model.scales import renew_weight_scales
 from model.shards import INDEX, PAGE_BYTES, read_headers
 from model.zero import (
     WHOLE_ELEMENTS,
@@ -38,9 +41,12 @@ from model.zero import (
     local_range,
     partition_new_parameters,
 )
+from quant import SCHEMES, prepare
 from tests.tiny import tiny_config
 
 CPU = torch.device("cpu")
+# Codes packed and one by one, weights in the dtype of the model, what they are rounded to again, and fp32 on the way.
+BYTES_TO_DECODE = 32
 
 
 def ds_config(stage: int, dtype: torch.dtype = torch.bfloat16, **zero: Any) -> dict[str, Any]:
@@ -277,8 +283,9 @@ class PeakTensorBytes(TorchDispatchMode):
         return sum(size for _, size in self.alive.values())
 
 
-def check_peak_bytes(path: Path) -> None:
-    """Building and loading need the partitions and one parameter; the model is many times that, a MoE layer several."""
+def check_peak_bytes(path: Path, decoded: int = 0) -> None:
+    """Building and loading need the partitions and one parameter; the model is many times that, a MoE layer several.
+    Of codes so many weights are decoded at a time."""
     model = loaded(path, ds_config(3))
     parameters = list(model.parameters())
     partitions = sum(parameter.ds_tensor.nbytes for parameter in parameters)
@@ -286,7 +293,7 @@ def check_peak_bytes(path: Path) -> None:
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     layer = sum(2 * full_numel(parameter) for parameter in model.model.layers[0].mlp.experts.parameters())
     # Besides: the frequencies while they are computed, and flags of DeepSpeed's, in all less than a page.
-    bound = partitions + largest + buffers + 4096
+    bound = partitions + max(largest, BYTES_TO_DECODE * decoded) + buffers + 4096
     with PeakTensorBytes(bound) as memory:
         loaded(path, ds_config(3))
     print(
@@ -294,6 +301,23 @@ def check_peak_bytes(path: Path) -> None:
     )
     assert partitions + layer > bound, "the bound would not show that a whole MoE layer was made"
     assert partitions < memory.peak <= bound
+
+
+def coded(path: Path) -> Path:
+    """The checkpoint in int4, one scale per row; a collective."""
+    out = path.with_name(f"{path.name}-coded")
+    model = loaded(path, ds_config(3))
+    quantization = prepare(model, SCHEMES["w4a16_channel"], learn_weight_scale=False, learn_input_scale=False)
+    partition_new_parameters(model, ds_config(3))
+    renew_weight_scales(quantization)
+    export_model(model, quantization, path, out)
+    return out
+
+
+def largest_linear(path: Path) -> int:
+    """Weights of the largest Linear that is stored as codes."""
+    linears = read_checkpoint(path, built(path, ds_config(3))).coded.values()
+    return max(linear.shape[0] * linear.shape[1] for linear in linears)
 
 
 def check_bytes_read(path: Path) -> None:
@@ -389,6 +413,8 @@ def run(directory: Path, seed: int, stages: list[int]) -> None:
         check_scales_under_hpz(directory / "qwen3")
         check_bytes_read(directory / "moe-large")
         check_peak_bytes(directory / "moe-large")
+        codes = coded(directory / "moe-large")
+        check_peak_bytes(codes, decoded=largest_linear(codes))
         check_scales_over_the_limit()
 
 
