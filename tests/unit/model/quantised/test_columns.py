@@ -66,7 +66,7 @@ def written(kind: str, bits: int, rows: int, columns: int, size: int, symmetric:
     index = torch.arange(columns) // size
     weight = (codes - zero[index]).float() * scale.float()[index]
     tensors = {f"{NAME}.scales": scale}
-    if kind == "awq":
+    if kind.endswith("awq"):
         tensors[f"{NAME}.qweight"] = torch.tensor([nibbles(row) for row in codes.tolist()]).int()
         tensors[f"{NAME}.qzeros"] = torch.tensor([nibbles(row) for row in zero.tolist()]).int()
     else:
@@ -80,8 +80,9 @@ def written(kind: str, bits: int, rows: int, columns: int, size: int, symmetric:
 def config_of(kind: str, bits: int, size: int, symmetric: bool) -> dict:
     if kind == "awq":
         method = {"quant_method": "awq", "version": "gemm", "zero_point": not symmetric}
-    elif kind == "auto-round":
-        method = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "sym": symmetric}
+    elif kind.startswith("auto-round"):
+        layout = "auto_round:auto_awq" if kind.endswith("awq") else "auto_round:auto_gptq"
+        method = {"quant_method": "auto-round", "packing_format": layout, "sym": symmetric}
         method["extra_config"] = {"lm_head": {"bits": 16, "data_type": "float"}}
     else:
         method = {"quant_method": "gptq", "checkpoint_format": kind, "sym": symmetric, "desc_act": False}
@@ -91,7 +92,10 @@ def config_of(kind: str, bits: int, size: int, symmetric: bool) -> dict:
 CASES = [
     *(("gptq", bits, symmetric) for bits in (2, 3, 4, 8) for symmetric in (True, False)),
     ("gptq_v2", 4, False),
-    ("auto-round", 4, True),
+    *(("auto-round", bits, symmetric) for bits in (2, 3, 4, 8) for symmetric in (True, False)),
+    ("auto-round awq", 4, True),
+    ("auto-round awq", 4, False),
+    ("awq", 4, True),
     ("awq", 4, False),
 ]
 
