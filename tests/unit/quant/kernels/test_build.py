@@ -200,18 +200,22 @@ def test_a_library_that_is_cut_off_is_built_anew(machine):
     assert library.read_bytes() == content and machine.asked("link") == 2
 
 
-def test_only_what_was_written_is_loaded(tmp_path):
+def test_only_what_was_written_is_loaded(tmp_path, monkeypatch):
     """Nothing of a damaged file is mapped; a whole one that the machine cannot load is no end of the process either."""
     built, library = tmp_path / "built", tmp_path / "name" / "name.so"
     content = b"no library" * 3000
+    synced, mapped = [], []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").resolve()))
 
     def write() -> None:
         built.write_bytes(content)
         _move(built, library)
         assert library.read_bytes() == content and not built.exists()
+        assert synced[-2:] == [built, library.with_suffix(".sha256")], "on the disk before it has its name"
 
     write()
     assert not _loaded(library), "no library at all, but what was written"
+    monkeypatch.setattr(torch.ops, "load_library", mapped.append)
     for damaged in (content[:20_000], b"", content[:9000] + bytes(5000) + content[14_000:]):
         write()
         library.write_bytes(damaged)
@@ -220,7 +224,7 @@ def test_only_what_was_written_is_loaded(tmp_path):
     library.with_suffix(".sha256").unlink()
     assert not _loaded(library)
     library.unlink()
-    assert not _loaded(library)
+    assert not _loaded(library) and not mapped
 
 
 def test_without_a_compiler(machine):
