@@ -9,6 +9,7 @@ alike.
 
 import codecs
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -61,18 +62,18 @@ def read_text(
     if special_tokens == "refuse":
         for path in paths:
             _refuse_special_tokens(path, backend, SpecialTexts(tokenizer))
-    parts: list[np.ndarray] = []
-    for path in paths:
-        if parts:
-            parts.append(np.array([eos], dtype=np.int32))
-        parts.append(_tokens(path, backend, progress))
-    stream = np.concatenate(parts)  # int32 [N]
+    tokens, ends = array("i"), []  # grows where it lies: parts that are joined are in memory twice
+    for index, path in enumerate(paths):
+        if index:
+            tokens.append(eos)
+            ends.append(len(tokens))
+        _add_tokens(tokens, path, backend, progress)
+    stream = np.asarray(tokens, dtype=np.int32)  # [N], the same memory
     if len(stream) < 2:
         raise DataError(
             f"{', '.join(map(str, paths))}: found {len(stream)} tokens, expected at least 2 (one to predict)"
         )
     # A block belongs to the file of its first token; the EOS between two files counts for the first of them.
-    ends = np.cumsum([len(part) for part in parts])[1::2]
     names = [str(path) for path in paths]
     return [
         Sample(
@@ -84,15 +85,15 @@ def read_text(
     ]
 
 
-def _tokens(path: Path, backend: Tokenizer, progress: bool) -> np.ndarray:
-    pieces, parts, size = _pieces(path, backend), [np.empty(0, dtype=np.int32)], path.stat().st_size
+def _add_tokens(tokens: array, path: Path, backend: Tokenizer, progress: bool) -> None:
+    pieces, size = _pieces(path, backend), path.stat().st_size
     with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, delay=1, disable=not progress) as bar:
         while group := list(islice(pieces, PIECES)):
             with named_errors(f"{path}: "):
                 encodings = backend.encode_batch_fast(group, add_special_tokens=False)
-            parts.extend(np.array(encoding.ids, dtype=np.int32) for encoding in encodings)
+            for encoding in encodings:
+                tokens.extend(encoding.ids)
             bar.update(sum(len(piece.encode()) for piece in group))
-    return np.concatenate(parts)
 
 
 def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts) -> None:

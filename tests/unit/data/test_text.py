@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from data.samples import IGNORE, DataError, plain_backend
 from data.text import read_text, split
-from tests.tiny import tiny_tokenizer
+from tests.tiny import TEXT, tiny_tokenizer
 
 WORDS = [
     "the",
@@ -180,3 +180,19 @@ def test_a_block_belongs_to_the_file_of_its_first_token(tmp_path):
         expected += [str(path)] * (len(tokenizer(text, add_special_tokens=False).input_ids) + (path != paths[-1]))
     samples = read_text(paths, tokenizer, 1)
     assert [sample.where() for sample in samples] == expected[:-1]
+
+
+def test_the_tokens_are_in_memory_once(tmp_path, monkeypatch):
+    """Four bytes each, and a few pieces beside them."""
+    monkeypatch.setattr("data.text.PIECE", 1 << 13)
+    monkeypatch.setattr("data.text.CHUNK", 1 << 16)
+    (tmp_path / "large.txt").write_text(TEXT * 20_000)
+    tokenizer = tiny_tokenizer()
+    tracemalloc.start()
+    try:
+        samples = read_text([tmp_path / "large.txt"], tokenizer, 4096)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = 4 * sum(len(sample.input_ids) for sample in samples)
+    assert 3_000_000 < size < peak < 1.6 * size
