@@ -75,8 +75,7 @@ def misfit(fit: Fit, spec: TensorSpec) -> str | None:
     counts = fit.squares > 1e-6 * fit.squares.mean()
     if not bool(counts.any()):
         return None
-    parts = {name: None if part is None else part[counts] for name, part in fit._asdict().items()}
-    fit = Fit(**parts)
+    fit = Fit(*[part[counts] for part in fit if part is not None])  # the last one alone may be missing
     total = fit.squares.sum()
     error, own_error = float(fit.error.sum() / total), float(fit.own_error.sum() / total)
     if (wild := _wild(fit)) is not None:
