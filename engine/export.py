@@ -28,10 +28,12 @@ def check_export(recipe: Recipe) -> None:
             check_layout(layout, recipe.quant.linear_schemes())
         except ValueError as error:
             raise RecipeError(f"export.format: {error}") from None
-    if recipe.export.format in ("gguf", "mlx") and recipe.model.dtype == "float32" and recipe.quant.linear_schemes():
+    wide = recipe.model.dtype == "float32" and any(not each.weights.ggml for each in recipe.quant.linear_schemes())
+    if recipe.export.format in ("gguf", "mlx") and wide:
+        others = ", or q4_0 and q8_0 for all layers" if recipe.export.format == "gguf" else ""
         raise RecipeError(
-            f"model.dtype: float32, expected bfloat16 or float16: export.format {recipe.export.format} does not hold "
-            "products of codes and scales in fp32 exactly"
+            f"model.dtype: float32, expected bfloat16 or float16{others}: export.format {recipe.export.format} does "
+            "not hold scales of fp32 exactly"
         )
     if recipe.export.format == "gguf":
         _check_gguf(recipe)

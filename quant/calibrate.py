@@ -43,7 +43,7 @@ class Ranges:
     Attributes:
         weights: ``absmax``: the largest magnitude; ``mse``: the squared error is smallest; ``auto``: ``mse`` for
             integers of 3 bits and fewer, ``absmax`` for the others.
-        signed: whether scales of integer weights may be negative.
+        signed: whether scales of integer weights may be negative; those of ggml may anyway.
         inputs: ``absmax``, ``mse``, or ``percentile`` of the magnitudes.
         percentile: for inputs, in percent.
     """
@@ -59,7 +59,7 @@ class Ranges:
 
     def signs(self, spec: TensorSpec) -> bool:
         """Whether the scales of a weight may be negative. With a zero point there is no need: every code is used."""
-        return self.signed and spec.dtype == "int" and spec.symmetric
+        return (self.signed or spec.ggml) and spec.dtype == "int" and spec.symmetric
 
 
 def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:

@@ -22,7 +22,7 @@ _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\..+")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 # dtypes of scales that are not the model's, as llm-compressor writes them.
-_SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
+_SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8", "float16": "torch.float16"}
 
 
 def quantization_config(
@@ -343,7 +343,8 @@ def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
     if not isinstance(dynamic, bool) and (dynamic, strategy) != ("local", "tensor_group"):
         raise ValueError(f"{key}.dynamic is {dynamic!r}, expected true or false")
     try:
-        spec = TensorSpec(dtype, bits, granularity, size, args.get("symmetric", True), bool(dynamic))
+        ggml = dtype == "int" and args.get("scale_dtype") == _SCALE_DTYPES["float16"]
+        spec = TensorSpec(dtype, bits, granularity, size, args.get("symmetric", True), bool(dynamic), ggml)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     scale_dtype = _SCALE_DTYPES.get(spec.scale_format)

@@ -10,8 +10,8 @@ have a stored scale:
 - ``float-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale``.
 - ``int-quantized``, 8-bit weights with 8-bit integer inputs: ``weight`` int8 [out, in], ``weight_scale``.
 - ``pack-quantized``, all other integers: ``weight_packed`` int32 [out, ceil(in * bits / 32)] (see ``quant.packing``),
-  ``weight_scale``, ``weight_shape`` int64 [2]; where the weight is not symmetric also ``weight_zero_point`` int32
-  [ceil(out * bits / 32), in / size].
+  ``weight_scale`` (of ggml's blocks in fp32), ``weight_shape`` int64 [2]; where the weight is not symmetric also
+  ``weight_zero_point`` int32 [ceil(out * bits / 32), in / size].
 - ``nvfp4-pack-quantized``: ``weight_packed`` uint8 [out, in / 2], ``weight_scale`` float8_e4m3fn [out, in / 16],
   ``weight_global_scale`` fp32 [1]; the effective scale is their quotient.
 - ``mxfp4-pack-quantized``: ``weight_packed``, ``weight_scale`` uint8 [out, in / 32], the exponent of a power of two
@@ -113,9 +113,13 @@ def _input_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
 
 def _stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
     """Dtype of a scale on disk."""
-    return {"float32": torch.float32, "model": model_dtype, "e4m3": torch.float8_e4m3fn, "e8m0": torch.uint8}[
-        spec.scale_format
-    ]
+    return {
+        "float32": torch.float32,
+        "model": model_dtype,
+        "float16": torch.float32,  # readers multiply in the dtype on disk, and fp16 does not hold the products
+        "e4m3": torch.float8_e4m3fn,
+        "e8m0": torch.uint8,
+    }[spec.scale_format]
 
 
 def weight_codes(
@@ -270,6 +274,8 @@ def _pack_scale(
     """The effective fp32 ``scale`` as it is stored."""
     dtype = _stored_dtype(spec, model_dtype)
     scale = stored(scale, torch.float32)
+    if spec.scale_format == "float16" and not torch.equal(scale.to(torch.float16).float(), scale):
+        raise ValueError(f"{key} has values that fp16 does not hold: the forward used a scale that was not rounded")
     if spec.scale_format == "e8m0":
         packed = (torch.frexp(scale).exponent - 1 + E8M0_BIAS).to(dtype)
     else:

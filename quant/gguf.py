@@ -5,7 +5,8 @@ A block begins with its scale ``d`` in fp16, little-endian. Of Q4_0 16 bytes fol
 its low four bits and element ``i + 16`` in its high ones, each as ``code + 8``. Of Q8_0 32 signed bytes follow. Both
 mean ``d * code``, and ``d`` may be negative.
 
-A scale in fp16 holds every bf16 number between 2^-17 and 65504 exactly, so that the blocks mean what a bf16 model
+The presets ``q4_0`` and ``q8_0`` train with scales that fp16 holds. Those of ``w4a16_g32`` and ``w8a16_g32`` are in the
+model's dtype. fp16 holds every bf16 number between 2^-17 and 65504 exactly, so that the blocks mean what a bf16 model
 multiplied in its last forward; a scale that is outside is refused, unless all its codes are 0.
 """
 
@@ -15,7 +16,7 @@ from quant.spec import SCHEMES, Scheme
 
 BLOCK = 32  # weights that share a scale
 
-_TYPES = {SCHEMES["w4a16_g32"]: "Q4_0", SCHEMES["w8a16_g32"]: "Q8_0"}
+_TYPES = {SCHEMES["q4_0"]: "Q4_0", SCHEMES["q8_0"]: "Q8_0", SCHEMES["w4a16_g32"]: "Q4_0", SCHEMES["w8a16_g32"]: "Q8_0"}
 BYTES = {"Q4_0": 2 + BLOCK // 2, "Q8_0": 2 + BLOCK}  # of a block
 
 
@@ -28,9 +29,9 @@ def block_type(scheme: Scheme) -> str:
     for known, name in _TYPES.items():
         if (scheme.weights, scheme.activations) == (known.weights, known.activations):
             return name
-    nearest = "w4a16_g32" if scheme.weights.bits <= 4 else "w8a16_g32"
+    nearest = "q4_0" if scheme.weights.bits <= 4 else "q8_0"
     raise ValueError(
-        f"layout 'gguf' holds {' and '.join(f'{known.name} ({name})' for known, name in _TYPES.items())}, got "
+        f"layout 'gguf' holds {', '.join(f'{known.name} ({name})' for known, name in _TYPES.items())}, got "
         f"{scheme.name}; the nearest is {nearest}"
     )
 

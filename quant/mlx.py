@@ -20,13 +20,15 @@ GROUP_SIZES = (32, 64, 128)
 def check_affine(scheme: Scheme) -> None:
     """Raise ValueError if affine groups do not mean what ``scheme`` trains; names the nearest of which they do."""
     weights = scheme.weights
-    if weights.dtype == "int" and scheme.activations is None and weights.group_size in GROUP_SIZES:
+    plain = weights.dtype == "int" and scheme.activations is None and not weights.ggml
+    if plain and weights.group_size in GROUP_SIZES:
         return
     bits = weights.bits if weights.dtype == "int" else 4 if weights.bits == 4 else 8
     size = weights.group_size if weights.group_size in GROUP_SIZES else 128
     nearest = next(name for name in (f"w{bits}a16_g{size}", f"w{bits}a16_g128") if name in SCHEMES)
     raise ValueError(
-        "layout 'mlx' holds integers in groups of 32, 64 or 128 whose inputs are not quantised, got "
+        "layout 'mlx' holds integers in groups of 32, 64 or 128 with scales in model.dtype, whose inputs are not "
+        "quantised, got "
         f"{scheme.name}; the nearest is {nearest}"
     )
 

@@ -37,8 +37,7 @@ average over an octave). With LSQ's ``Q(v) - v`` there, a scale that minimises t
 shrinks until it clips so many that the error is 19% above the best (e4m3, 18% e2m1); with 0 it ends within 1%. Beyond
 its largest number a grid does not follow ``x`` any more, whether ``v`` is inside the range or not: if e2m1 counted as
 clipped from 7 on instead, the largest value of each group of 32 would settle there, and the error end 60% above the
-best instead of 21%. Scaling by ``1/sqrt(numel * qmax)`` is left to the caller, who knows how many elements share the
-scale.
+best instead of 21%. The caller scales by ``1/sqrt(numel * qmax)``, and knows how many elements share the scale.
 
 Non-finite values: NaN stays NaN in ``fq`` and contributes no gradient; an infinity clips to the bound and has no
 gradient of its own, like every clipped value.
@@ -84,8 +83,7 @@ from quant.spec import (
     TensorSpec,
 )
 
-E4M3_SMALLEST = 2.0**-9
-E8M0_BIAS = 127
+E4M3_SMALLEST, E8M0_BIAS, FP16_SMALLEST, FP16_MAX = 2.0**-9, 127, 2.0**-24, 65504.0
 
 
 def effective_scale(
@@ -99,6 +97,7 @@ def effective_scale(
 
         float32   s
         model     s in the model's dtype
+        float16   the nearest fp16 number to s that is neither 0 nor infinite, also of ``model`` where that is fp16
         e8m0      2^round(log2(s)), the exponent within -127 and 127    OCP MX Specification v1.0, section 5.4.1
         e4m3      e4m3(clamp(s * G, 2^-9, 448)) / G, G the global scale NVFP4, as compressed-tensors stores it
 
@@ -115,18 +114,20 @@ def effective_scale(
     scale = s0.float() if theta is None else s0.float() * torch.exp(theta.double()).float()
     if spec.scale_format == "float32":
         return scale
-    if spec.scale_format == "model":
+    if spec.scale_format == "model" and model_dtype != torch.float16:
         return scale.to(model_dtype).float()  # autograd differentiates a cast as the identity
     # The rounded number exactly, with the derivative of the other: what is added is 0.
     return round_scale(scale.detach(), spec, global_scale) + (scale - scale.detach())
 
 
 def round_scale(scale: Tensor, spec: TensorSpec, global_scale: Tensor | None) -> Tensor:
-    """The positive fp32 ``scale`` as the formats ``e8m0`` and ``e4m3`` hold it; NaN where it is not finite."""
+    """The fp32 ``scale`` (positive but in fp16) as ``float16``, ``e8m0`` and ``e4m3`` hold it; NaN if not finite."""
     if spec.scale_format == "e8m0":
         # In fp64, whose errors are far smaller than the distance of an fp32 number from a tie or of 2^k from a
         # neighbour: every library gives the same fp32 number.
         rounded = torch.exp2(scale.double().log2().round().clamp(-E8M0_BIAS, E8M0_BIAS)).float()
+    elif spec.scale_format in ("float16", "model"):
+        rounded = torch.copysign(scale.abs().clamp(FP16_SMALLEST, FP16_MAX).half().float(), scale)
     else:
         assert spec.scale_format == "e4m3" and global_scale is not None
         code = (scale * global_scale).clamp(E4M3_SMALLEST, FP8_MAX).to(torch.float8_e4m3fn)

@@ -15,7 +15,7 @@ from typing import Literal
 
 Dtype = Literal["fp8_e4m3", "fp4_e2m1", "int"]
 Granularity = Literal["tensor", "channel", "group", "block", "token"]
-ScaleFormat = Literal["float32", "model", "e4m3", "e8m0"]
+ScaleFormat = Literal["float32", "model", "float16", "e4m3", "e8m0"]
 
 FP8_MAX = 448.0
 # Largest |v| that rounding alone still takes to the grid: halfway between 448 and 480, the value that e4m3 gives up for
@@ -46,6 +46,8 @@ class TensorSpec:
         symmetric: whether the grid is centred on 0. Else a zero point, an integer per scale, moves it to where the
             values are: of int weights per group or channel, and of dynamic int inputs per token.
         dynamic: whether the scale is that of each token (or group of it) when it comes, instead of one that is stored.
+        ggml: whether scales are what ggml's blocks have (llama.cpp): numbers of fp16, and negative where that lets the
+            code without a counterpart be used. Of symmetric int weights in groups.
     """
 
     dtype: Dtype
@@ -54,6 +56,7 @@ class TensorSpec:
     group_size: int | None = None
     symmetric: bool = True
     dynamic: bool = False
+    ggml: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype == "fp8_e4m3" and self.bits != 8:
@@ -90,6 +93,8 @@ class TensorSpec:
             raise ValueError(
                 f"only int codes per channel or group, or dynamic ones per token, may be asymmetric, got {self}"
             )
+        if self.ggml and (self.dtype != "int" or self.granularity != "group" or not self.symmetric or self.dynamic):
+            raise ValueError(f"ggml's scales are those of symmetric int weights in groups, got {self}")
 
     @property
     def qmin(self) -> float:
@@ -117,12 +122,14 @@ class TensorSpec:
     def scale_format(self) -> ScaleFormat:
         """The numbers that a stored scale can be; the forward rounds the scale to one of them.
 
-        ``float32``; ``model``, the dtype of the model's weights; ``e4m3``, divided by a second scale per tensor, the
-        global scale (NVFP4); ``e8m0``, a power of two (MXFP4).
+        ``float32``; ``model``, the dtype of the model's weights; ``float16`` (ggml's Q4_0 and Q8_0); ``e4m3``, divided
+        by a second scale per tensor, the global scale (NVFP4); ``e8m0``, a power of two (MXFP4).
         """
         if self.dtype == "fp4_e2m1":
             return _FP4_GROUPS[self.group_size]
-        return "model" if self.dtype == "int" else "float32"
+        if self.dtype == "int":
+            return "float16" if self.ggml else "model"
+        return "float32"
 
     def scale_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scale of a weight ``[out, in]``: ``(1,)``, ``(out, 1)``, ``(out, in / group_size)`` or per block
@@ -210,6 +217,10 @@ def _int(bits: int, group_size: int | None = None, *, symmetric: bool = True) ->
     return TensorSpec("int", bits, "group" if group_size else "channel", group_size, symmetric)
 
 
+def _ggml(bits: int) -> Scheme:
+    return Scheme(f"q{bits}_0", TensorSpec("int", bits, "group", 32, ggml=True))
+
+
 def _weight_only(bits: int, group_size: int | None) -> Scheme:
     return Scheme(f"w{bits}a16_{f'g{group_size}' if group_size else 'channel'}", _int(bits, group_size))
 
@@ -227,6 +238,8 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("int8_dynamic", _int(8), _INT8_TOKEN),
         Scheme("w8a8_static", _int(8), TensorSpec("int", 8, "tensor")),
         *(_weight_only(bits, group_size) for bits in (8, 4, 3, 2) for group_size in (128, 32, None)),
+        _ggml(4),
+        _ggml(8),
         Scheme("w4a16_asym", _int(4, 128, symmetric=False)),  # as AWQ has it (Lin et al. 2024)
         Scheme("w8a16_asym", _int(8, symmetric=False)),
         # As torchao's Int8DynamicActivationIntxWeightConfig: asymmetric inputs, groups of 32.

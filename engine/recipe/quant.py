@@ -27,6 +27,8 @@ class TensorRecipe:
     """false: a zero point per token, for dynamic int inputs."""
     dynamic: bool = False
     """Of inputs: the scale is that of each token, none is stored."""
+    ggml: bool = False
+    """Of int weights in groups: scales are what llama.cpp's blocks have, numbers of fp16 that may be negative."""
 
     def spec(self) -> TensorSpec:
         """The same as a :class:`quant.TensorSpec`.
@@ -34,7 +36,9 @@ class TensorRecipe:
         Raises:
             ValueError: the parts do not go together.
         """
-        return TensorSpec(self.dtype, self.bits, self.granularity, self.group_size, self.symmetric, self.dynamic)
+        return TensorSpec(
+            self.dtype, self.bits, self.granularity, self.group_size, self.symmetric, self.dynamic, self.ggml
+        )
 
 
 @dataclass
@@ -84,7 +88,7 @@ class QuantRecipe:
     source: each layer as the quantised checkpoint in model.path has it; what is not quantised there stays so."""
     schemes: dict[str, SchemeRecipe] = field(default_factory=dict)
     """Schemes of your own by name, each with weights and perhaps activations, which have dtype, bits, granularity,
-    group_size, symmetric and dynamic as in quant.spec.TensorSpec."""
+    group_size, symmetric, dynamic and ggml as in quant.spec.TensorSpec."""
     rules: list[RuleRecipe] = field(default_factory=list)
     """Mixed precision: the first rule that matches a layer decides, like {first: 3, scheme: w4a16_g128}. Exempt layers
     stay as they are; layers that no rule matches get quant.scheme."""

@@ -183,7 +183,7 @@ def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quan
             spec = layer.scheme.weights
             if spec.scale_format == "e4m3":
                 stack.enter_context(_rounded_weight(layer, torch.bfloat16))
-            elif decoded and spec.dtype == "int" and (is_fused(name) or spec.has_zero_points):
+            elif decoded and spec.dtype == "int" and not spec.ggml and (is_fused(name) or spec.has_zero_points):
                 stack.enter_context(_rounded_weight(layer, model_dtype))
         for cache in quantization.caches.values():
             stack.enter_context(_their_input(cache, cache.spec))

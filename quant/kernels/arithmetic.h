@@ -97,6 +97,25 @@ DEEPQAT_INLINE float rounded_to(float x) {
   return load(stored);
 }
 
+// A scale that is to be stored as T. As Half it is to be neither 0 nor infinite: its magnitude is 2^-24 at least and
+// 65504 at most, and NaN where it was not finite.
+template <typename T>
+DEEPQAT_INLINE float within_range(float x, T) {
+  return x;
+}
+
+DEEPQAT_INLINE float within_range(float x, Half) {
+  const uint32_t size = bits_of(x) & 0x7fffffffu;
+  if (size >= 0x7f800000u) return float_of(0x7fc00000u);
+  return with_sign_of(float_of(smaller(larger(size, 0x33800000u), 0x477fe000u)), x);
+}
+
+// The value that a scale has once it is stored as T.
+template <typename T>
+DEEPQAT_INLINE float stored_scale(float x) {
+  return rounded_to<T>(within_range(x, T{}));
+}
+
 // x where `inside`, else 0, without a branch.
 DEEPQAT_INLINE float kept(float x, bool inside) { return float_of(bits_of(x) & (inside ? 0xffffffffu : 0u)); }
 

@@ -58,7 +58,7 @@ void effective_scales(const Scales& scales, int64_t begin, int64_t end, float* v
     });
   }
   with_dtype(scales.stored_as, [&](auto zero) {
-    for (int64_t i = 0; i < n; ++i) value[i] = rounded_to<decltype(zero)>(learned[i]);
+    for (int64_t i = 0; i < n; ++i) value[i] = stored_scale<decltype(zero)>(learned[i]);
   });
   for (int64_t i = 0; i < n; ++i) inverse[i] = 1.0f / value[i];
 }

@@ -59,8 +59,8 @@ class DeviceScales {
     float learned = scales_.s0[run];
     if (scales_.theta != nullptr) learned *= learned_factor(theta(run));
     float value = learned;
-    if (scales_.stored_as == Dtype::kBFloat16) value = rounded_to<BFloat16>(learned);
-    if (scales_.stored_as == Dtype::kHalf) value = rounded_to<Half>(learned);
+    if (scales_.stored_as == Dtype::kBFloat16) value = stored_scale<BFloat16>(learned);
+    if (scales_.stored_as == Dtype::kHalf) value = stored_scale<Half>(learned);
     return {value, 1.0f / value, learned, kShifted ? scales_.zero[run] : 0.0f};
   }
 

@@ -11,7 +11,7 @@ namespace deepqat {
 
 enum class Dtype { kFloat32, kBFloat16, kHalf };
 
-// s = rounded_to(stored_as, s0 * exp(theta)), one for every run, and its zero point.
+// s = stored_scale(s0 * exp(theta)), as stored_as, one for every run, and its zero point.
 struct Scales {
   const float* s0;
   const void* theta;  // null for a scale that is s0

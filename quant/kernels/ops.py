@@ -19,7 +19,7 @@ def grid_of(spec: TensorSpec) -> int:
 
 def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
     """The dtype that the operators round a scale to."""
-    return model_dtype if spec.scale_format == "model" else torch.float32
+    return {"model": model_dtype, "float16": torch.float16}.get(spec.scale_format, torch.float32)
 
 
 def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
@@ -124,7 +124,7 @@ def _kernels_form_it(spec: TensorSpec) -> bool:
     rounded to e8m0, or to e4m3 below a global scale. Of these the effective scales are formed first, one per run, which
     the kernels take as they are: an fp32 number for 128, 32 or 16 weights, as long as the operation lasts.
     """
-    return spec.granularity != "block" and spec.scale_format in ("float32", "model")
+    return spec.granularity != "block" and spec.scale_format in ("float32", "model", "float16")
 
 
 def _of_runs(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tensor, Tensor | None, int, torch.dtype]:

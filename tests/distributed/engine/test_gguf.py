@@ -12,7 +12,11 @@ from tests.distributed.variants import NO_TEACHER, SCRIPT
 from tests.gguf_templates import gguf_template
 from tests.tiny import tiny_checkpoint
 
-KINDS = ("llama", "qwen3", "qwen3_moe")
+KINDS = {
+    "llama": {"scheme": "w4a16_g32", "signed_scales": True},
+    "qwen3": {"scheme": "q4_0", "rules": [{"layers": r".*\.o_proj", "scheme": "q8_0"}]},
+    "qwen3_moe": {"scheme": "q4_0"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +25,7 @@ def exports(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
     base = tmp_path_factory.mktemp("gguf")
     data, written = write_chats(base / "chats.jsonl"), {}
-    for kind in KINDS:
+    for kind, quant in KINDS.items():
         source = tiny_checkpoint(base / kind, kind, even=True)
         template = gguf_template(source, base / f"{kind}.gguf")
         for name, export in {
@@ -37,7 +41,7 @@ def exports(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
                 stage=3,
                 loss=NO_TEACHER,
                 train={"steps": 2, "gradient_accumulation_steps": 1},
-                quant={"scheme": "w4a16_g32", "signed_scales": True, "calibration_batches": 0},
+                quant={**quant, "calibration_batches": 0},
                 export={"enabled": True, **export},
             )
     run_ranks(SCRIPT, *(f"none:{path}" for path in written.values()))
@@ -48,4 +52,4 @@ def exports(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_the_file_are_those_of_the_last_forward(exports, kind):
     report = compare_with_compressed(*exports[kind])
-    assert report.ok and report.types["Q4_0"] >= 14, report.table()
+    assert report.ok and report.types["Q4_0"] >= 12, report.table()

@@ -66,7 +66,17 @@ def exported(directory: Path, kind: str, scheme: Scheme | None, rules=(), *, lay
 
 
 # One of each format and kind of input; the others differ in a number.
-OTHERS = ("w8a16_g128", "w8a16_g32", "w4a16_g32", "w4a16_channel", "w3a16_g128", "w3a16_g32", "w2a16_g128")
+OTHERS = (
+    "q4_0",
+    "q8_0",
+    "w8a16_g128",
+    "w8a16_g32",
+    "w4a16_g32",
+    "w4a16_channel",
+    "w3a16_g128",
+    "w3a16_g32",
+    "w2a16_g128",
+)
 OTHERS += ("w2a16_channel", "w4a8_int8", "w8a16_asym")
 CASES = [
     pytest.param(kind, scheme, id=f"{kind}-{scheme.name}", marks=[pytest.mark.full] if scheme.name in OTHERS else [])
@@ -147,7 +157,7 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
 def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
     """Bits per weight of the quantised layers: those of a code, and of the scales' share."""
     spec, scales = scheme.weights, 0.0
-    bits = {"float32": 32, "model": 16, "e4m3": 8, "e8m0": 8}[spec.scale_format]
+    bits = {"float32": 32, "model": 16, "float16": 32, "e4m3": 8, "e8m0": 8}[spec.scale_format]
     for layer in quantization.layers.values():
         count = {
             "tensor": 1,

@@ -159,6 +159,33 @@ def test_a_model_that_never_was_quantised_is_written_as_it_is(tmp_path):
     assert torch.equal(tensors["blk.0.ffn_up.weight"], state["model.layers.0.mlp.up_proj.weight"].float())
 
 
+def test_scales_that_are_trained_as_fp16_always_fit(tmp_path):
+    """Of a model in fp32, whose scales have 24 bits before they are rounded, and some of which fp16 does not reach."""
+    source = tiny_checkpoint(tmp_path / "source", "qwen3", wide=True)
+    model = build_model(source, {}, dtype=torch.float32, device=torch.device("cpu"))
+    load_weights(model, source, progress=False)
+    rules = [Rule(SCHEMES["q8_0"], r".*\.o_proj")]
+    quantization = prepare(
+        model, SCHEMES["q4_0"], rules=rules, learn_weight_scale=True, learn_input_scale=False, ranges=Ranges("absmax")
+    )
+    renew_weight_scales(quantization)
+    template = gguf_template(source, tmp_path / "base.gguf")
+    negative = 0
+    with torch.no_grad():
+        for layer in quantization.layers.values():
+            layer.scale_of_weight.theta.normal_(std=0.1)
+            layer.scale_of_weight.s0[3, :3] = torch.tensor([1e-9, -1e-7, 1e6])
+            negative += int((layer.scale_of_weight.s0 < 0).sum())
+    assert negative > 100, "of groups whose largest weight is positive"
+    export_model(model.eval(), quantization, source, tmp_path / "out", layout="gguf", template=template)
+    tensors, expected = read(tmp_path / "out" / "model.gguf"), forward_weights(model, quantization)
+    for name, weight in expected.items():
+        assert torch.equal(tensors[name], weight), name
+    export_model(model, quantization, source, tmp_path / "compressed")
+    report = compare_with_compressed(tmp_path / "out", tmp_path / "compressed")
+    assert report.ok and (report.types["Q4_0"], report.types["Q8_0"]) == (12, 2), report.table()
+
+
 WRONG = {
     "another size": ({"attention__head_count": 2}, "qwen3.attention.head_count is 2, expected 4"),
     "another base": ({"rope__freq_base": 5e5}, "qwen3.rope.freq_base is 500000.0, expected"),
@@ -209,10 +236,10 @@ def test_other_schemes_are_refused_with_the_nearest(name):
     from quant.layouts import check_layout
 
     scheme = PRESETS[name].linear
-    if scheme in (Q4, Q8, None):
+    if scheme in (Q4, Q8, SCHEMES["q4_0"], SCHEMES["q8_0"], None):
         check_layout("gguf", [scheme] if scheme else [])
         return
-    nearest = Q4.name if scheme.weights.bits <= 4 else Q8.name
+    nearest = "q4_0" if scheme.weights.bits <= 4 else "q8_0"
     with pytest.raises(ValueError, match=f"got {scheme.name}; the nearest is {nearest}"):
         check_layout("gguf", [scheme])
 

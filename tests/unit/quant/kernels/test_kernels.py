@@ -647,6 +647,23 @@ def test_gradients_of_fake_quantize_tokens(dtype, seed):
         assert not ours[3:5].any() and ours[:3].any()
 
 
+def test_no_scale_of_fp16_is_0_or_infinite(seed):
+    """2^-24 and 65504 are the ends, whichever way a scale came there, and signs stay; NaN and infinities are NaN."""
+    ends = [1e-12, 2.0**-26, 2.0**-25, 2.9e-8, 2.0**-24, 9e-8, 1e-6, 2.0**-14, 1.0, 65504.0, 65519.0, 65520.0, 1e9]
+    expected = torch.tensor(ends).clamp(2.0**-24, 65504).half().float()
+    s0 = torch.tensor([*ends, *(-end for end in ends), math.nan, math.inf, -math.inf])
+    expected = torch.cat([expected, -expected, torch.full((3,), math.nan)])
+    assert_same(OPS.effective_scale(s0, None, torch.float16), expected)
+    assert_same(eager.effective_scale(s0, None, torch.float16), expected)
+    x = special_values(torch.randn(len(s0), 32), 1e-7)
+    theta = torch.where(torch.rand(len(s0)) < 0.5, -200.0, 0.3)  # e^-200 is 0 in fp32
+    for dtype, its_theta in itertools.product(DTYPES, (None, theta)):
+        arguments = (x.to(dtype), s0, its_theta, 4, torch.float16)
+        ours = OPS.fake_quantize(*arguments)
+        assert_same(ours, eager.fake_quantize(*arguments))
+        assert not ours[: 2 * len(ends)].isnan().logical_xor(arguments[0][: 2 * len(ends)].isnan()).any()
+
+
 def test_the_functions_are_the_operators(seed):
     """quant.kernels translates specs: integers have their scale rounded to the model's dtype, others in fp32."""
     x, s0, theta = torch.randn(4, 32).bfloat16(), torch.rand(4) + 0.1, torch.randn(4).bfloat16()
@@ -655,6 +672,7 @@ def test_the_functions_are_the_operators(seed):
         (TensorSpec("fp8_e4m3", 8, "channel"), 0, torch.float32),
         (TensorSpec("fp4_e2m1", 4, "group", 32), 1, torch.float32),
         (TensorSpec("int", 3, "channel"), 3, torch.bfloat16),
+        (TensorSpec("int", 4, "group", 32, ggml=True), 4, torch.float16),
     ):
         quantizer = Quantizer(Scale(s0, theta), spec, torch.bfloat16)
         effective = reference.effective_scale(s0, theta, spec, torch.bfloat16)
