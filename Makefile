@@ -9,6 +9,7 @@
 #   make test-eval     those of the extra "eval", which is installed into .venv-eval
 #   make test-gguf     those of the extra "gguf", which is installed into .venv-gguf
 #   make test-mlx      those of the extra "mlx", which is installed into .venv-mlx
+#   make test-executorch  those of the extra "executorch", which is installed into .venv-executorch
 #   make test-peft     those of the extra "peft", which is installed into .venv-peft
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
@@ -20,14 +21,16 @@ STAMP := $(VENV)/.installed$(subst /,_,$(CURDIR))
 
 GGUF_TESTS := tests/unit/model/save/test_gguf.py tests/distributed/engine/test_gguf.py
 MLX_TESTS := tests/unit/quant/test_mlx.py tests/distributed/engine/test_mlx.py
+EXECUTORCH_TESTS := tests/unit/quant/test_torchao.py tests/distributed/engine/test_executorch.py
 PEFT_TESTS := tests/distributed/model/save/test_adapter.py
 
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
-test test-full test-eval test-gguf test-mlx test-peft: export OMP_NUM_THREADS = 1
+test test-full test-eval test-gguf test-mlx test-executorch test-peft: export OMP_NUM_THREADS = 1
 
-.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-mlx test-peft lint typecheck
+.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-mlx test-executorch test-peft lint \
+    typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -43,6 +46,7 @@ test-full: $(STAMP)
 	.ci/eval $(VENV)
 	.ci/extra $(VENV) gguf $(GGUF_TESTS)
 	.ci/extra $(VENV) mlx $(MLX_TESTS)
+	.ci/extra $(VENV) executorch $(EXECUTORCH_TESTS)
 	.ci/extra $(VENV) peft $(PEFT_TESTS)
 
 # The CUDA kernels, where there is a compiler: nvcc for every architecture that is promised, g++ for the emulation. Both
@@ -62,6 +66,9 @@ test-gguf: $(STAMP)
 
 test-mlx: $(STAMP)
 	.ci/extra $(VENV) mlx $(MLX_TESTS)
+
+test-executorch: $(STAMP)
+	.ci/extra $(VENV) executorch $(EXECUTORCH_TESTS)
 
 test-peft: $(STAMP)
 	.ci/extra $(VENV) peft $(PEFT_TESTS)

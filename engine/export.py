@@ -37,6 +37,8 @@ def check_export(recipe: Recipe) -> None:
         )
     if recipe.export.format == "gguf":
         _check_gguf(recipe)
+    if recipe.export.format == "executorch":
+        _check_executorch(recipe)
     directory, output = recipe.export_dir(), Path(recipe.output_dir)
     problem = None
     if directory.resolve() == output.resolve() or directory.resolve() in output.resolve().parents:
@@ -65,6 +67,20 @@ def _check_base(recipe: Recipe) -> None:
             f"quant.scheme: {recipe.quant.scheme!r}, expected {SOURCE!r} with export.format peft, and a quantised "
             "checkpoint in model.path, which the adapter is served on: launch/calibrate.py makes one. Or choose "
             "export.format compressed, which writes the quantised model with the adapter in it"
+        )
+
+
+def _check_executorch(recipe: Recipe) -> None:
+    """Refuse scales that XNNPACK would round, or not take."""
+    if recipe.model.dtype != "bfloat16":
+        raise RecipeError(
+            f"model.dtype: {recipe.model.dtype}, expected bfloat16: export.format executorch holds scales that XNNPACK "
+            "keeps in bf16"
+        )
+    if recipe.quant.signed_scales:
+        raise RecipeError(
+            "quant.signed_scales: true, expected false: export.format executorch holds scales for XNNPACK, which takes "
+            "positive ones"
         )
 
 

@@ -4,7 +4,8 @@
 
 The run's recipe lies in the checkpoint. Any number of ranks will do that can hold it. ``--format`` names another layout
 than the recipe's ``export.format``: ``vllm_fp8``, ``dequantized`` for readers of plain checkpoints, ``mlx`` for
-mlx-lm, ``gguf`` for llama.cpp, with ``--template``, or ``peft`` for an adapter without its base.
+mlx-lm, ``gguf`` for llama.cpp, with ``--template``, ``executorch`` for what is lowered to XNNPACK, or ``peft`` for an
+adapter without its base.
 """
 
 import sys

@@ -9,7 +9,8 @@ and why.
     python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b
 
 Of an export for llama.cpp every tensor is read with llama.cpp's own Python package, and compared bit for bit with a
-compressed export of the same checkpoint. So is one for MLX, with MLX, whose logits are compared too.
+compressed export of the same checkpoint. So is one for MLX, with MLX, and one for ExecuTorch, with torchao; logits of
+these are compared too.
 """
 
 import sys
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--export", type=Path, required=True, help="directory that training or launch/export.py wrote")
     parser.add_argument(
-        "--against", type=Path, help="of an export for llama.cpp or MLX: a compressed export of the same checkpoint"
+        "--against", type=Path, help="of an export for llama.cpp, MLX or ExecuTorch: a compressed export of it"
     )
     parser.add_argument("--text", type=Path, help="UTF-8 text file to compare on; a paragraph of prose by default")
     parser.add_argument("--tokens", type=int, default=2048, help="use at most so many tokens of the text")
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers.utils import logging
 
     from data.samples import DataError, load_tokenizer
-    from engine.verify import mlx
+    from engine.verify import executorch, mlx
     from engine.verify.check import Report, compare_with_transformers, windows
     from model.quantised.config import find_quantization_config
     from model.ranks import RankError
@@ -71,9 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.set_verbosity_error()  # what transformers says about the keys is in the report
     logging.disable_progress_bar()
     try:
-        find_quantization_config(
-            arguments.export
-        )  # whether it is one is said later; what is no configuration at all, now
+        find_quantization_config(arguments.export)  # what is no configuration at all; whether it is one is said later
         tokenizer = load_tokenizer(arguments.export, trust_remote_code=arguments.trust_remote_code)
     except (DataError, ValueError) as error:
         print(f"NOT ok: {error}")
@@ -82,9 +81,11 @@ def main(argv: list[str] | None = None) -> int:
     if len(ids) < 2:
         parser.error(f"--text {arguments.text} has {len(ids)} tokens, at least 2 are needed")
     batches, trust = windows(ids, arguments.window), arguments.trust_remote_code
+    report: Report | mlx.MLXReport | executorch.ExecuTorchReport
     try:
-        if engine == "MLX":
-            report: Report | mlx.MLXReport = mlx.compare_with_compressed(
+        if engine is not None:
+            reader = {"MLX": mlx, "ExecuTorch": executorch}[engine]
+            report = reader.compare_with_compressed(
                 arguments.export, arguments.against, batches, trust_remote_code=trust
             )
         else:
@@ -106,15 +107,26 @@ def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
         for problem in checkpoint_problems("--export", str(arguments.export)):  # a file of gigabytes
             parser.error(problem)
         with contextlib.suppress(ValueError):  # which is said later
-            config = json.loads(file.read_text(encoding="utf-8"))
-            engine = "MLX" if isinstance(config, dict) and config.get("quantization") else None
+            engine = _engine_of_config(json.loads(file.read_text(encoding="utf-8")))
     if engine and (arguments.against is None or not arguments.against.is_dir()):
         parser.error(
             f"--export {arguments.export} is for {engine}: give --against, a compressed export of the same model"
         )
     if arguments.against is not None and not engine:
-        parser.error(f"--export {arguments.export} is neither for llama.cpp nor for MLX, which --against is for")
+        parser.error(
+            f"--export {arguments.export} is for neither llama.cpp, MLX nor ExecuTorch, which --against is for"
+        )
     return engine
+
+
+def _engine_of_config(config: object) -> str | None:
+    """Which of the engines with files of their own a config.json is for."""
+    if not isinstance(config, dict):
+        return None
+    method = config.get("quantization_config")
+    if isinstance(method, dict) and method.get("quant_method") == "torchao":
+        return "ExecuTorch"
+    return "MLX" if config.get("quantization") else None
 
 
 def _verify_gguf(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@
 - ``gguf``: llama.cpp's blocks (``quant.gguf``), for weights of 4 or 8 bits in groups of 32; ``model.save`` puts them
   into one file.
 - ``mlx``: what mlx-lm reads (``quant.mlx``), for integers in groups of 32, 64 or 128.
+- ``executorch``: torchao's tensors (``quant.torchao``), which ExecuTorch lowers to XNNPACK, for ``8da4w``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,8 +31,9 @@ from quant.gguf import BLOCK, BYTES, block_type, blocks
 from quant.mlx import affine_shapes, affine_tensors, check_affine
 from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec
+from quant.torchao import check_intx, intx_shapes, intx_tensors, torchao_config
 
-Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "dequantized", "gguf", "mlx"]
+Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "dequantized", "gguf", "mlx", "executorch"]
 
 # What the suffixes of compressed-tensors' MXFP4 become behind the name of a stack of experts.
 BLOCK_ENDS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
@@ -58,6 +60,8 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
             block_type(scheme)
         if layout == "mlx":
             check_affine(scheme)
+        if layout == "executorch":
+            check_intx(scheme)
     found = {(scheme.weights, scheme.activations): scheme.name for scheme in schemes}
     ours = [(scheme.weights, scheme.activations) for scheme in (_PER_TENSOR, _BLOCK)]
     if layout == "vllm_fp8" and (len(found) != 1 or next(iter(found)) not in ours):
@@ -90,6 +94,8 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
         return {"weight": (torch.uint8, (out_features, in_features // BLOCK * BYTES[block_type(scheme)]))}
     if layout == "mlx":
         return affine_shapes(in_features, out_features, scheme, dtype)
+    if layout == "executorch":
+        return intx_shapes(in_features, out_features, scheme, dtype)
     shapes = packed_shapes(in_features, out_features, scheme, dtype)
     return {_suffix(layout, scheme, suffix): expected for suffix, expected in shapes.items()}
 
@@ -110,7 +116,7 @@ def linear_tensors(
     It has the parameters and errors of :func:`quant.export.pack_linear`, whose result it rearranges.
     """
     packed = pack_linear(name, weight, scale, input_scale, bias, scheme, dtype)
-    if layout not in ("dequantized", "gguf", "mlx"):
+    if layout not in ("dequantized", "gguf", "mlx", "executorch"):
         return {f"{name}.{_suffix(layout, scheme, key.removeprefix(f'{name}.'))}": t for key, t in packed.items()}
     by_suffix = {key.removeprefix(f"{name}."): tensor for key, tensor in packed.items()}
     zero, biased = unpack_zero(by_suffix, scheme), {} if bias is None else {f"{name}.bias": packed[f"{name}.bias"]}
@@ -118,6 +124,9 @@ def linear_tensors(
         made = affine_tensors(by_suffix["weight_packed"], scale.s0, zero, scheme, dtype)
         return {f"{name}.{suffix}": tensor for suffix, tensor in made.items()} | biased
     codes = unpack_weight(by_suffix, scheme)
+    if layout == "executorch":
+        made = intx_tensors(name, codes, scale, dtype)
+        return {f"{name}.{suffix}": tensor for suffix, tensor in made.items()} | biased
     if layout == "gguf":
         weight = blocks(f"{name}.weight_scale", codes, scale.s0, block_type(scheme))
     else:
@@ -160,6 +169,8 @@ def layout_config(
         return quantization_config(layers, ignore, kv_cache, no_linears=no_linears, anywhere=anywhere)
     if layout == "gpt_oss":
         return {"modules_to_not_convert": list(_NO_EXPERTS), "quant_method": "mxfp4"}
+    if layout == "executorch":
+        return torchao_config(layers, skipped, no_linears)
     scheme = next(iter(layers.values()))
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     if scheme.stored_input is not None:

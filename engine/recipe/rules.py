@@ -301,7 +301,7 @@ RULES_OF_SCHEMES = (
         "export.format",
         lambda r: (
             r.export.enabled
-            and r.export.format in ("gguf", "mlx")
+            and r.export.format in ("gguf", "mlx", "executorch")
             and r.quant.known()
             and r.quant.preset().kv_cache is not None
         ),

@@ -210,8 +210,9 @@ class ExportRecipe:
     """compressed: compressed-tensors, which transformers, vLLM and SGLang read. vllm_fp8: the same tensors under vLLM's
     own fp8 configuration (fp8_static and fp8_block). gpt_oss: its experts in mxfp4 as it is published. dequantized: a
     plain checkpoint of fake-quantised weights. gguf: one file for llama.cpp (q4_0, q8_0, w4a16_g32, w8a16_g32); it
-    needs export.template. mlx: affine groups for mlx-lm (integers in groups of 32 or 128). peft: of a run with
-    adapter.merge false the adapter alone, for the quantised checkpoint in model.path."""
+    needs export.template. mlx: affine groups for mlx-lm (integers in groups of 32 or 128). executorch: torchao's
+    tensors, to be lowered to XNNPACK (8da4w). peft: of a run with adapter.merge false the adapter alone, for the
+    quantised checkpoint in model.path."""
     template: str | None = None
     """For export.format gguf: a GGUF file of the base model, which llama.cpp's convert_hf_to_gguf.py makes. Metadata
     and vocabulary are its own."""

@@ -28,6 +28,7 @@ from model.load import garbage_kept
 from model.quantised.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
 from model.save.adapter import FOLDER, PeftFolder
+from model.save.executorch import check_executorch, torchao_files
 from model.save.finish import check_destination, configuration, copy_companions, publish, write_config, write_index
 from model.save.gguf_file import FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
 from model.save.loadable import check_loadable, check_written
@@ -93,6 +94,8 @@ def _plan(
         )
     if quantization is not None:
         check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
+        if layout == "executorch":
+            check_executorch(model, quantization)
     return plan_shards(model, quantization, layout, max_shard_size, read_checkpoint(source, model).tensors)
 
 
@@ -161,6 +164,8 @@ def export_model(
 
 def _written(shards: list[list[Item]], aside: Path, layout: Layout, gguf: GGUFPlan | None) -> tuple[list[str], int]:
     """Write the files; what :func:`write_shards` returns. ``gguf``: of rank 0, the only one that writes."""
+    if layout == "executorch":
+        return write_shards(shards, aside, writer=torchao_files(shards))
     if layout != "gguf":
         return write_shards(shards, aside)
 

@@ -32,7 +32,7 @@ class ShardWriter:
     Args:
         path: of the file, which must not be there.
         shapes: dtype and shape of every tensor, by key.
-        head: of a file in another format, its first bytes, and where in it each tensor begins.
+        head: of a file in another format, or with metadata, its first bytes, and where in it each tensor begins.
 
     Raises:
         OSError: the file cannot be made.
@@ -40,7 +40,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, shapes: Shapes, head: tuple[bytes, Mapping[str, int]] | None = None) -> None:
-        header, self._begin = head or _header(shapes)
+        header, self._begin = head or safetensors_head(shapes)
         self._left = dict(shapes)
         self._elements: dict[str, int] = {}  # still to come, of tensors that are written in parts
         self._unsynced = 0
@@ -133,8 +133,8 @@ class ShardWriter:
             raise self._failure
 
 
-def _header(shapes: Shapes) -> tuple[bytes, dict[str, int]]:
-    """The file's first bytes, and where in it each tensor begins."""
+def safetensors_head(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a safetensors file, and where in it each tensor begins; ``metadata`` is for its readers."""
     if unknown := sorted({str(dtype) for dtype, _ in shapes.values() if dtype not in KINDS}):
         raise ValueError(f"safetensors files are not written with {', '.join(unknown)}")
     places: dict[str, dict[str, object]] = {}
@@ -144,7 +144,9 @@ def _header(shapes: Shapes) -> tuple[bytes, dict[str, int]]:
         dtype, shape = shapes[key]
         begin[key], end = end, end + math.prod(shape) * dtype.itemsize
         places[key] = {"dtype": KINDS[dtype], "shape": list(shape), "data_offsets": [begin[key], end]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **places}, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(
+        {"__metadata__": {"format": "pt", **(metadata or {})}, **places}, separators=(",", ":"), ensure_ascii=False
+    ).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
     return header, {key: len(header) + offset for key, offset in begin.items()}

@@ -1,0 +1,65 @@
+"""What a checkpoint for ExecuTorch needs beside its tensors: a model that was tried, and the metadata of its files."""
+
+import json
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from model.names import module_name_on_disk
+from model.save.plan import Item
+from model.save.shard_writer import ShardWriter, safetensors_head
+from model.save.write import Writers
+from quant import Quantization, QuantLayer
+from quant.embedding import QuantEmbedding
+from quant.torchao import PLAIN, TENSOR_NAMES, check_intx_of, intx_metadata
+
+# Model types that transformers loads with torchao's tensors, and whose graph torch.export takes and XNNPACK computes:
+# tests/distributed/engine/test_executorch.py lowers each with ExecuTorch 1.5.1.
+MODELS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2")
+
+
+def check_executorch(model: PreTrainedModel, quantization: Quantization) -> None:
+    """Refuse what transformers would not load for ExecuTorch, or ExecuTorch not lower.
+
+    Raises:
+        ValueError: a model type that was not tried, a Linear whose inputs are not quantised, a quantised embedding
+            whose weight is the head's too.
+    """
+    kind = model.config.model_type
+    if kind not in MODELS:
+        raise ValueError(
+            f"layout 'executorch' is known to be lowered for {', '.join(MODELS)}, and not for {kind}: set "
+            "export.format to dequantized and quantise it with torchao, which chooses codes of its own"
+        )
+    for name, layer in quantization.layers.items():
+        embedding = isinstance(layer, QuantEmbedding)
+        check_intx_of(name, layer.scheme, embedding=embedding)
+        if embedding and model.get_output_embeddings().weight is layer.weight:
+            raise ValueError(
+                f"{name}: the model's head has the same weight, which ExecuTorch has no operator for with codes of an "
+                "embedding: set quant.embedding to null"
+            )
+        if (on_disk := module_name_on_disk(model, name)) != name:
+            raise ValueError(f"{name}: layout 'executorch' has transformers' names, and this layer's is {on_disk}")
+
+
+def torchao_files(shards: Sequence[Sequence[Item]]) -> Writers:
+    """Makes the files: each names, in its metadata, all tensors of the model, since readers join what the files say and
+    keep one list of names."""
+    items = list(chain(*shards))
+    kinds: dict[str, str] = {}
+    for item in items:
+        for name, part in item.linears.items():
+            assert isinstance(item.module, QuantLayer)
+            kinds[f"{name}.weight"] = intx_metadata(item.module.scheme, part.in_features, item.module.weight.dtype)
+            kinds |= {key: PLAIN for key in [f"{name}.bias"] if key in item.shapes}
+        kinds |= dict.fromkeys(() if item.linears else item.shapes, PLAIN)
+    metadata = {**kinds, TENSOR_NAMES: json.dumps(list(kinds))}
+
+    def writer(path: Path, items: list[Item]) -> ShardWriter:
+        shapes = {key: shape for item in items for key, shape in item.shapes.items()}
+        return ShardWriter(path, shapes, safetensors_head(shapes, metadata))
+
+    return writer
