@@ -27,7 +27,7 @@ def block_type(scheme: Scheme) -> str:
         ValueError: none does; the text names the nearest scheme that has some.
     """
     for known, name in _TYPES.items():
-        if (scheme.weights, scheme.activations) == (known.weights, known.activations):
+        if (scheme.weights.wide, scheme.activations) == (known.weights, known.activations):
             return name
     nearest = "q4_0" if scheme.weights.bits <= 4 else "q8_0"
     raise ValueError(

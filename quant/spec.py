@@ -10,7 +10,7 @@ Vocabulary: a *code* is the stored value (an e4m3 byte, a small integer, a nibbl
 multiplies a code to give the value, the *grid* is the set of codes, and ``v = x / scale`` is a value measured in codes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Dtype = Literal["fp8_e4m3", "fp4_e2m1", "int"]
@@ -48,6 +48,8 @@ class TensorSpec:
         dynamic: whether the scale is that of each token (or group of it) when it comes, instead of one that is stored.
         ggml: whether scales are what ggml's blocks have (llama.cpp): numbers of fp16, and negative where that lets the
             code without a counterpart be used. Of symmetric int weights in groups.
+        narrow: of symmetric int weights, whether the smallest code, which has no counterpart, is left out: -7..7 of 4
+            bits, with ``absmax / 7`` as the first scale. Files say nothing of it, for they are read alike.
     """
 
     dtype: Dtype
@@ -57,6 +59,7 @@ class TensorSpec:
     symmetric: bool = True
     dynamic: bool = False
     ggml: bool = False
+    narrow: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype == "fp8_e4m3" and self.bits != 8:
@@ -87,6 +90,8 @@ class TensorSpec:
             )
         if self.granularity == "token" and not self.dynamic:
             raise ValueError("a scale per token is dynamic: the tokens to come are not known")
+        if self.narrow and (self.dtype != "int" or not self.symmetric or self.dynamic or self.ggml):
+            raise ValueError(f"only symmetric int weights have a narrow grid, but none of ggml, got {self}")
         if not self.symmetric and (
             self.dtype != "int" or self.granularity not in (("token",) if self.dynamic else ("channel", "group"))
         ):
@@ -99,7 +104,7 @@ class TensorSpec:
     @property
     def qmin(self) -> float:
         """Smallest value of the grid, in codes."""
-        return -float(2 ** (self.bits - 1)) if self.dtype == "int" else -self.qmax
+        return -float(2 ** (self.bits - 1)) if self.dtype == "int" and not self.narrow else -self.qmax
 
     @property
     def qmax(self) -> float:
@@ -107,6 +112,15 @@ class TensorSpec:
         if self.dtype == "int":
             return float(2 ** (self.bits - 1) - 1)
         return FP8_MAX if self.dtype == "fp8_e4m3" else FP4_MAX
+
+    @property
+    def wide(self) -> "TensorSpec":
+        """The same with all codes: what files and readers know of it."""
+        return replace(self, narrow=False)
+
+    def takes(self, other: "TensorSpec") -> bool:
+        """Whether codes and scales of ``other`` are codes and scales of this, too."""
+        return self.wide == other.wide and (other.narrow or not self.narrow)
 
     @property
     def has_zero_points(self) -> bool:
@@ -196,6 +210,8 @@ class Scheme:
         static = self.activations
         if static is not None and not static.dynamic and (static.granularity != "tensor" or static.bits != 8):
             raise ValueError(f"scheme {self.name!r}: a stored scale of inputs is per tensor, of 8 bits, got {static}")
+        if static is not None and static.narrow:
+            raise ValueError(f"scheme {self.name!r}: readers quantise inputs to all codes, got {static}")
 
     @property
     def stored_input(self) -> TensorSpec | None:

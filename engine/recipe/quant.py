@@ -29,6 +29,8 @@ class TensorRecipe:
     """Of inputs: the scale is that of each token, none is stored."""
     ggml: bool = False
     """Of int weights in groups: scales are what llama.cpp's blocks have, numbers of fp16 that may be negative."""
+    narrow: bool = False
+    """true: symmetric int weights without the smallest code: -7..7 of 4 bits, first scale absmax / 7."""
 
     def spec(self) -> TensorSpec:
         """The same as a :class:`quant.TensorSpec`.
@@ -37,7 +39,14 @@ class TensorRecipe:
             ValueError: the parts do not go together.
         """
         return TensorSpec(
-            self.dtype, self.bits, self.granularity, self.group_size, self.symmetric, self.dynamic, self.ggml
+            self.dtype,
+            self.bits,
+            self.granularity,
+            self.group_size,
+            self.symmetric,
+            self.dynamic,
+            self.ggml,
+            self.narrow,
         )
 
 
@@ -88,7 +97,7 @@ class QuantRecipe:
     source: each layer as the quantised checkpoint in model.path has it; what is not quantised there stays so."""
     schemes: dict[str, SchemeRecipe] = field(default_factory=dict)
     """Schemes of your own by name, each with weights and perhaps activations, which have dtype, bits, granularity,
-    group_size, symmetric, dynamic and ggml as in quant.spec.TensorSpec."""
+    group_size, symmetric, dynamic, ggml and narrow as in quant.spec.TensorSpec."""
     rules: list[RuleRecipe] = field(default_factory=list)
     """Mixed precision: the first rule that matches a layer decides, like {first: 3, scheme: w4a16_g128}. Exempt layers
     stay as they are; layers that no rule matches get quant.scheme."""

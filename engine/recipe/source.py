@@ -1,16 +1,20 @@
 """``quant.scheme: source``: the schemes that a recipe takes from its quantised checkpoint."""
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from engine.recipe.checks import RecipeError
 from engine.recipe.quant import SOURCE, QuantRecipe, SchemeRecipe, TensorRecipe
 from model.quantised.config import read_quantization_config, rules_of
+from model.shards import CheckpointError
 from quant import TensorSpec
 
 
 def resolve_source(quant: QuantRecipe, path: str) -> None:
-    """Write the schemes of the checkpoint in ``path`` into ``quant.schemes``, the first under the name ``source``;
-    which layer has which is found when the model is built. A recipe that was saved has them already.
+    """Write the schemes of the checkpoint in ``path`` into ``quant.schemes``, the first under the name ``source``, with
+    the grid that its codes are on; which layer has which is found when the model is built. A recipe that was saved has
+    them already.
 
     Raises:
         RecipeError: the checkpoint is not quantised, or not in a way that is read.
@@ -30,10 +34,22 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
     except ValueError as error:
         expected = "expected a name unless quant.start or model.path is a quantised checkpoint"
         raise RecipeError(f"quant.scheme: 'source', {expected}: {error}") from error
+    narrow = _narrow(Path(path))
     for index, scheme in enumerate(found):
         inputs = None if scheme.activations is None else _tensor(scheme.activations)
         name = SOURCE if index == 0 else f"{SOURCE}_{index + 1}"
-        quant.schemes[name] = SchemeRecipe(_tensor(scheme.weights), inputs)
+        quant.schemes[name] = SchemeRecipe(replace(_tensor(scheme.weights), narrow=scheme.weights in narrow), inputs)
+
+
+def _narrow(directory: Path) -> set[TensorSpec]:
+    """The weights whose codes are on the narrow grid. Of files that cannot be read nothing is said here: whoever reads
+    the weights says it."""
+    from model.quantised.checkpoint import read_checkpoint  # brings DeepSpeed, which other recipes do not need
+
+    with suppress(CheckpointError, OSError):
+        weights = {one.scheme.weights for one in read_checkpoint(directory, None).coded.values()}
+        return {spec.wide for spec in weights if spec.narrow}
+    return set()
 
 
 def _tensor(spec: TensorSpec) -> TensorRecipe:

@@ -12,6 +12,7 @@ from model.quantised.blocks import read_blocks
 from model.quantised.columns import read_columns
 from model.quantised.compressed_tensors import read_coded
 from model.quantised.config import is_quantised, kv_cache_of, packing_of, read_quantization_config, rules_of
+from model.quantised.narrow import with_grids
 from model.quantised.tensor import CodedTensor
 from model.shards import Checkpoint, CheckpointError, DiskTensor, read_headers
 from quant import SCHEMES, TensorSpec
@@ -41,8 +42,9 @@ class SourceCheckpoint:
         return {tensor.name: tensor for tensor in self.tensors.values() if isinstance(tensor, CodedTensor)}
 
 
-def read_checkpoint(directory: Path, model: PreTrainedModel) -> SourceCheckpoint:
-    """Read the headers of a checkpoint of ``model``, and of a quantised one which tensors make up a weight.
+def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
+    """Read the headers of a checkpoint of ``model``, and of a quantised one which tensors make up a weight and which
+    grid they are on. Without a model its layers have the names that they have on disk.
 
     Raises:
         CheckpointError: there is no safetensors checkpoint in ``directory``, or it is quantised in a way that is not
@@ -54,7 +56,7 @@ def read_checkpoint(directory: Path, model: PreTrainedModel) -> SourceCheckpoint
     return SourceCheckpoint({**found.tensors}, found.problems, found.lost)
 
 
-def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel) -> SourceCheckpoint:
+def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
     """A quantised checkpoint, with weights in the place of codes."""
     config = read_quantization_config(directory)
     try:
@@ -62,7 +64,7 @@ def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel) ->
         names: dict[str, str] = {}
 
         def spellings(name: str) -> set[str]:
-            if not names:
+            if not names and model is not None:
                 names.update(_our_names(model))
             return {name, names.get(name, name)}
 
@@ -73,6 +75,7 @@ def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel) ->
             coded, beside, problems = read_columns(found, rules, packing)
         else:
             coded, beside, problems = read_coded(found, rules, spellings)
+        coded = with_grids(coded)
     except CheckpointError:
         raise
     except ValueError as error:

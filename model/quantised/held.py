@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from model.pieces import Piece
+from model.quantised.narrow import check_codes
 from model.quantised.tensor import CodedTensor, row_chunks
 from model.shards import CheckpointError, Reader
 from quant.held import HeldCodes, held_codes
@@ -46,6 +47,7 @@ class PackedTensor:
         columns, width = self.coded.shape[1], self.held.row_bytes // dtype.itemsize
         for rows in row_chunks(start // width * columns, -(-(start + count) // width) * columns, columns):
             codes, _ = self.coded.checked_rows(reader, rows, dtype, device)
+            check_codes(codes, self.held.spec, self.coded)
             packed = self.held.pack(codes).contiguous().view(-1).view(dtype)
             low, high = max(start, rows.start * width), min(start + count, rows.stop * width)
             yield low - start, packed[low - rows.start * width : high - rows.start * width]
@@ -60,7 +62,7 @@ def in_codes(read: Any, model: nn.Module) -> Any:
     parameter, piece, coded = model.get_parameter(read.piece.name), read.piece, read.source
     held = held_codes(parameter)
     assert held is not None
-    if not isinstance(coded, CodedTensor) or coded.scheme.weights != held.spec:
+    if not isinstance(coded, CodedTensor) or not held.spec.takes(coded.scheme.weights):
         there = f"quantised as {coded.scheme.weights}" if isinstance(coded, CodedTensor) else "not quantised"
         raise CheckpointError(
             f"adapter.base: codes: {coded.key} is {there} in {coded.file.parent}, and the recipe says {held.spec}: set "

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
 from model.quantised.checkpoint import SourceCheckpoint, read_checkpoint
+from model.quantised.narrow import check_weights
 from model.quantised.tensor import CodedTensor
 from model.ranks import errors_on_all_ranks, listed
 from model.scales.arrange import ArrangedScales, GroupScale, arrange
@@ -35,6 +36,7 @@ def take_scales(
     *,
     initial_input_scale: float | None = None,
     inputs_calibrated_later: bool = False,
+    decoded: bool = True,
 ) -> ScaleReport:
     """Fill the scales of ``model`` from the quantised checkpoint that its weights were read from; a collective.
 
@@ -45,9 +47,11 @@ def take_scales(
         model, quantization: the quantised model; the weights are loaded.
         directory: of the checkpoint.
         initial_input_scale, inputs_calibrated_later: as of :func:`model.scales.load_scales`.
+        decoded: whether the weights are those of the codes, and not others that take the scales alone.
 
     Raises:
-        RankError: on every rank: a scale that is none, or scales of inputs that are missing without a way to get them.
+        RankError: on every rank: a scale that is none, or scales of inputs that are missing without a way to get them;
+            codes that are not on the narrow grid of their layer.
     """
     with errors_on_all_ranks(OSError, ValueError):
         checkpoint = read_checkpoint(Path(directory), model)
@@ -68,6 +72,8 @@ def take_scales(
         _fill_fine(quantization, taken)
     forget_secondary_copies(model)
     report = _fill_others(quantization, arranged, set(taken), initial_input_scale)
+    if decoded:
+        check_weights(quantization, taken)
     linears = [one for members in taken.values() for of_layer in members.values() for one in of_layer]
     return replace(report, merged=_merged(arranged), rounded=_rounded(linears, model.dtype))
 
@@ -86,7 +92,7 @@ def _taken(
             for name in group.members
         }
         fitting = {
-            name: [one for one in linears if one is not None and one.scheme.weights == group.spec]
+            name: [one for one in linears if one is not None and group.spec.takes(one.scheme.weights)]
             for name, linears in members.items()
         }
         if all(len(fitting[name]) == len(linears) for name, linears in members.items()):

@@ -1,5 +1,6 @@
 """Which layers of a model its quantised checkpoint has as codes, and how."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from torch import nn
@@ -8,19 +9,27 @@ from transformers import PreTrainedModel
 from model.names import module_name_on_disk
 from model.quantised.checkpoint import read_checkpoint
 from model.quantised.config import read_quantization_config, rules_of
+from model.quantised.narrow import on_other_grid
 from model.ranks import listed, say
-from quant import DEFAULT_EXEMPT, Rule, Scheme
+from quant import DEFAULT_EXEMPT, Rule, Scheme, TensorSpec
 from quant.experts import LinearPart, StackedLinear, linears_of
 
 
-def source_schemes(model: PreTrainedModel, directory: Path) -> dict[str, Scheme]:
+def source_schemes(
+    model: PreTrainedModel, directory: Path, said: Collection[TensorSpec] | None = None
+) -> dict[str, Scheme]:
     """The scheme of every Linear and embedding of ``model`` that the checkpoint in ``directory`` has as codes, by name
     (of stacked experts, of each Linear). Without weights in it what its config.json says counts.
 
     A weight whose last block is not full cannot be quantised here; a line says so.
 
+    Args:
+        model, directory: the model, and its quantised checkpoint.
+        said: the weights of the recipe's schemes, which decide whether the grid of integers is narrow
+            (:mod:`model.quantised.narrow`); None: the codes decide.
+
     Raises:
-        ValueError: the checkpoint cannot be read, or has no codes.
+        ValueError: the checkpoint cannot be read, or has no codes, or of the whole grid where the recipe says narrow.
     """
     rules = [*(Rule(None, pattern) for pattern in DEFAULT_EXEMPT), *rules_of(read_quantization_config(directory))]
     there = any(directory.glob("*.safetensors"))
@@ -36,6 +45,8 @@ def source_schemes(model: PreTrainedModel, directory: Path) -> dict[str, Scheme]
             scheme = None if rule is None else rule.scheme
         if scheme is None:
             continue
+        if said is not None:
+            scheme = _on_grid(scheme, said, part.name if there else None)
         try:
             scheme.weights.scale_shape((part.out_features, part.in_features))
             schemes[part.name] = scheme
@@ -46,6 +57,24 @@ def source_schemes(model: PreTrainedModel, directory: Path) -> dict[str, Scheme]
     if not schemes:
         raise ValueError(f"{directory} has no layer of {type(model).__name__} as codes: name a quant.scheme")
     return schemes
+
+
+def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> Scheme:
+    """The scheme of the layer called ``name`` (None where its codes were not seen) on the grid that the recipe says.
+
+    Raises:
+        ValueError: the recipe says narrow, and the codes are not.
+    """
+    other = on_other_grid(scheme)
+    if other is None or scheme.weights in said or other.weights not in said:
+        return scheme
+    if name is not None and other.weights.narrow:
+        raise ValueError(
+            f"quant.schemes says narrow: true for {name}, but codes of its scheme are {scheme.weights.qmin:g}: this is "
+            "not the checkpoint that the recipe was written for. Take the schemes out of the recipe, or set narrow to "
+            "false"
+        )
+    return other
 
 
 def _parts(model: nn.Module) -> list[LinearPart]:

@@ -7,6 +7,7 @@ that are rounded to it. Original weights in the cells of the file's codes are fa
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
 from model.quantised.checkpoint import read_checkpoint
+from model.quantised.narrow import check_codes
 from model.quantised.scales import take_scales
 from model.quantised.tensor import CodedTensor, row_chunks
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks, say
@@ -84,6 +86,7 @@ def take_start(
         directory,
         initial_input_scale=initial_input_scale,
         inputs_calibrated_later=inputs_calibrated_later,
+        decoded=False,
     )
     if inside:
         if report.merged:
@@ -118,7 +121,7 @@ def _linears(
                     f"quant.start: {linear.file}: {disk} has the shape {list(linear.shape)}, expected {list(shape)} as "
                     "in model.path"
                 )
-            if linear.scheme.weights != spec:
+            if not spec.takes(linear.scheme.weights):
                 raise ValueError(
                     f"quant.start: {linear.file}: {disk} is quantised as {linear.scheme.weights}, but scheme "
                     f"{layer.scheme.name!r} has {spec}: set quant.scheme to source"
@@ -138,6 +141,8 @@ def _chunks(layer: QuantLayer, part: LinearPart, linear: CodedTensor, reader: Re
     first, last = max(start - begin, 0), min(stop - begin, linear.shape[0] * size)
     for rows in row_chunks(first, last, size):
         codes, quantizer = linear.rows(reader, rows, layer.weight.dtype, local.device)
+        check_codes(codes, layer.scheme.weights, linear)
+        quantizer = quantizer._replace(spec=replace(quantizer.spec, narrow=layer.scheme.weights.narrow))
         low, high = max(first, rows.start * size), min(last, rows.stop * size)
         mine = local.view(-1)[begin + low - start : begin + high - start]
         at = slice(low - rows.start * size, high - rows.start * size)

@@ -90,7 +90,7 @@ class CodedTensor:
 
     def rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
         """The codes of some rows, one by one, and what they are quantised with."""
-        spec = self.scheme.weights
+        spec = self.scheme.weights.wide  # the grid was judged by a sample: :mod:`model.quantised.narrow`
         codes = self.codes_of_rows(reader, rows).to(device)
         scale = self.scale_of_rows(reader, rows).to(device)
         zero = self.zero_of_rows(reader, rows)

@@ -112,7 +112,7 @@ def check_source(
             static = ours.stored_input if disk + input_ending(ours) in stored.scales else None
             if theirs is None:
                 problem = "says that they are not quantised, but there are scales of them"
-            elif theirs.weights != ours.weights:
+            elif theirs.weights != ours.weights.wide:
                 problem = f"says {_words(theirs.weights)}, but scheme {ours.name!r} has {_words(ours.weights)}"
             elif static is not None and theirs.stored_input != static:
                 said = "no stored scale" if theirs.stored_input is None else _words(theirs.stored_input)

@@ -30,7 +30,8 @@ Dtype dtype_of(at::ScalarType type, const char* name) {
 }
 
 int checked_grid(int64_t bits) {
-  TORCH_CHECK(bits >= 0 && bits <= 8, "grid ", bits, " is neither 0 (e4m3), 1 (e2m1) nor 2 to 8 bits");
+  TORCH_CHECK((bits >= 0 && bits <= 8) || (bits >= -8 && bits <= -2), "grid ", bits,
+              " is neither 0 (e4m3), 1 (e2m1) nor 2 to 8 bits, or less than 0 the same of a narrow grid");
   return static_cast<int>(bits);
 }
 
@@ -57,6 +58,7 @@ Scales scales_of(int64_t numel, const Tensor& s0, const OptionalTensor& theta, a
   }
   if (zero.has_value()) {
     TORCH_CHECK(grid != deepqat::kE4M3Grid && grid != deepqat::kE2M1Grid, "only integers have zero points");
+    TORCH_CHECK(grid >= 0, "a narrow grid has no zero points");
     TORCH_CHECK(zero->scalar_type() == at::kFloat, "zero is ", zero->scalar_type(), ", expected float32");
     TORCH_CHECK(zero->numel() == s0.numel(), "zero has ", zero->numel(), " elements, s0 has ", s0.numel());
     TORCH_CHECK(zero->is_contiguous() && zero->device() == x.device(), "zero must be contiguous and on ", x.device());

@@ -23,8 +23,8 @@ void with_dtype_and_grid(Dtype dtype, int grid, const Scales& scales, F f) {
   with_dtype(dtype, [&](auto zero) {
     if (grid == kE4M3Grid) return f(zero, E4M3{});
     if (grid == kE2M1Grid) return f(zero, E2M1{});
-    const float half = static_cast<float>(1 << (grid - 1));
-    const Integer codes{-half, half - 1.0f};
+    const float half = static_cast<float>(1 << ((grid < 0 ? -grid : grid) - 1));
+    const Integer codes{grid < 0 ? 1.0f - half : -half, half - 1.0f};
     if (scales.zero != nullptr) return f(zero, ShiftedIntegers{codes});
     f(zero, codes);
   });

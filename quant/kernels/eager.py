@@ -166,7 +166,9 @@ def _spec(grid: int) -> TensorSpec:
     """A spec of that grid; which elements share a scale follows from the shapes of rows and scales."""
     if grid == 1:
         return TensorSpec("fp4_e2m1", 4, "group", 16)
-    return TensorSpec("fp8_e4m3", 8, "channel") if grid == 0 else TensorSpec("int", grid, "channel")
+    return (
+        TensorSpec("fp8_e4m3", 8, "channel") if grid == 0 else TensorSpec("int", abs(grid), "channel", narrow=grid < 0)
+    )
 
 
 def _token_spec(grid: int, symmetric: bool) -> TensorSpec:

@@ -24,7 +24,8 @@ struct Scales {
   int64_t numel() const { return count * block; }
 };
 
-constexpr int kE4M3Grid = 0, kE2M1Grid = 1;  // otherwise the number of bits of a signed integer
+// Otherwise the number of bits of a signed integer; less than 0 without the smallest one: -4 is -7 to 7.
+constexpr int kE4M3Grid = 0, kE2M1Grid = 1;
 
 // The order in which a run's n terms are added, on both backends, so that they agree bit for bit and with themselves:
 //
@@ -80,7 +81,7 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 //   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype
 //   partial_sums   scratch, count * segments_of(block) floats, not read where grad_theta is null; so `partial` of amax
 //   grad_theta     null where it is not wanted
-//   grid           of tokens not kE2M1Grid
+//   grid           of tokens not kE2M1Grid, and not narrow
 //   scale, zero_point   one per token; the zero point is 0 where symmetric, and of e4m3
 
 }  // namespace deepqat

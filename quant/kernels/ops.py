@@ -14,7 +14,7 @@ _FLOAT_GRIDS = {"fp8_e4m3": 0, "fp4_e2m1": 1}
 
 def grid_of(spec: TensorSpec) -> int:
     """The number that stands for the grid of ``spec`` in calls of the operators."""
-    return _FLOAT_GRIDS.get(spec.dtype, spec.bits)
+    return _FLOAT_GRIDS.get(spec.dtype, -spec.bits if spec.narrow else spec.bits)
 
 
 def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:

@@ -3,8 +3,8 @@
 An operator forms the scale itself, ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale costs no
 launch of its own. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive parts of the row-major
 tensor: one scale is per tensor, ``(E,)`` per expert of a stack, ``(out, groups)`` per group. A *grid* is 0 for e4m3, 1
-for e2m1, else the number of bits of a signed integer, which may have a zero point beside each scale. Tokens have a grid
-of 0 or 2 to 8; asymmetric only integers.
+for e2m1, else the number of bits of a signed integer, which may have a zero point beside each scale; less than 0 of a
+narrow grid (-4: -7..7), which has none. Tokens have a grid of 0 or 2 to 8; asymmetric only integers.
 
 ``fake_quantize`` and ``fake_quantize_tokens`` have a gradient, ``fake_quantized`` and ``fake_quantized_tokens`` are the
 same without one: torch calls a registered gradient from Python, which costs some 0.1 ms in the middle of a step even

@@ -30,6 +30,7 @@ SPECS = [
     *(TensorSpec("int", bits, "group", 32) for bits in (2, 3, 4)),
     TensorSpec("int", 8, "channel"),
     TensorSpec("int", 2, "tensor"),
+    *(TensorSpec("int", bits, "group", 32, narrow=True) for bits in (2, 4)),
     TensorSpec("fp8_e4m3", 8, "block", 4),
     TensorSpec("fp4_e2m1", 4, "group", 16),
     TensorSpec("fp4_e2m1", 4, "group", 32),

@@ -38,6 +38,7 @@ SPECS = [
     *(TensorSpec("int", bits, "group", 16) for bits in (2, 3, 4, 8)),
     TensorSpec("int", 4, "channel"),
     TensorSpec("int", 8, "tensor"),
+    *(TensorSpec("int", bits, "group", 16, narrow=True) for bits in (2, 4, 8)),
     *(TensorSpec("int", bits, "group", 16, symmetric=False) for bits in (2, 4, 8)),
     TensorSpec("int", 8, "channel", symmetric=False),
 ]
@@ -196,6 +197,11 @@ def test_the_cast_to_e4m3_rounds_to_nearest_even():
             (TensorSpec("int", bits, "tensor"), 2 ** (bits - 1) - 0.5, -(2 ** (bits - 1)) - 0.5)
             for bits in (2, 3, 4, 8)
         ),
+        # Without its smallest code the grid ends alike on both sides.
+        *(
+            (TensorSpec("int", bits, "tensor", narrow=True), 2 ** (bits - 1) - 0.5, 0.5 - 2 ** (bits - 1))
+            for bits in (2, 3, 4, 8)
+        ),
     ],
     ids=str,
 )
@@ -205,7 +211,7 @@ def test_the_edges_of_the_range(spec, last_inside, lowest_inside):
     high, low = torch.tensor(last_inside), torch.tensor(lowest_inside)
     v = torch.stack([high, torch.nextafter(high, down), torch.nextafter(high, up)])
     v = torch.cat([v, torch.stack([low, torch.nextafter(low, up), torch.nextafter(low, down)])])
-    high_tie, low_tie = spec.dtype == "fp8_e4m3", spec.dtype != "fp4_e2m1"
+    high_tie, low_tie = spec.dtype == "fp8_e4m3", spec.dtype != "fp4_e2m1" and not spec.narrow
     expected = torch.tensor([high_tie, True, False, low_tie, True, False])
     for scale in (torch.ones(1), torch.full((1,), 0.25)):  # powers of two, so that x * (1/s) is v exactly
         x = v * scale
@@ -461,6 +467,7 @@ def test_the_absmax_scale(seed):
     assert torch.equal(absmax_scale(absmax, NVFP4), absmax / 6)
     assert torch.equal(absmax_scale(absmax, TensorSpec("int", 4, "group", 16)), absmax / 7.5)
     assert torch.equal(absmax_scale(absmax, TensorSpec("int", 2, "group", 16)), absmax / 1.5)
+    assert torch.equal(absmax_scale(absmax, TensorSpec("int", 4, "group", 16, narrow=True)), absmax / 7)
     # 1e-38 is a normal fp32 number, but the reciprocal of 1e-38 / 448 overflows.
     for spec in (FP8, NVFP4, MXFP4, TensorSpec("int", 4, "tensor")):
         for absmax in (0.0, 1e-45, 1e-38):
@@ -533,6 +540,15 @@ def test_specs_and_schemes_refuse_what_they_cannot_be():
         size = 16 if granularity == "block" else None
         with pytest.raises(ValueError, match="only int codes per channel or group"):
             TensorSpec(dtype, 8, granularity, size, symmetric=False)
+    for spec in (
+        {"dtype": "fp8_e4m3", "bits": 8, "granularity": "tensor"},
+        {"dtype": "int", "bits": 4, "granularity": "channel", "symmetric": False},
+        {"dtype": "int", "bits": 8, "granularity": "token", "dynamic": True},
+    ):
+        with pytest.raises(ValueError, match="only symmetric int weights have a narrow grid"):
+            TensorSpec(**spec, narrow=True)
+    with pytest.raises(ValueError, match="readers quantise inputs to all codes"):
+        Scheme("bad", FP8, TensorSpec("int", 8, "tensor", narrow=True))
     with pytest.raises(ValueError, match="in_features 48 is not divisible by group_size 32"):
         get_scheme("w4a16_g32").weights.scale_shape((8, 48))
     with pytest.raises(ValueError, match="w4a16_g32") as error:

@@ -25,7 +25,7 @@ from quant.spec import TensorSpec
 
 OPS = torch.ops.deepqat
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GRIDS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+GRIDS = (0, 1, 2, 3, 4, 5, 6, 7, 8, -2, -4, -8)
 TOKEN_GRIDS = ((0, True), *((bits, symmetric) for bits in (2, 4, 8) for symmetric in (False, True)))
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # by code
@@ -48,7 +48,9 @@ def spec_of(grid: int) -> TensorSpec:
     """Of a tensor with one scale per row, whatever its length."""
     if grid == 1:
         return TensorSpec("fp4_e2m1", 4, "group", 16)
-    return TensorSpec("fp8_e4m3", 8, "channel") if grid == 0 else TensorSpec("int", grid, "channel")
+    if grid == 0:
+        return TensorSpec("fp8_e4m3", 8, "channel")
+    return TensorSpec("int", abs(grid), "channel", narrow=grid < 0)
 
 
 def assert_same(ours: Tensor, theirs: Tensor, what: str = "") -> None:
@@ -614,7 +616,7 @@ def test_the_reference_can_stand_in(seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("grid", "shifted"), [(0, False), (1, False), (2, False), (4, False), (4, True), (8, True)])
+@pytest.mark.parametrize(("grid", "shifted"), [(0, False), (1, False), (2, False), (4, False), (-4, False), (4, True), (8, True)])
 def test_gradients_of_fake_quantize(grid, shifted, dtype, seed):
     """Autograd through the operator is the reference's backward; only what needs a gradient gets one."""
     zero = torch.randint(-(2 ** (grid - 1)), 2 ** (grid - 1), (6, 5)).float() if shifted else None
@@ -798,6 +800,8 @@ def changed(arguments: tuple, position: int, value) -> tuple:
         ("fake_quantize", changed(QUANTIZE, 0, X.double()), "x is Double, expected float32, bfloat16 or float16"),
         ("fake_quantize", changed(QUANTIZE, 0, X.int()), "x is Int, expected float32, bfloat16 or float16"),
         ("fake_quantize", changed(QUANTIZE, 3, -1), "grid -1 is neither 0 .e4m3., 1 .e2m1. nor 2 to 8 bits"),
+        ("fake_quantize", changed(QUANTIZE, 3, -9), "grid -9 is neither"),
+        ("fake_quantize", (X, S0, None, -4, torch.float32, None, S0), "a narrow grid has no zero points"),
         ("fake_quantize", changed(QUANTIZE, 3, 9), "grid 9 is neither"),
         ("fake_quantize", changed(QUANTIZE, 4, torch.float64), "scale_dtype is Double, expected float32"),
         ("quantize", (torch.randn(7), S0, None, 4, torch.float32, True), "4 scales do not divide 7 elements"),

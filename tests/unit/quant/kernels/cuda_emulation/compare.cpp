@@ -146,14 +146,14 @@ struct Case {
 };
 
 struct ScaledCase : Case {
-  int grid = one_of({0, 0, 0, 1, 1, 2, 3, 4, 8});
+  int grid = one_of({0, 0, 0, 1, 1, 2, 3, 4, 8, -2, -4, -8});
   Dtype theta_dtype = any_dtype();
   Buffer s0{count, 4, below(3), 0}, theta{count, size_of(theta_dtype), below(3), 0}, zero{count, 4, below(3), 0};
   Scales scales;
 
   ScaledCase(const char* name, bool with_theta) : Case(name) {
     for (int64_t i = 0; i < count; ++i) {
-      const double usual = std::exp(normal()) / (grid == 0 ? 30.0 : grid == 1 ? 2.0 : std::ldexp(1.0, grid - 2));
+      const double usual = std::exp(normal()) / (grid == 0 ? 30.0 : grid == 1 ? 2.0 : std::ldexp(1.0, std::abs(grid) - 2));
       put(s0, Dtype::kFloat32, i, wild && chance(0.1) ? special() : usual);
       put(theta, theta_dtype, i, wild && chance(0.1) ? special() : 0.3 * normal());
       const double point = grid < 2 ? 0.0 : below(int64_t{1} << grid) - std::ldexp(1.0, grid - 1);
