@@ -1,7 +1,7 @@
 """``quant.scheme: source``: the schemes that a recipe takes from its quantised checkpoint."""
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine.recipe.checks import RecipeError
@@ -53,4 +53,4 @@ def _narrow(directory: Path) -> set[TensorSpec]:
 
 
 def _tensor(spec: TensorSpec) -> TensorRecipe:
-    return TensorRecipe(spec.dtype, spec.bits, spec.granularity, spec.group_size, spec.symmetric, spec.dynamic)
+    return TensorRecipe(**asdict(spec))

@@ -38,9 +38,10 @@ def with_grids(coded: Mapping[str, CodedTensor]) -> dict[str, CodedTensor]:
 
 
 def on_other_grid(scheme: Scheme) -> Scheme | None:
-    """The scheme without the smallest code of its weights, or with it; None of weights that have one grid."""
+    """The scheme without the smallest code of its weights, or with it; None of weights that have one grid, as those of
+    ggml, whose largest weight has the smallest code."""
     spec = scheme.weights
-    if spec.dtype != "int" or not spec.symmetric:
+    if spec.dtype != "int" or not spec.symmetric or spec.ggml:
         return None
     name = scheme.name.removesuffix(_NARROW) if spec.narrow else scheme.name + _NARROW
     return replace(scheme, name=name, weights=replace(spec, narrow=not spec.narrow))
@@ -94,8 +95,8 @@ def _clipped(quantization: Quantization, name: str, group: ScaleGroup) -> Tensor
 
 def _beyond(spec: TensorSpec) -> str:
     return (
-        f"has the code {spec.wide.qmin:g}, but the scheme here has {spec.qmin:g} to {spec.qmax:g}, as the codes have that "
-        "were looked at first: set narrow to false in quant.schemes, or name a preset as quant.scheme"
+        f"has the code {spec.wide.qmin:g}, but the scheme here has {spec.qmin:g} to {spec.qmax:g}, as had the codes "
+        "that were looked at first: set narrow to false in quant.schemes, or name a preset as quant.scheme"
     )
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from engine.recipe.reading import load_recipe
 from engine.verify.check import compare_with_transformers
+from quant.packing import unpack_int32
 from tests.distributed.variants import NO_TEACHER, Variant, run_variants
 
 
@@ -49,6 +50,20 @@ def in_blocks(path: str, layout: str, **optim) -> Variant:
     return Variant(sections | changes, model="gpt_oss", dtype="bfloat16")
 
 
+# A checkpoint on the narrow grid, -7..7, and training from it, which takes many weights beyond the ends of the grid.
+NARROW = {"dtype": "int", "bits": 4, "granularity": "group", "group_size": 32, "narrow": True}
+FAR = {"lr": 0.1, "scale_lr": 1e-3}
+
+
+def narrow(directory: Path) -> dict[str, Variant]:
+    own = run("qwen3_5_moe", "own", schemes={"own": {"weights": NARROW}}).sections
+    source = {"model": {"path": str(directory / "narrow" / "export")}, "quant": {"scheme": "source"}, "optim": FAR}
+    return {
+        "narrow": Variant(own, model="qwen3_5_moe", dtype="bfloat16"),
+        "from narrow": Variant(own | source, model="qwen3_5_moe", dtype="bfloat16"),
+    }
+
+
 # Runs from the exports of others, with rates that change no weight. Stored scales of inputs are compared with inputs.
 AGAIN = {"from int4": "qwen3_5_moe", "from fp8": "qwen3_5"}
 UNMOVED = {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0}
@@ -83,7 +98,7 @@ def recipes(tmp_path_factory) -> dict[str, Path]:
         "values": in_blocks("", "dequantized"),
         "trained": in_blocks(str(directory / "blocks" / "export"), "gpt_oss", lr=1e-2, scale_lr=1e-2),
     }
-    return run_variants(directory, RUNS | more)
+    return run_variants(directory, RUNS | more | narrow(directory))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -114,6 +129,21 @@ def test_a_run_from_an_export_that_changes_nothing_writes_the_same_export(recipe
     files = [file for file in export.iterdir() if file.suffix in (".json", ".safetensors")]
     assert len(files) >= 2
     assert not [file.name for file in files if file.read_bytes() != (again / file.name).read_bytes()]
+
+
+def test_training_from_the_narrow_grid_stays_on_it(recipes):
+    """No code of the export is -8, though weights were clipped on both sides; the other grid has it, from the start."""
+    codes = {}
+    for name in ("narrow", "from narrow", "qwen3_5_moe"):
+        tensors = load_file(load_recipe(recipes[name]).export_dir() / "model.safetensors")
+        packed = [tensor for key, tensor in sorted(tensors.items()) if key.endswith("weight_packed")]
+        codes[name] = torch.cat([unpack_int32(one, 4, 8 * one.shape[1]).flatten() for one in packed])
+    before, after = codes["narrow"], codes["from narrow"]
+    assert (int(before.min()), int(after.min()), int(codes["qwen3_5_moe"].min())) == (-7, -7, -8)
+    assert (after == -7).sum() > 2 * (before == -7).sum(), "nothing was clipped"
+    # The run's own recipe says it.
+    saved = load_recipe(load_recipe(recipes["from narrow"]).output_dir + "/recipe.yaml")
+    assert saved.quant.schemes["source"].weights.narrow
 
 
 def test_the_original_in_the_cells_of_an_export_has_its_codes(recipes):

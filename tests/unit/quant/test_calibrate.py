@@ -187,6 +187,9 @@ def test_which_formats_are_searched():
     assert not Ranges().searches(FP8) and Ranges(weights="mse").searches(FP8)
     assert not Ranges(weights="absmax").searches(specs[0])
     assert Ranges(signed=True).signs(specs[0]) and not Ranges(signed=True).signs(FP8)
+    # Without the code that has no counterpart there is nothing for a sign to win.
+    narrow = TensorSpec("int", 2, "channel", narrow=True)
+    assert Ranges().searches(narrow) and not Ranges(signed=True).signs(narrow)
     shifted = TensorSpec("int", 2, "channel", symmetric=False)
     assert Ranges().searches(shifted) and not Ranges(signed=True).signs(shifted)
 

@@ -38,6 +38,7 @@ SCHEMES = [
     (FP8, FP8),
     (INT4, None),
     (TensorSpec("int", 2, "group", 16), None),
+    (TensorSpec("int", 4, "group", 16, narrow=True), None),
     (TensorSpec("int", 4, "group", 16, symmetric=False), None),
     (TensorSpec("int", 8, "channel", symmetric=False), FP8),
     (FP8, None),

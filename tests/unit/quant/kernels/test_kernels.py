@@ -616,7 +616,9 @@ def test_the_reference_can_stand_in(seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("grid", "shifted"), [(0, False), (1, False), (2, False), (4, False), (-4, False), (4, True), (8, True)])
+@pytest.mark.parametrize(
+    ("grid", "shifted"), [(0, False), (1, False), (2, False), (4, False), (-4, False), (4, True), (8, True)]
+)
 def test_gradients_of_fake_quantize(grid, shifted, dtype, seed):
     """Autograd through the operator is the reference's backward; only what needs a gradient gets one."""
     zero = torch.randint(-(2 ** (grid - 1)), 2 ** (grid - 1), (6, 5)).float() if shifted else None
