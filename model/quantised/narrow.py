@@ -4,6 +4,9 @@ A ``quantization_config`` does not say which of the two grids a file is on, for 
 it: under absmax / 7.5 the largest weight of a group is -8 or 7, whichever its sign is. A sample of the codes is read,
 which is the same on every rank: where none is the smallest one, although those beside it and opposite are there, the
 grid is narrow. Such a model is trained on that grid, so that no export of it has a code that the first file had not.
+
+Of 8 bits nothing is said: absmax / 127.5, rounded to bf16, is so often the larger number that files on the whole grid
+have no -128 either. A recipe may say it of a scheme of its own.
 """
 
 from collections.abc import Iterable, Mapping
@@ -104,7 +107,7 @@ def _narrow(coded: Iterable[CodedTensor]) -> Iterable[Scheme]:
     """The schemes whose codes are on the narrow grid."""
     by_scheme: dict[Scheme, list[CodedTensor]] = {}
     for one in coded:
-        if on_other_grid(one.scheme) is not None:
+        if one.scheme.weights.bits < 8 and on_other_grid(one.scheme) is not None:
             by_scheme.setdefault(one.scheme, []).append(one)
     with Reader() as reader:
         for scheme, weights in by_scheme.items():

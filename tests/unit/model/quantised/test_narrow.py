@@ -24,7 +24,7 @@ from tests.tiny import tiny_checkpoint
 from tests.unit.engine.memory.test_memory import recipe
 from tests.unit.model.quantised.test_round_trip import ENGINE, edited
 
-KINDS = ("w4a16_g32", "w8a16_channel", "w2a16_channel", "int8_dynamic")
+KINDS = ("w4a16_g32", "w3a16_channel", "w2a16_channel", "8da4w")
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +99,12 @@ def test_the_codes_say_which_grid_they_are_on(tmp_path, scheme):
                 source_schemes(model, files, [narrow(scheme).weights])
         configs.append((files / "config.json").read_text())
     assert configs[0] == configs[1]
+
+
+def test_of_eight_bits_only_the_recipe_says_it(tmp_path):
+    """Rounded to bf16 the scales of both grids may be the same."""
+    files = checkpoint(tmp_path, narrow("int8_dynamic"))
+    assert {one.scheme for one in read_checkpoint(files, None).coded.values()} == {SCHEMES["int8_dynamic"]}
 
 
 def test_a_recipe_may_say_narrow_itself(tmp_path):
