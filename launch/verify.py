@@ -9,8 +9,8 @@ and why.
     python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b
 
 Of an export for llama.cpp every tensor is read with llama.cpp's own Python package, and compared bit for bit with a
-compressed export of the same checkpoint. So is one for MLX, with MLX, and one for ExecuTorch, with torchao; logits of
-these are compared too.
+compressed export of the same checkpoint; its logits are compared where llama-cpp-python is installed. So is one for
+MLX, with MLX, and one for ExecuTorch, with torchao; logits of these are compared too.
 """
 
 import sys
@@ -50,8 +50,6 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.export.is_dir():
         parser.error(f"--export {arguments.export} is not a directory")
     engine = _engine(parser, arguments)
-    if engine == "llama.cpp":
-        return _verify_gguf(arguments)
     if arguments.text is not None and not arguments.text.is_file():
         parser.error(f"--text {arguments.text} is not a file")
     try:
@@ -64,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers.utils import logging
 
     from data.samples import DataError, load_tokenizer
-    from engine.verify import executorch, mlx
+    from engine.verify import executorch, gguf, mlx
     from engine.verify.check import Report, compare_with_transformers, windows
     from model.quantised.config import find_quantization_config
     from model.ranks import RankError
@@ -81,10 +79,10 @@ def main(argv: list[str] | None = None) -> int:
     if len(ids) < 2:
         parser.error(f"--text {arguments.text} has {len(ids)} tokens, at least 2 are needed")
     batches, trust = windows(ids, arguments.window), arguments.trust_remote_code
-    report: Report | mlx.MLXReport | executorch.ExecuTorchReport
+    report: Report | gguf.GGUFReport | mlx.MLXReport | executorch.ExecuTorchReport
     try:
         if engine is not None:
-            reader = {"MLX": mlx, "ExecuTorch": executorch}[engine]
+            reader = {"llama.cpp": gguf, "MLX": mlx, "ExecuTorch": executorch}[engine]
             report = reader.compare_with_compressed(
                 arguments.export, arguments.against, batches, trust_remote_code=trust
             )
@@ -127,22 +125,6 @@ def _engine_of_config(config: object) -> str | None:
     if isinstance(method, dict) and method.get("quant_method") == "torchao":
         return "ExecuTorch"
     return "MLX" if config.get("quantization") else None
-
-
-def _verify_gguf(arguments: argparse.Namespace) -> int:
-    """Compare the weights of a GGUF export with those of a compressed one; 0 if they are equal."""
-    from engine.verify.gguf import compare_with_compressed
-    from model.ranks import RankError
-
-    try:
-        report = compare_with_compressed(
-            arguments.export, arguments.against, trust_remote_code=arguments.trust_remote_code
-        )
-    except (RankError, ValueError) as error:
-        print(f"NOT ok: {error}")
-        return 1
-    print(report.table())
-    return 0 if report.ok else 1
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.verify.gguf import compare_with_compressed
+from engine.verify.llama_cpp import in_blocks
 from model.build import build_model
 from model.load import load_weights
 from model.ranks import RankError
@@ -242,6 +243,17 @@ def test_other_schemes_are_refused_with_the_nearest(name):
     nearest = "q4_0" if scheme.weights.bits <= 4 else "q8_0"
     with pytest.raises(ValueError, match=f"got {scheme.name}; the nearest is {nearest}"):
         check_layout("gguf", [scheme])
+
+
+def test_inputs_are_rounded_as_ggml_rounds_them(seed):
+    x = torch.randn(50, 128) * torch.exp(3 * torch.randn(50, 1))
+    x[3, 32:64] = 0
+    packed = gguf.quants.quantize(x.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    expected = torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0))
+    ours = in_blocks(x)
+    # Some of llama.cpp's kernels divide 127 by the largest magnitude, others invert d: a code in thousands differs.
+    assert (ours == expected).float().mean() > 0.998
+    assert (ours - expected).abs().max() <= 1.01 * x.abs().max() / 127
 
 
 def test_groups_of_zeros_fit_under_any_scale():
