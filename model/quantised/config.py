@@ -113,8 +113,7 @@ def _rules_of(config: Mapping[str, Any]) -> list[Rule]:
         return [Rule(_integers(config))]
     raise ValueError(
         f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors', 'fp8', 'modelopt', "
-        "'mxfp4', 'gptq', 'awq' or 'auto-round'; give the unquantised checkpoint as model.path and this one as "
-        "quant.scales"
+        "'mxfp4', 'gptq', 'awq' or 'auto-round'; start from the unquantised checkpoint"
     )
 
 

@@ -13,14 +13,23 @@ from quant import Quantization
 from quant.spec import TensorSpec
 
 
+def check_kind(stored: StoredScales, directory: Path) -> None:
+    """Refuse codes of a format whose scales go with them, which quant.start reads."""
+    if any(key.endswith(".qweight") for key in stored.tensors):
+        raise ValueError(
+            f"{directory} has qweight, as GPTQ, AWQ and AutoRound write codes: give it, with its config.json, as "
+            "quant.start instead of quant.scales"
+        )
+
+
 def check_stored(arranged: ArrangedScales, directory: Path) -> None:
     """Check the scales of a checkpoint.
 
     Raises:
         ValueError: the files have no scale of a layer that is quantised here, as with a wrong prefix; the scales of
-            inputs are those of weights; one without the
-            global scale or the zero points that belong to it; one of another shape or not finite, or that is zero or
-            negative (of integer weights: zero); zero points that are no codes, or not 0 where the scheme is symmetric.
+            inputs are those of weights; one without the global scale or the zero points that belong to it; one of
+            another shape or not finite, or that is zero or negative (of integer weights: zero); zero points that are no
+            codes, or not 0 where the scheme is symmetric.
     """
     if arranged.none_used:
         raise ValueError(

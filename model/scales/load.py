@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from model.ranks import errors_on_all_ranks, listed
 from model.scales.arrange import ArrangedScales, GroupScale, arrange
-from model.scales.check import check_beside, check_stored
+from model.scales.check import check_beside, check_kind, check_stored
 from model.scales.codes import FileWeight, file_weight
 from model.scales.fit import check_fit
 from model.scales.measure import measure_global_scales, measure_weight_scales
@@ -132,6 +132,7 @@ def _read(
 ) -> tuple[ArrangedScales, dict[str, FileWeight]]:
     """What the files have, checked as far as no weight is needed for it."""
     source, stored = read_source(directory), read_scales(directory)
+    check_kind(stored, directory)
     arranged = arrange(model, quantization, stored)
     check_beside(quantization, arranged, stored)
     if source is not None:

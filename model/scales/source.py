@@ -18,6 +18,7 @@ from quant import Quantization, Rule, Scheme, TensorSpec
 from quant.config import kv_cache_from_config, rules_from_config
 
 CONFIG = "config.json"
+_STARTS = ("gptq", "awq", "auto-round", "mxfp4")  # methods that quant.start reads: their scales go with their codes
 
 
 class Source(NamedTuple):
@@ -62,8 +63,10 @@ def read_source(directory: Path) -> Source | None:
             return Source(file, fp8_rules(config))
         if method == "modelopt":
             return _modelopt(file, config)
+        start = "; give this directory as quant.start instead" if method in _STARTS else ""
         raise ValueError(
             f"quant_method is {method!r}, whose scales are not read: expected 'compressed-tensors', 'fp8' or 'modelopt'"
+            + start
         )
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None

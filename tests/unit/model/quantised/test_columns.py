@@ -16,8 +16,10 @@ from model.quantised.columns import read_columns
 from model.quantised.config import packing_of, rules_of
 from model.quantised.scales import take_scales
 from model.quantised.schemes import source_schemes
+from model.ranks import RankError
+from model.scales import load_scales
 from model.shards import CheckpointError, Reader, read_headers
-from quant import prepare
+from quant import SCHEMES, prepare
 from quant.reference import fake_quant
 from tests.tiny import tiny_checkpoint
 
@@ -214,3 +216,19 @@ def test_the_quantised_forward_uses_the_files_weights(tmp_path):
         assert torch.equal(layer.weight, weights[name].half())
         used = fake_quant(layer.weight, layer.weight_scale(), layer.scheme.weights, layer.weight_zero)
         assert torch.equal(used, weights[name].half())
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "auto-round awq"])
+def test_where_only_scales_are_read_the_error_names_what_reads_the_codes(tmp_path, kind):
+    """By what config.json says, and by the tensors where there is none."""
+    source = tiny_checkpoint(tmp_path / "model", "llama", even=True)
+    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu"))
+    load_weights(model, source, progress=False)
+    quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=True, learn_input_scale=False)
+    directory, _ = gptq_checkpoint(tmp_path, kind)
+    method = kind.split()[0]
+    with pytest.raises(RankError, match=rf"quant_method is '{method}'.*; give this directory as quant\.start instead"):
+        load_scales(model, quantization, directory)
+    (directory / "config.json").unlink()
+    with pytest.raises(RankError, match=r"has qweight, .*: give it, with its config\.json, as quant\.start instead of"):
+        load_scales(model, quantization, directory)
