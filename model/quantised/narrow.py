@@ -98,8 +98,9 @@ def _clipped(quantization: Quantization, name: str, group: ScaleGroup) -> Tensor
 
 def _beyond(spec: TensorSpec) -> str:
     return (
-        f"has the code {spec.wide.qmin:g}, but the scheme here has {spec.qmin:g} to {spec.qmax:g}, as had the codes "
-        "that were looked at first: set narrow to false in quant.schemes, or name a preset as quant.scheme"
+        f"has the code {spec.wide.qmin:g}, but the scheme here has {spec.qmin:g} to {spec.qmax:g}, "
+        "as had the codes that were looked at first: set narrow to false in quant.schemes, or name a preset as "
+        "quant.scheme"
     )
 
 

@@ -17,7 +17,7 @@ from model.ranks import RankError
 from model.save import export_model
 from model.scales import load_scales, renew_weight_scales
 from quant import SCHEMES, Quantization, Scheme, prepare
-from quant.held import hold_codes
+from quant.held import held_codes, hold_codes
 from quant.packing import pack_int32, unpack_int32
 from quant.rules import schemes_of_layers
 from tests.tiny import tiny_checkpoint
@@ -133,7 +133,6 @@ def test_a_smallest_code_that_no_sample_saw_is_an_error(tmp_path, held):
     """And not one where the recipe names the whole grid."""
     name = "model.layers.1.mlp.gate_proj"
     files = checkpoint(tmp_path, narrow("w4a16_g32"))
-    with_the_smallest_code(files, name, row=90)
     expected = rf"{name}.* has the code -8, but the scheme here has -7 to 7.*: set narrow to false in quant\.schemes"
 
     def hold(model: torch.nn.Module) -> None:
@@ -141,6 +140,10 @@ def test_a_smallest_code_that_no_sample_saw_is_an_error(tmp_path, held):
         for each, scheme in schemes_of_layers(source_schemes(model, files), modules).items():
             hold_codes(modules[each], scheme.weights, tuple(modules[each].weight.shape))
 
+    if held:
+        model = model_of(files, hold)
+        assert held_codes(model.get_submodule(name).weight).spec == narrow("w4a16_g32").weights
+    with_the_smallest_code(files, name, row=90)
     if held:
         with pytest.raises(RankError, match=expected):
             model_of(files, hold)
