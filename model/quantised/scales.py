@@ -18,7 +18,7 @@ from model.quantised.checkpoint import SourceCheckpoint, read_checkpoint
 from model.quantised.narrow import check_weights
 from model.quantised.tensor import CodedTensor
 from model.ranks import errors_on_all_ranks, listed
-from model.scales.arrange import ArrangedScales, GroupScale, arrange
+from model.scales.arrange import ArrangedScales, GroupScale, arrange, scales_per_head
 from model.scales.load import ScaleReport, given_scales
 from model.scales.measure import measure_global_scales, measure_weight_scales
 from model.scales.read import GLOBAL_SCALE, WEIGHT_SCALE, StoredScales, cache_keys, input_ending
@@ -75,7 +75,8 @@ def take_scales(
     if decoded:
         check_weights(quantization, taken)
     linears = [one for members in taken.values() for of_layer in members.values() for one in of_layer]
-    return replace(report, merged=_merged(arranged), rounded=_rounded(linears, model.dtype))
+    per_head = scales_per_head(arranged)
+    return replace(report, merged=_merged(arranged), rounded=_rounded(linears, model.dtype), per_head=per_head)
 
 
 def _taken(

@@ -6,6 +6,7 @@ reads nothing but their names; once :mod:`model.scales.check` has found nothing 
 :meth:`GroupScale.value` makes the scale.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -140,6 +141,8 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
         for name, parts in linears.items()
     }
     inputs |= {name: cache_keys(model, name) for name in quantization.caches}
+    own = getattr(model.config.get_text_config(), "num_key_value_heads", None) or 1
+    heads = {group.owner: own if group.owner in quantization.caches else 1 for group in quantization.input_groups}
     expected = {key for keys in inputs.values() for key in keys}
     expected |= {disk + kind for parts in linears.values() for disk in parts for kind in (WEIGHT_SCALE, GLOBAL_SCALE)}
     of_layers = {key.rpartition(".")[0] for key in expected}
@@ -147,7 +150,7 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
     return ArrangedScales(
         weights=[_weight_scale(group, quantization, linears, stored) for group in quantization.weight_groups],
         globals=[_global_scale(group, quantization, linears, stored) for group in quantization.global_groups],
-        inputs=[_input_scale(group, inputs, stored) for group in quantization.input_groups],
+        inputs=[_input_scale(group, inputs, stored, heads[group.owner]) for group in quantization.input_groups],
         without_global=_without_global(quantization, linears, stored),
         not_symmetric=_not_symmetric(quantization, linears, of_layers, stored),
         unused=unused,
@@ -187,11 +190,20 @@ def _global_scale(
     return GroupScale(group, layers, projections=projections, smallest=True)
 
 
-def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: StoredScales) -> GroupScale:
+def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: StoredScales, heads: int) -> GroupScale:
+    """Of inputs, or of keys or values, of which files may have a scale for each of ``heads``."""
     found = [[key for key in keys[name] if key in stored.scales] for name in group.members]
     shape = tuple(full_shape(group.s0))
-    layers = [[StoredScale(key, stored.scales[key], shape) for key in some] for some in found if some]
+    values = {key: stored.scales[key] for some in found for key in some}
+    parts = {key: list(value.flatten()) if value.numel() == heads else [value] for key, value in values.items()}
+    layers = [[StoredScale(key, one, shape) for key in some for one in parts[key]] for some in found if some]
     return GroupScale(group, layers, smallest=group.spec.has_global_scale)
+
+
+def scales_per_head(arranged: ArrangedScales) -> list[str]:
+    """Keys of the scales of keys and values that the files have for each head, of which the largest is taken."""
+    keys = [one.key for scale in arranged.inputs for of_layer in scale.layers for one in of_layer]
+    return [key for key, count in Counter(keys).items() if count > 1]
 
 
 def _shape_of_linear(group: ScaleGroup, layer: QuantLayer) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.ranks import errors_on_all_ranks, listed
-from model.scales.arrange import ArrangedScales, GroupScale, arrange
+from model.scales.arrange import ArrangedScales, GroupScale, arrange, scales_per_head
 from model.scales.check import check_beside, check_kind, check_stored
 from model.scales.codes import FileWeight, file_weight
 from model.scales.fit import check_fit
@@ -32,6 +32,7 @@ class ScaleReport:
         unused: keys of scales in the files that belong to layers which are not quantised here.
         merged: owners of groups of weights whose layers have different scales in the files they were read from.
         rounded: dtype of the scales of integers in those files, where the model's has fewer digits.
+        per_head: keys of the scales of keys and values that the files have for each head.
     """
 
     weights_loaded: list[str]
@@ -42,6 +43,7 @@ class ScaleReport:
     unused: list[str]
     merged: list[str] = field(default_factory=list)
     rounded: str | None = None
+    per_head: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
         """One line for people."""
@@ -63,6 +65,11 @@ class ScaleReport:
             )
         if self.rounded:
             parts.append(f"those of the files are {self.rounded}, and are rounded to the model's dtype")
+        if self.per_head:
+            parts.append(
+                f"{len(self.per_head)} of keys and values have one for each head in the files, of which the largest is "
+                f"taken ({listed(self.per_head)})"
+            )
         return "scales: " + ", ".join(parts)
 
 
@@ -124,6 +131,7 @@ def load_scales(
         inputs_initial=list(inputs),
         inputs_missing=[owner for owner in missing_inputs if owner not in inputs],
         unused=arranged.unused,
+        per_head=scales_per_head(arranged),
     )
 
 

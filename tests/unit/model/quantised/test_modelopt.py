@@ -19,7 +19,7 @@ from model.quantised.config import check_readable, is_quantised
 from model.quantised.scales import take_scales
 from model.ranks import RankError
 from model.save import export_model
-from model.scales import renew_weight_scales, write_scales
+from model.scales import load_scales, renew_weight_scales, write_scales
 from quant import prepare
 from quant.spec import PRESETS
 from tests.tiny import tiny_checkpoint
@@ -89,14 +89,24 @@ def test_fp8_comes_back(tmp_path, scheme, inside):
     assert not [name for name in names if (export / name).read_bytes() != (tmp_path / "again" / name).read_bytes()]
 
 
-def test_scales_per_head_are_named(tmp_path):
+@pytest.mark.parametrize("read", [take_scales, load_scales])
+def test_of_scales_per_head_the_largest_is_taken(tmp_path, read):
+    """And a line says so; those of another number of heads are an error."""
     _, theirs = written(tmp_path, "fp8_static_kv", inside=False)
     tensors = load_file(theirs / "model.safetensors")
+    tensors[f"{ATTENTION}.k_proj.k_scale"] = torch.tensor([0.01, 0.04, 0.02, 0.03]).view(4, 1, 1)
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    model, quantization = quantised(theirs, "fp8_static_kv")
+    report = read(model, quantization, theirs)
+    assert report.per_head == [f"{ATTENTION}.k_proj.k_scale"]
+    assert "1 of keys and values have one for each head in the files, of which the largest is" in report.summary()
+    assert quantization.caches[f"{ATTENTION}.k_cache"].input_scale().item() == torch.tensor(0.04).item()
+
     tensors[f"{ATTENTION}.k_proj.k_scale"] = torch.ones(3)
     save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
     model, quantization = quantised(theirs, "fp8_static_kv")
     with pytest.raises(RankError, match=rf"{ATTENTION}.k_proj.k_scale has shape \(3,\), but this scheme has 1 scale"):
-        take_scales(model, quantization, theirs)
+        read(model, quantization, theirs)
 
 
 def test_a_file_that_says_nothing_is_named(tmp_path):
