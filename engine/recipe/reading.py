@@ -32,6 +32,7 @@ from engine.recipe.source import resolve_source
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 LONGEST_INTEGER = 100  # characters; floats end at 309
+LONGEST_KEY = 100  # characters of one in a message
 MOST_VALUES = 100_000  # of a recipe: some hundred, and a rule or an exempt pattern for each layer of a model
 
 
@@ -98,8 +99,7 @@ def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterato
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else f"expected one of {', '.join(known)}"
-            shown = key if re.fullmatch(r"[\w.-]+", key) else repr(key)
-            yield line, f"{prefix}{shown}: unknown key; {hint}"
+            yield line, f"{prefix}{_shown(key)}: unknown key; {hint}"
         elif key in seen:
             yield line, f"{prefix}{key}: this key is there twice"
         elif is_dataclass(section_type := known[key]):
@@ -110,6 +110,12 @@ def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterato
         else:
             yield from _value_problems(value, known[key], f"{prefix}{key}", line)
         seen.add(key)
+
+
+def _shown(key: str) -> str:
+    """A key as a message has it: quoted where its end would not be seen, cut off where what follows would not."""
+    key = key if len(key) <= LONGEST_KEY else f"{key[:LONGEST_KEY]}..."
+    return key if re.fullmatch(r"[\w.-]+", key) else repr(key)
 
 
 def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterator[tuple[int, str]]:
@@ -131,7 +137,7 @@ def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterato
             yield from _value_problems(item, parts[0], f"{path}[{index}]", item.start_mark.line + 1)
     elif get_origin(kind) is dict and isinstance(node, yaml.MappingNode):
         for name, item in node.value:
-            yield from _value_problems(item, parts[1], f"{path}.{name.value}", name.start_mark.line + 1)
+            yield from _value_problems(item, parts[1], f"{path}.{_shown(str(name.value))}", name.start_mark.line + 1)
     elif types := [part for part in (kind, *parts) if is_dataclass(part)]:
         if isinstance(node, yaml.MappingNode):
             yield from _key_problems(node, cast(type, types[0]), prefix=f"{path}.")

@@ -31,4 +31,6 @@ def test_killed_at_random_moments_the_run_goes_on_to_the_same_export(tmp_path, k
     assert result.returncode == 0, f"seed {seed}\n{result.stderr[-8000:]}"
     found = json.loads((tmp_path / "kills.json").read_text())
     assert len(found["kills"]) == kills == sum(run["kills"] for run in found["runs"])
+    # Which come depends on the machine, but of many none stays out.
+    assert kills < 60 or {when for _, when in found["kills"]} == set(found["when"]), found["kills"]
     assert all(all(run["same"].values()) and not run["left"] for run in found["runs"]), f"seed {seed}: {found}"

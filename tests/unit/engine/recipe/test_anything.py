@@ -25,8 +25,8 @@ HYGIENE = {"deadline": None, "database": None, "suppress_health_check": list(Hea
 FEW = settings(max_examples=40, derandomize=True, **HYGIENE)
 MANY = settings(max_examples=2000, print_blob=True, **HYGIENE)
 SECTIONS = "|".join(sorted({path[0] for path in knobs()}))
-# optim.lr: or quant.rules[3].layers: or, of an unknown key that no one would write, optim.'l r':
-KEY = re.compile(rf"({SECTIONS})[\w.:\[\], -]*('.*'|\".*\")?: |('.*'|\".*\"|[\w.-]+): unknown key; ")
+# optim.lr: or quant.rules[3].layers: or, of a key that no one would write, optim.'l r': or quant.schemes.'~'.weights:
+KEY = re.compile(rf"({SECTIONS})[\w.:\[\], -]*(('.*'|\".*\")[\w.\[\]]*)?: |('.*'|\".*\"|[\w.-]+): unknown key; ")
 DS_KEY = re.compile(r"(\w+).*?(: | is )")
 
 

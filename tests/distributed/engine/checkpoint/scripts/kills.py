@@ -55,11 +55,14 @@ def main() -> None:
             if len(seen) == kills or len(seen) - before == of_each:
                 start(directory, name).finish()
                 continue
-            who, when = planned[0]
+            who, when = next(
+                plan for plan in planned if plan[1] != "calibrate" or at_start(strategies, strategy, directory / name)
+            )
             moment = moments(directory / name, directory / f"{name}.log", rng, durations[strategy])[when]
             if run_and_kill(start(directory, name), who, moment):
                 seen.append([who, when])
-            planned.append(planned.pop(0))  # also where its moment did not come
+            planned.remove((who, when))
+            planned.append((who, when))  # also where its moment did not come
         if len(seen) == before:  # the machine has more time for it now
             durations[strategy] = min(durations[strategy], time.monotonic() - began)
         killed, straight = directory / name, directory / f"straight_{strategy}"
@@ -67,7 +70,7 @@ def main() -> None:
         left = sorted(files(killed) ^ files(straight))
         runs.append({"name": name, "kills": len(seen) - before, "same": same, "left": left})
         # After each, so that a campaign that is cut short says how far it came.
-        (directory / "kills.json").write_text(json.dumps({"runs": runs, "kills": seen}))
+        (directory / "kills.json").write_text(json.dumps({"runs": runs, "kills": seen, "when": WHEN}))
 
 
 def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
@@ -78,7 +81,7 @@ def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
     names += [(f"killed{index}", strategies[index % len(strategies)]) for index in range(20 * kills)]
     for run, strategy in names:
         shipped, dtype = strategy.split(":")
-        calibrates = strategies.index(strategy) % 2 == 0  # before the first step, or scales from what steps have seen
+        calibrates = calibrates_first(strategies, strategy)
         write_recipe(
             directory,
             f"{run}_{strategy}",
@@ -99,13 +102,28 @@ def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
         )
 
 
+def calibrates_first(strategies: list[str], strategy: str) -> bool:
+    """Whether runs of a strategy calibrate before the first step; the others take scales from what steps have seen."""
+    return strategies.index(strategy) % 2 == 0
+
+
+def at_start(strategies: list[str], strategy: str, output: Path) -> bool:
+    """Whether a run calibrates when it is started now: one that goes on from a checkpoint has its scales."""
+    return calibrates_first(strategies, strategy) and not has_checkpoint(output)
+
+
+def has_checkpoint(output: Path) -> bool:
+    """Whether there is something to go on from."""
+    checkpoints = output / "checkpoints"
+    return (checkpoints / LATEST).exists() or any(checkpoints.glob(STEP_DIRECTORIES))
+
+
 def start(directory: Path, name: str) -> Job:
     """The job that ``deepspeed --num_gpus 2 launch/train.py --config ...`` starts; it goes on where there is something.
 
     The export is renamed when it is whole, and the last thing that a run does.
     """
-    checkpoints = directory / name / "checkpoints"
-    resume = (checkpoints / LATEST).exists() or any(checkpoints.glob(STEP_DIRECTORIES))
+    resume = has_checkpoint(directory / name)
 
     def rank() -> None:
         allow_fp16_on_cpu()
