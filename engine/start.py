@@ -58,7 +58,7 @@ def start_run(
             groups = [group["name"] for group in session.engine.optimizer.param_groups]
             metrics = _measured(recipe, [loss.name for loss in token_losses])
             check_events(recipe.schedule, session.quantization, groups, metrics)
-    with errors_on_all_ranks(OSError):
+    with errors_on_all_ranks(OSError, key="output_dir"):
         if is_main():
             save_recipe(recipe, output / "recipe.yaml")
     quant = FakeQuant(session)
@@ -111,7 +111,7 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
 def _take_output(recipe: Recipe, claim: Claim) -> None:
     """Claim the output directory; a run that will leave nothing is named. A collective."""
     output = Path(recipe.output_dir)
-    with errors_on_all_ranks(OSError):
+    with errors_on_all_ranks(OSError, key="output_dir"):
         if is_main():
             output.mkdir(parents=True, exist_ok=True)
     if several_machines():
@@ -129,7 +129,7 @@ def _take_output(recipe: Recipe, claim: Claim) -> None:
 def _clear_export(output: Path, export: Path) -> None:
     """Remove what an ``export`` left in ``output`` that was killed, on rank 0. Elsewhere it may be another run's, and
     is named. A collective."""
-    with errors_on_all_ranks(OSError):
+    with errors_on_all_ranks(OSError, key="export.dir"):
         for left in export.parent.glob(f"{export.name}.tmp-????????") if is_main() else ():
             if export.parent.resolve() == output.resolve():
                 shutil.rmtree(left, ignore_errors=True)

@@ -164,16 +164,17 @@ def raise_everywhere(error: str | None) -> None:
 
 
 @contextmanager
-def errors_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
+def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None]:
     """Turn an exception of ``kinds`` inside the block into a :class:`RankError` on every rank.
 
-    A collective at the end of the block: every rank must enter it, and nothing inside may be a collective.
+    A collective at the end of the block: every rank must enter it, and nothing inside may be a collective. ``key``:
+    the recipe's, that names the file, for the message.
     """
     error, cause = None, None
     try:
         yield
     except kinds as caught:
-        error, cause = str(caught) or type(caught).__name__, caught
+        error, cause = f"{key}: " * bool(key) + (str(caught) or type(caught).__name__), caught
     try:
         raise_everywhere(error)
     except RankError as everywhere:

@@ -34,6 +34,8 @@ from model.frozen import fingerprints
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.zero import LeftOut, stage
 
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # which DeepSpeed copies beside the checkpoints
+
 
 class CheckpointError(RankError):
     """A checkpoint could not be written; raised on all ranks. The ones before it and the run's state are untouched."""
@@ -75,7 +77,10 @@ def save_checkpoint(
         with errors_on_all_ranks(OSError):
             if is_main():
                 shutil.rmtree(partial, ignore_errors=True)
+                partial.unlink(missing_ok=True)  # what was no directory
                 partial.mkdir(parents=True)
+                for script in filter(Path.is_symlink, map(directory.joinpath, SCRIPTS)):  # else written through
+                    script.unlink()
         _save_engine(session, files, directory, partial.name)
         files.save(rank_state(session, owners), partial / f"rank_{rank()}.pt")
         reports = gather_objects((files.written, files.failure))

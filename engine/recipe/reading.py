@@ -222,7 +222,13 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
-    """Write a recipe, every field with its value, as YAML that :func:`load_recipe` reads back equal."""
+    """Write a recipe, every field with its value, as YAML that :func:`load_recipe` reads back equal.
+
+    In one rename: it may be the very file that this run was started with, on a disk that is full, or somebody's link.
+    """
     values = asdict(recipe)
     values["optim"]["betas"] = list(recipe.optim.betas)
-    Path(path).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    aside = Path(f"{os.fspath(path)}.partial")
+    aside.unlink(missing_ok=True)
+    aside.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    os.replace(aside, path)

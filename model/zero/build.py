@@ -1,6 +1,7 @@
 """What comes before the engine: the process group, and what stage 3 makes of new parameters."""
 
 import copy
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -41,7 +42,8 @@ def init_process_group() -> None:
     The launcher, or whoever starts a single process, sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        RankError: this process has closed a process group before. DeepSpeed keeps that one, and fails with it.
+        RankError: the ranks did not meet; or this process has closed a process group before. DeepSpeed keeps that one,
+            and fails with it.
     """
     if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
         raise RankError(
@@ -51,7 +53,22 @@ def init_process_group() -> None:
     if get_accelerator().device_name() == "cpu":
         # On CPU DeepSpeed compiles a shared-memory op here (25 s when cold) that only inference_all_reduce uses.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    try:
+        deepspeed.init_distributed()
+    except (RuntimeError, ValueError) as error:
+        raise RankError(_not_met(error)) from error
+
+
+def _not_met(error: Exception) -> str:
+    """Why this rank, which speaks for itself as there is no group yet, has not met the others."""
+    where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+    remedy = "look for what ended another rank before, and whether this machine reaches that address"
+    if "EADDRINUSE" in str(error):
+        remedy = "another job listens there: set another MASTER_PORT (deepspeed --master_port, torchrun --master_port)"
+    return (
+        f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has not met the others at {where} "
+        f"({str(error).splitlines()[0]}): {remedy}"
+    )
 
 
 def stage(ds_config: DsConfig) -> int:

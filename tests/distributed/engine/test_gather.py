@@ -44,10 +44,13 @@ ARRANGEMENTS = {
     ),
 }
 
+CHANGES = {1: True, 2: False, 4: True}  # steps of a run that is resumed: whether it gathers codes until then
+
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """One launch; after the pairs, a run of codes in two parts."""
+    """One launch; after the pairs, a run of codes in two parts, and one that changes at each resume how it gathers and
+    what it keeps for backward."""
     directory = tmp_path_factory.mktemp("gather")
     models = {kind: tiny_checkpoint(directory / kind, kind) for kind in ("qwen3", "qwen3_moe")}
     # As shipped, but norms and the smaller weights alone stay gathered between steps.
@@ -72,8 +75,13 @@ def paths(tmp_path_factory):
     add("straight", "qwen3", "bfloat16", True, {**parts, "train": {**FEW, "steps": 4}})
     add("begun", "qwen3", "bfloat16", True, {**parts, "train": {**parts["train"], "steps": 2}})
     add("resumed", "qwen3", "bfloat16", True, resumed)
+    add("unchanged", "qwen3", "bfloat16", False, {"train": {**FEW, "steps": 4}})
+    for steps, codes in CHANGES.items():
+        train = {"checkpoint_every": 1, "resume": steps > 1, "activation_checkpointing": not codes}
+        output_dir = {"output_dir": str(directory / "changed")}
+        add(f"changed_{steps}", "qwen3", "bfloat16", codes, {"train": {**FEW, **train, "steps": steps}, **output_dir})
     output = run_ranks(SCRIPT, *map(str, written.values()))
-    assert output.count("gathered as codes") == len(ARRANGEMENTS) + 3
+    assert output.count("gathered as codes") == len(ARRANGEMENTS) + 3 + sum(CHANGES.values())
     return written
 
 
@@ -91,3 +99,12 @@ def test_a_resumed_run_goes_on_bit_for_bit(paths):
     assert resumed["losses"] == straight["losses"][2:]
     for parameter, value in straight["weights"].items():
         assert torch.equal(value, resumed["weights"][parameter]), parameter
+
+
+def test_a_resumed_run_may_gather_otherwise_and_goes_on_bit_for_bit(paths):
+    """quant.gather_codes and train.activation_checkpointing are no part of what a checkpoint holds."""
+    straight, last = load_result(paths["unchanged"]), load_result(paths["changed_4"])
+    assert last["losses"] == straight["losses"][2:]
+    assert any("torch.uint8" in step for step in last["seen"]["gathered"])
+    for parameter, value in straight["weights"].items():
+        assert torch.equal(value, last["weights"][parameter]), parameter

@@ -74,6 +74,16 @@ MORE = {
     "asym-3": (3, "qwen3_moe", "bfloat16", ASYM),
     "fp16-2": (2, "llama", "float16", {}),
 }
+# Where links lie when a run begins, and what lies there at its end.
+LINKED = {
+    "recipe.yaml": "file",
+    "recipe.yaml.partial": "nothing",
+    "memory.json": "file",
+    "checkpoints/latest.partial": "nothing",
+    "checkpoints/step_00000005.partial": "nothing",
+    "checkpoints/zero_to_fp32.py": "file",
+    "checkpoints/zero_to_torch.py": "file",
+}
 # Some steps overflow, and the loss scale moves from checkpoint to checkpoint.
 FP16 = {"initial_scale_power": 15, "loss_scale_window": 2}
 # What they set before the first stop holds after it, and a condition that was met is not met again.
@@ -89,6 +99,7 @@ def runs(tmp_path_factory):
     """One launch, whose last run is killed."""
     directory = tmp_path_factory.mktemp("checkpoint")
     write_cases(directory, CASES)
+    lay_links(directory)
     result = launch(SCRIPT, str(directory), *CASES)
     assert (directory / "errors_1.json").exists(), f"failed before the run that is killed:\n{result.stdout[-8000:]}"
     # The launcher has ended, although the other rank waits in a collective, which would give up after half an hour.
@@ -96,6 +107,15 @@ def runs(tmp_path_factory):
     assert result.returncode != 0 and (directory / "killed").exists(), result.stdout
     assert re.search(rf"exits with return code = ({-signal.SIGKILL}|1)\b", result.stdout), result.stdout
     return directory
+
+
+def lay_links(directory):
+    """Links to somebody's file at every name that a run writes in its output directory."""
+    (directory / "precious").write_text("somebody's")
+    for name in LINKED:
+        link = directory / f"straight_{KILLED}" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(directory / "precious")
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +249,10 @@ def test_killed_in_the_middle_the_last_whole_checkpoint_stays(runs):
     checkpoints = runs / f"killed_{KILLED}" / "checkpoints"
     assert (checkpoints / LATEST).read_text() == "step_00000002"
     assert read_checkpoint(checkpoints / "step_00000002").step == 2
+
+
+def test_nothing_is_written_through_links_that_lie_ready(runs):
+    assert (runs / "precious").read_text() == "somebody's"
+    for name, left in LINKED.items():
+        path = runs / f"straight_{KILLED}" / name
+        assert not path.is_symlink() and path.is_file() == (left == "file"), name

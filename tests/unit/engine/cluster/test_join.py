@@ -1,0 +1,65 @@
+"""A rank that does not meet the others says so in one line: there is no process group yet that could."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.patience import PATIENCE
+from tests.processes import CPU, run_python, start_python
+
+PROGRAM = """
+from launch.exits import clean_exit
+from engine.cluster.join import join_ranks
+with clean_exit():
+    join_ranks()
+"""
+
+
+def environment(rank: int, port: int) -> dict[str, str]:
+    """Of a rank of two."""
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    return {**CPU, **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_a_peer_dies_before_the_process_group_exists(tmp_path):
+    """Rank 0, which dies when rank 1 has found it and waits for what it will say."""
+    read, write = os.pipe()
+    if (first := os.fork()) == 0:
+        store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode())
+        signal.pause()
+    port = int(os.read(read, 10))
+    out, err = tmp_path / "out", tmp_path / "err"
+    second = start_python(PROGRAM, cwd=tmp_path, out=out, err=err, environment=environment(1, port))
+    watching = TCPStore("127.0.0.1", port, 2, is_master=False, wait_for_workers=False)
+    until = time.monotonic() + PATIENCE
+    while not any("default_pg" in key for key in watching.list_keys()) and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    second.join(PATIENCE)
+    said = err.read_text()
+    assert second.exitcode == 1 and "Traceback" not in said, said
+    *before, last = said.splitlines()  # before it torch's own warnings, from its C++ code
+    assert last.startswith(f"error: rank 1 of 2 has not met the others at 127.0.0.1:{port} (") and not any(
+        "error:" in line for line in before
+    )
+    assert "what ended another rank" in last
+
+
+@pytest.mark.parametrize(("port", "expected"), [("taken", "EADDRINUSE"), ("abc", "invalid literal for int()")])
+def test_no_port_to_meet_at(tmp_path, port, expected):
+    with contextlib.closing(socket.socket()) as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1] if port == "taken" else port
+        result = run_python(PROGRAM, cwd=tmp_path, **environment(0, port))
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1 and expected in result.stderr, result.stderr
+    assert result.stderr.startswith(f"error: rank 0 of 2 has not met the others at 127.0.0.1:{port} ("), result.stderr
+    assert ("set another MASTER_PORT" in result.stderr) == (expected == "EADDRINUSE")
