@@ -34,6 +34,7 @@ EXPECTED = {
     "few_samples": ("3 samples", "8"),
     "no_tokenizer": ("{base}/no_tokenizer",),
     "export_not_empty": ("export.dir", "{base}/export_not_empty/export", "not empty"),
+    "recipe_not_written": ("output_dir: [Errno 21] Is a directory: ", "{base}/recipe_not_written/recipe.yaml"),
     "ds_config_key": ("{base}/ds_config_key.json", "zero_optimisation", "zero_optimization"),
     "ds_config_clash": ("{base}/ds_config_clash.json", "gradient_clipping", "optim.grad_clip"),
     "teacher_vocabulary": ("loss.teacher", "{base}/other", "300", "301", "290"),
@@ -89,6 +90,7 @@ def base(tmp_path_factory):
     weights.write_bytes(weights.read_bytes()[:-100])
     (base / "export_not_empty" / "export").mkdir(parents=True)
     (base / "export_not_empty" / "export" / "precious").touch()
+    (base / "recipe_not_written" / "recipe.yaml").mkdir(parents=True)
     (base / "empty").mkdir()
     (base / "input_scales").mkdir()
     scales = {"model.layers.1.mlp.down_proj.input_scale": torch.tensor(1e6)}
@@ -111,6 +113,7 @@ def base(tmp_path_factory):
         "few_samples": {"data": {"train": [str(base / "few.jsonl")]}},
         "no_tokenizer": {"model": {"path": str(base / "no_tokenizer")}},
         "export_not_empty": {"export": {"enabled": True}},
+        "recipe_not_written": {},
         "ds_config_key": {"deepspeed": str(base / "ds_config_key.json")},
         "ds_config_clash": {"deepspeed": str(base / "ds_config_clash.json")},
         "teacher_vocabulary": {"loss": {"teacher": str(other)}},

@@ -128,6 +128,18 @@ def test_a_template_that_asks_for_special_tokens(tmp_path):
         read_chat([path], tokenizer, max_length=100, special_tokens="text")
 
 
+def test_a_template_that_does_without_no_special_token(tmp_path):
+    """It refuses the conversation that has none: what is spelled out is counted all the same."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("[/THINK]", special=True)], special_tokens=True)
+    asks = "{% if '[/THINK]' not in messages[0]['content'] %}{{ raise_exception('think first') }}{% endif %}"
+    tokenizer.chat_template = asks + tokenizer.chat_template
+    path = write(tmp_path / "a.jsonl", {"input": f"a[/THINK]b{END}", "output": "c"})
+    assert read_chat([path], tokenizer, max_length=100)[1].spelled == 2
+    with pytest.raises(DataError, match=r"a\.jsonl:1: found the special token '\[/THINK\]' spelled"):
+        read_chat([path], tokenizer, max_length=100, special_tokens="refuse")
+
+
 def test_a_tokenizer_that_looks_beyond_special_tokens_cannot_read_them_as_text(tmp_path):
     backend = Tokenizer(models.BPE(unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
