@@ -118,12 +118,16 @@ def _take_output(recipe: Recipe, claim: Claim) -> None:
         check_shared(output, "output_dir")
     claim.take(output, "output_dir")
     if not recipe.export.enabled and not recipe.train.checkpoint_every:
-        say(
-            "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
-            "(train.checkpoint_every is 0): what it trains is lost at its end"
-        )
+        _say_that_nothing_is_left()
     if recipe.export.enabled:
         _clear_export(output, recipe.export_dir())
+
+
+def _say_that_nothing_is_left() -> None:
+    say(
+        "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
+        "(train.checkpoint_every is 0): what it trains is lost at its end"
+    )
 
 
 def _clear_export(output: Path, export: Path) -> None:

@@ -167,8 +167,7 @@ def raise_everywhere(error: str | None) -> None:
 def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None]:
     """Turn an exception of ``kinds`` inside the block into a :class:`RankError` on every rank.
 
-    A collective at the end of the block: every rank must enter it, and nothing inside may be a collective. ``key``:
-    the recipe's, that names the file, for the message.
+    A collective at the end of the block: every rank must enter it, and nothing inside is one. ``key`` opens the text.
     """
     error, cause = None, None
     try:

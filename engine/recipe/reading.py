@@ -168,6 +168,11 @@ def _lines(error: ArgumentError) -> str:
     return re.sub(r'^Parser key "([\w.]+)":', r"\1:", text)
 
 
+def _too_large(argv: Sequence[str]) -> str:
+    option = re.search(rf"--([\w.]+)[= ]\S*\d{{{LONGEST_INTEGER}}}", " ".join(argv))
+    return f"{option[1] if option else 'a number'}: an integer beyond every float, expected a number that 64 bits hold"
+
+
 def _parse(argv: Sequence[str]) -> Recipe:
     """The recipe of a command line, whose words are ``argv``.
 
@@ -184,9 +189,7 @@ def _parse(argv: Sequence[str]) -> Recipe:
     except ArgumentError as error:
         raise RecipeError(_lines(error)) from error
     except OverflowError as error:  # of an option; those of files have been found
-        option = re.search(rf"--([\w.]+)[= ]\S*\d{{{LONGEST_INTEGER}}}", " ".join(argv))
-        key = option[1] if option else "a number"
-        raise RecipeError(f"{key}: an integer beyond every float, expected a number that 64 bits hold") from error
+        raise RecipeError(_too_large(argv)) from error
     if values["quant"].scheme == SOURCE:
         resolve_source(values["quant"], values["quant"].start or values["model"].path)
     return Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})
@@ -222,13 +225,10 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
-    """Write a recipe, every field with its value, as YAML that :func:`load_recipe` reads back equal.
-
-    In one rename: it may be the very file that this run was started with, on a disk that is full, or somebody's link.
-    """
+    """Write a recipe, every field with its value, as YAML that :func:`load_recipe` reads back equal."""
     values = asdict(recipe)
     values["optim"]["betas"] = list(recipe.optim.betas)
     aside = Path(f"{os.fspath(path)}.partial")
-    aside.unlink(missing_ok=True)
+    aside.unlink(missing_ok=True)  # somebody's link; and the recipe may be what this run read, on a disk that is full
     aside.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
     os.replace(aside, path)

@@ -34,6 +34,10 @@ WHOLE_ELEMENTS = 100_000
 
 
 WHOLE_ELEMENTS_IN_ALL = 16 * 2**20
+CLOSED = (
+    "this process has closed its process group and cannot start another one: let all trainings of a script run inside "
+    "one clean_exit()"
+)
 
 
 def init_process_group() -> None:
@@ -42,14 +46,10 @@ def init_process_group() -> None:
     The launcher, or whoever starts a single process, sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        RankError: the ranks did not meet; or this process has closed a process group before. DeepSpeed keeps that one,
-            and fails with it.
+        RankError: the ranks did not meet, or this process has closed a group before, which DeepSpeed keeps.
     """
     if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
-        raise RankError(
-            "this process has closed its process group and cannot start another one: let all trainings of a script run "
-            "inside one clean_exit()"
-        )
+        raise RankError(CLOSED)
     if get_accelerator().device_name() == "cpu":
         # On CPU DeepSpeed compiles a shared-memory op here (25 s when cold) that only inference_all_reduce uses.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
