@@ -58,8 +58,7 @@ class Ranges:
         return self.weights == "mse" or (self.weights == "auto" and spec.dtype == "int" and spec.bits <= 3)
 
     def signs(self, spec: TensorSpec) -> bool:
-        """Whether the scales of a weight may be negative: where there is a code without a counterpart, and no zero
-        point that moves the codes to where they are of use."""
+        """Whether the scales of a weight may be negative, so that a code without a counterpart is used."""
         return (self.signed or spec.ggml) and spec.dtype == "int" and spec.symmetric and not spec.narrow
 
 

@@ -189,6 +189,10 @@ class QuantRecipe:
         """The scheme of a name that is known: a shipped one, or one of ``schemes``."""
         return SCHEMES[name] if name in SCHEMES else self.schemes[name].scheme(name)
 
+    def own_weights(self) -> list[TensorSpec]:
+        """How the weights of the recipe's own schemes are quantised."""
+        return [own.weights.spec() for own in self.schemes.values()]
+
     def preset(self) -> Preset:
         """The preset that quant.scheme names; a scheme of the recipe's own is a preset without a KV cache."""
         return PRESETS[self.scheme] if self.scheme in PRESETS else Preset(self._scheme(self.scheme))

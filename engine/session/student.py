@@ -176,8 +176,7 @@ def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
     """Find the schemes that the recipe gives to lm_head and embeddings, by their names in the model; with
     quant.scheme source those of all layers."""
     if recipe.quant.scheme == SOURCE:
-        said = [own.weights.spec() for own in recipe.quant.schemes.values()]
-        return source_schemes(model, Path(recipe.quant.start or recipe.model.path), said)
+        return source_schemes(model, Path(recipe.quant.start or recipe.model.path), recipe.quant.own_weights())
     modules = {id(module): name for name, module in model.named_modules()}
     chosen = {
         "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),

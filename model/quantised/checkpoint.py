@@ -43,8 +43,7 @@ class SourceCheckpoint:
 
 
 def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """Read the headers of a checkpoint of ``model``, and of a quantised one which tensors make up a weight and which
-    grid they are on. Without a model its layers have the names that they have on disk.
+    """Read the headers of a checkpoint of ``model``, and of a quantised one which tensors make up a weight.
 
     Raises:
         CheckpointError: there is no safetensors checkpoint in ``directory``, or it is quantised in a way that is not
@@ -57,7 +56,8 @@ def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceChe
 
 
 def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """A quantised checkpoint, with weights in the place of codes."""
+    """A quantised checkpoint, with weights in the place of codes, on the grid that these are on. Without a model layers
+    have the names that they have on disk."""
     config = read_quantization_config(directory)
     try:
         rules = rules_of(config)
