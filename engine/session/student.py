@@ -141,8 +141,7 @@ def _has_router_logits(model: PreTrainedModel) -> bool:
 
 
 def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """Patterns of what stays as it is: the recipe's, and whatever they are called the routers, which would send tokens
-    to other experts, and the output layer, through which losses are computed in the model's dtype."""
+    """Patterns of what stays: the recipe's; routers, which would send tokens elsewhere; lm_head, for the losses."""
     modules = {name for name, _ in model.named_modules()}
     routers = [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
     own = routers + [re.escape(name) for name, one in model.named_modules() if one is model.get_output_embeddings()]
@@ -173,8 +172,7 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
 
 
 def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
-    """Find the schemes that the recipe gives to lm_head and embeddings, by their names in the model; with
-    quant.scheme source those of all layers."""
+    """The schemes of lm_head and embeddings by their names in the model; with quant.scheme source of all layers."""
     if recipe.quant.scheme == SOURCE:
         return source_schemes(model, Path(recipe.quant.start or recipe.model.path), recipe.quant.own_weights())
     modules = {id(module): name for name, module in model.named_modules()}
