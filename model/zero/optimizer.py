@@ -73,8 +73,11 @@ def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
                 if start < stop:
                     safe_set_local_optimizer_state(parameter, zeros_of_partition(parameter), key)
             elif not hasattr(parameter, "_hp_mapping"):
-                # Stage 0: torch's optimizer, over the parameters themselves or (bf16) over an fp32 copy of each.
-                inner.state[masters.get(id(parameter), parameter)][key].zero_()
+                # Stage 0: torch's optimizer, over the parameters themselves or (bf16) over an fp32 copy of each. One
+                # that has had no gradient yet has no moments: Adam makes them, of zeros, at its first step.
+                moments = inner.state.get(masters.get(id(parameter), parameter), {})
+                if key in moments:
+                    moments[key].zero_()
             elif (mapping := parameter._hp_mapping) is not None:  # None: no part of it is this rank's
                 # DeepSpeed 0.19 links parameters to moments after its first group's first step, when the other groups
                 # have none, and never again: safe_set_full_optimizer_state raises for all but the first group.
