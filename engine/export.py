@@ -40,15 +40,17 @@ def check_export(recipe: Recipe) -> None:
     if recipe.export.format == "executorch":
         _check_executorch(recipe)
     directory, output = recipe.export_dir(), Path(recipe.output_dir)
-    problem = None
-    if directory.resolve() == output.resolve() or directory.resolve() in output.resolve().parents:
+    problem, there, held = None, Path(os.path.realpath(directory)), Path(os.path.realpath(output))
+    if any(map(Path.is_symlink, (directory, there, *there.parents))):  # a whole export is renamed to its name
+        problem = "it is a link, or lies behind one that leads nowhere; name a directory"
+    elif there == held or there in held.parents:
         problem = f"it holds output_dir ({str(output)!r}); name a directory of its own"
     elif directory.is_dir() and any(directory.iterdir()):
         problem = "it is not empty; name another one, or remove it"
     elif directory.exists() and not directory.is_dir():
         problem = "it is a file; name a directory"
     else:
-        above = next(parent for parent in directory.resolve().parents if parent.exists())
+        above = next(parent for parent in there.parents if parent.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             problem = f"{str(above)!r} is not a directory that may be written"
     if problem is not None:

@@ -118,16 +118,12 @@ def _take_output(recipe: Recipe, claim: Claim) -> None:
         check_shared(output, "output_dir")
     claim.take(output, "output_dir")
     if not recipe.export.enabled and not recipe.train.checkpoint_every:
-        _say_that_nothing_is_left()
+        say(
+            "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
+            "(train.checkpoint_every is 0): what it trains is lost at its end"
+        )
     if recipe.export.enabled:
         _clear_export(output, recipe.export_dir())
-
-
-def _say_that_nothing_is_left() -> None:
-    say(
-        "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
-        "(train.checkpoint_every is 0): what it trains is lost at its end"
-    )
 
 
 def _clear_export(output: Path, export: Path) -> None:

@@ -64,6 +64,8 @@ def _model_path(arguments: Sequence[str]) -> str | None:
         if option == "--model.path":
             found = value
         elif option == "--config":
+            if not os.path.isfile(value):  # a pipe would be read for ever
+                return None
             try:
                 with open(value, encoding="utf-8") as file:
                     found = yaml.safe_load(file)["model"]["path"]

@@ -7,7 +7,13 @@ import warnings
 import torch
 
 from engine.recipe.checks import RecipeError
+from model.ranks import RankError
 from model.zero import init_process_group
+
+NO_LAUNCHER = (
+    "but RANK, LOCAL_RANK and WORLD_SIZE are not set: start one launcher per node (srun --ntasks-per-node=1 "
+    "torchrun ..., or deepspeed --hostfile ...), which sets them"
+)
 
 
 def join_ranks() -> torch.device:
@@ -46,11 +52,11 @@ def _check_launcher() -> None:
     Raises:
         RecipeError: names the variable.
     """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise RankError(f"{name} is {os.environ[name]!r} in the environment, expected a number, of a launcher's")
     if "RANK" in os.environ:
         return
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name, "1")) > 1:
-            raise RecipeError(
-                f"{name} is {os.environ[name]}, but RANK, LOCAL_RANK and WORLD_SIZE are not set: start one launcher "
-                "per node (srun --ntasks-per-node=1 torchrun ..., or deepspeed --hostfile ...), which sets them"
-            )
+        if os.environ.get(name, "1") not in ("0", "1"):
+            raise RecipeError(f"{name} is {os.environ[name]}, {NO_LAUNCHER}")

@@ -8,6 +8,7 @@ shows every knob with its default and ``--print_config`` the result of both. An 
 
 import argparse
 import difflib
+import errno
 import functools
 import math
 import os
@@ -32,6 +33,7 @@ from engine.recipe.source import resolve_source
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 LONGEST_INTEGER = 100  # characters; floats end at 309
+MOST_RECIPE_BYTES = 2**24
 LONGEST_KEY = 100  # characters of one in a message
 MOST_VALUES = 100_000  # of a recipe: some hundred, and a rule or an exempt pattern for each layer of a model
 
@@ -56,7 +58,7 @@ def _check_keys(path: str) -> None:
         RecipeError: names file, line and key; one line per problem.
     """
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(_text_of(path), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise RecipeError(f"{path}{line}: not YAML ({error.problem})") from error
@@ -69,12 +71,18 @@ def _check_keys(path: str) -> None:
     if not isinstance(root, yaml.MappingNode):
         raise RecipeError(f"{path}: expected sections like model, data and train")
     if _size(root, {}) > MOST_VALUES:
-        raise RecipeError(
-            f"{path}: more than {MOST_VALUES:,} values, its aliases (*name) written out; expected a recipe"
-        )
+        raise RecipeError(f"{path}: more than {MOST_VALUES:,} values, its aliases (*name) written out")
     problems = [f"{path}, line {line}: {problem}" for line, problem in _key_problems(root, Recipe, prefix="")]
     if problems:
         raise RecipeError("\n".join(problems))
+
+
+def _text_of(path: str) -> str:
+    """The text of a file. Raises OSError, also for what would be read for ever: a pipe, a device, gigabytes."""
+    other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    if other or (os.path.isfile(path) and os.path.getsize(path) > MOST_RECIPE_BYTES):
+        raise OSError(errno.EINVAL, f"expected a YAML file of at most {MOST_RECIPE_BYTES:,} bytes")
+    return Path(path).read_text(encoding="utf-8")
 
 
 def _size(node: yaml.Node, sizes: dict[int, float]) -> float:

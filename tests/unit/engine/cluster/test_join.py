@@ -52,6 +52,13 @@ def test_a_peer_dies_before_the_process_group_exists(tmp_path):
     assert "what ended another rank" in last
 
 
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+def test_what_a_launcher_sets_is_a_number(tmp_path, name):
+    result = run_python(PROGRAM, cwd=tmp_path, **{**environment(0, 1), name: "x"})
+    assert result.returncode == 1
+    assert result.stderr == f"error: {name} is 'x' in the environment, expected a number, of a launcher's\n"
+
+
 @pytest.mark.parametrize(("port", "expected"), [("taken", "EADDRINUSE"), ("abc", "invalid literal for int()")])
 def test_no_port_to_meet_at(tmp_path, port, expected):
     with contextlib.closing(socket.socket()) as other:

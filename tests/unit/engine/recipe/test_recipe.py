@@ -752,3 +752,31 @@ def test_values_that_no_run_can_use_are_named(option, value, problem, tmp_path):
     with pytest.raises(RecipeError) as caught:
         parse_recipe(["--config", str(write(tmp_path)), f"--{option}", value], check_files=False)
     assert problem in str(caught.value)
+
+
+def test_what_would_be_read_for_ever_is_no_recipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(RecipeError, match=rf"^--config: '{path}': expected a YAML file of at most "):
+            load_recipe(path)
+
+
+def test_an_export_is_not_renamed_to_a_link(tmp_path):
+    """The directory behind it may be there and empty, be elsewhere, or nowhere."""
+    (tmp_path / "there").mkdir()
+    for name, target in (("to", "there"), ("dangling", "nowhere"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    for name in ("to", "dangling", "loop", "loop/export"):
+        made = load_recipe(write_links(tmp_path, name))
+        with pytest.raises(RecipeError, match=rf"^export\.dir: '.*{name}': it is a link, or lies behind one"):
+            check_export(made)
+    check_export(load_recipe(write_links(tmp_path, "to/export")))
+
+
+def write_links(directory, name):
+    path = directory / "links.yaml"
+    path.write_text(
+        f"model: {{path: model}}\ndata: {{train: [a.jsonl]}}\ntrain: {{steps: 1}}\noutput_dir: {directory}/out\n"
+        f"export: {{dir: {directory}/{name}}}\n"
+    )
+    return path
