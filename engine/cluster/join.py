@@ -10,6 +10,7 @@ from engine.recipe.checks import RecipeError
 from model.ranks import RankError
 from model.zero import init_process_group
 
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 NO_LAUNCHER = (
     "but RANK, LOCAL_RANK and WORLD_SIZE are not set: start one launcher per node (srun --ntasks-per-node=1 "
     "torchrun ..., or deepspeed --hostfile ...), which sets them"
@@ -30,13 +31,7 @@ def join_ranks() -> torch.device:
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         warnings.filterwarnings("ignore", message=f".*{name}", category=FutureWarning)
     _check_launcher()
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():
+    for name, value in ALONE.items():
         os.environ.setdefault(name, value)
     device = torch.device("cpu")
     if torch.cuda.is_available():
