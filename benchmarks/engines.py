@@ -176,7 +176,9 @@ def llama_rows(trained: Trained, template: Path | None, scratch: Path) -> Iterat
     template = template or gguf_template(trained.export, scratch / "template.gguf")
     ours = trained.written("gguf", scratch / "gguf", template) / "model.gguf"
     plain_dir = trained.written("dequantized", scratch / "plain")
-    plain_model = build_model(plain_dir, {}, dtype=trained.model.dtype, device=torch.device("cpu"))
+    dtype = trained.model.dtype
+    halves = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
+    plain_model = build_model(plain_dir, halves, dtype=dtype, device=torch.device("cpu"))
     load_weights(plain_model, plain_dir, progress=False)
     export_model(plain_model, None, plain_dir, scratch / "plain_gguf", layout="gguf", template=template)
     plain = scratch / "plain_gguf" / "model.gguf"
@@ -243,14 +245,23 @@ def mlx_rows(trained: Trained, scratch: Path) -> Iterator[Row]:
         yield trained.row(name, mlx_values(directory), expected, mlx_logits(directory, trained.batches))
 
 
+def mlx_missing() -> str | None:
+    """Why MLX cannot be run here; None if it can."""
+    try:
+        import mlx.core  # noqa: F401
+        import mlx_lm  # noqa: F401
+    except ImportError as error:
+        return f"{error}: pip install -e '.[mlx]'"
+    return None
+
+
 def rows_of(trained: Trained, template: Path | None) -> Iterator[Row | str]:
     """Rows of the table, and what was left out."""
-    mlx_there = timing.installed("mlx-lm")
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         why = trained.holds("gguf") or (None if llama.installed() else llama.MISSING)
         yield from [f"{trained.name}, GGUF: skipped: {why}"] if why else llama_rows(trained, template, scratch)
-        why = trained.holds("mlx") or (None if mlx_there else "pip install -e '.[mlx]'")
+        why = trained.holds("mlx") or mlx_missing()
         yield from [f"{trained.name}, MLX: skipped: {why}"] if why else mlx_rows(trained, scratch)
 
 

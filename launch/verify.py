@@ -77,7 +77,10 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.tokens]
     if len(ids) < 2:
-        parser.error(f"--text {arguments.text} has {len(ids)} tokens, at least 2 are needed")
+        parser.error(
+            f"--text {arguments.text or '(the sample)'} has {len(ids)} tokens, at least 2 are needed; the tokenizer is "
+            f"that of {arguments.export}"
+        )
     batches, trust = windows(ids, arguments.window), arguments.trust_remote_code
     report: Report | gguf.GGUFReport | mlx.MLXReport | executorch.ExecuTorchReport
     try:

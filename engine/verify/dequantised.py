@@ -1,9 +1,10 @@
 """The weights of a compressed export as our forward multiplies them, to compare files for other engines with."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,3 +34,13 @@ def dequantised(
         export_model(model, quantization, export, plain, layout="dequantized", trust_remote_code=trust_remote_code)
         headers = read_headers(plain).tensors
         yield model, ((key, read_tensor(files, tensor).float()) for key, tensor in headers.items())
+
+
+def check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path) -> None:
+    """Raise ValueError if there are tokens that the model has not: some engines would read beyond its embeddings."""
+    count = len(cast("Tensor", model.get_input_embeddings().weight))
+    largest = max((int(ids.max()) for ids in batches), default=0)
+    if largest >= count:
+        raise ValueError(
+            f"{export} has the tokenizer of another model: it gives token {largest}, the model has {count}"
+        )

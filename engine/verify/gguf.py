@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.verify import llama_cpp
-from engine.verify.dequantised import dequantised
+from engine.verify.dequantised import check_tokens, dequantised
 from model.ranks import listed
 from model.save import GGUF_FILE, GGUFNames, interleaved, open_gguf
 
@@ -64,6 +64,7 @@ def compare_with_compressed(
     report = GGUFReport({kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}, 0, [])
     left = set(found) - {"rope_freqs.weight"}
     with dequantised(against, trust_remote_code=trust_remote_code) as (model, tensors):
+        check_tokens(model, batches, export)
         names = GGUFNames(model.config)
         for key, expected in tensors:
             name, expert = names.place(key)

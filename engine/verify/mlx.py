@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from engine.verify.dequantised import dequantised
+from engine.verify.dequantised import check_tokens, dequantised
 from model.ranks import listed
 from model.save import mlx_place
 
@@ -88,6 +88,7 @@ def compare_with_compressed(
         found |= mx.load(str(file))
     report = MLXReport()
     with dequantised(against, trust_remote_code=trust_remote_code) as (model, tensors):
+        check_tokens(model, batches, export)
         left = set(found)
         for key, expected in tensors:
             left -= _compare(report, key, expected, found)

@@ -75,6 +75,8 @@ def test_verify_computes_logits_or_says_why_not(exports, tmp_path, capsys):
     with pytest.raises(SystemExit):
         verify([*arguments[:-1], str(tmp_path / "short.txt")])
     assert "at least 2 are needed" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="has the tokenizer of another model: it gives token 5000, the model has 3"):
+        compare_with_compressed(export, against, [torch.tensor([[1, 5000]])])
 
 
 @pytest.mark.skipif(not llama_cpp.installed(), reason="pip install -e '.[llama-cpp]'")

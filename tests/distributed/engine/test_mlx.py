@@ -105,6 +105,8 @@ def test_codes_of_another_type_are_named_and_pipes_are_not_waited_for(exports, t
     ids = torch.randint(7, 300, (1, 16))
     report = compare_with_compressed(changed, against, [ids])
     assert any(line.startswith(f"{key}: [dequantize]") for line in report.problems), report.problems
+    with pytest.raises(ValueError, match="has the tokenizer of another model: it gives token 5000, the model has 3"):
+        compare_with_compressed(export, against, [torch.tensor([[1, 5000]])])  # MLX reads beyond its embeddings
     os.mkfifo(changed / "generation.json")
     with ends("a pipe"), pytest.raises(ValueError, match=r"generation.json is neither a file nor a folder"):
         compare_with_compressed(changed, against, [ids])
