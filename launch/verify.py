@@ -77,10 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.tokens]
     if len(ids) < 2:
-        parser.error(
-            f"--text {arguments.text or '(the sample)'} has {len(ids)} tokens, at least 2 are needed; the tokenizer is "
-            f"that of {arguments.export}"
-        )
+        text = arguments.text or "(the sample)"
+        parser.error(f"--text {text} has {len(ids)} tokens with this tokenizer, at least 2 are needed")
     batches, trust = windows(ids, arguments.window), arguments.trust_remote_code
     report: Report | gguf.GGUFReport | mlx.MLXReport | executorch.ExecuTorchReport
     try:

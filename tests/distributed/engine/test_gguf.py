@@ -74,7 +74,7 @@ def test_verify_computes_logits_or_says_why_not(exports, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("")
     with pytest.raises(SystemExit):
         verify([*arguments[:-1], str(tmp_path / "short.txt")])
-    assert "at least 2 are needed" in capsys.readouterr().err
+    assert "has 0 tokens with this tokenizer, at least 2 are needed" in capsys.readouterr().err
     with pytest.raises(ValueError, match="has the tokenizer of another model: it gives token 5000, the model has 3"):
         compare_with_compressed(export, against, [torch.tensor([[1, 5000]])])
 
