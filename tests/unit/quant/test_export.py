@@ -223,7 +223,8 @@ VLLM = {
 }
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=by_name)
+# llama.cpp's presets are none that vLLM serves: it would round their scales to the model's dtype (docs/schemes.md).
+@pytest.mark.parametrize("scheme", [one for one in SCHEMES.values() if not one.weights.ggml], ids=by_name)
 def test_shapes_are_those_that_vllm_creates(scheme):
     expected = VLLM.get(scheme.name)
     if expected is None:

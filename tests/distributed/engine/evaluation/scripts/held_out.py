@@ -64,7 +64,9 @@ def unsaved(directory: Path, recipe: Recipe) -> None:
         groups = state.session.engine.optimizer.param_groups
         found["groups"] = {group["name"]: {key: group[key] for key in KNOBS} for group in groups}
         if is_main():
-            (Path(recipe.output_dir) / "checkpoints" / f"step_{last:08d}.partial").touch()
+            taken = Path(recipe.output_dir) / "checkpoints" / f"step_{last:08d}"
+            taken.mkdir()  # it is moved aside, to where something is already
+            (taken.with_name(f"{taken.name}.replaced.partial") / "something").mkdir(parents=True)
 
     loop.schedule.at(last - 1, spoil)
     try:
