@@ -40,7 +40,10 @@ def random_scales(quantization, scheme: str) -> tuple[dict[str, torch.Tensor], d
             continue
         scale = own * (0.8 + 0.3 * torch.rand(own.shape))
         if scheme == "w2a16_g32":
-            scale = torch.where(torch.rand(own.shape) < 0.5, -scale, scale)
+            # Of both signs, those that fit: the code -2 has no counterpart, and is for the largest value of a group.
+            groups = quantization.layers[name].weight.detach().unflatten(1, (-1, 32))
+            largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+            scale = torch.where(largest > 0, -scale, scale)
         stored = scale.to(torch.bfloat16)
         # Per channel some write one dimension, some two.
         disk[f"{name}.weight_scale"] = stored.squeeze(1) if scheme == "w8a16_channel" else stored
