@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quant import kernels
-from quant.packing import pack_int32, pack_nibbles, packed_columns, unpack_int32
+from quant.packing import pack_int32, pack_nibbles, packed_columns, unpack_nibbles, unpack_rows
 from quant.scale import Quantizer
 from quant.spec import TensorSpec
 
@@ -67,16 +67,8 @@ class HeldCodes:
         rows, columns = packed.detach().view(torch.uint8).view(-1, self.row_bytes), self.shape[-1]
         if self.spec.dtype == "fp8_e4m3":
             return rows.view(torch.float8_e4m3fn).view(self.shape)
-        bits = self.spec.bits
-        if 8 % bits:  # codes straddle bytes
-            return unpack_int32(rows.view(torch.int32), bits, columns).view(self.shape)
-        # By bytes, not by words: what is made on the way has a byte per code, and not four.
-        places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-        codes = (rows.unsqueeze(-1) >> places) & ((1 << bits) - 1)
-        codes = codes.flatten(1)[:, :columns]
-        if self.spec.dtype == "int":
-            codes = codes.view(torch.int8) - (1 << (bits - 1)) if bits < 8 else (codes ^ 128).view(torch.int8)
-        return codes.reshape(self.shape)
+        codes = unpack_rows(rows, self.spec.bits, columns) if self.spec.dtype == "int" else unpack_nibbles(rows)
+        return codes.view(self.shape)
 
     def values(self, packed: Tensor, quantizer: Quantizer) -> Tensor:
         """The weight that a gathered Parameter stands for, in the model's dtype."""
