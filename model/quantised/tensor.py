@@ -179,7 +179,8 @@ class CodedTensor:
         if bool(differ.any()):
             raise CheckpointError(
                 f"{self.file}: {int(differ.count_nonzero())} of {differ.numel()} codes of {self.codes.key} do not come "
-                f"back from its values in {dtype}, so that the model would not be the file's: set model.dtype to float32"
+                f"back from its values in {dtype}, so that the model would not be the file's: set model.dtype to "
+                "float32"
             )
 
 

@@ -19,7 +19,7 @@ from quant import SCHEMES, prepare
 from quant.packing import unpack_int32, unpack_zero_points
 from tests.distributed.launcher import run_ranks
 from tests.tiny import tiny_checkpoint
-from tests.unit.model.quantised import test_columns, test_modelopt
+from tests.unit.model.quantised import test_blocks, test_columns, test_modelopt
 
 SCRIPT = Path(__file__).parent / "scripts" / "round_trip.py"
 NARROW = "w4a16_g32, -7..7"  # absmax / 7, as Kimi-K2 has it, in the place of absmax / 7.5
@@ -73,8 +73,11 @@ def round_trip(directory: Path, cases: dict[str, tuple[str, str, str, str]]) -> 
 
 
 def other_writers(directory: Path) -> None:
-    """Files of GPTQ and AWQ, the weights that these are, and two files of ModelOpt, beside those of the cases."""
+    """Files of GPTQ and AWQ, the weights that these are, gpt-oss as it is published, and two files of ModelOpt, beside
+    those of the cases."""
     cases = json.loads((directory / "cases.json").read_text())
+    test_blocks.published(directory / "gpt_oss", random.randrange(2**31)).rename(directory / "files" / "gpt_oss")
+    cases["gpt_oss"] = ("stacked", "gpt_oss", "bf16")
     for kind in COLUMNS:
         path, weights = test_columns.gptq_checkpoint(directory / kind, kind)
         path.rename(directory / "files" / kind)
@@ -104,7 +107,7 @@ def directory(tmp_path_factory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "gpt_oss"])
 def test_what_was_read_comes_back(directory, name):
     assert not different(directory, name)
 
