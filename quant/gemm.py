@@ -5,9 +5,11 @@ those of expert ``e`` are ``[offsets[e - 1], offsets[e])``. An expert without ro
 weight has a gradient of zeros.
 
 ``torch.nn.functional.grouped_mm`` multiplies all experts at once where it can, ``torch._scaled_grouped_mm`` their fp8
-codes. Elsewhere they come one by one, in their order, for which the host has to wait for the offsets.
+codes. Elsewhere they come one by one, in their order, for which the host has to wait for the offsets; on a GPU that is
+said. Kernels take tensors from an address that 16 divides; a Parameter, gathered by DeepSpeed, may begin anywhere.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -45,7 +47,6 @@ class _StackFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, offsets = ctx.saved_tensors
-        grad = grad.contiguous()
         grad_x = None if weight is None else input_gradient(grad, weight, offsets)
         return grad_x, None if x is None else weight_gradient(grad, x, offsets), None
 
@@ -73,6 +74,7 @@ def scaled_linear(
     output_shape = (*x.shape[:-1], weight.shape[-2])
     if x.numel() == 0:
         return x_scale.new_zeros(output_shape, dtype=dtype)
+    weight = _aligned(weight)
     if offsets is None:
         return _scaled_mm(x.reshape(-1, x.shape[-1]), x_scale, weight, weight_scale, bias, dtype).reshape(output_shape)
     if x.device.type != "cpu":
@@ -97,10 +99,18 @@ def _scaled_mm(
 ) -> Tensor:
     if x.shape[0] == 0:  # an expert that no token chose
         return x_scale.new_zeros((0, weight.shape[0]), dtype=dtype)
+    apart = bias if dtype == torch.float32 else None  # of a result in fp32 CUDA's kernel takes none
     # Without "fast accumulation" partial sums are kept in fp32, as in the bf16 GEMM that this replaces.
-    return torch._scaled_mm(
-        x, weight.t(), scale_a=x_scale, scale_b=weight_scale, bias=bias, out_dtype=dtype, use_fast_accum=False
+    output = torch._scaled_mm(
+        x,
+        weight.t(),
+        scale_a=x_scale,
+        scale_b=weight_scale,
+        bias=bias if apart is None else None,
+        out_dtype=dtype,
+        use_fast_accum=False,
     )
+    return output if apart is None else output.add_(apart)
 
 
 def _scaled_grouped_mm(
@@ -139,7 +149,7 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if _only_shapes(x):
         return x.new_empty(x.shape[0], weight.shape[1])
     if _grouped(x, weight):
-        return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+        return F.grouped_mm(_aligned(x), _aligned(weight).transpose(-2, -1), offs=offsets)
     return torch.cat([F.linear(rows, one) for rows, one in zip(_split(x, offsets), weight, strict=True)])
 
 
@@ -150,7 +160,7 @@ def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tens
     if _only_shapes(grad):
         return grad.new_empty(grad.shape[0], weight.shape[2])
     if _grouped(grad, weight):
-        return F.grouped_mm(grad, weight, offs=offsets)
+        return F.grouped_mm(_aligned(grad), _aligned(weight), offs=offsets)
     return torch.cat([rows @ one for rows, one in zip(_split(grad, offsets), weight, strict=True)])
 
 
@@ -161,7 +171,8 @@ def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
     if _only_shapes(grad):
         return grad.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
     if _grouped(grad, x):
-        return F.grouped_mm(grad.t(), x, offs=offsets)
+        gradient = F.grouped_mm(_aligned(grad).t(), _aligned(x), offs=offsets)
+        return zero_where_empty_(gradient, offsets) if _leaves_out_empty(gradient) else gradient
     pairs = zip(_split(grad, offsets), _split(x, offsets), strict=True)
     return torch.stack([left.t() @ right for left, right in pairs])
 
@@ -173,14 +184,36 @@ def _only_shapes(rows: Tensor) -> bool:
 
 def _split(rows: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     """The rows of each expert."""
-    ends = offsets.tolist()
+    ends = offsets.tolist() if len(rows) else [0] * len(offsets)
     return rows.split([end - begin for begin, end in zip([0, *ends], ends, strict=False)])
 
 
 def _grouped(rows: Tensor, other: Tensor) -> bool:
     """Whether ``grouped_mm`` takes them: bf16 (on the CPU fp32 and fp16 too), whole 16 bytes from row to row."""
     dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float32, torch.float16)
-    aligned = all(side * rows.itemsize % 16 == 0 for side in (rows.shape[-1], other.shape[-1]))
-    if rows.is_cuda:  # a Parameter may begin anywhere in a flat buffer of DeepSpeed's
-        aligned = aligned and rows.data_ptr() % 16 == other.data_ptr() % 16 == 0
-    return rows.dtype in dtypes and aligned and rows.shape[0] > 0 and rows.is_contiguous() and other.is_contiguous()
+    whole = all(side * rows.itemsize % 16 == 0 for side in (rows.shape[-1], other.shape[-1]))
+    if rows.is_cuda and not (whole and rows.dtype in dtypes):
+        warnings.warn(
+            f"experts of {rows.shape[-1]} and {other.shape[-1]} features in {rows.dtype} are multiplied one by one, "
+            "and the host waits for the GPU each time: the grouped GEMM is for bfloat16 in rows of whole 16 bytes",
+            stacklevel=2,
+        )
+    return rows.dtype in dtypes and whole and rows.shape[0] > 0
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy that lies as a kernel for CUDA wants it: contiguous, from whole 16 bytes on."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
+
+
+def _leaves_out_empty(gradient: Tensor) -> bool:
+    """Whether ``grouped_mm`` leaves the gradients of experts without rows as it found the memory: from compute
+    capability 10.0 on (pytorch#172439)."""
+    return gradient.is_cuda and torch.cuda.get_device_capability(gradient.device) >= (10, 0)
+
+
+def zero_where_empty_(gradient: Tensor, offsets: Tensor) -> Tensor:
+    """The gradient ``[E, out, in]`` of a stack, with zeros for the experts without rows; in place, without a wait."""
+    empty = offsets == F.pad(offsets[:-1], (1, 0))
+    return gradient.masked_fill_(empty[:, None, None], 0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quant import gemm
 
@@ -42,6 +43,55 @@ def test_only_what_is_needed_is_computed_and_kept(seed):
         x, weight = torch.randn(3, 8, requires_grad=trains_x), torch.randn(2, 8, 8, requires_grad=trains_weight)
         gemm.linear(x, weight, None, offsets).sum().backward()
         assert (x.grad is not None) == trains_x and (weight.grad is not None) == trains_weight
+
+
+class Called(TorchDispatchMode):
+    """Keeps the arguments of every operator that is called, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: dict[str, list] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.arguments.setdefault(func._schema.name, []).append((args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def test_operands_in_pieces_are_multiplied_together_too(seed):
+    """Neither a gradient that was expanded, nor a view of every second column, falls back to one expert at a time."""
+    offsets = torch.tensor([3, 3, 10], dtype=torch.int32)
+    x = torch.randn(10, 32).bfloat16()[:, ::2].requires_grad_()
+    weight = torch.randn(3, 16, 8).bfloat16().transpose(1, 2).requires_grad_()
+    with Called() as called:
+        output = gemm.linear(x, weight, None, offsets)
+        output.sum().backward()
+    assert len(called.arguments["aten::_grouped_mm"]) == 3
+    exact = torch.cat([x[:3] @ weight[0].t(), x[3:] @ weight[2].t()])
+    torch.testing.assert_close(output, exact, rtol=2**-7, atol=2**-7)
+
+
+def test_gradients_of_experts_without_rows_are_zeros_whatever_the_memory_held(seed):
+    gradient = torch.randn(5, 8, 16).bfloat16()
+    kept = gradient[[1, 3]].clone()
+    gradient[[0, 2, 4]] = torch.nan  # what pytorch#172439 leaves there
+    offsets = torch.tensor([0, 2, 2, 7, 7], dtype=torch.int32)
+    assert gemm.zero_where_empty_(gradient, offsets) is gradient
+    assert torch.equal(gradient[[1, 3]], kept) and not gradient[[0, 2, 4]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_bias_of_a_result_in_fp32_is_added_apart(dtype, seed):
+    """CUDA's kernel refuses it there, and adds it itself in bf16."""
+    x, weight, bias, scale = codes(16, 32), codes(48, 32), torch.randn(48).to(dtype), torch.rand(1)
+    with Called() as called:
+        output = gemm.scaled_linear(x, scale, weight, scale, bias, dtype)
+    (args, kwargs), *_ = called.arguments["aten::_scaled_mm"]
+    given = [one for one in (*args, *kwargs.values()) if one is bias]
+    assert bool(given) == (dtype == torch.bfloat16)
+    exact = x.double() @ weight.double().t() * scale.double() ** 2 + bias.double()
+    size = x.double().abs() @ weight.double().abs().t() * scale.double() ** 2 + bias.double().abs()
+    # 32 exact products added up in fp32, the scales and the bias; then one rounding to the dtype.
+    assert ((output.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 36 * 2.0**-24 * size).all()
 
 
 def codes(*shape: int) -> torch.Tensor:
