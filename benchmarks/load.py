@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import statistics
 import subprocess
@@ -37,6 +36,7 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from launch.launcher import find_launcher
 from model.build import build_model
 from model.load import load_weights
 from model.ranks import barrier, gather_objects, is_main
@@ -139,14 +139,11 @@ def free_port() -> int:
 
 def launch(path: Path, what: str, ranks: int, repeats: int) -> Any:
     """Run :func:`work` on ``ranks`` ranks and return what rank 0 wrote."""
-    launcher = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if launcher is None:
-        raise SystemExit("the deepspeed launcher is not installed beside this Python")
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if what in METHODS:
         environment["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     arguments = ["--worker", str(path), "--what", what, "--repeats", str(repeats)]
-    command = [launcher, "--num_gpus", str(ranks), "--master_port", str(free_port()), __file__, *arguments]
+    command = [find_launcher(), "--num_gpus", str(ranks), "--master_port", str(free_port()), __file__, *arguments]
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     return json.loads((path / f"{what}.json").read_text())
 

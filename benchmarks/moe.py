@@ -27,6 +27,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
 # The plain model last: zero.Init around the constructors of transformers leaves its classes changed.
 WAYS = ("stacked", "per_expert", "plain")
 TOKENS = 128  # per rank
@@ -218,12 +219,13 @@ def main() -> None:
         measure(*options.measure, options.threshold, options.rounds, chosen)
         return
     from benchmarks.timing import RESULTS, command, machine
+    from launch.launcher import find_launcher
 
     load = os.getloadavg()
     with tempfile.TemporaryDirectory() as temporary:
         directory, results = Path(temporary), Path(temporary) / "results.json"
         write_config(directory, options.layers, options.experts, options.hidden, options.inner)
-        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29677"]
+        launcher = [find_launcher(), "--num_gpus", "2", "--master_port", "29677"]
         arguments = [__file__, "--measure", str(directory), str(results), "--rounds", str(options.rounds)]
         arguments += ["--without_per_expert"] if options.without_per_expert else []
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}

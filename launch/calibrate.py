@@ -11,10 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.early import check_model_path, end_quietly_on_interrupt
+from launch.early import check_model_path, end_quietly
 
 if __name__ == "__main__":
-    end_quietly_on_interrupt()
+    end_quietly()
     check_model_path()  # before the imports, which take many seconds
 
 from engine.export import check_export, export

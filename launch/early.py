@@ -1,5 +1,5 @@
 """What a script does before it imports torch and DeepSpeed, which takes many seconds: a wrong ``model.path`` ends it,
-and Ctrl-C while it imports is one line.
+and Ctrl-C while it imports, or a transformers that is too old, is one line.
 
 A wrong path is the mistake that people make most. All else is found by reading the recipe
 (:mod:`engine.recipe.reading`), which knows every knob; what cannot be understood here is left to that.
@@ -19,19 +19,22 @@ from engine.recipe.paths import checkpoint_problems
 GRACE_SECONDS = 1.0  # for the rank that prints, before another's end makes the launcher end them all
 
 
-def end_quietly_on_interrupt() -> None:
-    """From here on Ctrl-C ends the process with a line of local rank 0's, instead of the traceback of an import.
+def end_quietly() -> None:
+    """From here on Ctrl-C, and a transformers that is too old, end the process with a line of local rank 0's, instead
+    of the traceback of an import.
 
     Any other exception that nobody catches has its traceback.
     """
-    sys.excepthook = _say_interrupted
+    sys.excepthook = _say
 
 
-def _say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not issubclass(kind, KeyboardInterrupt):
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    # A path says that transformers was found, and broke.
+    too_old = isinstance(error, ImportError) and error.name == "transformers" and error.path is None
+    if not too_old and not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
-        print("\ninterrupted", file=sys.stderr, flush=True)
+        print(f"error: {error}" if too_old else "\ninterrupted", file=sys.stderr, flush=True)
 
 
 def check_model_path(argv: Sequence[str] | None = None) -> None:

@@ -43,6 +43,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
+from launch.launcher import find_launcher
+
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMES = ("fp8_static", "w2a16_g32")  # one that costs nothing, and one where quantising without training hurts
 VOCABULARY = 512
@@ -58,7 +60,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="made anew (default runs/quickstart)")
     out: Path = parser.parse_args().out
-    if not torch.cuda.is_available():
+    try:
+        find_launcher()
+    except FileNotFoundError as error:
+        parser.exit(1, f"error: {error}\n")
+    if not gpus():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every process warns that it found no GPU
     logging.disable_progress_bar()
     began = time.perf_counter()
@@ -89,10 +95,15 @@ def main() -> None:
     print_table(out, began)
 
 
+def gpus() -> int:
+    """How many this machine has for the ranks; DS_ACCELERATOR=cpu leaves them alone."""
+    return torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else 0
+
+
 @functools.cache
 def training_dtype() -> torch.dtype:
     """bfloat16; float32 on a CPU without instructions for bfloat16, where a GEMM in it takes up to 50 times as long."""
-    if torch.cuda.is_available():
+    if gpus():
         return torch.bfloat16
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -164,7 +175,7 @@ def make_model(out: Path) -> None:
 def train(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: str | None = None) -> None:
     """Run launch/train.py on all ranks. Without a scheme fake quant is off and the export is a plain checkpoint."""
     recipe = write_recipe(out, name, model=model, steps=steps, lr=lr, scheme=scheme)
-    ranks = torch.cuda.device_count() or 2
+    ranks = gpus() or 2
     launcher = ["deepspeed", "--num_gpus", str(ranks), *port_options()]
     call([*launcher, "launch/train.py", "--config", str(recipe)], recipe.with_name("log.txt"))
 
@@ -226,8 +237,7 @@ def call(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
     environment.setdefault("OMP_NUM_THREADS", "1")
     # A script's own folder is on Python's path, the project's root is not unless it is installed.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    folder = Path(sys.executable).parent  # the environment's, which need not be active
-    command = [str(folder / shown[0]) if shown[0] == "deepspeed" else sys.executable, *shown[1:]]
+    command = [find_launcher() if shown[0] == "deepspeed" else sys.executable, *shown[1:]]
     command = [str(ROOT / word) if word.startswith("launch/") else word for word in command]
     with open(log, "w", encoding="utf-8") as file:
         stdout, stderr = (None, file) if report else (file, None)
@@ -243,7 +253,7 @@ def print_table(out: Path, began: float) -> None:
     from engine.evaluation.compare import Comparison, table, write_comparison
     from engine.evaluation.perplexity import Questions, evaluate_checkpoint
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if gpus() else "cpu")
     questions = Questions(text=out / "heldout.txt", length=LENGTH, batch_size=16, dtype=training_dtype())
     names = ["ft", *(f"{kind}_{scheme}" for scheme in SCHEMES for kind in ("ptq", "qat"))]
     found = {

@@ -1,0 +1,19 @@
+"""Parameters on disk and in partitions. Importing it makes sure that transformers is one that it knows."""
+
+from importlib.metadata import version
+
+TRANSFORMERS = (5, 23)
+"""The oldest version of transformers that is tested; in 5.17 names are missing that are imported here."""
+
+
+def check_transformers(found: str) -> None:
+    """Raise ImportError if this version of transformers is older than :data:`TRANSFORMERS`."""
+    if tuple(map(int, found.split(".")[:2])) < TRANSFORMERS:
+        least = ".".join(map(str, TRANSFORMERS))
+        raise ImportError(
+            f"transformers {found} is installed, expected {least} or newer: pip install -r requirements.txt",
+            name="transformers",
+        )
+
+
+check_transformers(version("transformers"))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from model.ranks import is_main, listed, say
+from model.zero import on_cuda
 
 CHUNK_BYTES = 64 * 2**20
 PAGE_BYTES = 4096  # what a file system writes or loses as one
@@ -289,7 +290,7 @@ class Reader:
         if self._buffer is None:
             # Pinned, so that the copy to a GPU needs no staging by the driver.
             size = max(self._chunk_bytes, 8)
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda())
         for offset, size in self._spans(count, dtype):
             values = self._buffer[: size * dtype.itemsize].view(dtype)
             self._fill(tensor, start + offset, values)

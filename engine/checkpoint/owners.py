@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from engine.session.session import Session
-from model.zero import optimizer_pieces
+from model.zero import on_cuda, optimizer_pieces
 
 
 class Owner(Protocol):
@@ -59,7 +59,7 @@ def random_states() -> dict[str, Any]:
     name, keys, *position = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if on_cuda() else None,
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *position),
     }
@@ -68,7 +68,7 @@ def random_states() -> dict[str, Any]:
 def restore_random_states(state: Mapping[str, Any]) -> None:
     """Put the generators where :func:`random_states` found them."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
+    if state["cuda"] is not None and on_cuda():
         torch.cuda.set_rng_state(state["cuda"])
     random.setstate(state["python"])
     name, keys, *position = state["numpy"]

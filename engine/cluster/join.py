@@ -8,7 +8,7 @@ import torch
 
 from engine.recipe.checks import RecipeError
 from model.ranks import RankError
-from model.zero import init_process_group
+from model.zero import init_process_group, own_device
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 NO_LAUNCHER = (
@@ -24,6 +24,7 @@ def join_ranks() -> torch.device:
 
     Raises:
         RecipeError: a launcher of several processes does not say which rank this one is.
+        RankError: of :func:`model.zero.own_device` and :func:`model.zero.init_process_group`.
     """
     # DeepSpeed logs every setting of its engine at INFO; what is worth a user's eyes is said by this project.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -33,9 +34,8 @@ def join_ranks() -> torch.device:
     _check_launcher()
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = own_device(int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL starts, which takes the current device
     init_process_group()
     return device

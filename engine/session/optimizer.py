@@ -20,7 +20,7 @@ from engine.session.loss_scale import LossScale
 from model.build import INDEXER, check_rotary_buffers
 from model.experts import ExpertMLPs, router_names
 from model.ranks import errors_on_all_ranks, listed, say
-from model.zero import forget_secondary_copies, full_shape, keep_frozen_fp32, stage
+from model.zero import forget_secondary_copies, full_shape, keep_frozen_fp32, on_cuda, stage
 from quant import QuantCache, QuantEmbedding, QuantLayer
 from quant.rules import examples
 
@@ -227,7 +227,7 @@ def build_optimizer(model: nn.Module, optim: OptimRecipe, *, skip_non_finite: bo
     With ``skip_non_finite`` it is a :class:`SkippingAdamW`.
     """
     kind = SkippingAdamW if skip_non_finite else torch.optim.AdamW
-    return kind(parameter_groups(model, optim), betas=optim.betas, fused=torch.cuda.is_available())
+    return kind(parameter_groups(model, optim), betas=optim.betas, fused=on_cuda())
 
 
 def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:

@@ -10,6 +10,7 @@ Filling a partition directly (:func:`local_data`) is allowed only before ``deeps
 the parameters into its fp32 master there, and the next step overwrites whatever was written to them afterwards.
 """
 
+from model.zero.accelerator import on_cuda, own_device
 from model.zero.build import (
     WHOLE_ELEMENTS,
     WHOLE_ELEMENTS_IN_ALL,
@@ -86,7 +87,9 @@ __all__ = [
     "mark_leaf",
     "master_weights",
     "materialise",
+    "on_cuda",
     "optimizer_pieces",
+    "own_device",
     "partition_new_parameters",
     "partitions",
     "release",

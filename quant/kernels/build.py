@@ -174,13 +174,28 @@ def _compiled(cuda: bool) -> Path:
                 [str(source) for source in sources],
                 extra_cflags=cxx_flags,
                 extra_cuda_cflags=[*NVCC_FLAGS, *architectures],
-                extra_ldflags=["-fopenmp"],
+                extra_ldflags=["-fopenmp", *(_cuda_runtime(scratch) if cuda else [])],
                 build_directory=str(scratch),
                 is_python_module=False,
             )
             _move(scratch / f"{name}.so", library)
             shutil.rmtree(scratch)
     return library
+
+
+def _cuda_runtime(scratch: Path) -> list[str]:
+    """The linker's option to take the CUDA runtime that torch has loaded, through a link in ``scratch``.
+
+    torch asks for ``-lcudart`` in ``CUDA_HOME/lib64``. It is not there where nvcc is a wrapper, or came by pip; and
+    pip's runtime, beside torch, has no file of that name, only ``libcudart.so.13``.
+    """
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    mapped = {name for line in lines for name in line.split(maxsplit=5)[5:]}
+    runtimes = sorted(name for name in mapped if Path(name).name.startswith("libcudart.so"))
+    if not runtimes:
+        return []
+    (scratch / "libcudart.so").symlink_to(runtimes[0])
+    return [f"-L{scratch}"]
 
 
 def _loaded(library: Path) -> bool:

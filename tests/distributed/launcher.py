@@ -8,7 +8,6 @@ import fcntl
 import functools
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from launch.launcher import find_launcher
 from tests.distributed.waiting import WaitingRanks
 from tests.patience import PATIENCE
 from tests.processes import CPU
@@ -79,10 +79,7 @@ def _waiting() -> WaitingRanks:
 
 
 def _command(ranks: int) -> list[str]:
-    deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if deepspeed is None:
-        raise RuntimeError(f"no deepspeed launcher beside {sys.executable}: install requirements.txt")
-    return [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return [find_launcher(), "--num_gpus", str(ranks), "--master_port", str(free_port())]
 
 
 def _environment() -> dict[str, str]:

@@ -4,6 +4,7 @@ Imports are read from the sources, so that one inside a function or under TYPE_C
 """
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -90,6 +91,13 @@ def test_every_folder_and_every_room_has_its_row() -> None:
     """And every row has its folder."""
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} <= PROJECT
     assert {path.parent.name for path in (ROOT / "engine").glob("*/*.py")} == set(ROOMS)
+
+
+def test_few_ask_torch_for_a_gpu() -> None:
+    """Where ranks compute is DeepSpeed's to say, and DS_ACCELERATOR's: a machine with GPUs may train on its CPU."""
+    asks = re.compile(r"cuda\.(is_available|device_count)\(")
+    found = {name for name, text in sources().items() if asks.search(text)}
+    assert found == {"launch.quickstart", "model.zero.accelerator", "quant.kernels.build"}
 
 
 @pytest.mark.parametrize("kind", ["unit", "distributed"])

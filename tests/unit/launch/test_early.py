@@ -1,4 +1,5 @@
-"""A wrong model.path ends a script before anything heavy is imported, and Ctrl-C while it imports has no traceback."""
+"""A wrong model.path ends a script before anything heavy is imported. Ctrl-C while it imports, and a transformers that
+is too old, have no traceback."""
 
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from launch.early import check_model_path
+from model import TRANSFORMERS, check_transformers
 from tests.root import ROOT
 
 SCRIPT = """
@@ -74,3 +76,29 @@ def test_an_interrupt_while_a_script_imports_is_one_line(tmp_path, script):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == -signal.SIGINT and ended.stderr == "\ninterrupted\n", ended.stderr
+
+
+@pytest.mark.parametrize("script", ["train", "calibrate"])
+def test_a_transformers_that_is_too_old_is_one_line(tmp_path, script):
+    """The metadata of another version lies before the installed one's."""
+    metadata = tmp_path / "transformers-5.17.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n")
+    (tmp_path / "config.json").touch()
+    command = [sys.executable, str(ROOT / "launch" / f"{script}.py"), "--model.path", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "error: transformers 5.17.0 is installed, expected 5.23 or newer: pip install -r requirements.txt\n",
+    )
+
+
+def test_the_version_that_is_needed_is_the_one_that_is_installed_by_the_requirements():
+    pins = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    assert f"\ntransformers=={'.'.join(map(str, TRANSFORMERS))}." in pins
+    for good in ("5.23.0", "5.24.0.dev0", "6.0.0rc1"):
+        check_transformers(good)
+    for old in ("5.22.9", "4.99.0"):
+        with pytest.raises(ImportError, match=rf"transformers {old} is installed, expected 5\.23 or newer"):
+            check_transformers(old)

@@ -59,6 +59,24 @@ def test_what_a_launcher_sets_is_a_number(tmp_path, name):
     assert result.stderr == f"error: {name} is 'x' in the environment, expected a number, of a launcher's\n"
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "expected"),
+    [
+        ("mps", "DeepSpeed's accelerator is 'mps', expected cuda or cpu: DS_ACCELERATOR chooses one"),
+        ("cuda", "LOCAL_RANK is 0, but torch finds 0 CUDA devices here: start as many ranks on a machine as it has"),
+    ],
+)
+def test_a_device_that_is_not_there(tmp_path, accelerator, expected):
+    """The processes of tests have imported DeepSpeed, which has made its choice: this one makes it anew."""
+    choose = f"""
+from deepspeed.accelerator import set_accelerator, {accelerator}_accelerator as chosen
+set_accelerator(chosen.{accelerator.upper()}_Accelerator())
+"""
+    result = run_python(choose + PROGRAM, cwd=tmp_path, **environment(0, 1))
+    assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith(f"error: {expected}"), result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize(("port", "expected"), [("taken", "EADDRINUSE"), ("abc", "invalid literal for int()")])
 def test_no_port_to_meet_at(tmp_path, port, expected):
     with contextlib.closing(socket.socket()) as other:

@@ -5,6 +5,7 @@ before: what is tested is the build, not the compiler. One test of the large cou
 """
 
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from quant.kernels.build import _architectures, _loaded, _move, build
+from quant.kernels.build import _architectures, _cuda_runtime, _loaded, _move, build
 from tests.patience import PATIENCE, until
 from tests.processes import start_python
 
@@ -276,3 +277,18 @@ def test_nvcc_compiles_for_the_gpus_that_are_there(monkeypatch):
     assert _architectures() == ["-gencode=arch=compute_89,code=sm_89", "-gencode=arch=compute_90,code=sm_90"]
     # torch adds none of its own to a command that has some.
     assert cpp_extension._get_cuda_arch_flags(_architectures()) == []
+
+
+def test_the_cuda_runtime_that_is_linked_is_the_one_that_torch_has_loaded(tmp_path):
+    """Here it is a file of that name, in a folder whose name has spaces; without one nothing is said."""
+    scratch, folder = tmp_path / "scratch", tmp_path / "nvidia cu13"
+    scratch.mkdir()
+    folder.mkdir()
+    if torch.version.cuda is None:
+        assert _cuda_runtime(scratch) == []
+    runtime = folder / "libcudart.so.13"
+    runtime.write_bytes(bytes(mmap.PAGESIZE))
+    with open(runtime, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        if torch.version.cuda is None:
+            assert _cuda_runtime(scratch) == [f"-L{scratch}"]
+            assert (scratch / "libcudart.so").resolve() == runtime
