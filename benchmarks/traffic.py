@@ -81,9 +81,8 @@ class Traffic(TorchDispatchMode):
         given = zip(func._schema.arguments, args, strict=False)
         named = [(argument.name, value) for argument, value in given] + list((kwargs or {}).items())
         read = [one for key, value in named if key != "after" for one in tree_leaves(value) if isinstance(one, Tensor)]
-        changed = [
-            value for argument, (_, value) in zip(func._schema.arguments, named, strict=False) if _written(argument)
-        ]
+        writes = {argument.name for argument in func._schema.arguments if _written(argument)}
+        changed = [value for key, value in named if key in writes]
         written = [one for one in tree_leaves(result) if isinstance(one, Tensor) and not _among(one, changed)]
         sums = name == WITH_SUMS and written[0].numel() > 0
         if name in CLIPPED and not sums:
@@ -93,7 +92,9 @@ class Traffic(TorchDispatchMode):
         self.bytes[name] += sum(map(_size, [*read, *written, *changed]))
         if name in GEMMS:
             left = read[1] if name == "addmm" else read[0]
-            self.operations["fp8" if left.itemsize == 1 else "bf16"] += 2 * left.shape[-1] * written[0].numel()
+            self.operations["fp8" if left.itemsize == 1 else "bf16"] += (
+                2 * left.shape[-1] * [*written, *changed][0].numel()
+            )
         return result
 
     def seconds(self) -> float:

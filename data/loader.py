@@ -35,10 +35,11 @@ MicroBatch = dict[str, torch.Tensor]
 - ``attention_mask`` [B, T], 1 on the sample and 0 on padding; in packed batches instead of it
 - ``position_ids`` [B, T], from 0 in every sample and in the padding behind the last;
 - ``sample_ids`` [n]: index of each sample in the list that the loader was given, by row, and by place in the row;
-- ``spans`` [n, 3]: row, first position and one past the last position of each of these samples.
+- ``spans`` [n, 3]: row, first position and one past the last position of each of these samples;
+- ``positions`` [N], from `data.device` on: where there are labels.
 """
 
-NOT_FOR_THE_MODEL = ("labels", "sample_ids", "spans")
+NOT_FOR_THE_MODEL = ("labels", "sample_ids", "spans", "positions")
 SHOWN = 32  # samples that an error names; the rest are counted
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from data.device import on_device
 from data.loader import MicroBatch, model_inputs, real_tokens, valid_tokens
 from engine.faults import nan_unless_finite
 from engine.losses.chunked import LossResult, chunked_losses
@@ -168,8 +169,9 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
     sums: dict[str, Tensor] = {}
     untouched = _watch_gradients(session.model) if state.last is None else None
     for batch in batches:
-        on_device = {name: tensor.to(session.device) for name, tensor in batch.items()}
-        losses = training_losses(session, on_device, objective, valid=valid, diagnostics=diagnostics)
+        losses = training_losses(
+            session, on_device(batch, session.device), objective, valid=valid, diagnostics=diagnostics
+        )
         if state.last is None:
             _check_layers_ran(session.quantization)
         sums = {name: sums.get(name, 0) + value for name, value in losses.sums.items()}
@@ -291,7 +293,7 @@ def training_losses(
 
     Args:
         session: the run.
-        batch: of the loader, on the device.
+        batch: of the loader, :func:`data.device.on_device`.
         objective: which losses.
         valid: tokens with a target in the whole optimizer step, over all ranks and micro-batches. DeepSpeed divides by
             the accumulation steps and averages over the ranks, which this number counts already.
@@ -342,6 +344,7 @@ def _micro_batch(
     gradient_scale = session.loss_scale.value if session.loss_scale is not None else 1.0
     task = _LossesAtHead(
         batch["labels"],
+        batch["positions"],
         sight,
         objective,
         scale,
@@ -358,7 +361,7 @@ def _micro_batch(
         sums[ROUTER_AUX] = torch.zeros_like(sums["lm"])
         if (aux := getattr(output, "aux_loss", None)) is not None:
             # A mean over the micro-batch, as transformers defines it; weighted by its tokens like the rest.
-            aux = aux * router_loss_factor(session.model) * valid_tokens([batch])
+            aux = aux * router_loss_factor(session.model) * len(batch["positions"])
             sums[ROUTER_AUX] = aux.detach().float()
             total = total + aux * scale
     return MicroBatchLosses(total, sums)
@@ -369,6 +372,7 @@ class _LossesAtHead:
     """The task of the student's lm_head: the losses of a micro-batch, computed while its weight is whole."""
 
     labels: Tensor
+    positions: Tensor
     sight: Sight | None
     objective: Objective
     scale: float
@@ -391,5 +395,6 @@ class _LossesAtHead:
                 gradient_scale=self.gradient_scale,
                 diagnostics=self.diagnostics,
                 function=self.function,
+                positions=self.positions,
             )
         return self.result.total

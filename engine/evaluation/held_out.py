@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from data.device import on_device
 from data.held_out import HeldOut
 from data.loader import MicroBatch, valid_tokens
 from engine.quantisation.switches import FakeQuant
@@ -73,7 +74,7 @@ def evaluate(
     with nullcontext() if never else quant.as_served(calibration):
         for batch in held_out:
             with forward_only(session.engine):
-                found = losses({name: tensor.to(session.device) for name, tensor in batch.items()})
+                found = losses(on_device(batch, session.device))
             sums = {name: sums.get(name, 0) + value.double() for name, value in found.items()}
             valid += valid_tokens([batch])
     session.engine.train()

@@ -84,6 +84,7 @@ def chunked_losses(
     gradient_scale: float = 1.0,
     diagnostics: bool = False,
     function: LogitFunction = UNCHANGED,
+    positions: Tensor | None = None,
 ) -> LossResult:
     """All losses of the positions whose label is not -100, see the module's docstring.
 
@@ -100,6 +101,7 @@ def chunked_losses(
         diagnostics: also sum KL(p || q), KL(q || p) and how often both models' most likely token is the same; they need
             a teacher in memory.
         function: what the student makes of its lm_head's output.
+        positions: ``[N]``, where there are labels; None: they are looked for, for which the host waits on a GPU.
 
     Raises:
         ValueError: shapes that do not belong together, or a user's loss that returns something else than one number per
@@ -107,7 +109,7 @@ def chunked_losses(
     """
     objective = objective or Objective()
     _check(hidden, weight, labels, teacher)
-    positions = (labels.flatten() != IGNORE).nonzero().squeeze(-1)  # [N]
+    positions = (labels.flatten() != IGNORE).nonzero().squeeze(-1) if positions is None else positions
     if isinstance(teacher, TeacherTopK) and len(teacher.top.indices) != len(positions):
         raise ValueError(
             f"the teacher has {len(teacher.top.indices)} rows, expected one for each of the {len(positions)} valid "

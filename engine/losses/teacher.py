@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import Parameter
 from transformers import PreTrainedTokenizerBase
 
+from data.device import without_wait
 from data.loader import MicroBatch
-from data.samples import IGNORE
 from data.teacher_cache import TeacherCache
 from engine.losses import chunked as losses
 from engine.losses.kd import TopK
@@ -129,8 +129,7 @@ class CachedTeacher(Teacher):
         Raises:
             ValueError: the batch's labels are not those of the samples that were cached.
         """
-        labels = batch["labels"]
-        positions = int((labels != IGNORE).sum())
+        positions = len(batch["positions"])
         rows = self.cache.rows(batch["sample_ids"].tolist())
         if positions == 0:  # a batch whose targets someone took out
             rows = rows[:0]
@@ -139,7 +138,9 @@ class CachedTeacher(Teacher):
                 f"samples {batch['sample_ids'].tolist()} have {positions} targets in this batch, but {len(rows)} "
                 f"in the teacher's cache {self.cache.directory}"
             )
-        log_probs, indices, log_tail = (tensor.to(labels.device) for tensor in self.cache.top_k(rows))
+        log_probs, indices, log_tail = (
+            without_wait(tensor, batch["labels"].device) for tensor in self.cache.top_k(rows)
+        )
         top = TopK(log_probs, indices, log_tail)
         return Sight(losses.TeacherTopK(top, self.cache.manifest.vocabulary))
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.device import on_device
 from data.loader import MicroBatch, model_inputs, pack_rows
 from data.samples import IGNORE, Sample
 from engine.losses.chunked import TeacherHidden
@@ -60,8 +61,8 @@ def check_borders(session: Session, samples: Sequence[Sample]) -> None:
         exact = not any(isinstance(module, ExpertMLPs) for module in own.modules())
 
         def forward(batch: MicroBatch, model: Teacher = model) -> Tensor:
-            on_device = {key: tensor.to(session.device) for key, tensor in batch.items()}
-            found = model.look({**model_inputs(on_device), "use_cache": False}, on_device).teacher
+            given = on_device(batch, session.device)
+            found = model.look({**model_inputs(given), "use_cache": False}, given).teacher
             assert isinstance(found, TeacherHidden)
             return found.hidden
 

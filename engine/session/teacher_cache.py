@@ -13,9 +13,10 @@ from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data import teacher_cache
+from data.device import on_device
 from data.held_out import HeldOut
 from data.loader import MicroBatch, model_inputs
-from data.samples import IGNORE, Sample, digest_of_samples
+from data.samples import Sample, digest_of_samples
 from data.teacher_cache import Manifest, Writer
 from engine.losses.chunked import TeacherHidden, row_blocks
 from engine.losses.kd import take_top_k
@@ -95,7 +96,7 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
     offsets = teacher_cache.offsets_of(loader.samples)
     error: OSError | None = None
     for batch in tqdm(held, desc="teacher", unit="batch", delay=1, disable=not is_main()):
-        found = _rows_of(teacher, {name: tensor.to(context.device) for name, tensor in batch.items()}, manifest, recipe)
+        found = _rows_of(teacher, on_device(batch, context.device), manifest, recipe)
         try:
             _write(writer, offsets, batch, found)
         except OSError as caught:  # the other ranks are in the next forward: go along, and raise after the last
@@ -150,12 +151,13 @@ def _rows_of(teacher: ModelTeacher, batch: MicroBatch, manifest: Manifest, recip
     sight = teacher.look({**model_inputs(batch), "use_cache": False}, batch)
     found = sight.teacher
     assert isinstance(found, TeacherHidden)
-    valid = batch["labels"] != IGNORE
+    positions = batch["positions"]
+    hidden, labels = found.hidden.flatten(0, -2)[positions], batch["labels"].flatten()[positions]
     pieces: list[dict[str, Tensor]] = []
     with gathered(sight.parameters):
         size = recipe.loss.chunk_tokens
-        for some, labels in zip(found.hidden[valid].split(size), batch["labels"][valid].split(size), strict=True):
-            pieces += _rows_of_chunk(found, some, labels, manifest)
+        for rows, targets in zip(hidden.split(size), labels.split(size), strict=True):
+            pieces += _rows_of_chunk(found, rows, targets, manifest)
     names = pieces[0] if pieces else ()  # a batch without targets
     return {name: torch.cat([piece[name] for piece in pieces]).cpu().numpy() for name in names}
 

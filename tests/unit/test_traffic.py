@@ -2,8 +2,17 @@
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks.traffic import QWEN3_8B, Traffic, counted, decoder_layer, quant_linear
+from benchmarks.traffic import META, QWEN3_8B, Traffic, counted, decoder_layer, quant_linear
+from data.device import on_device
+from data.samples import IGNORE
+from engine.faults import nan_unless_finite
+from engine.losses.chunked import chunked_losses
+from engine.losses.objective import Objective
+from model.head import install_head
+from quant import SCHEMES, prepare
 
 TOKENS = 1024
 IN, OUT = QWEN3_8B["hidden_size"], QWEN3_8B["intermediate_size"]
@@ -51,6 +60,33 @@ def test_no_host_waits_inside_a_layer(scheme: str):
     """An operator that the host waits for has no result on the meta device: most fail there, the others are counted."""
     for traffic in counted(decoder_layer(scheme), 64, checkpointed=True):
         assert not traffic.waits
+
+
+@pytest.mark.parametrize("scheme", ["fp8_static", "w4a16_g32", "8da4w"])
+def test_no_host_waits_inside_a_micro_batch(scheme: str):
+    """A whole model, from the batch to its gradients, losses in two chunks; on the meta device, as above.
+
+    Attention asks for no mask here: transformers, which makes one, asks the device once per forward whether it must.
+    """
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3Config(vocab_size=64, num_hidden_layers=2, hidden_size=64, intermediate_size=128, **heads)
+    with META:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="counted")
+    prepare(model, SCHEMES[scheme], learn_weight_scale=True, learn_input_scale=False)
+    head = install_head(model)
+    batch = {"input_ids": torch.ones(2, 32, dtype=torch.int64), "labels": torch.arange(64).view(2, 32) % 3 - 1}
+    batch["labels"][batch["labels"] == -1] = IGNORE
+    given = {name: tensor.to(META) for name, tensor in on_device(batch, torch.device("cpu")).items()}
+
+    def losses(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        positions = given["positions"]
+        return chunked_losses(
+            hidden, weight, bias, given["labels"], objective=Objective(chunk_tokens=32), positions=positions
+        ).total
+
+    with Traffic() as traffic, head.computing(losses):
+        nan_unless_finite(model(given["input_ids"], use_cache=False).logits).backward()
+    assert not traffic.waits and all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 def test_the_counter_counts():
