@@ -168,10 +168,8 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
         engine.optimizer.loss_scale = session.loss_scale.value
     sums: dict[str, Tensor] = {}
     untouched = _watch_gradients(session.model) if state.last is None else None
-    for batch in batches:
-        losses = training_losses(
-            session, on_device(batch, session.device), objective, valid=valid, diagnostics=diagnostics
-        )
+    for batch in (on_device(each, session.device) for each in batches):
+        losses = training_losses(session, batch, objective, valid=valid, diagnostics=diagnostics)
         if state.last is None:
             _check_layers_ran(session.quantization)
         sums = {name: sums.get(name, 0) + value for name, value in losses.sums.items()}
