@@ -15,7 +15,7 @@ from typing import Any
 
 from quant.export import export_format
 from quant.rules import Rule
-from quant.spec import SCHEMES, Dtype, Granularity, Scheme, TensorSpec
+from quant.spec import MX_GROUP, SCHEMES, Dtype, Granularity, Scheme, TensorSpec
 
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\..+")
 # A component of a module name that is the number of a layer or an expert.
@@ -344,7 +344,8 @@ def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
         raise ValueError(f"{key}.dynamic is {dynamic!r}, expected true or false")
     try:
         ggml = dtype == "int" and args.get("scale_dtype") == _SCALE_DTYPES["float16"]
-        spec = TensorSpec(dtype, bits, granularity, size, args.get("symmetric", True), bool(dynamic), ggml)
+        mx = dtype != "int" and size == MX_GROUP and args.get("scale_dtype") == _SCALE_DTYPES["e8m0"]
+        spec = TensorSpec(dtype, bits, granularity, size, args.get("symmetric", True), bool(dynamic), ggml, mx=mx)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     scale_dtype = _SCALE_DTYPES.get(spec.scale_format)

@@ -3,7 +3,7 @@
 What is written is not quantised anew: the codes come from the reference quantiser with the very effective scale that
 the forward used, so that the file holds the numbers that the last step trained, bit for bit.
 
-Five formats, of a Linear of ``out`` x ``in`` features. Scales have ``TensorSpec.scale_shape``; those of integers are in
+Six formats, of a Linear of ``out`` x ``in`` features. Scales have ``TensorSpec.scale_shape``; those of integers are in
 the model's dtype, those of fp8 in fp32; ``input_scale`` [1] (transformers rejects a 0-dim one) is there where inputs
 have a stored scale:
 
@@ -16,6 +16,7 @@ have a stored scale:
   ``weight_global_scale`` fp32 [1]; the effective scale is their quotient.
 - ``mxfp4-pack-quantized``: ``weight_packed``, ``weight_scale`` uint8 [out, in / 32], the exponent of a power of two
   plus 127.
+- ``mxfp8-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale`` as above.
 
 Everything here works on one module's tensors; which tensors, and when, is decided in ``model.save``.
 """
@@ -42,6 +43,8 @@ INT_QUANTIZED = "int-quantized"
 PACK_QUANTIZED = "pack-quantized"
 NVFP4_PACKED = "nvfp4-pack-quantized"
 MXFP4_PACKED = "mxfp4-pack-quantized"
+MXFP8_QUANTIZED = "mxfp8-quantized"
+_WHOLE_CODES = (FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED)  # a byte each, in the tensor `weight`
 
 # Rows are quantised and packed a few at a time: the reference works in fp32 and packing in int32, 4-10 times the size
 # of the codes, which would otherwise be paid for a whole tensor on top of the one that is gathered.
@@ -55,11 +58,12 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 def export_format(scheme: Scheme) -> str:
     """The compressed-tensors format that stores ``scheme``; ValueError if none is known to be read as trained."""
     weights, inputs = scheme.weights, scheme.activations
-    if weights.dtype == "fp4_e2m1":
-        layout = NVFP4_PACKED if weights.scale_format == "e4m3" else MXFP4_PACKED
-        if inputs is None or (layout == NVFP4_PACKED and inputs.dtype == "fp4_e2m1"):
-            return layout
-    if weights.dtype == "fp8_e4m3" and (inputs is None or inputs.dtype == "fp8_e4m3"):
+    if weights.mx and (inputs is None or (inputs.mx and inputs.bits >= weights.bits)):
+        return MXFP4_PACKED if weights.bits == 4 else MXFP8_QUANTIZED
+    if weights.has_global_scale and (inputs is None or inputs.has_global_scale):
+        return NVFP4_PACKED
+    plain = weights.dtype == "fp8_e4m3" and not weights.mx
+    if plain and (inputs is None or (inputs.dtype == "fp8_e4m3" and not inputs.mx)):
         return FLOAT_QUANTIZED
     if weights.dtype == "int" and weights.granularity != "block":
         rows = weights.granularity in ("tensor", "channel")
@@ -70,8 +74,9 @@ def export_format(scheme: Scheme) -> str:
             return PACK_QUANTIZED
     raise ValueError(
         f"scheme {scheme.name!r} has no export format: {weights} with inputs {inputs}. Exported are fp8 weights with "
-        "inputs in fp8 or as they are, fp4 weights with inputs as they are, NVFP4 weights with NVFP4 inputs too, and "
-        "integer weights per channel or group"
+        "inputs in fp8 or as they are, fp4 weights with inputs as they are, NVFP4 weights with NVFP4 inputs too, MXFP4 "
+        "weights with inputs in MXFP4 or MXFP8, MXFP8 weights with inputs in MXFP8 or as they are, and integer weights "
+        "per channel or group"
     )
 
 
@@ -83,7 +88,7 @@ def packed_shapes(in_features: int, out_features: int, scheme: Scheme, model_dty
     spec, layout = scheme.weights, export_format(scheme)
     scale = (_stored_dtype(spec, model_dtype), spec.scale_shape((out_features, in_features)))
     shapes: Shapes
-    if layout in (FLOAT_QUANTIZED, INT_QUANTIZED):
+    if layout in _WHOLE_CODES:
         shapes = {"weight": (_CODES[spec.dtype], (out_features, in_features)), "weight_scale": scale}
     elif layout == PACK_QUANTIZED:
         shapes = {
@@ -222,7 +227,7 @@ def pack_linear(
         codes = weight_codes(weight, scale.s0, spec, scale.zero)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if layout in (FLOAT_QUANTIZED, INT_QUANTIZED):
+    if layout in _WHOLE_CODES:
         packed["weight"] = codes
     elif layout == PACK_QUANTIZED:
         words = torch.empty(shapes["weight_packed"][1], dtype=torch.int32)
@@ -354,7 +359,7 @@ def unpack_weight(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Ten
         ValueError: ``weight_shape`` is no shape of a matrix, or it and the packed width disagree.
     """
     layout = export_format(scheme)
-    if layout in (FLOAT_QUANTIZED, INT_QUANTIZED):
+    if layout in _WHOLE_CODES:
         return tensors["weight"]
     packed, bits = tensors["weight_packed"], scheme.weights.bits
     if layout != PACK_QUANTIZED:

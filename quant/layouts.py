@@ -40,7 +40,8 @@ BLOCK_ENDS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
 
 _BLOCK = SCHEMES["fp8_block"]
 _PER_TENSOR = SCHEMES["fp8_static"]
-_MXFP4 = SCHEMES["mxfp4"]
+# The codes of gpt-oss' experts. The layout says nothing of inputs; a server takes them as they are or in MXFP8.
+_GPT_OSS = (SCHEMES["mxfp4"], SCHEMES["mxfp4_mxfp8"])
 # As gpt-oss is published; nothing but its experts is quantised there.
 _NO_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
@@ -69,9 +70,9 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
             f"layout 'vllm_fp8' holds {_PER_TENSOR.name} or {_BLOCK.name} for all quantised layers, "
             f"got {', '.join(found.values()) or 'none'}; use layout 'compressed'"
         )
-    if layout == "gpt_oss" and list(found) != [(_MXFP4.weights, _MXFP4.activations)]:
+    if layout == "gpt_oss" and list(found) not in [[(scheme.weights, scheme.activations)] for scheme in _GPT_OSS]:
         raise ValueError(
-            f"layout 'gpt_oss' holds {_MXFP4.name} for all quantised layers, got "
+            f"layout 'gpt_oss' holds {' or '.join(one.name for one in _GPT_OSS)} for all quantised layers, got "
             f"{', '.join(found.values()) or 'none'}; use layout 'compressed'"
         )
 

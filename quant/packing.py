@@ -5,6 +5,8 @@
   exactly ``bits`` words.
 - Zero points of such integers: the same bitstream, down each column.
 - e2m1: two codes in a byte, the first one in the low nibble.
+
+And masks, a bit per element, which live in memory alone.
 """
 
 import math
@@ -99,3 +101,20 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     """The uint8 codes [out, in] of bytes packed by :func:`pack_nibbles`."""
     return unpack_bytes(packed, 4)
+
+
+# Multiplying eight bytes of 0 or 1 by this collects them in the top byte, the first byte in its lowest bit.
+_GATHER_BITS = 0x0102040810204080
+
+
+def pack_bits(mask: torch.Tensor) -> torch.Tensor:
+    """A bool tensor of any shape as a flat uint8 tensor of ``ceil(numel / 8)`` bytes."""
+    flat = torch.nn.functional.pad(mask.reshape(-1), (0, -mask.numel() % 8)).contiguous()
+    return flat.view(torch.int64).mul(_GATHER_BITS).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def unpack_bits(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The bool tensor of ``shape`` that :func:`pack_bits` packed."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = packed.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(1)
+    return bits.view(-1)[: shape.numel()].view(torch.bool).view(shape)

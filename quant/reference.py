@@ -13,8 +13,7 @@ codes are ``q = clamp(round(v) + z, qmin, qmax)``, and ``Q(v) = q - z``: the gri
 ``qmax - z``, which are ``qmin`` and ``qmax`` in all that follows. ``z`` does not learn, and need not where
 ``s`` does: it says how the range lies about 0, and a range that grows or shrinks by a factor lies there as before.
 
-The floating-point grids are those of the OCP Microscaling Formats (MX) Specification v1.0, section 5.3 (e4m3 with NaN
-as its only special value, e2m1 without any).
+The floating-point grids are those of the OCP Microscaling (MX) Specification v1.0, section 5.3 (e4m3 has one NaN).
 
 ``v`` is *inside the range* where rounding alone lands on the grid, if the grid went on beyond its end: ``qmin <=
 round(v) <= qmax``, for e4m3 ``|v| <= 464`` and for e2m1 ``|v| < 7`` (a tie of 448 and 480 goes to 448, one of 6 and 8
@@ -65,12 +64,22 @@ becomes 0, so does every code of the group; its gradient passes. Rounding ``k`` 
 ``|v| <= 6.4``, inside the range. Beyond it (from 7 on) are values of groups larger than those of calibration, for which
 ``k`` saturates, infinities among them, and values of up to 9 where ``k`` is 2^-9 or 2^-8, its smallest numbers.
 
+MXFP8 and MXFP4 inputs have a dynamic scale per group of 32, the smallest power of two that clips nothing::
+
+    s = 2^ceil(log2(absmax / qmax)), 1 where that is below 2^-126        q = Q(v)        fq = q * s
+
+as vLLM 0.33 has it (``_mxfp8_e4m3_quantize_torch`` in model_executor/layers/quantization/utils/mxfp8_utils.py), and the
+kernels of FlashInfer 0.7.2 that it calls (``float_to_ue8m0_fast`` in quantization/kernels/mxfp8_quantize.py and
+mxfp4_quantize.py; by an approximate 1 / qmax). compressed-tensors 0.20 has those of weights (:func:`power_of_two`),
+which differ where absmax is 1.75 times a power of two (MXFP8), or 1.5 to 1.75 times (MXFP4).
+
 Shapes: ``x`` is any shape for a scale per tensor (shape ``(1,)``). Else ``x`` is ``[out, in]`` and the scale ``[out,
 1]`` per channel, ``[out, in / size]`` per group or ``[out / size, in / size]`` per block. Scales are fp32 throughout.
 """
 
+import math
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quant.spec import (
@@ -122,9 +131,8 @@ def effective_scale(
 
 def round_scale(scale: Tensor, spec: TensorSpec, global_scale: Tensor | None) -> Tensor:
     """The fp32 ``scale`` (positive but in fp16) as ``float16``, ``e8m0`` and ``e4m3`` hold it; NaN if not finite."""
-    if spec.scale_format == "e8m0":
-        # In fp64, whose errors are far smaller than the distance of an fp32 number from a tie or of 2^k from a
-        # neighbour: every library gives the same fp32 number.
+    if spec.mx:
+        # In fp64, whose errors are far smaller than the distance of an fp32 number from a tie: all libraries agree.
         rounded = torch.exp2(scale.double().log2().round().clamp(-E8M0_BIAS, E8M0_BIAS)).float()
     elif spec.scale_format in ("float16", "model"):
         rounded = torch.copysign(scale.abs().clamp(FP16_SMALLEST, FP16_MAX).half().float(), scale)
@@ -139,15 +147,24 @@ def absmax_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
     """The fp32 scale that maps the largest magnitude to the edge of the grid.
 
     ``absmax / 448`` for e4m3, ``absmax / 6`` for e2m1 and ``absmax / ((qmax - qmin) / 2)`` for int, as
-    compressed-tensors and torchao compute it; for the format ``e8m0`` the power of two that brings ``absmax / scale``
-    into ``[3.5, 7)``, as compressed-tensors does, so that nothing is clipped. Where ``absmax`` is 0, or so small that
+    compressed-tensors and torchao compute it, and :func:`power_of_two` of MX. Where ``absmax`` is 0, or so small that
     ``1/scale`` would overflow, the scale is 1: zeros are exact under any scale.
     """
-    if spec.scale_format == "e8m0":
-        scale = torch.exp2(_over(absmax.double(), 3.5).log2().floor()).float()  # exact, as in round_scale
-    else:
-        scale = _over(absmax.float(), (spec.qmax - spec.qmin) / 2)
+    scale = power_of_two(absmax, spec) if spec.mx else _over(absmax.float(), (spec.qmax - spec.qmin) / 2)
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+
+
+def power_of_two(absmax: Tensor, spec: TensorSpec) -> Tensor:
+    """The scale of a group as a power of two, fp32; ``absmax`` itself where that is 0 or not finite.
+
+    Of weights it brings ``absmax / scale`` into ``[224, 448)`` (e4m3) or ``[3.5, 7)`` (e2m1), as compressed-tensors'
+    ``generate_mx_scales``; of dynamic inputs it is the smallest with ``absmax / scale <= qmax``. Nothing is clipped.
+    """
+    edge = FP4_ROUNDS_TO_MAX if spec.dtype == "fp4_e2m1" and not spec.dynamic else spec.qmax
+    (mantissa, exponent), (its_mantissa, its_exponent) = torch.frexp(absmax.float()), math.frexp(edge)
+    above = mantissa > its_mantissa if spec.dynamic else mantissa >= its_mantissa
+    scale = torch.exp2((exponent - its_exponent + above).double()).float()  # exact, as in round_scale
+    return torch.where(absmax.isfinite() & (absmax > 0), scale, absmax)
 
 
 def global_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
@@ -278,23 +295,6 @@ def dynamic_scale(absmax: Tensor, above: Tensor) -> Tensor:
     """The scales of groups of NVFP4 inputs from their largest magnitudes, fp32, below the global scale ``above``."""
     code = (_over(absmax, FP4_MAX) * above).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(code == 0, 0.125, code) / above
-
-
-# Multiplying eight bytes of 0 or 1 by this collects them in the top byte, the first byte in its lowest bit.
-_GATHER_BITS = 0x0102040810204080
-
-
-def pack_bits(mask: Tensor) -> Tensor:
-    """A bool tensor of any shape as a flat uint8 tensor of ``ceil(numel / 8)`` bytes."""
-    flat = F.pad(mask.reshape(-1), (0, -mask.numel() % 8)).contiguous()
-    return flat.view(torch.int64).mul(_GATHER_BITS).bitwise_right_shift_(56).to(torch.uint8)
-
-
-def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
-    """The bool tensor of ``shape`` that :func:`pack_bits` packed."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = packed.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(1)
-    return bits.view(-1)[: shape.numel()].view(torch.bool).view(shape)
 
 
 # ---- tokens

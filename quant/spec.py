@@ -28,7 +28,7 @@ FP4_MAX = 6.0
 FP4_ROUNDS_TO_MAX = 7.0
 FP4_SMALLEST_NORMAL = 1.0
 
-_FP4_GROUPS: dict[int | None, ScaleFormat] = {16: "e4m3", 32: "e8m0"}  # NVFP4 and OCP MXFP4
+NVFP4_GROUP, MX_GROUP = 16, 32
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class TensorSpec:
             code without a counterpart be used. Of symmetric int weights in groups.
         narrow: of symmetric int weights, whether the smallest code, which has no counterpart, is left out: -7..7 of 4
             bits, with ``absmax / 7`` as the first scale. Files say nothing of it, for they are read alike.
+        mx: whether a scale is a power of two, held as its exponent in a byte (E8M0): the formats of OCP Microscaling
+            (MX), floats in groups of 32. Set by itself for ``fp4_e2m1`` in groups of 32, which has no other form.
     """
 
     dtype: Dtype
@@ -60,8 +62,11 @@ class TensorSpec:
     dynamic: bool = False
     ggml: bool = False
     narrow: bool = False
+    mx: bool = False
 
     def __post_init__(self) -> None:
+        if self.dtype == "fp4_e2m1" and (self.granularity, self.group_size) == ("group", MX_GROUP):
+            object.__setattr__(self, "mx", True)
         if self.dtype == "fp8_e4m3" and self.bits != 8:
             raise ValueError(f"fp8_e4m3 has 8 bits, got bits={self.bits}")
         if self.dtype == "fp4_e2m1" and self.bits != 4:
@@ -78,14 +83,20 @@ class TensorSpec:
         self._check_kind_of_scale()
 
     def _check_kind_of_scale(self) -> None:
-        if self.dtype == "fp4_e2m1" and (self.granularity != "group" or self.group_size not in _FP4_GROUPS):
+        fp4_groups = (NVFP4_GROUP, MX_GROUP)
+        if self.dtype == "fp4_e2m1" and (self.granularity != "group" or self.group_size not in fp4_groups):
             raise ValueError(
                 f"fp4_e2m1 has groups of 16 (NVFP4) or 32 (MXFP4), got granularity={self.granularity!r} and "
                 f"group_size={self.group_size}"
             )
-        if self.dynamic and (self.granularity not in ("token", "group") or self.scale_format == "e8m0"):
+        if self.mx and (self.dtype == "int" or (self.granularity, self.group_size) != ("group", MX_GROUP)):
             raise ValueError(
-                f"a dynamic scale is per token or per group of a token (of fp4_e2m1 16), got {self.dtype} with "
+                f"scales that are powers of two (mx) are of floats in groups of {MX_GROUP}, got {self.dtype} with "
+                f"granularity={self.granularity!r} and group_size={self.group_size}"
+            )
+        if self.dynamic and self.granularity not in ("token", "group"):
+            raise ValueError(
+                f"a dynamic scale is per token or per group of a token, got {self.dtype} with "
                 f"granularity={self.granularity!r} and group_size={self.group_size}"
             )
         if self.granularity == "token" and not self.dynamic:
@@ -137,10 +148,12 @@ class TensorSpec:
         """The numbers that a stored scale can be; the forward rounds the scale to one of them.
 
         ``float32``; ``model``, the dtype of the model's weights; ``float16`` (ggml's Q4_0 and Q8_0); ``e4m3``, divided
-        by a second scale per tensor, the global scale (NVFP4); ``e8m0``, a power of two (MXFP4).
+        by a second scale per tensor, the global scale (NVFP4); ``e8m0``, a power of two (MX).
         """
+        if self.mx:
+            return "e8m0"
         if self.dtype == "fp4_e2m1":
-            return _FP4_GROUPS[self.group_size]
+            return "e4m3"
         if self.dtype == "int":
             return "float16" if self.ggml else "model"
         return "float32"
@@ -188,6 +201,11 @@ class TensorSpec:
 FP8_TENSOR = TensorSpec("fp8_e4m3", 8, "tensor")
 _FP8_TOKEN = TensorSpec("fp8_e4m3", 8, "token", dynamic=True)
 _INT8_TOKEN = TensorSpec("int", 8, "token", dynamic=True)
+_NVFP4, _NVFP4_TOKEN = (TensorSpec("fp4_e2m1", 4, "group", NVFP4_GROUP, dynamic=dynamic) for dynamic in (False, True))
+_MXFP4, _MXFP4_TOKEN = (TensorSpec("fp4_e2m1", 4, "group", MX_GROUP, dynamic=dynamic) for dynamic in (False, True))
+_MXFP8, _MXFP8_TOKEN = (
+    TensorSpec("fp8_e4m3", 8, "group", MX_GROUP, dynamic=dynamic, mx=True) for dynamic in (False, True)
+)
 
 
 @dataclass(frozen=True)
@@ -262,11 +280,12 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("8da4w", _int(4, 32), TensorSpec("int", 8, "token", symmetric=False, dynamic=True)),
         Scheme("w4a8_int8", _int(4, 128), _INT8_TOKEN),
         Scheme("w4a8_fp8", _int(4, 128), _FP8_TOKEN),
-        Scheme("nvfp4", TensorSpec("fp4_e2m1", 4, "group", 16)),
-        Scheme(
-            "nvfp4_w4a4", TensorSpec("fp4_e2m1", 4, "group", 16), TensorSpec("fp4_e2m1", 4, "group", 16, dynamic=True)
-        ),
-        Scheme("mxfp4", TensorSpec("fp4_e2m1", 4, "group", 32)),
+        Scheme("nvfp4", _NVFP4),
+        Scheme("nvfp4_w4a4", _NVFP4, _NVFP4_TOKEN),
+        Scheme("mxfp4", _MXFP4),
+        Scheme("mxfp4_w4a4", _MXFP4, _MXFP4_TOKEN),
+        Scheme("mxfp4_mxfp8", _MXFP4, _MXFP8_TOKEN),
+        Scheme("mxfp8", _MXFP8, _MXFP8_TOKEN),
     )
 }
 

@@ -31,6 +31,8 @@ class TensorRecipe:
     """Of int weights in groups: scales are what llama.cpp's blocks have, numbers of fp16 that may be negative."""
     narrow: bool = False
     """true: symmetric int weights without the smallest code: -7..7 of 4 bits, first scale absmax / 7."""
+    mx: bool = False
+    """true: of floats in groups of 32, scales are powers of two (OCP MX); fp4_e2m1 in groups of 32 has no others."""
 
     def spec(self) -> TensorSpec:
         """The same as a :class:`quant.TensorSpec`.
@@ -47,6 +49,7 @@ class TensorRecipe:
             self.dynamic,
             self.ggml,
             self.narrow,
+            self.mx,
         )
 
 
@@ -97,7 +100,7 @@ class QuantRecipe:
     source: each layer as the quantised checkpoint in model.path has it; what is not quantised there stays so."""
     schemes: dict[str, SchemeRecipe] = field(default_factory=dict)
     """Schemes of your own by name, each with weights and perhaps activations, which have dtype, bits, granularity,
-    group_size, symmetric, dynamic, ggml and narrow as in quant.spec.TensorSpec."""
+    group_size, symmetric, dynamic, ggml, narrow and mx as in quant.spec.TensorSpec."""
     rules: list[RuleRecipe] = field(default_factory=list)
     """Mixed precision: the first rule that matches a layer decides, like {first: 3, scheme: w4a16_g128}. Exempt layers
     stay as they are; layers that no rule matches get quant.scheme."""

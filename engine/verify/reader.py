@@ -3,11 +3,12 @@
 It differs from ours by definition in these points (measured with transformers 5.23 and compressed-tensors 0.20):
 
 - *Inputs, keys and values.* It divides by the scale, training multiplies with the fp32 reciprocal. Dynamic scales are
-  the same formula in both, and so is an integer zero point (``symmetric: false``), but it adds that before it rounds:
-  an exact tie goes to the other neighbour where the zero point is odd. All tokens of a 2-D input, as some models give
+  the same formula in both but for MX, whose powers of two are chosen otherwise (:mod:`quant.reference`). An integer
+  zero point (``symmetric: false``) is the same, but it adds that before it rounds: an exact tie goes to the other neighbour
+  where the zero point is odd. All tokens of a 2-D input, as some models give
   their shared experts, get one scale.
-- *Weights.* compressed-tensors decompresses fp4 to bf16, in a model loaded as fp32 too. A value of MXFP4 is a bf16
-  number; of NVFP4 it is rounded.
+- *Weights.* compressed-tensors decompresses fp4 and MXFP8 to bf16, in a model loaded as fp32 too. A value of MXFP4 and
+  MXFP8 is a bf16 number; of NVFP4 it is rounded.
 - *Experts.* transformers keeps the experts of a MoE fused and dequantises them when it loads: their inputs are not
   quantised, and integer weights are rounded to the dtype of their scale, bf16. In the place of Llama 4's it
   puts Linears, of which nothing of this is true.
@@ -15,11 +16,12 @@ It differs from ours by definition in these points (measured with transformers 5
   where compressed-tensors does not pack them, and the shapes differ from those in the file. The weights are then
   rounded to the dtype of their scale, bf16, and all layers decoded with one scheme.
 - *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are zero
-  points, and blocks of fp8 if there is more than one; NVFP4 is read without its global scale, which is silent noise;
-  several schemes among the experts are all decoded as the first, and experts that are not quantised, beside layers
-  that are packed, cannot be loaded, or are drawn at random; nor are tensors that it concatenates (Kimi Linear's
-  convolutions), beside packed layers. There the reader that is compared with is transformers' plain model, filled
-  with what compressed-tensors decompresses from the files, its inputs quantised by compressed-tensors.
+  points, and blocks of fp8 if there is more than one, and MXFP8, whose scales it takes for plain numbers; NVFP4 is read
+  without its global scale, which is silent noise; several schemes among the experts are all decoded as the first, and
+  experts that are not quantised, beside layers that are packed, cannot be loaded, or are drawn at random; nor are
+  tensors that it concatenates (Kimi Linear's convolutions), beside packed layers. There the reader that is compared
+  with is transformers' plain model, filled with what compressed-tensors decompresses from the files, its inputs quantised by
+  compressed-tensors.
 """
 
 from collections.abc import Callable, Iterator

@@ -28,11 +28,11 @@ from model.towers import model_class
 from quant import Quantization, exempt_line
 from quant.embedding import QuantEmbedding
 from quant.experts import StackedLinear
-from quant.export import FLOAT_QUANTIZED, INT_QUANTIZED, NVFP4_PACKED, Shapes, export_format
+from quant.export import FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED, NVFP4_PACKED, Shapes, export_format
 from quant.kv_cache import QuantCache
 
 META = torch.device("meta")
-UNPACKED = (FLOAT_QUANTIZED, INT_QUANTIZED)
+UNPACKED = (FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED)
 
 
 def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remote_code: bool = False) -> None:
@@ -158,7 +158,7 @@ def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None
             return "transformers does not load zero points of experts"
         if scheme.weights.granularity == "block":
             return "transformers does not load experts with a scale per block"
-        if export_format(scheme) in (INT_QUANTIZED, NVFP4_PACKED):
+        if export_format(scheme) in (INT_QUANTIZED, NVFP4_PACKED, MXFP8_QUANTIZED):
             return f"transformers does not load experts stored as {export_format(scheme)}"
     packed_alone = [
         name

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quant import reference
+from quant.packing import pack_bits, unpack_bits
 from quant.spec import TensorSpec
 
 
@@ -35,7 +36,7 @@ def quantize(
     inside = torch.empty(0, dtype=torch.bool, device=x.device)
     if mask:
         inside = reference.inside_range(rows, *grid_of_rows)
-    return codes, reference.pack_bits(inside)
+    return codes, pack_bits(inside)
 
 
 def quantize_with_values(
@@ -121,12 +122,12 @@ def fake_quantize_backward_(grad: Tensor, *arguments: Any) -> Tensor:
 
 def masked_(grad: Tensor, mask: Tensor) -> None:
     """``grad``, made zero where the packed mask is."""
-    grad.masked_fill_(~reference.unpack_bits(mask, grad.shape), 0)
+    grad.masked_fill_(~unpack_bits(mask, grad.shape), 0)
 
 
 def masked(grad: Tensor, mask: Tensor) -> Tensor:
     """``grad``, zero where the packed mask is."""
-    return grad.contiguous().masked_fill(~reference.unpack_bits(mask, grad.shape), 0)
+    return grad.contiguous().masked_fill(~unpack_bits(mask, grad.shape), 0)
 
 
 def amax(x: Tensor, count: int) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quant.kernels.build import ensure_ready
-from quant.reference import dynamic_scale, round_scale
+from quant.reference import absmax_scale, dynamic_scale, round_scale
 from quant.scale import Quantizer
 from quant.spec import TensorSpec
 
@@ -162,7 +162,7 @@ def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) ->
     groups of a token (one per token). ``above`` is the global scale, fp32 ``(1,)``, where ``spec`` has one; here and
     below."""
     ensure_ready()
-    if above is not None:
+    if _stored_in_a_byte(spec):
         scale = _scale_of_groups(x, spec, above)
         shape = (*x.shape[:-1], -1)
         zero = torch.zeros_like(scale, dtype=torch.int8).view(shape)
@@ -176,7 +176,7 @@ def fake_quantize_tokens(
 ) -> Tensor:
     """Each token, or group of its features, of ``x [..., features]`` through its own grid and back. Differentiable."""
     ensure_ready()
-    if above is not None:
+    if _stored_in_a_byte(spec):
         operator = _OPS.fake_quantize if torch.is_grad_enabled() else _OPS.fake_quantized
         scale = _scale_of_groups(x, spec, above)
         return operator(x, scale, None, grid_of(spec), torch.float32, after) if x.numel() else x.new_empty(x.shape)
@@ -188,7 +188,7 @@ def fake_quantize_tokens(
 def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
     """Gradient of :func:`fake_quantize_tokens`; ``grad`` has the shape and dtype of ``x``."""
     ensure_ready()
-    if above is not None:
+    if _stored_in_a_byte(spec):
         scale = _scale_of_groups(x, spec, above)
         if x.numel() == 0:
             return grad
@@ -197,11 +197,20 @@ def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, abo
     return _OPS.fake_quantize_tokens_backward(grads, groups, grid_of(spec), spec.symmetric).view(x.shape)
 
 
-def _scale_of_groups(x: Tensor, spec: TensorSpec, above: Tensor) -> Tensor:
-    """The scale of each group of ``x`` below the global scale, fp32, one dimension."""
+def _stored_in_a_byte(spec: TensorSpec) -> bool:
+    """Whether dynamic scales are e4m3 numbers below a global scale, or powers of two."""
+    return spec.scale_format in ("e4m3", "e8m0")
+
+
+def _scale_of_groups(x: Tensor, spec: TensorSpec, above: Tensor | None) -> Tensor:
+    """The scale of each group of ``x``, below the global scale where there is one, fp32, one dimension."""
     assert spec.group_size is not None
     count = x.numel() // spec.group_size
-    return dynamic_scale(_OPS.amax(x.detach(), count) if count else x.new_empty(0, dtype=torch.float32), above)
+    absmax = _OPS.amax(x.detach(), count) if count else x.new_empty(0, dtype=torch.float32)
+    if above is not None:
+        return dynamic_scale(absmax, above)
+    scale = absmax_scale(absmax, spec)
+    return torch.where(scale.isfinite(), scale, torch.nan)
 
 
 def _token_groups(x: Tensor, spec: TensorSpec) -> Tensor:

@@ -84,6 +84,8 @@ def test_arguments_are_those_of_compressed_tensors_presets():
         "w4a8_fp8": "W4AFP8",
         "nvfp4": "NVFP4A16",
         "mxfp4": "MXFP4A16",
+        "mxfp4_w4a4": "MXFP4",
+        "mxfp8": "MXFP8",
     }.items():
         named = QuantizationConfig(config_groups={theirs: ["Linear"]}).config_groups[theirs]
         written = QuantizationConfig(**quantization_config({"a": SCHEMES[ours]}, [])).config_groups["group_0"]

@@ -124,7 +124,7 @@ def test_nibbles_are_those_of_compressed_tensors(seed):
 def test_a_packed_linear_decompresses_to_the_fake_quantised_weight(scheme, bias, seed, monkeypatch):
     """compressed-tensors' own decompression gives, bit for bit, what the forward multiplied with; fp32 and bf16.
 
-    fp4 it decompresses to bf16 whatever it is asked for: there only bf16 is compared.
+    fp4 and MXFP8 it decompresses to bf16 whatever it is asked for: there only bf16 is compared.
     """
     monkeypatch.setattr(export, "CHUNK_ELEMENTS", 1000)  # several chunks, the last one short
     rows, columns = random.randrange(20, 60), 128 * random.randrange(1, 4)
@@ -160,7 +160,8 @@ def test_a_packed_linear_decompresses_to_the_fake_quantised_weight(scheme, bias,
     if scheme.weights.scale_format == "model":
         state["weight_scale"] = scale  # what a reader in fp32 holds
     decompressed = compressor.decompress(state, group)["weight"]
-    assert decompressed.dtype == (torch.bfloat16 if scheme.weights.dtype == "fp4_e2m1" else torch.float32)
+    in_bf16 = scheme.weights.dtype == "fp4_e2m1" or scheme.weights.mx
+    assert decompressed.dtype == (torch.bfloat16 if in_bf16 else torch.float32)
     for dtype in {decompressed.dtype, torch.bfloat16}:
         assert torch.equal(decompressed.to(dtype), dequantize(expected, scale, scheme.weights, dtype, zero))
         ours = export.dequantized_weight(codes, scale, scheme.weights, dtype, zero)
@@ -220,7 +221,9 @@ VLLM = {
         "input_global_scale": (None, (1,)),
     },
     "mxfp4": {"weight_packed": (BYTES, (256, 256)), "weight_scale": (BYTES, (256, 16))},
+    "mxfp8": {"weight": (FP8, (256, 512)), "weight_scale": (BYTES, (256, 16))},
 }
+VLLM |= {"mxfp4_w4a4": VLLM["mxfp4"], "mxfp4_mxfp8": VLLM["mxfp4"]}
 
 
 # llama.cpp's presets are none that vLLM serves: it would round their scales to the model's dtype (docs/schemes.md).
@@ -287,6 +290,10 @@ def test_schemes_without_a_verified_format_are_refused():
     for scheme in (
         Scheme("fp8-with-int8-inputs", fp8.weights, int8.activations),
         Scheme("nvfp4-with-fp8-inputs", SCHEMES["nvfp4"].weights, SCHEMES["fp8_dynamic"].activations),
+        Scheme("mxfp4-with-fp8-inputs", SCHEMES["mxfp4"].weights, SCHEMES["fp8_block"].activations),
+        Scheme("mxfp8-with-mxfp4-inputs", SCHEMES["mxfp8"].weights, SCHEMES["mxfp4_w4a4"].activations),
+        Scheme("nvfp4-with-mxfp4-inputs", SCHEMES["nvfp4"].weights, SCHEMES["mxfp4_w4a4"].activations),
+        Scheme("fp8-with-mxfp8-inputs", SCHEMES["fp8_dynamic"].weights, SCHEMES["mxfp8"].activations),
         Scheme("int8-per-tensor", TensorSpec("int", 8, "tensor")),
         Scheme("int8-per-block", TensorSpec("int", 8, "block", 128)),
     ):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from quant.function import Plan, quant_linear
+from quant.packing import pack_bits, unpack_bits
 from quant.reference import (
     absmax_scale,
     dequantize,
@@ -19,9 +20,7 @@ from quant.reference import (
     fake_quantize_tokens,
     fake_quantize_tokens_backward,
     inside_range,
-    pack_bits,
     quantize,
-    unpack_bits,
 )
 from quant.scale import Scale
 from quant.spec import TensorSpec

@@ -70,6 +70,7 @@ def test_mlx_reads_it(name: str, seed: int):
         ("fp8_static", "w8a16_g128"),
         ("nvfp4", "w4a16_g128"),
         ("mxfp4", "w4a16_g32"),
+        ("mxfp8", "w8a16_g32"),
     ],
 )
 def test_other_schemes_are_refused_and_the_nearest_is_named(name: str, nearest: str):

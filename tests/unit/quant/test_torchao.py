@@ -93,6 +93,7 @@ def test_torchao_reads_the_configuration():
         (SCHEMES["q4_0"], "w8a16_channel"),
         (SCHEMES["nvfp4"], "w8a16_channel"),
         (SCHEMES["mxfp4"], "w8a16_channel"),
+        (SCHEMES["mxfp8"], "8da4w"),
         (SCHEMES["int8_dynamic"], "8da4w"),
         (SCHEMES["w4a8_int8"], "8da4w"),
         (SCHEMES["fp8_static"], "8da4w"),

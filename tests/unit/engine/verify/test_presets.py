@@ -84,7 +84,7 @@ CASES = [
     for scheme in SCHEMES.values()
 ]
 # Experts that transformers does not load (engine/verify/reader.py).
-NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4", "nvfp4_w4a4", "w4a16_asym", "w8a16_asym"}
+NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4", "nvfp4_w4a4", "mxfp8", "w4a16_asym", "w8a16_asym"}
 INPUT_SCALES = ("input_scale", "input_global_scale")
 
 
@@ -312,7 +312,7 @@ def test_a_scheme_without_a_format_is_refused_in_every_layout():
     ("layout", "message"),
     [
         ("vllm_fp8", "holds fp8_static or fp8_block for all quantised layers, got w4a16_g32"),
-        ("gpt_oss", "holds mxfp4 for all quantised layers, got w4a16_g32"),
+        ("gpt_oss", "holds mxfp4 or mxfp4_mxfp8 for all quantised layers, got w4a16_g32"),
         ("onnx", "unknown layout 'onnx'; known: compressed, vllm_fp8, gpt_oss, dequantized, gguf, mlx"),
     ],
 )

@@ -25,7 +25,7 @@ CHILD = """
 import json, sys, warnings
 import torch
 import quant
-from quant import kernels, reference
+from quant import kernels, packing, reference
 from quant.spec import TensorSpec
 
 torch.set_num_threads(1)
@@ -48,7 +48,7 @@ with warnings.catch_warnings(record=True) as said:
     model(tokens).sum().backward()
 right = torch.equal(values, reference.fake_quant(x.detach(), s0, spec))
 right = right and torch.equal(x.grad, reference.inside_range(x.detach(), s0, spec).float())
-right = right and torch.equal(reference.unpack_bits(mask, x.shape), x.grad.bool()) and bool(theta.grad.any())
+right = right and torch.equal(packing.unpack_bits(mask, x.shape), x.grad.bool()) and bool(theta.grad.any())
 right = right and torch.isfinite(tokens.grad).all().item() and bool(model[0].weight.grad.any())
 try:
     kernels.amax(x.double())

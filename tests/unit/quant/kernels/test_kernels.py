@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from quant import kernels, reference
+from quant import kernels, packing, reference
 from quant.kernels import eager
 from quant.kernels.build import build
 from quant.scale import Quantizer, Scale
@@ -444,7 +444,7 @@ def test_every_boundary_of_floating_point_grids(grid):
         codes, mask = OPS.quantize(sign * ties, *one, True)
         assert torch.equal(codes.view(torch.uint8), (expected | bit).to(torch.uint8))
         inside = ties.double() <= last_inside
-        assert torch.equal(reference.unpack_bits(mask, ties.shape), inside)
+        assert torch.equal(packing.unpack_bits(mask, ties.shape), inside)
         around = sign * torch.cat([ties.flatten(), neighbours(values[1:-1]).flatten()])
         assert_same(OPS.fake_quantize(around, *one), eager.fake_quantize(around, *one))
         case = Case(around, torch.ones_like(around), one[0], torch.zeros(1), grid, torch.float32, 1.0)
@@ -461,7 +461,7 @@ def test_every_boundary_of_integers(bits):
     codes, mask = OPS.quantize(ties, torch.ones(1), None, bits, torch.float32, True)
     rounded = torch.from_numpy(np.rint(ties.double().numpy()))
     assert torch.equal(codes.double(), rounded.clamp(low, high))
-    assert torch.equal(reference.unpack_bits(mask, ties.shape), (rounded >= low) & (rounded <= high))
+    assert torch.equal(packing.unpack_bits(mask, ties.shape), (rounded >= low) & (rounded <= high))
 
 
 # ---- the exponential
@@ -553,7 +553,7 @@ def samples() -> list[tuple[str, tuple]]:
                 ("fake_quantize_backward", (grad, x, s0, t, grid, stored, 0.5, wanted)),
                 ("fake_quantize_backward_", (grad.contiguous(), x, s0, t, grid, stored, 0.5, wanted)),
             ]
-        mask = reference.pack_bits(torch.rand(x.shape) < 0.5)
+        mask = packing.pack_bits(torch.rand(x.shape) < 0.5)
         found += [("masked", (grad, mask)), ("masked_", (grad.contiguous(), mask)), ("amax", (x, s0.numel()))]
         for tokens in ((0, True), (8, False)):
             found += [
