@@ -4,9 +4,9 @@ It differs from ours by definition in these points (measured with transformers 5
 
 - *Inputs, keys and values.* It divides by the scale, training multiplies with the fp32 reciprocal. Dynamic scales are
   the same formula in both but for MX, whose powers of two are chosen otherwise (:mod:`quant.reference`). An integer
-  zero point (``symmetric: false``) is the same, but it adds that before it rounds: an exact tie goes to the other neighbour
-  where the zero point is odd. All tokens of a 2-D input, as some models give
-  their shared experts, get one scale.
+  zero point (``symmetric: false``) is the same, but it adds that before it rounds: an exact tie goes to the other
+  neighbour where the zero point is odd. All tokens of a 2-D input, as some models give their shared experts, get one
+  scale.
 - *Weights.* compressed-tensors decompresses fp4 and MXFP8 to bf16, in a model loaded as fp32 too. A value of MXFP4 and
   MXFP8 is a bf16 number; of NVFP4 it is rounded.
 - *Experts.* transformers keeps the experts of a MoE fused and dequantises them when it loads: their inputs are not
@@ -20,8 +20,8 @@ It differs from ours by definition in these points (measured with transformers 5
   without its global scale, which is silent noise; several schemes among the experts are all decoded as the first, and
   experts that are not quantised, beside layers that are packed, cannot be loaded, or are drawn at random; nor are
   tensors that it concatenates (Kimi Linear's convolutions), beside packed layers. There the reader that is compared
-  with is transformers' plain model, filled with what compressed-tensors decompresses from the files, its inputs quantised by
-  compressed-tensors.
+  with is transformers' plain model, filled with what compressed-tensors decompresses from the files, its inputs
+  quantised by compressed-tensors.
 """
 
 from collections.abc import Callable, Iterator
