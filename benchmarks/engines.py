@@ -2,13 +2,13 @@
 
     python benchmarks/engines.py --exports runs/qwen3/export [...] --text heldout.txt [--templates base.gguf ...]
 
-Takes compressed exports of trained models. Each is written as launch/export.py would for llama.cpp (q4_0 or w4a16_g32)
-and for MLX (w4a16_g32 of a model in bf16), and once as plain weights (``dequantized``), which the engine's own tool
-quantises: llama.cpp's quantiser and the rounding of the package gguf, ``mlx_lm.convert``. The engines compute logits of
-the text, which are compared with those of our forward, in fp32.
+Takes compressed exports of trained models. Each is written as launch/export.py would for llama.cpp (q4_0 or w4a16_g32),
+for MLX (w4a16_g32 of a model in bf16) and for ExecuTorch (8da4w in bf16), and once as plain weights (``dequantized``),
+which the engine's own tool quantises: llama.cpp's quantiser and the rounding of the package gguf, ``mlx_lm.convert``,
+torchao's ``quantize_``. The engines compute logits of the text, which are compared with those of our forward, in fp32.
 
-Needs llama-cpp-python and gguf, or mlx-lm; what is missing is left out, and said. Without ``--templates`` a GGUF file
-gets metadata and the tokens' names from the checkpoint itself, which is enough for token ids.
+Needs llama-cpp-python and gguf, or mlx-lm, or executorch; what is missing is left out, and said. Without
+``--templates`` a GGUF file gets metadata and the tokens' names from the checkpoint itself, enough for token ids.
 Writes ``benchmarks/results/engines.md``.
 """
 
@@ -25,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks import timing
+from engine.verify import executorch as xnnpack
 from engine.verify import llama_cpp as llama
 from engine.verify.check import Comparison, windows
 from engine.verify.files import dtype_on_disk
@@ -91,7 +92,8 @@ class Trained:
     def __post_init__(self) -> None:
         tokenizer = AutoTokenizer.from_pretrained(self.export)
         ids = tokenizer(self.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
-        self.batches = windows(ids[: self.tokens], self.window)
+        whole = min(self.tokens, len(ids)) // self.window * self.window  # a lowered program takes rows of one length
+        self.batches = windows(ids[:whole], self.window)
         wide, _ = load_compressed(self.export)
         self.ours = [wide(input_ids=ids, use_cache=False).logits for ids in self.batches]
         self.model, self.quantization = load_compressed(self.export, dtype=dtype_on_disk(self.export, wide))
@@ -102,7 +104,8 @@ class Trained:
             check_layout(layout, (layer.scheme for layer in self.quantization.layers.values()))
         except ValueError as error:
             return str(error)
-        return "MLX has no scales in fp32" if layout == "mlx" and self.model.dtype == torch.float32 else None
+        engine = {"mlx": "MLX", "executorch": "XNNPACK"}.get(layout)
+        return f"{engine} has no scales in fp32" if engine and self.model.dtype == torch.float32 else None
 
     def written(self, layout: str, out: Path, template: Path | None = None) -> Path:
         """Write the export again in another layout."""
@@ -255,6 +258,49 @@ def mlx_missing() -> str | None:
     return None
 
 
+# ---- ExecuTorch
+
+
+def intx_values(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Every weight in torchao's integers, dequantised."""
+    return {name: weight.dequantize() for name, weight in model.state_dict().items() if hasattr(weight, "qdata")}
+
+
+def quantised_by_torchao(plain: Path, like: Values) -> PreTrainedModel:
+    """torchao's own quantiser on a checkpoint of plain weights, of those in ``like``: what ``8da4w`` is called in
+    ExecuTorch's scripts."""
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(plain, local_files_only=True)
+    config = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
+    quantize_(model, config, filter_fn=lambda _, name: f"{name}.weight" in like)
+    return xnnpack.lowerable(model)
+
+
+def executorch_rows(trained: Trained, scratch: Path) -> Iterator[Row]:
+    """What ExecuTorch makes of our directory in XNNPACK, and of what torchao rounds anew."""
+    plain = scratch / "plain"
+    if not plain.is_dir():
+        trained.written("dequantized", plain)
+    ours = xnnpack.loaded(trained.written("executorch", scratch / "executorch"))
+    expected = intx_values(ours)
+    for name, model in (
+        ("ExecuTorch, the codes of training", ours),
+        ("ExecuTorch, torchao's quantize_, the same layers", quantised_by_torchao(plain, expected)),
+    ):
+        yield trained.row(name, intx_values(model), expected, iter(xnnpack.computed(model, trained.batches)))
+
+
+def executorch_missing() -> str | None:
+    """Why ExecuTorch cannot be run here; None if it can."""
+    try:
+        import executorch.runtime  # noqa: F401
+    except ImportError as error:
+        return f"{error}: pip install -e '.[executorch]'"
+    return None
+
+
 def rows_of(trained: Trained, template: Path | None) -> Iterator[Row | str]:
     """Rows of the table, and what was left out."""
     with tempfile.TemporaryDirectory() as directory:
@@ -263,6 +309,8 @@ def rows_of(trained: Trained, template: Path | None) -> Iterator[Row | str]:
         yield from [f"{trained.name}, GGUF: skipped: {why}"] if why else llama_rows(trained, template, scratch)
         why = trained.holds("mlx") or mlx_missing()
         yield from [f"{trained.name}, MLX: skipped: {why}"] if why else mlx_rows(trained, scratch)
+        why = trained.holds("executorch") or executorch_missing()
+        yield from [f"{trained.name}, ExecuTorch: skipped: {why}"] if why else executorch_rows(trained, scratch)
 
 
 def main() -> None:
@@ -286,7 +334,9 @@ def main() -> None:
         for row in rows_of(Trained(name, export, arguments.text, arguments.tokens, arguments.window), template):
             print(row if isinstance(row, str) else row.text(), flush=True)
             found.append(row)
-    machine = timing.machine(torch.device("cpu"), load, "transformers", "llama-cpp-python", "gguf", "mlx", "mlx-lm")
+    machine = timing.machine(
+        torch.device("cpu"), load, "transformers", "llama-cpp-python", "gguf", "mlx", "mlx-lm", "executorch", "torchao"
+    )
     lines = [
         "# What is lost where an engine quantises a trained model anew",
         "",

@@ -72,7 +72,7 @@ def compare_with_compressed(
         ValueError: ExecuTorch is missing, or transformers does not load ``export`` with torchao.
     """
     batches = [ids for ids in batches if ids.shape == batches[0].shape]
-    theirs = _loaded(export)
+    theirs = loaded(export)
     report = ExecuTorchReport()
     found = dict(theirs.state_dict())
     with dequantised(against, trust_remote_code=trust_remote_code) as (model, tensors):
@@ -84,11 +84,11 @@ def compare_with_compressed(
             report.problems.append(f"{against} lacks {listed(sorted(left), 6)}")
         if not report.problems:
             ours = [model(input_ids=ids, use_cache=False).logits.float() for ids in batches]
-            _compare_logits(report, _computed(theirs, batches), ours, batches)
+            _compare_logits(report, computed(theirs, batches), ours, batches)
     return report
 
 
-def _loaded(export: Path) -> PreTrainedModel:
+def loaded(export: Path) -> PreTrainedModel:
     """The model as transformers loads it with torchao, computing in fp32 as XNNPACK does.
 
     Raises:
@@ -103,6 +103,11 @@ def _loaded(export: Path) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(export, local_files_only=True)
     except Exception as error:  # of whatever kind: metadata, shapes and keys are checked in many places
         raise ValueError(f"transformers does not load {export}: {type(error).__name__}: {error}") from error
+    return lowerable(model)
+
+
+def lowerable(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, whose weights are torchao's tensors, ready for :func:`computed`: in fp32, as XNNPACK computes."""
     model.requires_grad_(False)
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), "of the model types that are written"
@@ -135,7 +140,7 @@ class _Logits(nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
-def _computed(model: PreTrainedModel, batches: Sequence[Tensor]) -> list[Tensor]:
+def computed(model: PreTrainedModel, batches: Sequence[Tensor]) -> list[Tensor]:
     """The logits of batches of one shape in ExecuTorch's runtime."""
     import executorch.kernels.quantized  # noqa: F401  registers the lookups in tables of codes
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
