@@ -114,7 +114,9 @@ def _object(line: bytes) -> dict[str, Any]:
     except BadLineError:
         raise
     except (ValueError, RecursionError) as error:
-        raise BadLineError(f"found invalid JSON ({error}), expected one object per line") from error
+        raise BadLineError(
+            f"found invalid JSON ({error}), expected one object per line; data.kind: text reads plain text"
+        ) from error
     if not isinstance(row, dict):
         raise BadLineError(f"found {_shown(row)}, expected an object")
     return row
