@@ -101,7 +101,9 @@ def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) ->
     """
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the tokenizers library raises no other kind, whatever is wrong with a file
+    except BaseException as error:  # a panic of the tokenizers library, which is written in Rust, is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         why = " ".join(str(error).split())
         raise DataError(
             f"{directory}: expected a tokenizer (tokenizer.json, tokenizer_config.json) that transformers reads: {why}"

@@ -61,6 +61,12 @@ def write_data(directory: Path) -> None:
     (directory / "chats.jsonl").write_text(json.dumps({"input": "What is this?", "output": "That is that."}) + "\n")
 
 
+def with_prefix(source: Path, prefix: str) -> Any:
+    """The tokenizer of a checkpoint with a prefix of all parts of a word but the first."""
+    tokenizer = json.loads((source / FILES[0]).read_text())
+    return {**tokenizer, "model": {**tokenizer["model"], "continuing_subword_prefix": prefix}}
+
+
 def test_files_that_are_made_to_do_harm(source, tmp_path):
     write_data(tmp_path)
     mark, config = tmp_path / "mark", json.loads((source / FILES[1]).read_text())
@@ -73,6 +79,8 @@ def test_files_that_are_made_to_do_harm(source, tmp_path):
         ({"chat_template.jinja": b"\xff"}, False),
         ({FILES[0]: None, "tokenizer.model": pickle.dumps(Evil(mark))}, False),
         ({"tokenizer.model": pickle.dumps(Evil(mark))}, True),
+        # Longer than a merged token: a panic of the tokenizers library.
+        ({FILES[0]: json.dumps(with_prefix(source, "x" * 100)).encode()}, False),
         (
             {
                 FILES[1]: json.dumps({**config, "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}).encode(),
