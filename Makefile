@@ -11,6 +11,7 @@
 #   make test-mlx      those of the extra "mlx", which is installed into .venv-mlx
 #   make test-executorch  those of the extra "executorch", which is installed into .venv-executorch
 #   make test-peft     those of the extra "peft", which is installed into .venv-peft
+#   make test-oldest   the unit tests on the oldest torch that is supported, which is installed into .venv-oldest (GBs)
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
 
@@ -27,10 +28,10 @@ PEFT_TESTS := tests/distributed/model/save/test_adapter.py
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
-test test-full test-eval test-gguf test-mlx test-executorch test-peft: export OMP_NUM_THREADS = 1
+test test-full test-eval test-gguf test-mlx test-executorch test-peft test-oldest: export OMP_NUM_THREADS = 1
 
-.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-mlx test-executorch test-peft lint \
-    typecheck
+.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-mlx test-executorch test-peft \
+    test-oldest lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -72,6 +73,9 @@ test-executorch: $(STAMP)
 
 test-peft: $(STAMP)
 	.ci/extra $(VENV) peft $(PEFT_TESTS)
+
+test-oldest: $(STAMP)
+	.ci/extra $(VENV) oldest -n 2 --dist loadfile -m "not full" tests/unit
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .

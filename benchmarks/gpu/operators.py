@@ -1,0 +1,76 @@
+"""Every operator once, in odd sizes and from odd addresses too: what compute-sanitizer and ncu run.
+
+python benchmarks/gpu/operators.py [--large]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+
+from quant.kernels import prepare_kernels
+
+SHAPES = [(64, 96), (33, 77), (3, 5000), (2, 16384 * 3 + 5)]
+LARGE = [(4096, 8192)]
+GRIDS = (0, 1, 4)  # e4m3, e2m1, int4; see quant/kernels/arithmetic.h
+TOKENS = ((0, True), (8, True), (8, False))  # grid, symmetric
+GROUP = 32
+
+
+def main() -> None:
+    """Run them all, and wait for the device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--large", action="store_true", help="one large shape, aligned: for counters")
+    large = parser.parse_args().large
+    prepare_kernels()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for shape in LARGE if large else SHAPES:
+        for offset in (0,) if large else (0, 1):
+            numel = shape[0] * shape[1]
+            x, grad = (torch.randn(numel + offset, device=device).bfloat16()[offset:].view(shape) for _ in range(2))
+            fixed_grids(x, grad)
+            dynamic_grids(x, grad)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print("ok")
+
+
+def fixed_grids(x: Tensor, grad: Tensor) -> None:
+    """Scales per tensor, per row and, where the sizes allow it, per group."""
+    ops, rows, columns = torch.ops.deepqat, *x.shape
+    shapes = [(1,), (rows, 1), *([(rows, columns // GROUP)] if columns % GROUP == 0 else [])]
+    for shape in shapes:
+        s0 = torch.full(shape, 0.01, device=x.device)
+        theta = torch.zeros_like(s0).bfloat16()
+        for grid in GRIDS:
+            arguments = (s0, theta, grid, torch.float32)
+            ops.effective_scale(s0, theta, torch.float32)
+            codes, mask = ops.quantize(x, *arguments, True)
+            ops.quantize_with_values(x, *arguments, True)
+            ops.fake_quantize(x, *arguments)
+            ops.fake_quantized(x, *arguments)
+            ops.dequantize(codes, s0, theta, torch.float32, torch.bfloat16)
+            ops.masked(grad, mask)
+            ops.masked_(grad.clone(), mask)
+            for wanted in (False, True):
+                ops.fake_quantize_backward(grad, x, *arguments, 1.0, wanted)
+                ops.fake_quantize_backward_(grad.clone(), x, *arguments, 1.0, wanted)
+        ops.amax(x, s0.numel())
+
+
+def dynamic_grids(x: Tensor, grad: Tensor) -> None:
+    """Scales that are measured of each token."""
+    ops = torch.ops.deepqat
+    for tokens in TOKENS:
+        ops.quantize_tokens(x, *tokens)
+        ops.fake_quantize_tokens(x, *tokens)
+        ops.fake_quantized_tokens(x, *tokens)
+        ops.fake_quantize_tokens_backward(grad, x, *tokens)
+
+
+if __name__ == "__main__":
+    main()
