@@ -12,6 +12,7 @@
 #   make test-executorch  those of the extra "executorch", which is installed into .venv-executorch
 #   make test-peft     those of the extra "peft", which is installed into .venv-peft
 #   make test-oldest   the unit tests on the oldest torch that is supported, which is installed into .venv-oldest (GBs)
+#   make test-half-hour  benchmarks/gpu/half_hour.py on the CPU, all three stages in tiny sizes; four minutes
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
 
@@ -31,7 +32,7 @@ export PATH := $(VENV)/bin:$(PATH)
 test test-full test-eval test-gguf test-mlx test-executorch test-peft test-oldest: export OMP_NUM_THREADS = 1
 
 .PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-mlx test-executorch test-peft \
-    test-oldest lint typecheck
+    test-oldest test-half-hour lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -75,7 +76,12 @@ test-peft: $(STAMP)
 	.ci/extra $(VENV) peft $(PEFT_TESTS)
 
 test-oldest: $(STAMP)
-	.ci/extra $(VENV) oldest -n 2 --dist loadfile -m "not full" tests/unit
+	PIP_SECONDS=600 .ci/extra $(VENV) oldest -n 2 --dist loadfile -m "not full" tests/unit
+
+test-half-hour: $(STAMP)
+	for stage in A B C; do \
+	    $(VENV)/bin/python benchmarks/gpu/half_hour.py $$stage --dry --out runs/half_hour --work runs/half_hour || exit 1; \
+	done
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .

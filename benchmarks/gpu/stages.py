@@ -90,7 +90,7 @@ def stage_b(place: Place) -> list[Job]:
     limits = {"bf16": 80, "fp8": 100}
     return [
         _build(place),
-        Job("model", 90, _python("random_model.py", str(place.work / "model"), *_dry(place)), r".*parameters"),
+        _model(place),
         *(_training(place, name, limits.get(name, 70), knobs) for name, knobs in TRAININGS.items()),
     ]
 
@@ -106,6 +106,7 @@ def stage_c(place: Place) -> list[Job]:
             Job("racecheck", 90, [*check, "racecheck", *once], "=+ .*RACECHECK SUMMARY"),
             Job("counters", 100, [*_COUNTERS, *once, "--large"], r'"ID"|"\d+"'),
         ]
+    quickstart = [sys.executable, "launch/quickstart.py", "--out", str(place.work / "quickstart")]
     losses = [*_benchmark(place, "kd_loss"), "--vocabulary", "300" if place.dry else "151936", *_into(place, "losses")]
     return [
         _build(place),
@@ -113,15 +114,9 @@ def stage_c(place: Place) -> list[Job]:
         Job("compile", 150, _tests(place, "tests/gpu/test_compile.py"), PASSED),
         Job("host", 40, _python("host.py", *_dry(place)), r".* us"),
         Job("losses", 100, losses, r"\| .*|.*missed"),
+        _model(place),
         *(_training(place, name, 110, knobs) for name, knobs in MORE_TRAININGS.items()),
-        Job(
-            "quickstart",
-            190,
-            [sys.executable, "launch/quickstart.py", "--out", str(place.work / "quick")],
-            r"bf16|fp8|w2",
-        )
-        if not place.dry
-        else Job("train_again", 60, _python("train.py", "--help"), "usage"),
+        *([] if place.dry else [Job("quickstart", 190, quickstart, r"bf16|fp8_static|w2a16")]),
     ]
 
 
@@ -141,6 +136,10 @@ _COUNTERS = [
 
 def _build(place: Place) -> Job:
     return Job("build", 300, _python("build.py", *_dry(place)), "torch|built|compute|GPU")
+
+
+def _model(place: Place) -> Job:
+    return Job("model", 90, _python("random_model.py", str(place.work / "model"), *_dry(place)), r".*parameters")
 
 
 def _training(place: Place, name: str, limit: int, knobs: tuple[str, ...]) -> Job:

@@ -10,7 +10,7 @@ import pytest
 from tests.root import ROOT
 
 SCRIPTS = sorted(
-    path.name for path in (ROOT / "launch").glob("*.py") if path.stem not in ("__init__", "early", "exits")
+    path.name for path in (ROOT / "launch").glob("*.py") if path.stem not in ("__init__", "early", "exits", "launcher")
 )
 
 
