@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quant import gemm
-from quant.function import Plan, lsq_factor, quant_linear
-from quant.reference import fake_quant, fake_quant_backward
+from quant.function import Plan, quant_linear
+from quant.reference import fake_quant, fake_quant_backward, inside_range
 from quant.scale import Scale
 from quant.spec import TensorSpec
 from tests.unit.conftest import seed  # noqa: F401  (a fixture)
@@ -86,12 +86,16 @@ def test_gradients_against_fp64(way, shape, layout, device, fp8, seed):  # noqa:
     )
     close(ours[1], grad_weight, size, "weight")
     close(ours[2], exact_grad.sum(0), exact_grad.abs().sum(0), "bias")
-    factor = lsq_factor(width, weight_spec) * weight_s0.double()
-    _, size_scale = fake_quant_backward(size, exact_weight, weight_s0.double(), weight_spec, scale_gradient=True)
-    terms = (weight_spec.qmax * size).sum(-1, keepdim=True).view(-1, 1)
-    terms = terms if weight_spec is INT4 else terms.sum().view(1)
-    assert size_scale is not None and grad_scale is not None
-    close(ours[3], grad_scale * factor, 2 * terms * factor, "theta")
+    # LSQ's factor is written out here: 1 / sqrt(weights that share a scale, as the plan says, times qmax).
+    # Of theta thousands of terms of either sign are added up: what rounding moves each of them by adds up as its root.
+    inside = inside_range(exact_weight, weight_s0.double(), weight_spec)
+    terms = (used_weight - exact_weight * inside) / weight_s0.double()
+    squares = terms**2 * (exact_grad.t() ** 2 @ used_x**2)
+    noise = (squares.sum(-1, keepdim=True) if weight_spec is INT4 else squares.sum().view(1)).sqrt()
+    factor = (1 / (width * weight_spec.qmax) ** 0.5) * weight_s0.double()
+    assert grad_scale is not None
+    error = (ours[3].double() - grad_scale * factor).abs()
+    assert (error <= EPS * (grad_scale.abs() + 8 * noise) * factor).all(), "theta"
 
 
 @pytest.mark.parametrize("counts", [[0, 5, 16, 0], [300, 0, 77, 130], [0, 0, 0, 1]])
