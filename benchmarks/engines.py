@@ -13,6 +13,7 @@ Writes ``benchmarks/results/engines.md``.
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -36,8 +37,10 @@ from engine.verify.llama_cpp import engine_logits
 from model.build import build_model
 from model.compressed import load_compressed
 from model.load import load_weights
+from model.quantised.scales import take_scales
+from model.quantised.schemes import source_schemes
 from model.save import export_model
-from quant import Quantization
+from quant import Quantization, prepare
 from quant.layouts import check_layout
 from tests.gguf_templates import gguf_template
 
@@ -109,7 +112,10 @@ class Trained:
 
     def written(self, layout: str, out: Path, template: Path | None = None) -> Path:
         """Write the export again in another layout."""
-        export_model(self.model, self.quantization, self.export, out, layout=layout, template=template)  # type: ignore[arg-type]
+        model, quantization = self.model, self.quantization
+        if layout == "mlx":  # which has the experts of a layer together
+            model, quantization = with_stacks(self.export, model.dtype)
+        export_model(model, quantization, self.export, out, layout=layout, template=template)  # type: ignore[arg-type]
         return out
 
     def compared(self, logits: Iterator[Tensor]) -> Comparison:
@@ -129,6 +135,17 @@ class Trained:
         different = max(1, count - equal)
         error = ((wrong / different) / (size / count)) ** 0.5
         return Row(self.name, file, equal / count, error, self.compared(logits))
+
+
+def with_stacks(export: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Quantization]:
+    """The model of an export with its codes, scales and schemes; its experts are stacks."""
+    halves = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
+    model = build_model(export, halves, dtype=dtype, device=torch.device("cpu"), experts="stacked")
+    load_weights(model, export, progress=False)
+    schemes = source_schemes(model, export)
+    quantization = prepare(model, None, named=schemes, learn_weight_scale=False, learn_input_scale=False)
+    take_scales(model, quantization, export)
+    return model, quantization
 
 
 # ---- llama.cpp
@@ -236,6 +253,10 @@ def mlx_rows(trained: Trained, scratch: Path) -> Iterator[Row]:
     plain, expected = scratch / "plain", mlx_values(ours)
     if not plain.is_dir():
         trained.written("dequantized", plain)
+    # mlx-lm reads sizes by the names of earlier versions of transformers, which our export for it has too.
+    theirs, config = (json.loads((directory / "config.json").read_text()) for directory in (ours, plain))
+    config |= {key: value for key, value in theirs.items() if key not in config and not key.startswith("quantization")}
+    (plain / "config.json").write_text(json.dumps(config))
     for name, predicate in (
         ("MLX, the codes of training", None),
         ("MLX, mlx_lm.convert, Linears alone", lambda path, _: path in expected),

@@ -1,0 +1,163 @@
+"""Bits where they count: measure what each part of a model costs under several schemes, and write a mixed recipe.
+
+    deepspeed --num_gpus 8 launch/allocate.py --config launch/recipes/qwen3_4b.yaml \
+        --schemes w2a16_g32 w4a16_g32 --budget_bits 2.75 --out mixed.yaml
+    deepspeed --num_gpus 8 launch/train.py --config launch/recipes/qwen3_4b.yaml --config mixed.yaml
+
+For each scheme the model of the recipe is read and quantised as ``launch/calibrate.py`` does, and each part (layers
+that serving runs as one, or the experts of a MoE layer) is quantised alone: what this does to the logits of
+``--batches`` micro-batches per rank is its cost. The parts get the schemes with which the costs add up to least, while
+the weights have at most ``--budget_bits`` bits on average, scales included. Then the recipe is measured as it is.
+
+As many forwards per scheme and sample as there are parts, and a reading of the model for each scheme.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
+from launch.early import check_model_path, end_quietly
+
+if __name__ == "__main__":
+    end_quietly()
+    check_model_path()  # before the imports, which take many seconds
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import yaml
+
+from data.loader import Loader
+from engine.memory.meta_model import meta_student
+from engine.quantisation.allocation import Part, allocate, check_budget, rules_of
+from engine.quantisation.calibrate import calibrate_inputs
+from engine.quantisation.sensitivity import divergences, parts_of
+from engine.recipe.recipe import Recipe
+from engine.session.context import DTYPES, RunContext, start_ranks
+from engine.session.data import build_loader
+from engine.session.session import Session, build_session
+from launch.exits import clean_exit, recipe_or_exit
+from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
+
+MIXED = "mixed"  # the row of the recipe that is written
+
+
+def main() -> None:
+    """Check options and recipes, then measure, choose and write."""
+    arguments, rest = options()
+    recipes = {name: recipe_or_exit([*rest, "--quant.scheme", name]) for name in arguments.schemes}
+    with clean_exit():
+        context = start_ranks(recipes[arguments.schemes[0]])
+        check_options(recipes, arguments.budget_bits)
+        parts: list[Part] = []
+        costs: dict[str, float] = {}
+        for name, recipe in recipes.items():
+            say(f"measuring {name}")
+            found, costs[name] = measured(recipe, context, name, arguments.batches)
+            parts = joined(parts, found)
+        with errors_on_all_ranks(ValueError):
+            schemes = allocate(parts, arguments.budget_bits)
+        most, rules = rules_of(parts, schemes)
+        say("measuring the recipe")
+        mixed = recipe_or_exit([*rest, "--quant.scheme", most, "--quant.rules", yaml.safe_dump(rules)])
+        costs[MIXED] = cost_of_all(*opened(mixed, context), arguments.batches)
+        text = table(parts, schemes, costs)
+        say(text)
+        if is_main():
+            recipe_text = yaml.safe_dump({"quant": {"scheme": most, "rules": rules}}, sort_keys=False, width=1000)
+            head = "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
+            arguments.out.write_text(f"{head}\n{recipe_text}", encoding="utf-8")
+
+
+def options() -> tuple[argparse.Namespace, list[str]]:
+    """The options of this script, and the words that are the recipe's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--schemes", nargs="+", required=True, help="names as of quant.scheme, two or more")
+    parser.add_argument("--budget_bits", type=float, required=True, help="per weight at most, with scales")
+    parser.add_argument("--batches", type=int, default=4, help="micro-batches per rank that are measured (default 4)")
+    parser.add_argument("--out", type=Path, required=True, help="the recipe that is written, to be added to yours")
+    arguments, rest = parser.parse_known_args()
+    if len({*arguments.schemes}) < len(arguments.schemes) or len(arguments.schemes) < 2:
+        parser.error(f"--schemes: {' '.join(arguments.schemes)}, expected two or more, each once")
+    if not arguments.budget_bits > 0:
+        parser.error(f"--budget_bits: {arguments.budget_bits}, expected a number above 0")
+    if arguments.batches < 1:
+        parser.error(f"--batches: {arguments.batches}, expected 1 or more")
+    if arguments.out.is_dir() or not os.access(arguments.out.resolve().parent, os.W_OK):
+        parser.error(f"--out: {arguments.out}, expected a file in a folder that can be written")
+    return arguments, rest
+
+
+def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
+    """Refuse schemes that do not suit each other or the budget, from shapes alone; a collective."""
+    parts: list[Part] = []
+    for name, recipe in recipes.items():
+        student = meta_student(recipe)
+        found = parts_of(student.model, student.quantization, name, DTYPES[recipe.model.dtype])
+        raise_everywhere(None if found else f"--schemes: {name} quantises no weights, expected schemes of Linears")
+        raise_everywhere(
+            None
+            if not parts or [part.layers for part in parts] == [part.layers for part in found]
+            else f"--schemes: {name} is for other layers than those before it, expected schemes for the same ones"
+        )
+        parts = joined(parts, found)
+    with errors_on_all_ranks(ValueError):
+        check_budget(parts, budget_bits)
+
+
+def opened(recipe: Recipe, context: RunContext) -> tuple[Session, Loader]:
+    """The quantised model in its engine, with all scales in place; a collective."""
+    loader, _ = build_loader(recipe, context.tokenizer)
+    session = build_session(recipe, context, optimizer=False)
+    if session.uncalibrated:
+        batches = loader.first(recipe.quant.calibration_batches)
+        calibrate_inputs(session.engine, session.quantization, session.uncalibrated, batches, session.device)
+    return session, loader
+
+
+def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
+    """The cost of all layers quantised together; a collective."""
+    layers = [*session.quantization.layers]
+    return divergences(session.engine, session.quantization, [layers], loader.first(batches), session.device)[0]
+
+
+def measured(recipe: Recipe, context: RunContext, scheme: str, batches: int) -> tuple[list[Part], float]:
+    """The parts with their costs under a scheme, and the cost of all layers together; a collective."""
+    session, loader = opened(recipe, context)
+    quantization = session.quantization
+    parts = parts_of(session.model, quantization, scheme, DTYPES[recipe.model.dtype])
+    sets = [*(part.layers for part in parts), [*quantization.layers]]
+    *each, whole = divergences(session.engine, quantization, sets, loader.first(batches), session.device)
+    return [part.costing(scheme, cost) for part, cost in zip(parts, each, strict=True)], whole
+
+
+def joined(parts: Sequence[Part], more: Sequence[Part]) -> list[Part]:
+    """The same parts, with the options of both."""
+    if not parts:
+        return [*more]
+    return [replace(one, options={**one.options, **other.options}) for one, other in zip(parts, more, strict=True)]
+
+
+def table(parts: Sequence[Part], schemes: Sequence[str], costs: Mapping[str, float]) -> str:
+    """What was measured and chosen, as Markdown."""
+    names = [name for name in costs if name != MIXED]
+    lines = ["| part | weights | " + " | ".join(names) + " | chosen |", "| --- " * (len(names) + 3) + "|"]
+    for part, chosen in zip(parts, schemes, strict=True):
+        cells = [f"{part.options[name].cost:.3g}" for name in names]
+        lines.append(f"| {part} | {part.weights:,} | {' | '.join(cells)} | {chosen} |")
+    weights = sum(part.weights for part in parts)
+    lines += ["", "| all | bits per weight | KL divergence | sum of the parts |", "| --- | --- | --- | --- |"]
+    for name, cost in costs.items():
+        options = [part.options[chosen if name == MIXED else name] for part, chosen in zip(parts, schemes, strict=True)]
+        bits, added = sum(option.bits for option in options) / weights, sum(option.cost for option in options)
+        lines.append(f"| {name} | {bits:.4f} | {cost:.3g} | {added:.3g} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""launch/allocate.py on two ranks under ZeRO-3, and the PTQ checkpoint that comes of the recipe it writes."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.recipe.reading import parse_recipe
+from tests.distributed.launcher import run_ranks, run_waiting
+from tests.distributed.recipes import write_chats, write_recipe
+from tests.root import ROOT
+from tests.tiny import tiny_checkpoint
+
+BUDGET = 3.1
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The folder, the words of the command line, and what the script said."""
+    directory = tmp_path_factory.mktemp("allocate")
+    model = tiny_checkpoint(directory / "model", "qwen3_moe", wide=True)
+    settings = {"stage": 3, "dtype": "bfloat16", "loss": {"kd_weight": 0.0, "teacher": None}}
+    recipe = write_recipe(directory, "base", model, write_chats(directory / "chats.jsonl"), **settings)
+    words = ["--config", str(recipe), "--quant.calibration_batches", "0"]
+    options = ["--schemes", "w2a16_g32", "w4a16_g32", "--budget_bits", str(BUDGET), "--batches", "1"]
+    output = run_ranks(ROOT / "launch" / "allocate.py", *words, *options, "--out", directory / "mixed.yaml")
+    return directory, words, output
+
+
+def test_the_recipe_keeps_the_budget_in_the_files_that_come_of_it(written):
+    directory, words, output = written
+    words = [*words, "--config", str(directory / "mixed.yaml"), "--export.dir", str(directory / "ptq")]
+    recipe = parse_recipe(words)
+    assert {recipe.quant.scheme, *(rule.scheme for rule in recipe.quant.rules)} == {"w2a16_g32", "w4a16_g32"}
+    run_ranks(ROOT / "launch" / "calibrate.py", *words)
+    tensors = load_file(directory / "ptq" / "model.safetensors")
+    shapes = [tensor for key, tensor in tensors.items() if key.endswith("weight_shape")]
+    stored = [tensor for key, tensor in tensors.items() if key.endswith(("weight_packed", "weight_scale"))]
+    bits = 8 * sum(tensor.nbytes for tensor in stored) / sum(int(torch.prod(shape)) for shape in shapes)
+    (said,) = re.findall(r"^\| mixed \| ([\d.]+) \|", output, re.MULTILINE)
+    assert float(said) == pytest.approx(bits, abs=1e-4)
+    assert BUDGET - 0.6 < bits <= BUDGET
+
+
+def test_the_mixed_recipe_lies_between_the_two(written):
+    """Costs of all layers together: more bits, nearer to the original."""
+    costs = dict(re.findall(r"^\| (\w+) \| [\d.]+ \| (\S+) \|", written[2], re.MULTILINE))
+    assert 0 < float(costs["w4a16_g32"]) < float(costs["mixed"]) < float(costs["w2a16_g32"])
+
+
+def test_a_budget_that_nothing_fits_is_an_error_on_every_rank(written):
+    directory, words, _ = written
+    options = ["--schemes", "w4a16_g32", "w8a16_g32", "--budget_bits", "4", "--batches", "1"]
+    code, output = run_waiting(ROOT / "launch" / "allocate.py", *words, *options, "--out", directory / "none.yaml")
+    assert code == 1 and "4 bits per weight, expected 4.5000 or more" in output, output[-3000:]
+    assert "measuring" not in output and not (directory / "none.yaml").exists()
