@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -101,13 +102,21 @@ def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) ->
     """
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-    except BaseException as error:  # a panic of the tokenizers library, which is written in Rust, is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        why = " ".join(str(error).split())
-        raise DataError(
-            f"{directory}: expected a tokenizer (tokenizer.json, tokenizer_config.json) that transformers reads: {why}"
-        ) from error
+    except BaseException as error:
+        _refuse(directory, error)
+
+
+def _refuse(directory: str | Path, error: BaseException) -> NoReturn:
+    """`DataError` for what transformers or the tokenizers library raise about a tokenizer's files.
+
+    A panic of the latter, which is written in Rust, is no `Exception`.
+    """
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    why = " ".join(str(error).split())
+    raise DataError(
+        f"{directory}: expected a tokenizer (tokenizer.json, tokenizer_config.json) that transformers reads: {why}"
+    ) from error
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
@@ -123,7 +132,10 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
             f"{type(tokenizer).__name__} reports no character offsets of its tokens, expected a fast tokenizer "
             "(a model directory with a tokenizer.json)"
         )
-    copy = Tokenizer.from_str(backend.to_str())
+    try:
+        copy = Tokenizer.from_str(backend.to_str())
+    except BaseException as error:  # an added token may have taken the place of one that a merge names
+        _refuse(tokenizer.name_or_path, error)
     copy.post_processor = None
     copy.no_truncation()
     copy.no_padding()

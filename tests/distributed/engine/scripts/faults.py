@@ -58,7 +58,7 @@ def with_bad_loss(loop: Loop, steps: tuple[int, ...]) -> Loop:
 class Defect(dict):
     """A micro-batch that cannot be brought to the device."""
 
-    def items(self) -> Any:
+    def __getitem__(self, name: str) -> Any:
         """Raise instead of giving out the tensors."""
         raise ZeroDivisionError("planted in the middle of a step")
 
