@@ -1,9 +1,12 @@
-"""Where DeepSpeed's launcher is."""
+"""Where DeepSpeed's launcher is, and how a script starts another one."""
 
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def find_launcher() -> str:
@@ -18,4 +21,27 @@ def find_launcher() -> str:
         raise FileNotFoundError(
             f"there is no deepspeed launcher in {folder} or in PATH: pip install -r requirements.txt"
         )
+    return found
+
+
+def program(command: Sequence[str]) -> str:
+    """The path of what a command starts: that of ``deepspeed`` and ``python`` is of this environment.
+
+    Raises:
+        FileNotFoundError: there is no such program.
+    """
+    name = command[0]
+    if name in ("deepspeed", "python"):
+        return find_launcher() if name == "deepspeed" else sys.executable
+    found = shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(f"{name!r}: there is no such program in PATH")
+    return found
+
+
+def environment() -> dict[str, str]:
+    """The environment for another script of this project."""
+    found = {"OMP_NUM_THREADS": "1", **os.environ}
+    # A script's own folder is on Python's path, the project's root is not unless it is installed.
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
     return found

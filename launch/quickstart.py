@@ -43,9 +43,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from launch.launcher import find_launcher
+from launch.launcher import ROOT, environment, find_launcher, program
 
-ROOT = Path(__file__).resolve().parent.parent
 SCHEMES = ("fp8_static", "w2a16_g32")  # one that costs nothing, and one where quantising without training hurts
 VOCABULARY = 512
 LENGTH = 128
@@ -233,15 +232,11 @@ def call(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
     ``report`` the other way round.
     """
     print(f"$ {shlex.join(shown)}", flush=True)
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    # A script's own folder is on Python's path, the project's root is not unless it is installed.
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    command = [find_launcher() if shown[0] == "deepspeed" else sys.executable, *shown[1:]]
+    command = [program(shown), *shown[1:]]
     command = [str(ROOT / word) if word.startswith("launch/") else word for word in command]
     with open(log, "w", encoding="utf-8") as file:
         stdout, stderr = (None, file) if report else (file, None)
-        code = subprocess.run(command, check=False, env=environment, stdout=stdout, stderr=stderr).returncode
+        code = subprocess.run(command, check=False, env=environment(), stdout=stdout, stderr=stderr).returncode
     if code:
         end = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
         sys.exit(f"\n{end}\nerror: exit code {code} of the command above; the last lines of {log} are above this one")

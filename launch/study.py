@@ -1,0 +1,167 @@
+"""What quantising a model costs and training wins back, by one recipe: FT, PTQ and QAT, and the table of the three.
+
+    python launch/study.py --text heldout.txt --config launch/recipes/qwen3_4b.yaml [--section.field value ...]
+    python launch/study.py --launcher "deepspeed --num_gpus 8" --text heldout.txt --config ...
+
+All words but these are the recipe's. In its ``output_dir``, by commands that are printed and may be run by hand:
+
+1. ``ft``: ``launch/train.py`` with fake quant off; data, losses, teacher, rates and steps are the recipe's.
+2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantises it without training.
+3. ``qat``: ``launch/train.py`` as the recipe says.
+4. ``compare.md``: ``launch/compare.py``, the perplexity of the three exports on a text that none was trained on.
+
+QAT is compared with a model that was trained with the same losses, on the same samples, for as long, and PTQ is of that
+model. So the recovered share credits QAT with nothing that training or distillation alone would have given. What is
+there from an earlier call is not made again, and training that was interrupted goes on from its checkpoint.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
+from launch.early import check_model_path, end_quietly
+
+if __name__ == "__main__":
+    end_quietly()
+    check_model_path()  # before the imports, which take many seconds
+
+import argparse
+import json
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from engine.checkpoint.find import LATEST
+from engine.export import check_export
+from engine.recipe.checks import RecipeError
+from engine.recipe.events import EventRecipe
+from engine.recipe.quant import SOURCE
+from engine.recipe.reading import load_recipe, save_recipe
+from engine.recipe.recipe import Recipe
+from launch.exits import clean_exit, recipe_or_exit
+from launch.launcher import ROOT, environment, program
+
+FT, PTQ, QAT = "ft", "ptq", "qat"
+SCRIPTS = {FT: "launch/train.py", PTQ: "launch/calibrate.py", QAT: "launch/train.py"}
+MADE_BY = "study.yaml"  # in the folder of a part: the recipe that it was made by
+
+
+def main() -> None:
+    """Check all parts, then make those that are missing, and compare them."""
+    arguments, words = options()
+    recipe = recipe_or_exit(words)
+    out = Path(recipe.output_dir)
+    with clean_exit():
+        check_recipe(recipe)
+        changes = {part: changes_of(part, recipe) for part in SCRIPTS}
+        recipes = {}
+        for part, changed in changes.items():
+            # FT's export, which PTQ reads, is not there yet.
+            recipes[part] = recipe_or_exit([*words, *changed], check_files=part != PTQ)
+            check_part(out / part, recipes[part])
+    for part, script in SCRIPTS.items():
+        if (out / part / "export").is_dir():
+            print(f"{part}: {out / part / 'export'} is there", flush=True)
+            continue
+        (out / part).mkdir(parents=True, exist_ok=True)
+        save_recipe(recipes[part], out / part / MADE_BY)
+        begun = (out / part / "checkpoints" / LATEST).is_file()
+        resume = ["--train.resume", "true"] if begun and script == SCRIPTS[QAT] else []
+        call([*arguments.launcher, script, *words, *changes[part], *resume])
+    names = [f"{recipe.quant.scheme}={out / part / 'export'}" for part in (PTQ, QAT)]
+    sides = ["--bf16", str(out / FT / "export"), "--ptq", names[0], "--qat", names[1]]
+    asked = ["--text", str(arguments.text), "--dtype", recipe.model.dtype, "--out", str(out)]
+    call([*arguments.launcher, "launch/compare.py", *sides, *asked])
+
+
+def options() -> tuple[argparse.Namespace, list[str]]:
+    """The options of this script, and the words that are the recipe's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--text", type=Path, required=True, help="a UTF-8 file that none is trained on")
+    parser.add_argument(
+        "--launcher", type=shlex.split, default=["deepspeed"], help="what starts a script on all ranks (deepspeed)"
+    )
+    arguments, words = parser.parse_known_args()
+    if not arguments.text.is_file():
+        parser.error(f"--text: {arguments.text}, expected a text file")
+    try:
+        program(arguments.launcher)
+    except (FileNotFoundError, IndexError) as error:
+        parser.error(f"--launcher: {error}")
+    return arguments, words
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse recipes of which this script makes no fair comparison. Raises RecipeError."""
+    quant, export = recipe.quant, recipe.export
+    rules = [
+        ("quant.scheme", quant.scheme, quant.scheme != SOURCE, "a scheme: FT, which PTQ reads, holds no codes"),
+        ("quant.fake_quant_start", quant.fake_quant_start, not recipe.never_quantises(), "0 or more: QAT would be FT"),
+        ("quant.start", quant.start, quant.start is None, "null: PTQ is FT quantised, not a file"),
+        ("quant.scales", quant.scales, quant.scales is None, "null: PTQ's scales are FT's"),
+        (
+            "adapter.kind",
+            recipe.adapter.kind,
+            not recipe.adapter.on,
+            "none: launch/compare.py takes parts made by hand",
+        ),
+        ("train.resume", recipe.train.resume, not recipe.train.resume, "false: a part that was interrupted is resumed"),
+        ("export.enabled", export.enabled, export.enabled, "true: exports are compared"),
+        ("export.format", export.format, export.format == "compressed", "compressed, computed as it is served"),
+        ("export.dir", export.dir, export.dir is None, "null: the export of each part lies in its folder"),
+    ]
+    if problems := [f"{key}: {found!r}, expected {expected}" for key, found, good, expected in rules if not good]:
+        raise RecipeError("\n".join(problems))
+
+
+def changes_of(part: str, recipe: Recipe) -> list[str]:
+    """The words with which a part's recipe differs from ``recipe``."""
+    out = Path(recipe.output_dir)
+    words = ["--output_dir", str(out / part)]
+    if part == PTQ:
+        words += ["--model.path", str(out / FT / "export")]
+    if part == FT:
+        words += ["--quant.fake_quant_start", "-1"]
+        words += ["--schedule", json.dumps(without_fake_quant(recipe.schedule))] if recipe.schedule else []
+    return words
+
+
+def without_fake_quant(events: Sequence[EventRecipe]) -> list[dict[str, object]]:
+    """What events change beside quantisation."""
+    rest = [replace(event, fake_quant=None, layers=None, observe=None, freeze_scales=None) for event in events]
+    return [
+        {item.name: value for item in fields(event) if (value := getattr(event, item.name)) is not None}
+        for event in rest
+        if event.lr is not None or event.loss is not None
+    ]
+
+
+def check_part(folder: Path, recipe: Recipe) -> None:
+    """Refuse a folder that holds another recipe's part, or an export that could not be written. Raises RecipeError."""
+    made_by = folder / MADE_BY
+    if made_by.is_file():
+        if load_recipe(made_by) != recipe:
+            raise RecipeError(f"{folder} was made by another recipe ({made_by}): name another output_dir, or remove it")
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise RecipeError(f"{folder} was not made by this script: name another output_dir, or remove it")
+    if not (folder / "export").is_dir():
+        check_export(recipe)
+
+
+def call(shown: Sequence[str]) -> None:
+    """Print a command and run it; where it fails, this process ends with its exit code."""
+    print(f"$ {shlex.join(shown)}", flush=True)
+    command = [str(ROOT / word) if word in {*SCRIPTS.values(), "launch/compare.py"} else word for word in shown]
+    command[0] = program(shown)
+    code = subprocess.run(command, check=False, env=environment()).returncode
+    if code:
+        print(f"error: exit code {code} of {shlex.join(shown)}", file=sys.stderr, flush=True)
+        raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""launch/study.py as a user starts it: parts on two ranks, the table; a second call makes nothing anew."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.launcher import free_port
+from tests.distributed.recipes import write_recipe
+from tests.patience import PATIENCE
+from tests.processes import CPU
+from tests.root import ROOT
+from tests.tiny import TEXT, tiny_checkpoint
+
+pytestmark = pytest.mark.full  # four launches
+
+
+def study(*words: str) -> subprocess.CompletedProcess[str]:
+    """The script, and what came of it."""
+    command = [sys.executable, str(ROOT / "launch" / "study.py"), *words]
+    environment = {**os.environ, **CPU}
+    return subprocess.run(command, env=environment, text=True, check=False, capture_output=True, timeout=PATIENCE)
+
+
+def test_three_parts_and_their_table(tmp_path):
+    model, text = tiny_checkpoint(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text(TEXT * 100)
+    recipe = write_recipe(
+        tmp_path,
+        "run",
+        model,
+        text,
+        stage=3,
+        dtype="float32",
+        data={"kind": "text", "max_length": 32},
+        train={"steps": 3},
+        quant={"scheme": "w4a16_channel"},
+        export={"enabled": True},
+    )
+    launcher = f"deepspeed --num_gpus 2 --master_port {free_port()}"
+    words = ["--launcher", launcher, "--text", str(text), "--config", str(recipe)]
+    first = study(*words)
+    assert first.returncode == 0, first.stdout[-4000:] + first.stderr[-4000:]
+    commands = [line for line in first.stdout.splitlines() if line.startswith("$ ")]
+    assert [line.partition("launch/")[2].split()[0] for line in commands] == [
+        "train.py",
+        "calibrate.py",
+        "train.py",
+        "compare.py",
+    ]
+    table = (tmp_path / "run" / "compare.md").read_text()
+    assert "w4a16_channel" in table and "fp32" in table
+    made = {part: (tmp_path / "run" / part / "export" / "model.safetensors").stat() for part in ("ft", "ptq", "qat")}
+
+    second = study(*words)
+    assert second.returncode == 0 and second.stdout.count("$ ") == 1
+    assert (tmp_path / "run" / "compare.md").read_text() == table
+    for part, before in made.items():
+        assert (tmp_path / "run" / part / "export" / "model.safetensors").stat() == before
+
+    other = study(*words, "--train.steps", "4")
+    assert other.returncode == 2 and "ft was made by another recipe" in other.stderr

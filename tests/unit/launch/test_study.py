@@ -1,0 +1,102 @@
+"""launch/study.py: how its parts differ, and what it refuses before any of them is made."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.recipe.adapter import AdapterRecipe
+from engine.recipe.checks import RecipeError
+from engine.recipe.events import EventRecipe
+from engine.recipe.quant import QuantRecipe, SchemeRecipe, TensorRecipe
+from engine.recipe.reading import parse_recipe, save_recipe
+from engine.recipe.recipe import Recipe
+from engine.recipe.sections import DataRecipe, ExportRecipe, LearnableRecipe, ModelRecipe, TrainRecipe
+from launch import study
+
+OF_FILES = SchemeRecipe(TensorRecipe("int", bits=4, granularity="channel"))
+EVENTS = [
+    EventRecipe(at=0, fake_quant=False),
+    EventRecipe(at=2, fake_quant=True, lr={"weights": 1e-4}),
+    EventRecipe(when="loss/lm < 2.5", loss={"lm": 0.5}),
+    EventRecipe(every=3, observe=True),
+    EventRecipe(at=4, freeze_scales=True),
+]
+
+
+def recipe_of(directory: Path, **sections) -> Recipe:
+    recipe = Recipe(
+        model=ModelRecipe(path="model"),
+        data=DataRecipe(train=["train.jsonl"]),
+        train=TrainRecipe(steps=8),
+        output_dir=str(directory / "out"),
+    )
+    return replace(recipe, **sections)
+
+
+def test_parts_differ_in_quantisation_alone(tmp_path):
+    recipe = recipe_of(tmp_path, schedule=EVENTS)
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    parts = {
+        part: parse_recipe(
+            ["--config", str(tmp_path / "recipe.yaml"), *study.changes_of(part, recipe)], check_files=False
+        )
+        for part in study.SCRIPTS
+    }
+    out = tmp_path / "out"
+    assert parts["qat"] == replace(recipe, output_dir=str(out / "qat"))
+    assert parts["ptq"] == replace(
+        recipe, output_dir=str(out / "ptq"), model=replace(recipe.model, path=str(out / "ft" / "export"))
+    )
+    assert parts["ft"] == replace(
+        recipe,
+        output_dir=str(out / "ft"),
+        quant=replace(recipe.quant, fake_quant_start=-1),
+        schedule=[
+            EventRecipe(at=2, lr={"weights": 1e-4}),
+            EventRecipe(when="loss/lm < 2.5", loss={"lm": 0.5}),
+        ],
+    )
+    assert parts["ft"].never_quantises() and not recipe.never_quantises()
+    study.check_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"quant": QuantRecipe(scheme="source", schemes={"source": OF_FILES})},
+            "quant.scheme: 'source', expected a scheme",
+        ),
+        ({"quant": QuantRecipe(fake_quant_start=-1)}, "quant.fake_quant_start: -1, expected 0 or more"),
+        ({"quant": QuantRecipe(start="gptq")}, "quant.start: 'gptq', expected null"),
+        ({"quant": QuantRecipe(scales="ptq")}, "quant.scales: 'ptq', expected null"),
+        (
+            {"adapter": AdapterRecipe(kind="lora"), "learnable": LearnableRecipe(weight=False)},
+            "adapter.kind: 'lora', expected none",
+        ),
+        ({"train": TrainRecipe(steps=8, resume=True)}, "train.resume: True, expected false"),
+        ({"export": ExportRecipe(enabled=False)}, "export.enabled: False, expected true"),
+        ({"export": ExportRecipe(format="dequantized")}, "export.format: 'dequantized', expected compressed"),
+        ({"export": ExportRecipe(dir="served")}, "export.dir: 'served', expected null"),
+    ],
+)
+def test_a_recipe_of_which_no_fair_table_is_made(tmp_path, sections, said):
+    with pytest.raises(RecipeError) as caught:
+        study.check_recipe(recipe_of(tmp_path, **sections))
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+
+
+def test_a_folder_of_another_recipe_is_left_alone(tmp_path):
+    recipe, folder = recipe_of(tmp_path), tmp_path / "out" / "ft"
+    recipe = replace(recipe, output_dir=str(folder))
+    study.check_part(folder, recipe)
+    folder.mkdir(parents=True)
+    study.check_part(folder, recipe)
+    save_recipe(recipe, folder / study.MADE_BY)
+    study.check_part(folder, recipe)
+    with pytest.raises(RecipeError, match="was made by another recipe"):
+        study.check_part(folder, replace(recipe, train=TrainRecipe(steps=9)))
+    (folder / study.MADE_BY).rename(folder / "notes.txt")
+    with pytest.raises(RecipeError, match="was not made by this script"):
+        study.check_part(folder, recipe)
