@@ -36,7 +36,9 @@ def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """The int8 codes [out, columns] of words packed by :func:`pack_int32`."""
-    return unpack_rows(packed.contiguous().view(torch.uint8), bits, columns)
+    rows, across = packed.shape
+    # Flat first: one column counts as contiguous whatever its stride is, with which it has no view as bytes.
+    return unpack_rows(packed.reshape(-1).view(torch.uint8).view(rows, 4 * across), bits, columns)
 
 
 def unpack_rows(rows: torch.Tensor, bits: int, columns: int) -> torch.Tensor:

@@ -98,6 +98,8 @@ def test_packing_is_that_of_compressed_tensors(bits, seed):
         assert words.is_contiguous()
         assert words.shape == (rows, packed_columns(columns, bits))
         assert torch.equal(unpack_int32(words, bits, columns), codes)
+        across = words.t().clone(memory_format=torch.contiguous_format).t()  # as zero points lie
+        assert torch.equal(unpack_int32(across, bits, columns), codes)
         assert torch.equal(unpack_from_int32(words, bits, codes.shape), codes)
 
 
