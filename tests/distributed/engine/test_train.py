@@ -25,11 +25,12 @@ LADDER = ("zero3_offload_param", "zero3_hpz")  # all of them: test_ladder
 # Doubles twice in five steps, and overflows in none.
 GROWING = {"initial_scale_power": 10, "loss_scale_window": 2}
 OVERFLOWING = {"initial_scale_power": 20, "loss_scale_window": 2}
-HALF = {("qwen3", 0), ("qwen3", 3)}
+HALF = {("qwen3", 3)}
 TWICE = {"quant_stats_every": 2}  # two looks at the quantisation in five steps
-# Experts on every stage come with the large counts; 1 partitions the optimizer, 3 the experts themselves.
-STAGES = {"qwen3": (0, 1, 2, 3), "qwen3_moe": (1, 3)}
-OTHERS = {"qwen3_moe": (0, 1, 2, 3)}
+# The rest comes with the large counts: 2 is 1 with gradients in partitions, and 3 partitions the experts themselves.
+STAGES = {"qwen3": (0, 1, 3), "qwen3_moe": (3,)}
+OTHERS = {"qwen3": (1, 2), "qwen3_moe": (0, 1, 2, 3)}
+OTHER_HALF = {("qwen3", 0)}
 
 
 def pairs(stages: dict[str, tuple[int, ...]]) -> list[tuple[str, int]]:
@@ -44,6 +45,25 @@ def write_stages(directory: Path, data: Path, stages: dict[str, tuple[int, ...]]
         for stage, dtype in itertools.product(stages[kind], ("float32", "bfloat16")):
             paths[kind, stage, dtype] = write_recipe(
                 directory, f"{kind}_zero{stage}_{dtype}", model, data, stage=stage, dtype=dtype, train=TWICE
+            )
+    return paths
+
+
+def write_half(directory: Path, data: Path, half: set[tuple[str, int]]) -> dict[tuple, Path]:
+    """Recipes in fp16, with a loss scale that grows and with one that is too large."""
+    paths = {}
+    for kind, stage in sorted(half):
+        for name, fp16 in (("float16", GROWING), ("overflow", OVERFLOWING)):
+            train = {"steps": 8, "max_skipped_steps": 1} if name == "overflow" else TWICE
+            paths[kind, stage, name] = write_recipe(
+                directory,
+                f"{kind}_zero{stage}_{name}",
+                directory / kind,
+                data,
+                stage=stage,
+                dtype="float16",
+                deepspeed=write_ds_config(directory, f"{name}_{stage}", f"zero{stage}", fp16=fp16),
+                train=train,
             )
     return paths
 
@@ -68,19 +88,7 @@ def results(tmp_path_factory):
         dtype="float32",
         quant={"calibration_batches": 2, "gather_codes": True},
     )
-    for kind, stage in sorted(HALF):
-        for name, fp16 in (("float16", GROWING), ("overflow", OVERFLOWING)):
-            train = {"steps": 8, "max_skipped_steps": 1} if name == "overflow" else TWICE
-            paths[kind, stage, name] = write_recipe(
-                directory,
-                f"{kind}_zero{stage}_{name}",
-                directory / kind,
-                data,
-                stage=stage,
-                dtype="float16",
-                deepspeed=write_ds_config(directory, f"{name}_{stage}", f"zero{stage}", fp16=fp16),
-                train=train,
-            )
+    paths |= write_half(directory, data, HALF)
     for shipped in LADDER:  # hpZ last: its groups of ranks are there until the process ends
         paths["llama", shipped, "float32"] = write_recipe(
             directory,
@@ -97,9 +105,10 @@ def results(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    """One launch: the MoE on all four stages."""
+    """One launch: the rest of the stages, and the MoE on all four."""
     directory = tmp_path_factory.mktemp("others")
-    paths = write_stages(directory, write_chats(directory / "chats.jsonl"), OTHERS)
+    data = write_chats(directory / "chats.jsonl")
+    paths = write_stages(directory, data, OTHERS) | write_half(directory, data, OTHER_HALF)
     run_ranks(SCRIPT, *map(str, paths.values()))
     return paths
 
@@ -111,7 +120,7 @@ def test_fp32_equals_a_plain_loop_on_every_stage(results, kind, stage):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "stage"), pairs(OTHERS))
-def test_fp32_with_experts_equals_a_plain_loop_on_every_stage(others, kind, stage):
+def test_fp32_equals_a_plain_loop_on_the_rest_of_the_stages(others, kind, stage):
     assert_equals_plain_loop(others[kind, stage, "float32"])
 
 
@@ -125,14 +134,14 @@ def test_weights_gathered_as_codes_equal_a_plain_loop(results):
     assert_equals_plain_loop(results["qwen3_moe", "coded", "float32"])
 
 
-@pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.parametrize("kind", ["qwen3"])
 def test_bf16_stages_differ_less_from_each_other_than_bf16_from_fp32(results, kind):
     assert_bf16_stages_are_close(results, kind, STAGES[kind])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", OTHERS)
-def test_bf16_stages_with_experts_differ_less_from_each_other_than_bf16_from_fp32(others, kind):
+def test_the_rest_of_the_bf16_stages_differ_less_from_each_other_than_bf16_from_fp32(others, kind):
     assert_bf16_stages_are_close(others, kind, OTHERS[kind])
 
 
@@ -149,6 +158,17 @@ def assert_bf16_stages_are_close(results, kind, stages):
 
 @pytest.mark.parametrize(("kind", "stage"), sorted(HALF))
 def test_fp16_with_a_loss_scale_that_grows_trains_as_fp32_does(results, kind, stage):
+    assert_fp16_trains_as_fp32(results, kind, stage)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "stage"), sorted(OTHER_HALF))
+def test_fp16_on_the_rest_of_the_stages(others, kind, stage):
+    assert_fp16_trains_as_fp32(others, kind, stage)
+    assert_overflows_are_left_out(others[kind, stage, "overflow"])
+
+
+def assert_fp16_trains_as_fp32(results, kind, stage):
     """The norms of all gradients, clipped later, and of the scales' are without it: within what 16 bits cost (2% and
     35%), where an error in the loss scale is a factor of 2, or of 1024."""
     exact, rounded = load_result(results[kind, 1, "float32"]), load_result(results[kind, 1, "bfloat16"])
@@ -163,7 +183,10 @@ def test_fp16_with_a_loss_scale_that_grows_trains_as_fp32_does(results, kind, st
 
 @pytest.mark.parametrize(("kind", "stage"), sorted(HALF))
 def test_a_step_whose_gradients_overflow_in_fp16_is_left_out_and_halves_the_loss_scale(results, kind, stage):
-    path = results[kind, stage, "overflow"]
+    assert_overflows_are_left_out(results[kind, stage, "overflow"])
+
+
+def assert_overflows_are_left_out(path):
     found, settings = load_result(path), load_recipe(path)
     assert len(found["losses"]) == settings.train.steps  # although one step without a lower scale would end the run
     counts = [0, *found["skipped"]]

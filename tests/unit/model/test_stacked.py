@@ -21,6 +21,7 @@ from model.scales import (
 )
 from quant import SCHEMES, Quantization, Ranges, Scheme, TensorSpec, prepare
 from quant.experts import linears_of
+from tests.thinned import thinned
 from tests.tiny import tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -71,7 +72,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", thinned(SCHEMES))
 def test_scales_and_files_are_those_of_per_expert_linears(name: str, tmp_path: Path):
     """Bit for bit, whatever trains: thetas are random here."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=random.randrange(2**31), wide=True)

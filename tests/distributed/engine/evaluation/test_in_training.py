@@ -25,22 +25,21 @@ HELD_OUT = {
     "eval": {"every": 1, "best": "total"},
 }
 UNSEEN = {"eval": {"every": 0}, "train": {"steps": 5}}
-RUNS = {
-    **{f"heldout_{stage}": Variant({**HELD_OUT, "stage": stage}, action="keep_evaluations") for stage in (1, 3)},
-    **{f"unseen_{stage}": Variant({**HELD_OUT, **UNSEEN, "stage": stage}) for stage in (1, 3)},
-}
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    """One launch for all runs."""
-    return run_variants(tmp_path_factory.mktemp("in_training"), RUNS)
+@pytest.fixture(scope="module", params=(pytest.param(1, marks=pytest.mark.full), 3))
+def paths(tmp_path_factory, request):
+    """One launch for a run that evaluates and one that does not."""
+    runs = {
+        "heldout": Variant({**HELD_OUT, "stage": request.param}, action="keep_evaluations"),
+        "unseen": Variant({**HELD_OUT, **UNSEEN, "stage": request.param}),
+    }
+    return run_variants(tmp_path_factory.mktemp("in_training"), runs)
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-def test_evaluation_changes_nothing_that_trains(paths, stage):
+def test_evaluation_changes_nothing_that_trains(paths):
     """Bit for bit, also while fake quant is off, for all but the scales that are not in use."""
-    watched, unseen = (load_result(paths[f"{name}_{stage}"]) for name in ("heldout", "unseen"))
+    watched, unseen = (load_result(paths[name]) for name in ("heldout", "unseen"))
     assert watched["losses"] == unseen["losses"]
     for step, (found, expected) in enumerate(zip(watched["after"], unseen["after"], strict=True)):
         resting = () if step >= 3 else ("input_s0",) if step == 2 else ("input_s0", "weight_s0")
@@ -48,10 +47,9 @@ def test_evaluation_changes_nothing_that_trains(paths, stage):
             assert name.endswith(resting or "no scale") or torch.equal(found[name], value), (step, name)
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-def test_evaluation_is_of_the_held_out_samples_as_the_model_would_be_served(paths, stage):
+def test_evaluation_is_of_the_held_out_samples_as_the_model_would_be_served(paths):
     """Fake-quantised with scales that fit, in steps in which training is not, too; a mean over all ranks' tokens."""
-    path = paths[f"heldout_{stage}"]
+    path = paths["heldout"]
     found, settings = load_result(path), load_recipe(path)
     evaluations = found["seen"]["evaluations"]
     assert len(evaluations) == 5
@@ -79,9 +77,8 @@ def test_evaluation_is_of_the_held_out_samples_as_the_model_would_be_served(path
         assert evaluation["eval/perplexity"] == pytest.approx(math.exp(evaluation["eval/lm"]))
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_last(paths, stage):
-    found, settings = load_result(paths[f"heldout_{stage}"]), load_recipe(paths[f"heldout_{stage}"])
+def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_last(paths):
+    found, settings = load_result(paths["heldout"]), load_recipe(paths["heldout"])
     totals = [evaluation["eval/total"] for evaluation in found["seen"]["evaluations"]]
     step = 1 + totals.index(min(totals))
     directory = Path(settings.output_dir) / "checkpoints"

@@ -27,6 +27,7 @@ from quant import SCHEMES, Rule, Scheme, TensorSpec, prepare
 from quant.packing import unpack_zero_points
 from quant.spec import PRESETS
 from tests.patience import ends
+from tests.thinned import thinned
 from tests.tiny import tiny_checkpoint
 
 LAYER = "model.layers.0"
@@ -462,7 +463,7 @@ EXPERTS = ("fp8_static_kv", "fp8_block", "int8_dynamic", "w4a16_g32", "w4a16_asy
 
 @pytest.mark.parametrize(
     ("kind", "scheme"),
-    [*(("qwen3", name) for name in [*SCHEMES, "fp8_static_kv"]), *(("qwen3_moe", name) for name in EXPERTS)],
+    [*thinned(("qwen3", name) for name in [*SCHEMES, "fp8_static_kv"]), *(("qwen3_moe", name) for name in EXPERTS)],
 )
 def test_own_exports_are_read_back(kind, scheme, sources, tmp_path):
     """With codes and without, in this project's layouts."""

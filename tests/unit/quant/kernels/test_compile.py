@@ -197,7 +197,7 @@ def test_compiled_by_inductor(seed):
         pytest.param("fp8_gemm learned", torch.float32, marks=pytest.mark.full),
         ("w4a16", torch.bfloat16),
         ("dynamic", torch.bfloat16),
-        ("nvfp4", torch.bfloat16),
+        pytest.param("nvfp4", torch.bfloat16, marks=pytest.mark.full),
     ],
 )
 def test_traced_as_one_graph(way, dtype, seed):

@@ -38,7 +38,8 @@ def test_kernels_compile_without_warnings_and_stay_in_registers(source, tmp_path
     assert set(usage) == {("0", "0", "0")}
 
 
-@pytest.mark.parametrize("step", [251, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("step", [251, 1])
 def test_instructions_that_convert_agree_with_the_arithmetic(step, tmp_path):
     source = Path(__file__).parent / "cuda_emulation" / "conversions.cu"
     run("nvcc", *FLAGS, "-I", SOURCES, source, "-o", tmp_path / "conversions")
