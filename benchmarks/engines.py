@@ -226,10 +226,11 @@ def mlx_values(directory: Path) -> dict[str, Tensor]:
     found: dict[str, Any] = {}
     for file in sorted(directory.glob("model*.safetensors")):
         found |= mx.load(str(file))
-    values = {}
+    values, said = {}, json.loads((directory / "config.json").read_text())["quantization"]
     for key in (key.removesuffix(".scales") for key in found if key.endswith(".scales")):
         scales, biases = (found[f"{key}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
-        weight = mx.dequantize(found[f"{key}.weight"], scales, biases, group_size=32, bits=4)
+        sizes = {name: said.get(key, said)[name] for name in ("group_size", "bits")}  # a router's may be others
+        weight = mx.dequantize(found[f"{key}.weight"], scales, biases, **sizes)
         values[key] = torch.from_numpy(np.array(weight))
     return values
 

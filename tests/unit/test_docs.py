@@ -187,6 +187,8 @@ def script_options(script: Path) -> set[str]:
     return set(re.findall(r"--\w+", out.getvalue()))
 
 
+# With options of their own, and any knob of the recipe.
+WITH_KNOBS = ("allocate.py", "cache_teacher.py", "memory.py", "study.py")
 RECIPE_SCRIPTS = ("train.py", "calibrate.py", "custom_loss.py", "fake_quant_later.py", "layer_by_layer.py")
 MINIMAL = {
     "model": {"path": "models/Qwen3-4B"},
@@ -203,8 +205,10 @@ def check_script(words: list[str], tmp_path: Path) -> None:
         assert arguments == []
         return
     assert script.is_file(), words[0]
-    (tmp_path / "my_recipe.yaml").write_text(yaml.safe_dump(MINIMAL))
-    given = [str(tmp_path / word) if word == "my_recipe.yaml" else word for word in arguments]
+    written = {"my_recipe.yaml": MINIMAL, "mixed.yaml": {"quant": {"scheme": "w2a16_g32"}}}
+    for file, content in written.items():
+        (tmp_path / file).write_text(yaml.safe_dump(content))
+    given = [str(tmp_path / word) if word in written else word for word in arguments]
     given = [str(ROOT / word) if word.startswith("launch/recipes/") else word for word in given]
     if script.name in RECIPE_SCRIPTS:
         given = [word for word in given if word not in ("--help", "--print_config")]
@@ -212,7 +216,7 @@ def check_script(words: list[str], tmp_path: Path) -> None:
             parse_recipe(given, check_files=False)
         return
     options = {word.partition("=")[0] for word in arguments if word.startswith("--")} - {"--help"}
-    if script.name in ("memory.py", "cache_teacher.py"):  # options of their own, and any knob of the recipe
+    if script.name in WITH_KNOBS:
         own = set(re.findall(r'add_argument\("(--\w+)"', script.read_text(encoding="utf-8")))
         recipe, position = [], 0
         while position < len(given):
