@@ -116,6 +116,15 @@ DEEPQAT_INLINE float stored_scale(float x) {
   return rounded_to<T>(within_range(x, T{}));
 }
 
+// The power of two that is nearest to a scale by its logarithm, from 2^-127 (a subnormal number) to 2^127. The square root
+// of 2 lies between 0x3fb504f3 and the next number, half of that of the smallest normal number below 0x5a827a.
+DEEPQAT_INLINE float power_of_two(float s) {
+  const uint32_t b = bits_of(s), size = b & 0x7fffffffu;
+  const uint32_t normal = smaller((size + (0x00800000u - 0x003504f4u)) & 0x7f800000u, 0x7f000000u);
+  const uint32_t power = size < 0x00800000u ? (size < 0x005a827au ? 0x00400000u : 0x00800000u) : normal;
+  return float_of(size >= 0x7f800000u || (b != size && size != 0u) ? 0x7fc00000u : power);
+}
+
 // x where `inside`, else 0, without a branch.
 DEEPQAT_INLINE float kept(float x, bool inside) { return float_of(bits_of(x) & (inside ? 0xffffffffu : 0u)); }
 
@@ -174,6 +183,7 @@ template <int kBits, int kMantissa, int kSmallest, int kLargest, uint32_t kInsid
 struct MiniFloat {
   using Code = uint8_t;
   static constexpr bool kShifted = false;
+  static constexpr float kMax = static_cast<float>(kLargest);
   static constexpr uint32_t kSign = 1u << (kBits - 1);
   static constexpr int kHidden = 23 - kMantissa;  // bits of an fp32 mantissa that the grid's does not have
   // The bits of the smallest normal number, of the spacing below it, and of the power of two with this spacing.
@@ -235,6 +245,14 @@ struct MiniFloat {
 using E4M3 = MiniFloat<8, 3, -6, 448, 0x43e80000u, 0x7f>;
 // 0x40dfffff is the number below 7, halfway to 8, to which the tie goes. There is no NaN: its code is 0.
 using E2M1 = MiniFloat<4, 1, 0, 6, 0x40dfffffu, 0>;
+
+// A scale as an e4m3 number, 0 not among them, below a global one.
+DEEPQAT_INLINE float below_global(float s, float above) {
+  float code = s * above;
+  code = code < 0x1p-9f ? 0x1p-9f : code;  // a comparison that lets a NaN pass
+  const float value = E4M3{}.round(code) / above;
+  return s - s == 0.0f ? value : float_of(0x7fc00000u);
+}
 
 struct Integer {
   using Code = int8_t;
@@ -310,18 +328,51 @@ DEEPQAT_INLINE float token_scale(float range, float steps) {
 
 DEEPQAT_INLINE float largest_of(float lowest, float highest) { return -lowest > highest ? -lowest : highest; }
 
-// How tokens get their grids; token(lowest, highest) is that of one whose values span these two, 0 included.
+// The smallest power of two with absmax / scale <= largest; 1 where that is below 2^-126.
+DEEPQAT_INLINE float smallest_power_of_two(float absmax, float largest) {
+  const uint32_t a = bits_of(absmax), l = bits_of(largest);
+  const int32_t above = (a & 0x007fffffu) > (l & 0x007fffffu) ? 1 : 0;
+  const int32_t exponent = static_cast<int32_t>(a >> 23) - static_cast<int32_t>(l >> 23) + 127 + above;
+  const uint32_t usable = exponent < 1 ? 127u << 23 : static_cast<uint32_t>(exponent) << 23;
+  return float_of(a >= 0x7f800000u ? 0x7fc00000u : usable);
+}
+
+// The scale of NVFP4 inputs whose largest magnitude is absmax: an e4m3 number, 1/8 for 0, below a global scale.
+DEEPQAT_INLINE float below_global_of(float absmax, float above) {
+  const float code = E4M3{}.round(absmax / 6.0f * above);
+  return (code == 0.0f ? 0.125f : code) / above;
+}
+
+// How tokens get their grids; token(lowest, highest) is that of one whose values span these two, 0 included. kShort says
+// that they are groups of at most kShortToken features.
 struct FloatTokens {
   using Grid = E4M3;
+  static constexpr bool kShort = false, kCentred = true;
+  bool power_of_two;
 
   DEEPQAT_INLINE Token<Grid> token(float lowest, float highest) const {
-    const float scale = token_scale(largest_of(lowest, highest), 448.0f);
+    const float absmax = largest_of(lowest, highest);
+    const float scale = power_of_two ? smallest_power_of_two(absmax, Grid::kMax) : token_scale(absmax, Grid::kMax);
+    return {Grid{}, scale, 1.0f / scale};
+  }
+};
+
+// MXFP4, or below the global scale NVFP4.
+struct Float4Tokens {
+  using Grid = E2M1;
+  static constexpr bool kShort = true, kCentred = true;
+  const float* above;
+
+  DEEPQAT_INLINE Token<Grid> token(float lowest, float highest) const {
+    const float absmax = largest_of(lowest, highest);
+    const float scale = above == nullptr ? smallest_power_of_two(absmax, Grid::kMax) : below_global_of(absmax, *above);
     return {Grid{}, scale, 1.0f / scale};
   }
 };
 
 struct IntegerTokens {
   using Grid = ShiftedInteger;
+  static constexpr bool kShort = false, kCentred = false;
   Integer codes;
   bool symmetric;
 
@@ -339,6 +390,8 @@ struct IntegerTokens {
 };
 
 DEEPQAT_INLINE int8_t zero_point_of(const E4M3&) { return 0; }
+
+DEEPQAT_INLINE int8_t zero_point_of(const E2M1&) { return 0; }
 
 DEEPQAT_INLINE int8_t zero_point_of(const ShiftedInteger& grid) { return static_cast<int8_t>(grid.zero_point); }
 

@@ -18,6 +18,8 @@ namespace {
 using at::Tensor;
 using deepqat::Dtype;
 using deepqat::Scales;
+using deepqat::Stored;
+using deepqat::Tokens;
 using OptionalTensor = std::optional<Tensor>;
 
 Dtype dtype_of(at::ScalarType type, const char* name) {
@@ -29,27 +31,43 @@ Dtype dtype_of(at::ScalarType type, const char* name) {
   }
 }
 
+Stored stored_as(at::ScalarType type) {
+  if (type == at::kFloat8_e8m0fnu) return Stored::kE8M0;
+  if (type == at::kFloat8_e4m3fn) return Stored::kE4M3;
+  switch (dtype_of(type, "scale_dtype")) {
+    case Dtype::kFloat32: return Stored::kFloat32;
+    case Dtype::kBFloat16: return Stored::kBFloat16;
+    case Dtype::kHalf: return Stored::kHalf;
+  }
+  return Stored::kFloat32;
+}
+
+// The global scales, of which `count` others lie below one each.
+const float* checked_above(const OptionalTensor& above, Stored stored, int64_t count, const Tensor& x) {
+  TORCH_CHECK(above.has_value() == (stored == Stored::kE4M3), "scales in e4m3, and no others, lie below a global one");
+  if (!above.has_value()) return nullptr;
+  TORCH_CHECK(above->scalar_type() == at::kFloat && above->is_contiguous() && above->device() == x.device(),
+              "above must be float32, contiguous and on ", x.device());
+  TORCH_CHECK(above->numel() > 0 && count % above->numel() == 0, above->numel(), " global scales do not divide ", count);
+  return above->const_data_ptr<float>();
+}
+
 int checked_grid(int64_t bits) {
   TORCH_CHECK((bits >= 0 && bits <= 8) || (bits >= -8 && bits <= -2), "grid ", bits,
               " is neither 0 (e4m3), 1 (e2m1) nor 2 to 8 bits, or less than 0 the same of a narrow grid");
   return static_cast<int>(bits);
 }
 
-int checked_token_grid(int64_t bits, bool symmetric) {
-  TORCH_CHECK(bits == deepqat::kE4M3Grid || (bits >= 2 && bits <= 8), "grid ", bits,
-              " of tokens is neither 0 (e4m3) nor 2 to 8 bits");
-  TORCH_CHECK(symmetric || bits != deepqat::kE4M3Grid, "e4m3 codes of tokens are symmetric");
-  return static_cast<int>(bits);
-}
-
 // The scales of a tensor of `numel` elements. s0, theta and zero must outlive the result.
-Scales scales_of(int64_t numel, const Tensor& s0, const OptionalTensor& theta, at::ScalarType stored_as, const Tensor& x,
-                 const OptionalTensor& zero = std::nullopt, int grid = 8) {
+Scales scales_of(int64_t numel, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
+                 const Tensor& x, const OptionalTensor& zero = std::nullopt, int grid = 8,
+                 const OptionalTensor& above = std::nullopt) {
   TORCH_CHECK(s0.scalar_type() == at::kFloat, "s0 is ", s0.scalar_type(), ", expected float32");
   TORCH_CHECK(s0.numel() > 0 && numel % s0.numel() == 0, s0.numel(), " scales do not divide ", numel, " elements");
   TORCH_CHECK(s0.is_contiguous() && s0.device() == x.device(), "s0 must be contiguous and on ", x.device());
-  Scales scales{s0.const_data_ptr<float>(), nullptr, Dtype::kFloat32, dtype_of(stored_as, "scale_dtype"), s0.numel(),
-                numel / s0.numel()};
+  Scales scales{s0.const_data_ptr<float>(), nullptr, Dtype::kFloat32, stored_as(scale_dtype), s0.numel(), numel / s0.numel()};
+  scales.above = checked_above(above, scales.stored_as, s0.numel(), x);
+  if (scales.above != nullptr) scales.per_above = s0.numel() / above->numel();
   if (theta.has_value()) {
     TORCH_CHECK(theta->numel() == s0.numel(), "theta has ", theta->numel(), " elements, s0 has ", s0.numel());
     TORCH_CHECK(theta->is_contiguous() && theta->device() == x.device(), "theta must be contiguous and on ", x.device());
@@ -97,8 +115,8 @@ int grid_of_codes(at::ScalarType dtype) {
 #endif
 
 Tensor effective_scale(const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
-                       const OptionalTensor& /*after*/) {
-  const Scales scales = scales_of(s0.numel(), s0, theta, scale_dtype, s0);
+                       const OptionalTensor& /*after*/, const OptionalTensor& above) {
+  const Scales scales = scales_of(s0.numel(), s0, theta, scale_dtype, s0, std::nullopt, 8, above);
   Tensor out = at::empty(s0.sizes(), s0.options());
   DEEPQAT_CALL(effective_scale, s0, scales, out.mutable_data_ptr<float>());
   return out;
@@ -106,10 +124,11 @@ Tensor effective_scale(const Tensor& s0, const OptionalTensor& theta, at::Scalar
 
 std::tuple<Tensor, Tensor, Tensor> quantize_all(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta,
                                                 int64_t bits, at::ScalarType scale_dtype, bool with_mask,
-                                                bool with_values, const OptionalTensor& zero) {
+                                                bool with_values, const OptionalTensor& zero,
+                                                const OptionalTensor& above) {
   const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
-  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x, zero, grid);
+  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x, zero, grid, above);
   Tensor codes = at::empty(x.sizes(), x.options().dtype(code_dtype(grid)));
   Tensor mask = at::empty({with_mask ? (x.numel() + 7) / 8 : 0}, x.options().dtype(at::kByte));
   Tensor values = with_values ? at::empty(x.sizes(), x.options()) : at::empty({0}, x.options());
@@ -122,22 +141,24 @@ std::tuple<Tensor, Tensor, Tensor> quantize_all(const Tensor& x_, const Tensor& 
 }
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
-                                    at::ScalarType scale_dtype, bool with_mask, const OptionalTensor& zero) {
-  const auto [codes, mask, values] = quantize_all(x, s0, theta, bits, scale_dtype, with_mask, false, zero);
+                                    at::ScalarType scale_dtype, bool with_mask, const OptionalTensor& zero,
+                                    const OptionalTensor& above) {
+  const auto [codes, mask, values] = quantize_all(x, s0, theta, bits, scale_dtype, with_mask, false, zero, above);
   return {codes, mask};
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_with_values(const Tensor& x, const Tensor& s0, const OptionalTensor& theta,
                                                         int64_t bits, at::ScalarType scale_dtype, bool with_mask,
-                                                        const OptionalTensor& zero) {
-  return quantize_all(x, s0, theta, bits, scale_dtype, with_mask, true, zero);
+                                                        const OptionalTensor& zero, const OptionalTensor& above) {
+  return quantize_all(x, s0, theta, bits, scale_dtype, with_mask, true, zero, above);
 }
 
 Tensor dequantize(const Tensor& codes_, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
-                  at::ScalarType dtype, const OptionalTensor& /*after*/, const OptionalTensor& zero) {
+                  at::ScalarType dtype, const OptionalTensor& /*after*/, const OptionalTensor& zero,
+                  const OptionalTensor& above) {
   const Tensor codes = codes_.contiguous();
   const int grid = grid_of_codes(codes.scalar_type());
-  const Scales scales = scales_of(codes.numel(), s0, theta, scale_dtype, codes, zero, grid);
+  const Scales scales = scales_of(codes.numel(), s0, theta, scale_dtype, codes, zero, grid, above);
   Tensor out = at::empty(codes.sizes(), codes.options().dtype(dtype));
   if (codes.numel() > 0) {
     DEEPQAT_CALL(dequantize, codes, codes.const_data_ptr(), scales, grid, dtype_of(dtype, "dtype"),
@@ -147,10 +168,11 @@ Tensor dequantize(const Tensor& codes_, const Tensor& s0, const OptionalTensor& 
 }
 
 Tensor fake_quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
-                     at::ScalarType scale_dtype, const OptionalTensor& /*after*/, const OptionalTensor& zero) {
+                     at::ScalarType scale_dtype, const OptionalTensor& /*after*/, const OptionalTensor& zero,
+                     const OptionalTensor& above) {
   const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
-  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x, zero, grid);
+  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x, zero, grid, above);
   Tensor out = at::empty(x.sizes(), x.options());
   if (x.numel() > 0) {
     DEEPQAT_CALL(fake_quantize, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), scales, grid,
@@ -162,14 +184,14 @@ Tensor fake_quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& t
 // Writes grad_x, which may be grad itself, and returns theta's gradient.
 Tensor backward_into(Tensor& grad_x, const Tensor& grad, const Tensor& x_, const Tensor& s0, const OptionalTensor& theta,
                      int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient,
-                     const OptionalTensor& zero) {
+                     const OptionalTensor& zero, const OptionalTensor& above) {
   TORCH_CHECK(grad.sizes() == x_.sizes() && grad.scalar_type() == x_.scalar_type(), "grad is ", grad.sizes(), " ",
               grad.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
   TORCH_CHECK(grad.device() == x_.device(), "grad is on ", grad.device(), ", x on ", x_.device());
   TORCH_CHECK(!theta_gradient || theta.has_value(), "there is no theta to have a gradient");
   const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
-  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x, zero, grid);
+  const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x, zero, grid, above);
   Tensor grad_theta = theta_gradient ? at::empty(theta->sizes(), theta->options()) : at::empty({0}, x.options());
   if (x.numel() == 0) return grad_theta.zero_();
   const int64_t sums = theta_gradient ? scales.count * deepqat::segments_of(scales.block) : 0;
@@ -182,18 +204,19 @@ Tensor backward_into(Tensor& grad_x, const Tensor& grad, const Tensor& x_, const
 
 std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad, const Tensor& x, const Tensor& s0,
                                                   const OptionalTensor& theta, int64_t bits, at::ScalarType scale_dtype,
-                                                  double factor, bool theta_gradient, const OptionalTensor& zero) {
+                                                  double factor, bool theta_gradient, const OptionalTensor& zero,
+                                                  const OptionalTensor& above) {
   Tensor grad_x = at::empty(grad.sizes(), grad.options());
   const Tensor dense = grad.contiguous();
-  Tensor grad_theta = backward_into(grad_x, dense, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero);
+  Tensor grad_theta = backward_into(grad_x, dense, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero, above);
   return {grad_x, grad_theta};
 }
 
 Tensor fake_quantize_backward_(Tensor& grad, const Tensor& x, const Tensor& s0, const OptionalTensor& theta,
                                int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient,
-                               const OptionalTensor& zero) {
+                               const OptionalTensor& zero, const OptionalTensor& above) {
   TORCH_CHECK(grad.is_contiguous(), "what is overwritten must be contiguous, grad has strides ", grad.strides());
-  return backward_into(grad, grad, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero);
+  return backward_into(grad, grad, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero, above);
 }
 
 void masked_into(Tensor& out, const Tensor& grad, const Tensor& mask) {
@@ -228,53 +251,64 @@ Tensor amax(const Tensor& x_, int64_t count) {
   return out;
 }
 
-// Tokens and features of [..., features].
-std::tuple<int64_t, int64_t> token_shape(const Tensor& x) {
+// The tokens [..., features] of x. What is above must outlive the result.
+Tokens tokens_of(const Tensor& x, int64_t bits, bool symmetric, std::optional<at::ScalarType> scale_dtype,
+                 const OptionalTensor& above) {
   TORCH_CHECK(x.dim() > 0, "a token has at least one dimension");
   const int64_t features = x.size(-1);
-  return {features == 0 ? 0 : x.numel() / features, features};
+  const Stored stored = stored_as(scale_dtype.value_or(at::kFloat));
+  const bool four = bits == deepqat::kE2M1Grid, plain = stored == Stored::kFloat32;
+  TORCH_CHECK(bits == deepqat::kE4M3Grid || four || (bits >= 2 && bits <= 8), "grid ", bits,
+              " of tokens is neither 0 (e4m3), 1 (e2m1) nor 2 to 8 bits");
+  TORCH_CHECK(symmetric || bits >= 2, "codes of tokens that are floats are symmetric");
+  TORCH_CHECK(four ? !plain : plain || (stored == Stored::kE8M0 && bits == deepqat::kE4M3Grid),
+              "scales of tokens are float32, of floats powers of two, of e2m1 also e4m3; got ", bits);
+  TORCH_CHECK(!four || features <= deepqat::kShortToken, "e2m1 has groups of at most 32 features, got ", features);
+  TORCH_CHECK(!above.has_value() || above->numel() == 1, "tokens have one global scale, got ", above->numel());
+  return {features == 0 ? 0 : x.numel() / features, features, static_cast<int>(bits), symmetric, stored,
+          checked_above(above, stored, 1, x)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize_tokens(const Tensor& x_, int64_t bits, bool symmetric) {
+std::tuple<Tensor, Tensor, Tensor> quantize_tokens(const Tensor& x_, int64_t bits, bool symmetric,
+                                                   std::optional<at::ScalarType> scale_dtype,
+                                                   const OptionalTensor& above) {
   const Tensor x = x_.contiguous();
-  const int grid = checked_token_grid(bits, symmetric);
-  const auto [tokens, features] = token_shape(x);
+  const Tokens tokens = tokens_of(x, bits, symmetric, scale_dtype, above);
   auto shape = x.sizes().vec();
   shape.back() = 1;
-  Tensor codes = at::empty(x.sizes(), x.options().dtype(code_dtype(grid)));
+  Tensor codes = at::empty(x.sizes(), x.options().dtype(code_dtype(tokens.grid)));
   Tensor scale = at::ones(shape, x.options().dtype(at::kFloat));
   Tensor zero_point = at::zeros(shape, x.options().dtype(at::kChar));
   if (x.numel() > 0) {
-    DEEPQAT_CALL(quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens, features, grid,
-                 symmetric, codes.mutable_data_ptr(), scale.mutable_data_ptr<float>(),
-                 zero_point.mutable_data_ptr<int8_t>());
+    DEEPQAT_CALL(quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens,
+                 codes.mutable_data_ptr(), scale.mutable_data_ptr<float>(), zero_point.mutable_data_ptr<int8_t>());
   }
   return {codes, scale, zero_point};
 }
 
-Tensor fake_quantize_tokens(const Tensor& x_, int64_t bits, bool symmetric, const OptionalTensor& /*after*/) {
+Tensor fake_quantize_tokens(const Tensor& x_, int64_t bits, bool symmetric, const OptionalTensor& /*after*/,
+                            std::optional<at::ScalarType> scale_dtype, const OptionalTensor& above) {
   const Tensor x = x_.contiguous();
-  const int grid = checked_token_grid(bits, symmetric);
-  const auto [tokens, features] = token_shape(x);
+  const Tokens tokens = tokens_of(x, bits, symmetric, scale_dtype, above);
   Tensor out = at::empty(x.sizes(), x.options());
   if (x.numel() > 0) {
-    DEEPQAT_CALL(fake_quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens, features, grid,
-                 symmetric, out.mutable_data_ptr());
+    DEEPQAT_CALL(fake_quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens,
+                 out.mutable_data_ptr());
   }
   return out;
 }
 
-Tensor fake_quantize_tokens_backward(const Tensor& grad_, const Tensor& x_, int64_t bits, bool symmetric) {
+Tensor fake_quantize_tokens_backward(const Tensor& grad_, const Tensor& x_, int64_t bits, bool symmetric,
+                                     std::optional<at::ScalarType> scale_dtype, const OptionalTensor& above) {
   TORCH_CHECK(grad_.sizes() == x_.sizes() && grad_.scalar_type() == x_.scalar_type(), "grad is ", grad_.sizes(), " ",
               grad_.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
   TORCH_CHECK(grad_.device() == x_.device(), "grad is on ", grad_.device(), ", x on ", x_.device());
   const Tensor grad = grad_.contiguous(), x = x_.contiguous();
-  const int grid = checked_token_grid(bits, symmetric);
-  const auto [tokens, features] = token_shape(x);
+  const Tokens tokens = tokens_of(x, bits, symmetric, scale_dtype, above);
   Tensor grad_x = at::empty(x.sizes(), x.options());
   if (x.numel() > 0) {
     DEEPQAT_CALL(fake_quantize_tokens_backward, x, grad.const_data_ptr(), x.const_data_ptr(),
-                 dtype_of(x.scalar_type(), "x"), tokens, features, grid, symmetric, grad_x.mutable_data_ptr());
+                 dtype_of(x.scalar_type(), "x"), tokens, grad_x.mutable_data_ptr());
   }
   return grad_x;
 }

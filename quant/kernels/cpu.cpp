@@ -162,12 +162,13 @@ void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* part
     out[run] = float_of(largest_magnitude(partial + run * segments, segments));
 }
 
-void quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,
-                     void* codes_, float* scale, int8_t* zero_point) {
-  with_dtype_and_token_grid(dtype, grid, symmetric, [&](auto zero, auto grids) {
+void quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* codes_, float* scale,
+                     int8_t* zero_point) {
+  const int64_t features = tokens.features;
+  with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* codes = static_cast<typename decltype(grids)::Grid::Code*>(codes_);
-    for_each_token(tokens, features, [&](int64_t token) {
+    for_each_token(tokens, [&](int64_t token) {
       const auto* from = x + token * features;
       auto* to = codes + token * features;
       const auto t = token_of(grids, from, features);
@@ -178,12 +179,12 @@ void quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t featur
   });
 }
 
-void fake_quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,
-                          void* out_) {
-  with_dtype_and_token_grid(dtype, grid, symmetric, [&](auto zero, auto grids) {
+void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_) {
+  const int64_t features = tokens.features;
+  with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* out = static_cast<decltype(zero)*>(out_);
-    for_each_token(tokens, features, [&](int64_t token) {
+    for_each_token(tokens, [&](int64_t token) {
       const auto* from = x + token * features;
       auto* to = out + token * features;
       const auto t = token_of(grids, from, features);
@@ -192,14 +193,15 @@ void fake_quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t f
   });
 }
 
-void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, int64_t tokens, int64_t features,
-                                   int grid, bool symmetric, void* grad_x_) {
-  with_dtype_and_token_grid(dtype, grid, symmetric, [&](auto zero, auto grids) {
+void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, const Tokens& tokens,
+                                   void* grad_x_) {
+  const int64_t features = tokens.features;
+  with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     using T = decltype(zero);
     const auto* x = static_cast<const T*>(x_);
     const auto* grad = static_cast<const T*>(grad_);
     auto* grad_x = static_cast<T*>(grad_x_);
-    for_each_token(tokens, features, [&](int64_t token) {
+    for_each_token(tokens, [&](int64_t token) {
       const auto *from = x + token * features, *dy = grad + token * features;
       auto* dx = grad_x + token * features;
       const auto t = token_of(grids, from, features);

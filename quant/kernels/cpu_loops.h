@@ -57,9 +57,20 @@ void effective_scales(const Scales& scales, int64_t begin, int64_t end, float* v
       for (int64_t i = 0; i < n; ++i) learned[i] = s0[i] * learned_factor(load(theta[i]));
     });
   }
-  with_dtype(scales.stored_as, [&](auto zero) {
+  const auto stored_in = [&](auto zero) {
     for (int64_t i = 0; i < n; ++i) value[i] = stored_scale<decltype(zero)>(learned[i]);
-  });
+  };
+  switch (scales.stored_as) {
+    case Stored::kFloat32: stored_in(float{}); break;
+    case Stored::kBFloat16: stored_in(BFloat16{}); break;
+    case Stored::kHalf: stored_in(Half{}); break;
+    case Stored::kE8M0:
+      for (int64_t i = 0; i < n; ++i) value[i] = power_of_two(learned[i]);
+      break;
+    case Stored::kE4M3:
+      for (int64_t i = 0; i < n; ++i) value[i] = below_global(learned[i], scales.above[(begin + i) / scales.per_above]);
+      break;
+  }
   for (int64_t i = 0; i < n; ++i) inverse[i] = 1.0f / value[i];
 }
 
@@ -176,6 +187,13 @@ uint32_t largest_magnitude(const T* x, int64_t n) {
   return lanes[0];
 }
 
+// Of a grid that lies about 0, and so asks for the largest magnitude alone.
+template <typename Grids, typename T>
+  requires Grids::kCentred
+auto token_of(const Grids& grids, const T* x, int64_t n) {
+  return grids.token(0.0f, float_of(largest_magnitude(x, n)));
+}
+
 // Range of one token, extended to 0. NaN where the token holds a NaN: a comparison with one would drop it.
 template <typename Grids, typename T>
 auto token_of(const Grids& grids, const T* x, int64_t n) {
@@ -196,8 +214,8 @@ auto token_of(const Grids& grids, const T* x, int64_t n) {
 }
 
 template <typename Body>
-void for_each_token(int64_t tokens, int64_t features, Body body) {
-  at::parallel_for(0, tokens, 1 + 4 * kSegment / (features + 1), [&](int64_t begin, int64_t end) {
+void for_each_token(const Tokens& tokens, Body body) {
+  at::parallel_for(0, tokens.count, 1 + 4 * kSegment / (tokens.features + 1), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) body(token);
   });
 }

@@ -79,12 +79,23 @@ void launch_reduction(const char* name, const Op& op, const Scales& scales, bool
 }
 
 template <typename Op>
-void launch_tokens(const char* name, const Op& op, int64_t count, int64_t features, bool wide, void* stream) {
+void launch_tokens(const char* name, const Op& op, const Tokens& t, bool wide, void* stream) {
+  const int64_t count = t.count, features = t.features;
   wide = wide && features % kVector == 0;
-  if (features <= kTile) {
-    launch<tokens<Op, kWarp>>(name, stream, divided_up(count, kWarpsPerBlock), op, count, features, wide);
-  } else {
-    launch<tokens<Op, kLanes>>(name, stream, count, op, count, features, wide);
+  if constexpr (Op::kCentred) {
+    if (features <= kWarpStep) {
+      int shift = 0;
+      while (kVector << shift < features) ++shift;
+      const int64_t per_block = kInFlight * (kLanes >> shift);
+      return launch<short_tokens<Op>>(name, stream, divided_up(count, per_block), op, count, features, shift, wide);
+    }
+  }
+  if constexpr (!Op::kShort) {
+    if (features <= kTile) {
+      launch<tokens<Op, kWarp>>(name, stream, divided_up(count, kWarpsPerBlock), op, count, features, wide);
+    } else {
+      launch<tokens<Op, kLanes>>(name, stream, count, op, count, features, wide);
+    }
   }
 }
 
@@ -144,7 +155,7 @@ void masked(const void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, 
     using T = decltype(zero);
     const auto* grad = static_cast<const T*>(grad_);
     auto* out = static_cast<T*>(out_);
-    const Scales none{nullptr, nullptr, Dtype::kFloat32, Dtype::kFloat32, 1, numel};
+    const Scales none{nullptr, nullptr, Dtype::kFloat32, Stored::kFloat32, 1, numel};
     launch_elementwise("masked", Masked<T>{grad, mask, out}, none, numel, aligned(grad, out), stream);
   });
 }
@@ -153,40 +164,38 @@ void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* part
   with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto* x = static_cast<const T*>(x_);
-    const Scales none{nullptr, nullptr, Dtype::kFloat32, Dtype::kFloat32, count, block};
+    const Scales none{nullptr, nullptr, Dtype::kFloat32, Stored::kFloat32, count, block};
     launch_reduction("amax", Amax<T>{x, partial, out}, none, aligned(x), stream);
   });
 }
 
-void quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,
-                     void* codes_, float* scale, int8_t* zero_point, void* stream) {
-  with_dtype_and_token_grid(dtype, grid, symmetric, [&](auto zero, auto grids) {
+void quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* codes_, float* scale, int8_t* zero_point,
+                     void* stream) {
+  with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     using Op = QuantizeTokens<decltype(zero), decltype(grids)>;
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* codes = static_cast<typename decltype(grids)::Grid::Code*>(codes_);
-    launch_tokens("quantize_tokens", Op{x, codes, scale, zero_point, grids}, tokens, features, aligned(x, codes),
-                  stream);
+    launch_tokens("quantize_tokens", Op{x, codes, scale, zero_point, grids}, tokens, aligned(x, codes), stream);
   });
 }
 
-void fake_quantize_tokens(const void* x_, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,
-                          void* out_, void* stream) {
-  with_dtype_and_token_grid(dtype, grid, symmetric, [&](auto zero, auto grids) {
+void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_, void* stream) {
+  with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     using Op = FakeQuantizeTokens<decltype(zero), decltype(grids)>;
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* out = static_cast<decltype(zero)*>(out_);
-    launch_tokens("fake_quantize_tokens", Op{x, out, grids}, tokens, features, aligned(x, out), stream);
+    launch_tokens("fake_quantize_tokens", Op{x, out, grids}, tokens, aligned(x, out), stream);
   });
 }
 
-void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, int64_t tokens, int64_t features,
-                                   int grid, bool symmetric, void* grad_x_, void* stream) {
-  with_dtype_and_token_grid(dtype, grid, symmetric, [&](auto zero, auto grids) {
+void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, const Tokens& tokens, void* grad_x_,
+                                   void* stream) {
+  with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     using T = decltype(zero);
     const auto *grad = static_cast<const T*>(grad_), *x = static_cast<const T*>(x_);
     auto* grad_x = static_cast<T*>(grad_x_);
     launch_tokens("fake_quantize_tokens_backward", TokensBackward<T, decltype(grids)>{grad, x, grad_x, grids}, tokens,
-                  features, aligned(grad, x, grad_x), stream);
+                  aligned(grad, x, grad_x), stream);
   });
 }
 

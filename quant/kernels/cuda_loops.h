@@ -5,6 +5,7 @@
 //     segments      a block takes a segment of a longer run and reduces it
 //     partials      a block takes a run and reduces its segments' results
 //     tokens        a warp or a block takes a token: first its range, then its elements
+//     short_tokens  a few lanes of a warp take a token of up to kWarpStep features, which they read once
 //
 // All stride by the grid, which holds no more blocks than the device runs at once, and load several vectors per thread
 // before they use the first. The order of every addition is that of kernels.h.
@@ -233,6 +234,64 @@ DEEPQAT_DEVICE Range over_warp(const Range& range) {
   const uint32_t highest = bits_of(magnitude(range.highest)) | (range.nan ? 0x7fc00000u : 0u);
   return {-float_of(__reduce_max_sync(kAllLanes, bits_of(magnitude(range.lowest)))),
           float_of(__reduce_max_sync(kAllLanes, highest)), false};
+}
+
+template <typename T>
+DEEPQAT_DEVICE const Vector<T>& x_of(const Vector<T>& in) {
+  return in;
+}
+
+template <typename T>
+DEEPQAT_DEVICE const Vector<T>& x_of(const GradAndX<T>& in) {
+  return in.x;
+}
+
+// The largest of `width` neighbouring lanes, a power of two, in all of them.
+DEEPQAT_DEVICE uint32_t largest_of_lanes(uint32_t value, int width) {
+#pragma unroll
+  for (int half = kWarp / 2; half > 0; half /= 2) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, value, half);
+    if (half < width) value = max(value, other);
+  }
+  return value;
+}
+
+// Neighbouring tokens from `first` on, as short_runs_of_warp takes runs; of grids that ask for the largest magnitude.
+template <bool kFull, int kSteps, typename Op>
+DEEPQAT_DEVICE void short_tokens_of_warp(const Op& op, int64_t count, int features, int64_t first, int shift) {
+  const int lane = threadIdx.x % kWarp, at_once = kWarp >> shift;
+  const int position = (lane & ((1 << shift) - 1)) * kVector;
+  const int present = static_cast<int>(min(count - first, static_cast<int64_t>(kSteps * kWarp)));
+  const int64_t begin = first * features + position;
+  const auto token_at = [&](int u) { return u * at_once + (lane >> shift); };
+  const auto n = [&](int u) {
+    return kFull ? kVector : token_at(u) < present ? elements_in(features - position) : 0;
+  };
+  typename Op::In in[kSteps];
+  unrolled<kSteps>([&](int u) { in[u] = op.template load<kFull>(begin + token_at(u) * features, n(u)); });
+  unrolled<kSteps>([&](int u) {
+    float values[kVector];
+    values_of(x_of(in[u]), values);
+    uint32_t largest = 0;
+    unrolled<kVector>([&](int j) { largest = max(largest, bits_of(magnitude(values[j]))); });
+    const auto of_token = op.grids.token(0.0f, float_of(largest_of_lanes(largest, 1 << shift)));
+    op.template apply<kFull>(in[u], begin + token_at(u) * features, n(u), of_token);
+    if (position == 0 && n(u) > 0) op.finish(first + token_at(u), of_token);
+  });
+}
+
+template <typename Op>
+__global__ void __launch_bounds__(kLanes, 2) short_tokens(Op op, int64_t count, int64_t features, int shift, bool wide) {
+  const int at_once = kWarp >> shift, tile = kInFlight * at_once, size = static_cast<int>(features);
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock * tile;
+  for (int64_t first = warp_index() * tile; first < count; first += stride) {
+    if (wide && kVector << shift == size && first + tile <= count) {
+      short_tokens_of_warp<true, kInFlight>(op, count, size, first, shift);
+    } else {
+#pragma unroll 1
+      for (int u = 0; u < kInFlight; ++u) short_tokens_of_warp<false, 1>(op, count, size, first + u * at_once, shift);
+    }
+  }
 }
 
 template <bool kWide, int kThreads, typename Op>

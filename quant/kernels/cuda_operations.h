@@ -106,11 +106,6 @@ DEEPQAT_DEVICE uint32_t bits_where(const Condition& condition) {
 
 constexpr uint32_t kAllOfThem = (1u << kVector) - 1;
 
-template <typename T>
-struct GradAndX {
-  Vector<T> grad, x;
-};
-
 template <typename T, typename G>
 struct Backward {
   using In = GradAndX<T>;
@@ -240,6 +235,7 @@ template <typename T, typename Grids>
 struct QuantizeTokens {
   using In = Vector<T>;
   using OfToken = Token<typename Grids::Grid>;
+  static constexpr bool kShort = Grids::kShort, kCentred = Grids::kCentred;
   const T* x;
   typename Grids::Grid::Code* codes;
   float* scale;
@@ -269,6 +265,7 @@ template <typename T, typename Grids>
 struct FakeQuantizeTokens {
   using In = Vector<T>;
   using OfToken = Token<typename Grids::Grid>;
+  static constexpr bool kShort = Grids::kShort, kCentred = Grids::kCentred;
   const T* x;
   T* out;
   Grids grids;
@@ -295,6 +292,7 @@ template <typename T, typename Grids>
 struct TokensBackward {
   using In = GradAndX<T>;
   using OfToken = Token<typename Grids::Grid>;
+  static constexpr bool kShort = Grids::kShort, kCentred = Grids::kCentred;
   const T *grad, *x;
   T* grad_x;
   Grids grids;

@@ -49,6 +49,7 @@ class DeviceScales {
   explicit DeviceScales(const Scales& scales)
       : scales_(scales),
         by_block_(scales.block),
+        by_above_(scales.per_above),
         magic_(static_cast<uint32_t>((1 << 22) / (scales.block < kTile ? scales.block : kTile) + 1)) {}
 
   DEEPQAT_DEVICE int64_t count() const { return scales_.count; }
@@ -59,8 +60,10 @@ class DeviceScales {
     float learned = scales_.s0[run];
     if (scales_.theta != nullptr) learned *= learned_factor(theta(run));
     float value = learned;
-    if (scales_.stored_as == Dtype::kBFloat16) value = stored_scale<BFloat16>(learned);
-    if (scales_.stored_as == Dtype::kHalf) value = stored_scale<Half>(learned);
+    if (scales_.stored_as == Stored::kBFloat16) value = stored_scale<BFloat16>(learned);
+    if (scales_.stored_as == Stored::kHalf) value = stored_scale<Half>(learned);
+    if (scales_.stored_as == Stored::kE8M0) value = power_of_two(learned);
+    if (scales_.stored_as == Stored::kE4M3) value = below_global(learned, scales_.above[by_above_.quotient(run)]);
     return {value, 1.0f / value, learned, kShifted ? scales_.zero[run] : 0.0f};
   }
 
@@ -112,7 +115,7 @@ class DeviceScales {
   }
 
   Scales scales_;
-  Divisor by_block_;
+  Divisor by_block_, by_above_;
   uint32_t magic_;
 };
 

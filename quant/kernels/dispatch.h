@@ -32,11 +32,12 @@ void with_dtype_and_grid(Dtype dtype, int grid, const Scales& scales, F f) {
 
 // Calls f with a value of the dtype's type and what gives each token its grid.
 template <typename F>
-void with_dtype_and_token_grid(Dtype dtype, int grid, bool symmetric, F f) {
+void with_dtype_and_token_grid(Dtype dtype, const Tokens& tokens, F f) {
   with_dtype(dtype, [&](auto zero) {
-    if (grid == kE4M3Grid) return f(zero, FloatTokens{});
-    const float half = static_cast<float>(1 << (grid - 1));
-    f(zero, IntegerTokens{{-half, half - 1.0f}, symmetric});
+    if (tokens.grid == kE4M3Grid) return f(zero, FloatTokens{tokens.stored_as == Stored::kE8M0});
+    if (tokens.grid == kE2M1Grid) return f(zero, Float4Tokens{tokens.above});
+    const float half = static_cast<float>(1 << (tokens.grid - 1));
+    f(zero, IntegerTokens{{-half, half - 1.0f}, tokens.symmetric});
   });
 }
 

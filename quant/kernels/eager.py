@@ -11,12 +11,27 @@ from torch import Tensor
 
 from quant import reference
 from quant.packing import pack_bits, unpack_bits
-from quant.spec import TensorSpec
+from quant.spec import MX_GROUP, NVFP4_GROUP, Dtype, TensorSpec
+
+# What has scales that are no numbers of a dtype.
+_STORED = {
+    torch.float8_e8m0fnu: TensorSpec("fp4_e2m1", 4, "group", MX_GROUP),
+    torch.float8_e4m3fn: TensorSpec("fp4_e2m1", 4, "group", NVFP4_GROUP),
+}
+_FLOATS: tuple[tuple[Dtype, int], ...] = (("fp8_e4m3", 8), ("fp4_e2m1", 4))
 
 
-def effective_scale(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+def effective_scale(
+    s0: Tensor,
+    theta: Tensor | None,
+    scale_dtype: torch.dtype,
+    after: Tensor | None = None,
+    above: Tensor | None = None,
+) -> Tensor:
     """The scales, fp32, in s0's shape."""
-    scale = reference.effective_scale(s0, theta, _spec(8), scale_dtype)
+    if above is not None:
+        above = above.repeat_interleave(s0.numel() // above.numel()).view(s0.shape)
+    scale = reference.effective_scale(s0, theta, _STORED.get(scale_dtype, _spec(8)), scale_dtype, above)
     return scale.clone() if scale is s0 else scale  # an operator's result is not its argument
 
 
@@ -28,9 +43,10 @@ def quantize(
     scale_dtype: torch.dtype,
     mask: bool,
     zero: Tensor | None = None,
+    above: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Codes of ``x``, and its packed mask of what is inside the range (empty without ``mask``)."""
-    grid_of_rows = (_scales(s0, theta, scale_dtype), _spec(grid), _zeros(zero))
+    grid_of_rows = (_scales(s0, theta, scale_dtype, above), _spec(grid), _zeros(zero))
     rows = _rows(x, s0)
     codes = reference.quantize(rows, *grid_of_rows).reshape(x.shape)
     inside = torch.empty(0, dtype=torch.bool, device=x.device)
@@ -47,10 +63,11 @@ def quantize_with_values(
     scale_dtype: torch.dtype,
     mask: bool,
     zero: Tensor | None = None,
+    above: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, mask, and ``x`` through the grid and back."""
-    codes, inside = quantize(x, s0, theta, grid, scale_dtype, mask, zero)
-    return codes, inside, fake_quantize(x, s0, theta, grid, scale_dtype, zero=zero)
+    codes, inside = quantize(x, s0, theta, grid, scale_dtype, mask, zero, above)
+    return codes, inside, fake_quantize(x, s0, theta, grid, scale_dtype, zero=zero, above=above)
 
 
 def dequantize(
@@ -61,10 +78,11 @@ def dequantize(
     dtype: torch.dtype,
     after: Tensor | None = None,
     zero: Tensor | None = None,
+    above: Tensor | None = None,
 ) -> Tensor:
     """``(codes - zero) * scale`` in ``dtype``."""
     spec = _spec({torch.float8_e4m3fn: 0, torch.uint8: 1, torch.int8: 8}[codes.dtype])
-    scale = _scales(s0, theta, scale_dtype)
+    scale = _scales(s0, theta, scale_dtype, above)
     return reference.dequantize(_rows(codes, s0), scale, spec, dtype, _zeros(zero)).reshape(codes.shape)
 
 
@@ -76,9 +94,10 @@ def fake_quantize(
     scale_dtype: torch.dtype,
     after: Tensor | None = None,
     zero: Tensor | None = None,
+    above: Tensor | None = None,
 ) -> Tensor:
     """``x`` through the grid and back."""
-    scale = _scales(s0, theta, scale_dtype)
+    scale = _scales(s0, theta, scale_dtype, above)
     return reference.fake_quant(_rows(x, s0), scale, _spec(grid), _zeros(zero)).reshape(x.shape)
 
 
@@ -95,12 +114,13 @@ def fake_quantize_backward(
     factor: float,
     theta_gradient: bool,
     zero: Tensor | None = None,
+    above: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``x`` and, times ``factor``, of theta (empty where it is not wanted)."""
     grad_x, grad_scale = reference.fake_quant_backward(
         _rows(grad, s0),
         _rows(x, s0),
-        _scales(s0, theta, scale_dtype),
+        _scales(s0, theta, scale_dtype, above),
         _spec(grid),
         _zeros(zero),
         scale_gradient=theta_gradient,
@@ -137,30 +157,47 @@ def amax(x: Tensor, count: int) -> Tensor:
     return x.reshape(count, -1).abs().amax(1).float()
 
 
-def quantize_tokens(x: Tensor, grid: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_tokens(
+    x: Tensor, grid: int, symmetric: bool, scale_dtype: torch.dtype | None = None, above: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zero points."""
-    spec = _token_spec(grid, symmetric)
+    spec = _token_spec(grid, symmetric, scale_dtype)
     if x.numel() == 0:
         scale = torch.ones((*x.shape[:-1], 1), device=x.device)
         return reference.quantize(x, torch.ones(1, device=x.device), spec), scale, scale.to(torch.int8).zero_()
-    return reference.quantize_tokens(x.contiguous(), spec)
+    return reference.quantize_tokens(x.contiguous(), spec, above)
 
 
-def fake_quantize_tokens(x: Tensor, grid: int, symmetric: bool, after: Tensor | None = None) -> Tensor:
+def fake_quantize_tokens(
+    x: Tensor,
+    grid: int,
+    symmetric: bool,
+    after: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
+    above: Tensor | None = None,
+) -> Tensor:
     """Each token through its own grid and back."""
     if x.numel() == 0:
         return x.new_empty(x.shape)
-    return reference.fake_quantize_tokens(x.contiguous(), _token_spec(grid, symmetric))
+    return reference.fake_quantize_tokens(x.contiguous(), _token_spec(grid, symmetric, scale_dtype), above)
 
 
 fake_quantized_tokens = fake_quantize_tokens
 
 
-def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, grid: int, symmetric: bool) -> Tensor:
+def fake_quantize_tokens_backward(
+    grad: Tensor,
+    x: Tensor,
+    grid: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype | None = None,
+    above: Tensor | None = None,
+) -> Tensor:
     """Gradient of ``x``."""
     if x.numel() == 0:
         return x.new_empty(x.shape)
-    return reference.fake_quantize_tokens_backward(grad.contiguous(), x.contiguous(), _token_spec(grid, symmetric))
+    spec = _token_spec(grid, symmetric, scale_dtype)
+    return reference.fake_quantize_tokens_backward(grad.contiguous(), x.contiguous(), spec, above)
 
 
 def _spec(grid: int) -> TensorSpec:
@@ -172,7 +209,11 @@ def _spec(grid: int) -> TensorSpec:
     )
 
 
-def _token_spec(grid: int, symmetric: bool) -> TensorSpec:
+def _token_spec(grid: int, symmetric: bool, scale_dtype: torch.dtype | None) -> TensorSpec:
+    """A spec of tokens of that grid, or of groups, in which case they are the rows."""
+    if scale_dtype in _STORED:
+        stored = _STORED[scale_dtype]
+        return TensorSpec(*_FLOATS[grid], "group", stored.group_size, dynamic=True, mx=stored.mx)
     if grid == 0:
         return TensorSpec("fp8_e4m3", 8, "token", dynamic=True)
     return TensorSpec("int", grid, "token", symmetric=symmetric, dynamic=True)
@@ -183,9 +224,9 @@ def _rows(x: Tensor, s0: Tensor) -> Tensor:
     return x.contiguous().reshape(s0.numel(), x.numel() // s0.numel())
 
 
-def _scales(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
+def _scales(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, above: Tensor | None) -> Tensor:
     """The effective scale of every row."""
-    return effective_scale(s0, theta, scale_dtype).reshape(-1, 1)
+    return effective_scale(s0, theta, scale_dtype, above=above).reshape(-1, 1)
 
 
 def _zeros(zero: Tensor | None) -> Tensor | None:

@@ -11,21 +11,36 @@ namespace deepqat {
 
 enum class Dtype { kFloat32, kBFloat16, kHalf };
 
-// s = stored_scale(s0 * exp(theta)), as stored_as, one for every run, and its zero point.
+// What a scale is rounded to: a dtype, a power of two (MX), or an e4m3 number below a global scale (NVFP4).
+enum class Stored { kFloat32, kBFloat16, kHalf, kE8M0, kE4M3 };
+
+// s = s0 * exp(theta), as stored_as, one for every run, and its zero point.
 struct Scales {
   const float* s0;
   const void* theta;  // null for a scale that is s0
   Dtype theta_dtype;
-  Dtype stored_as;
+  Stored stored_as;
   int64_t count;
   int64_t block;
-  const float* zero = nullptr;  // integers; null where all are 0
+  const float* zero = nullptr;   // integers; null where all are 0
+  const float* above = nullptr;  // the global scales of kE4M3
+  int64_t per_above = 1;         // how many runs share one
 
   int64_t numel() const { return count * block; }
 };
 
 // Otherwise the number of bits of a signed integer; less than 0 without the smallest one: -4 is -7 to 7.
 constexpr int kE4M3Grid = 0, kE2M1Grid = 1;
+
+// Tokens, or groups of their features, each of which has a scale of its own, of what stands in it.
+struct Tokens {
+  int64_t count;
+  int64_t features;
+  int grid;  // not narrow; kE2M1Grid has groups of at most kShortToken features, stored as kE8M0 or kE4M3
+  bool symmetric;
+  Stored stored_as = Stored::kFloat32;  // of kE4M3Grid also kE8M0
+  const float* above = nullptr;         // the global scale of kE4M3
+};
 
 // The order in which a run's n terms are added, on both backends, so that they agree bit for bit and with themselves:
 //
@@ -43,6 +58,8 @@ constexpr int kSegment = 8 * kPositions;
 
 constexpr int64_t segments_of(int64_t block) { return (block + kSegment - 1) / kSegment; }
 
+constexpr int kShortToken = 32;
+
 #define DEEPQAT_DECLARE_KERNELS(STREAM)                                                                                \
   void effective_scale(const Scales& scales, float* out STREAM);                                                       \
   void quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* codes, uint8_t* mask,                \
@@ -53,12 +70,11 @@ constexpr int64_t segments_of(int64_t block) { return (block + kSegment - 1) / k
                               float factor, void* grad_x, float* partial_sums, void* grad_theta STREAM);               \
   void masked(const void* grad, const uint8_t* mask, Dtype dtype, int64_t numel, void* out STREAM);                    \
   void amax(const void* x, Dtype dtype, int64_t count, int64_t block, float* partial, float* out STREAM);              \
-  void quantize_tokens(const void* x, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,          \
-                       void* codes, float* scale, int8_t* zero_point STREAM);                                          \
-  void fake_quantize_tokens(const void* x, Dtype dtype, int64_t tokens, int64_t features, int grid, bool symmetric,     \
-                            void* out STREAM);                                                                         \
-  void fake_quantize_tokens_backward(const void* grad, const void* x, Dtype dtype, int64_t tokens, int64_t features,   \
-                                     int grid, bool symmetric, void* grad_x STREAM);
+  void quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* codes, float* scale,                    \
+                       int8_t* zero_point STREAM);                                                                     \
+  void fake_quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* out STREAM);                       \
+  void fake_quantize_tokens_backward(const void* grad, const void* x, Dtype dtype, const Tokens& tokens,               \
+                                     void* grad_x STREAM);
 
 namespace cpu {
 DEEPQAT_DECLARE_KERNELS()
@@ -81,7 +97,6 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 //   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype
 //   partial_sums   scratch, count * segments_of(block) floats, not read where grad_theta is null; so `partial` of amax
 //   grad_theta     null where it is not wanted
-//   grid           of tokens not kE2M1Grid, and not narrow
-//   scale, zero_point   one per token; the zero point is 0 where symmetric, and of e4m3
+//   scale, zero_point   one per token; the zero point is 0 where symmetric, and of floats
 
 }  // namespace deepqat

@@ -6,6 +6,10 @@ tensor: one scale is per tensor, ``(E,)`` per expert of a stack, ``(out, groups)
 for e2m1, else the number of bits of a signed integer, which may have a zero point beside each scale; less than 0 of a
 narrow grid (-4: -7..7), which has none. Tokens have a grid of 0 or 2 to 8; asymmetric only integers.
 
+``scale_dtype`` is a dtype of numbers, or ``float8_e8m0fnu``: powers of two (MX), or ``float8_e4m3fn``: e4m3 numbers
+below ``above``, the global scale, fp32 ``(1,)`` or of a stack one per expert (NVFP4). Of tokens it is None for fp32, or
+one of these two, with groups of 32 or 16 features; of e2m1 always one of them.
+
 ``fake_quantize`` and ``fake_quantize_tokens`` have a gradient, ``fake_quantized`` and ``fake_quantized_tokens`` are the
 same without one: torch calls a registered gradient from Python, which costs some 0.1 ms in the middle of a step even
 where no gradient is wanted, in the forward and backward of an autograd function.
@@ -27,29 +31,29 @@ from torch import Tensor
 OPERATORS = torch.library.Library("deepqat", "DEF")
 _OPS = torch.ops.deepqat
 _SCALE = "Tensor s0, Tensor? theta"
+_BESIDE = "Tensor? zero=None, Tensor? above=None"
+_OF_TOKENS = "ScalarType? scale_dtype=None, Tensor? above=None"
 
 SCHEMAS = (
-    f"effective_scale({_SCALE}, ScalarType scale_dtype, Tensor? after=None) -> Tensor",
-    f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask, Tensor? zero=None) -> (Tensor, Tensor)",
-    f"quantize_with_values(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask, Tensor? zero=None) "
+    f"effective_scale({_SCALE}, ScalarType scale_dtype, Tensor? after=None, Tensor? above=None) -> Tensor",
+    f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask, {_BESIDE}) -> (Tensor, Tensor)",
+    f"quantize_with_values(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask, {_BESIDE}) "
     "-> (Tensor, Tensor, Tensor)",
     f"dequantize(Tensor codes, {_SCALE}, ScalarType scale_dtype, ScalarType dtype, Tensor? after=None, "
-    "Tensor? zero=None) -> Tensor",
-    f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, Tensor? zero=None) "
-    "-> Tensor",
-    f"fake_quantized(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, Tensor? zero=None) "
-    "-> Tensor",
+    f"{_BESIDE}) -> Tensor",
+    f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, {_BESIDE}) -> Tensor",
+    f"fake_quantized(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, {_BESIDE}) -> Tensor",
     f"fake_quantize_backward(Tensor grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
-    "bool theta_gradient, Tensor? zero=None) -> (Tensor, Tensor)",
+    f"bool theta_gradient, {_BESIDE}) -> (Tensor, Tensor)",
     f"fake_quantize_backward_(Tensor(a!) grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
-    "bool theta_gradient, Tensor? zero=None) -> Tensor",
+    f"bool theta_gradient, {_BESIDE}) -> Tensor",
     "masked(Tensor grad, Tensor mask) -> Tensor",
     "masked_(Tensor(a!) grad, Tensor mask) -> ()",
     "amax(Tensor x, int count) -> Tensor",
-    "quantize_tokens(Tensor x, int grid, bool symmetric) -> (Tensor, Tensor, Tensor)",
-    "fake_quantize_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None) -> Tensor",
-    "fake_quantized_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None) -> Tensor",
-    "fake_quantize_tokens_backward(Tensor grad, Tensor x, int grid, bool symmetric) -> Tensor",
+    f"quantize_tokens(Tensor x, int grid, bool symmetric, {_OF_TOKENS}) -> (Tensor, Tensor, Tensor)",
+    f"fake_quantize_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
+    f"fake_quantized_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
+    f"fake_quantize_tokens_backward(Tensor grad, Tensor x, int grid, bool symmetric, {_OF_TOKENS}) -> Tensor",
 )
 for _schema in SCHEMAS:
     OPERATORS.define(_schema)
@@ -74,7 +78,7 @@ def _theta_gradient(x: Tensor, theta: Tensor | None, wanted: bool) -> Tensor:
     return _like(theta) if theta is not None and wanted else x.new_empty(0)
 
 
-def _quantized_tokens(x: Tensor, grid: int, _symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _quantized_tokens(x: Tensor, grid: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     shape, codes = (*x.shape[:-1], 1), _like(x, _CODE_DTYPES.get(grid, torch.int8))
     return codes, x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int8)
 
@@ -109,27 +113,28 @@ for _name, _fake in _FAKES.items():
 
 
 def _save_fake_quantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, s0, theta, grid, scale_dtype, _, zero = inputs
-    ctx.save_for_backward(x, s0, theta, zero)
+    x, s0, theta, grid, scale_dtype, _, zero, above = inputs
+    ctx.save_for_backward(x, s0, theta, zero, above)
     ctx.grid, ctx.scale_dtype = grid, scale_dtype
 
 
 def _fake_quantize_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, s0, theta, zero = ctx.saved_tensors
+    x, s0, theta, zero, above = ctx.saved_tensors
     grad_x, grad_theta = _OPS.fake_quantize_backward(
-        grad, x, s0, theta, ctx.grid, ctx.scale_dtype, 1.0, ctx.needs_input_grad[2], zero
+        grad, x, s0, theta, ctx.grid, ctx.scale_dtype, 1.0, ctx.needs_input_grad[2], zero, above
     )
-    return grad_x, None, grad_theta if ctx.needs_input_grad[2] else None, None, None, None, None
+    return grad_x, None, grad_theta if ctx.needs_input_grad[2] else None, None, None, None, None, None
 
 
 def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.grid, ctx.symmetric, _ = inputs
-    ctx.save_for_backward(x)
+    x, ctx.grid, ctx.symmetric, _, ctx.scale_dtype, above = inputs
+    ctx.save_for_backward(x, above)
 
 
-def _tokens_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    grad_x = _OPS.fake_quantize_tokens_backward(grad, ctx.saved_tensors[0], ctx.grid, ctx.symmetric)
-    return grad_x, None, None, None
+def _tokens_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    x, above = ctx.saved_tensors
+    grad_x = _OPS.fake_quantize_tokens_backward(grad, x, ctx.grid, ctx.symmetric, ctx.scale_dtype, above)
+    return grad_x, None, None, None, None, None
 
 
 torch.library.register_autograd(

@@ -134,6 +134,7 @@ class Case:
     scale_dtype: torch.dtype
     factor: float
     zero: Tensor | None = None
+    above: Tensor | None = None
 
     def __str__(self) -> str:
         theta = None if self.theta is None else self.theta.dtype
@@ -151,7 +152,7 @@ class Case:
 
     def terms(self) -> Tensor:
         """What theta's gradient is the sum of, ``[runs, block]``: the reference's, asked for one element at a time."""
-        scale = reference.effective_scale(self.s0, self.theta, spec_of(8), self.scale_dtype).reshape(-1, 1)
+        scale = eager.effective_scale(self.s0, self.theta, self.scale_dtype, above=self.above).reshape(-1, 1)
         rows = self.x.reshape(scale.numel(), self.x.numel() // scale.numel())
         one_each = scale.expand(rows.shape).reshape(-1, 1)
         x, grad = rows.reshape(-1, 1), self.grad.reshape(-1, 1)
@@ -198,7 +199,11 @@ def random_case(largest: int = 60_000) -> Case:
         zero = torch.where(torch.rand(scale_shape) < random.choice((0.0, 0.0, 0.1)), torch.nan, zero)
     factor = random.choice((1.0, random.uniform(1e-4, 1.0)))
     x, grad = random_layout(x, shape), random_layout(grad, shape)
-    return Case(x, grad, s0, theta, grid, random.choice(DTYPES), factor, zero)
+    stored, above = random.choice((*DTYPES, torch.float8_e8m0fnu, torch.float8_e4m3fn)), None
+    if stored == torch.float8_e4m3fn:  # that of a tensor, or of a stack one per part
+        parts = random.choice([n for n in (1, 1, 2, 3, count) if count % n == 0])
+        above = random.choice((1.0, 100.0, 448.0)) / typical * torch.rand(parts)
+    return Case(x, grad, s0, theta, grid, stored, factor, zero, above)
 
 
 # ---- the gradient of theta: a sum
@@ -272,34 +277,34 @@ def check_theta_gradient(case: Case, ours: Tensor) -> None:
 
 def check(case: Case) -> None:
     """All operators on one case, against the reference."""
-    x, scales, grid, zero, what = case.x, case.scales, case.grid, case.zero, str(case)
-    codes, mask = OPS.quantize(x, *scales, grid, case.scale_dtype, True, zero)
-    expected_codes, expected_mask = eager.quantize(x, *scales, grid, case.scale_dtype, True, zero)
+    x, scales, grid, beside, what = case.x, case.scales, case.grid, (case.zero, case.above), str(case)
+    codes, mask = OPS.quantize(x, *scales, grid, case.scale_dtype, True, *beside)
+    expected_codes, expected_mask = eager.quantize(x, *scales, grid, case.scale_dtype, True, *beside)
     assert_same(codes, expected_codes, f"codes, {what}")
     assert_same(mask, expected_mask, f"mask, {what}")
-    alone, nothing = OPS.quantize(x, *scales, grid, case.scale_dtype, False, zero)
+    alone, nothing = OPS.quantize(x, *scales, grid, case.scale_dtype, False, *beside)
     assert_same(alone, expected_codes, f"codes without a mask, {what}")
     assert nothing.shape == (0,) and nothing.dtype == torch.uint8
-    scale = OPS.effective_scale(*scales, case.scale_dtype)
-    assert_same(scale, eager.effective_scale(*scales, case.scale_dtype), f"scale, {what}")
+    scale = OPS.effective_scale(*scales, case.scale_dtype, None, case.above)
+    assert_same(scale, eager.effective_scale(*scales, case.scale_dtype, None, case.above), f"scale, {what}")
 
-    expected_values = eager.fake_quantize(x, *scales, grid, case.scale_dtype, zero=zero)
+    expected_values = eager.fake_quantize(x, *scales, grid, case.scale_dtype, None, *beside)
     for masked in (True, False):
-        codes_too, mask_too, values = OPS.quantize_with_values(x, *scales, grid, case.scale_dtype, masked, zero)
+        codes_too, mask_too, values = OPS.quantize_with_values(x, *scales, grid, case.scale_dtype, masked, *beside)
         assert_same(codes_too, expected_codes, f"codes beside values, {what}")
         assert_same(mask_too, expected_mask if masked else nothing, f"mask beside values, {what}")
         assert_same(values, expected_values, f"values beside codes, {what}")
-    values = OPS.fake_quantize(x, *scales, grid, case.scale_dtype, None, zero)
+    values = OPS.fake_quantize(x, *scales, grid, case.scale_dtype, None, *beside)
     assert_same(values, expected_values, f"fake quant, {what}")
     any_codes = random_layout(torch.randint(256, (x.numel(),), dtype=torch.uint8).view(codes.dtype), tuple(x.shape))
     out_dtype = random.choice(DTYPES)
     for some in (codes, any_codes):
-        values = OPS.dequantize(some, *scales, case.scale_dtype, out_dtype, None, zero)
-        expected = eager.dequantize(some, *scales, case.scale_dtype, out_dtype, None, zero)
+        values = OPS.dequantize(some, *scales, case.scale_dtype, out_dtype, None, *beside)
+        expected = eager.dequantize(some, *scales, case.scale_dtype, out_dtype, None, *beside)
         assert_same(values, expected, f"dequantised to {out_dtype}, {what}")
 
     for wanted in (False, True) if case.theta is not None else (False,):
-        arguments = (case.grad, x, *scales, grid, case.scale_dtype, case.factor, wanted, zero)
+        arguments = (case.grad, x, *scales, grid, case.scale_dtype, case.factor, wanted, *beside)
         grad_x, grad_theta = OPS.fake_quantize_backward(*arguments)
         expected_x, _ = eager.fake_quantize_backward(*arguments)
         assert_same(grad_x, expected_x, f"gradient of x, {what}")
@@ -675,26 +680,28 @@ def test_the_functions_are_the_operators(seed):
     grad = torch.randn_like(x)
     for spec, grid, stored in (
         (TensorSpec("fp8_e4m3", 8, "channel"), 0, torch.float32),
-        (TensorSpec("fp4_e2m1", 4, "group", 32), 1, torch.float32),
+        (TensorSpec("fp4_e2m1", 4, "group", 32), 1, torch.float8_e8m0fnu),
+        (TensorSpec("fp4_e2m1", 4, "group", 16), 1, torch.float8_e4m3fn),
+        (TensorSpec("fp8_e4m3", 8, "group", 32, mx=True), 0, torch.float8_e8m0fnu),
         (TensorSpec("int", 3, "channel"), 3, torch.bfloat16),
         (TensorSpec("int", 4, "group", 32, ggml=True), 4, torch.float16),
     ):
-        quantizer = Quantizer(Scale(s0, theta), spec, torch.bfloat16)
-        effective = reference.effective_scale(s0, theta, spec, torch.bfloat16)
+        above = torch.rand(1) * 100 if spec.has_global_scale else None
+        scales, beside = (s0, theta), (None, above)
+        quantizer = Quantizer(Scale(s0, theta, above), spec, torch.bfloat16)
+        effective = reference.effective_scale(s0, theta, spec, torch.bfloat16, above)
         assert_same(kernels.effective_scale(quantizer), effective)
-        # Powers of two are formed before the operator, which takes them as they are.
-        scales = (effective, None) if spec.scale_format == "e8m0" else (s0, theta)
         codes, mask = kernels.quantize(x, quantizer, mask=True)
-        expected_codes, expected_mask = eager.quantize(x, *scales, grid, stored, True)
+        expected_codes, expected_mask = eager.quantize(x, *scales, grid, stored, True, *beside)
         assert_same(codes, expected_codes)
         assert_same(mask, expected_mask)
         assert kernels.quantize(x, quantizer)[1].numel() == 0
         values = kernels.dequantize(codes, quantizer)
-        assert_same(values, eager.dequantize(codes, *scales, stored, torch.bfloat16))
+        assert_same(values, eager.dequantize(codes, *scales, stored, torch.bfloat16, None, *beside))
         halves = kernels.dequantize(codes, quantizer._replace(dtype=torch.float16))
         stored_in_halves = torch.float16 if stored == torch.bfloat16 else stored
-        assert_same(halves, eager.dequantize(codes, *scales, stored_in_halves, torch.float16))
-        assert_same(kernels.fake_quantize(x, quantizer), eager.fake_quantize(x, *scales, grid, stored))
+        assert_same(halves, eager.dequantize(codes, *scales, stored_in_halves, torch.float16, None, *beside))
+        assert_same(kernels.fake_quantize(x, quantizer), eager.fake_quantize(x, *scales, grid, stored, None, *beside))
         both = kernels.quantize_with_values(x, quantizer, mask=True)
         for ours, theirs in zip(both, (codes, mask, kernels.fake_quantize(x, quantizer)), strict=True):
             assert_same(ours, theirs)
@@ -702,14 +709,7 @@ def test_the_functions_are_the_operators(seed):
         grad_theta = kernels.fake_quantize_backward_(grad_x, x, quantizer, factor=0.3, theta_gradient=True)
         assert kernels.masked_(overwritten, mask) is overwritten
         assert_same(grad_x, overwritten)
-        if spec.scale_format == "e8m0":
-            learned = reference.effective_scale(s0, theta, spec_of(0), torch.float32)
-            of_powers = Case(x, grad, effective, torch.zeros(4), grid, stored, 0.3)
-            sums = OPS.fake_quantize_backward(grad, x, effective, of_powers.theta, grid, stored, 0.3, True)[1]
-            check_theta_gradient(of_powers, sums)
-            assert_same(grad_theta, (sums * (learned / effective)).bfloat16())
-        else:
-            check_theta_gradient(Case(x, grad, s0, theta, grid, stored, 0.3), grad_theta)
+        check_theta_gradient(Case(x, grad, s0, theta, grid, stored, 0.3, None, above), grad_theta)
         assert kernels.fake_quantize_backward_(again, x, quantizer, factor=0.3, theta_gradient=False) is None
         assert_same(again, grad_x)
     assert_same(kernels.amax(x), eager.amax(x, 1))
@@ -777,6 +777,7 @@ def test_the_number_of_threads_changes_nothing(rows, columns, count, seed):
 # ---- errors
 
 X, S0, THETA = torch.randn(4, 6), torch.ones(4), torch.zeros(4)
+ONE = torch.ones(1)
 QUANTIZE = (X, S0, THETA, 0, torch.float32)
 BACKWARD = (X, X, S0, THETA, 0, torch.float32, 1.0, True)
 
@@ -843,8 +844,16 @@ def changed(arguments: tuple, position: int, value) -> tuple:
         ("amax", (X, 0), "0 parts do not divide 24 elements"),
         ("amax", (X.double(), 1), "x is Double, expected float32, bfloat16 or float16"),
         ("quantize_tokens", (torch.tensor(1.0), 8, True), "at least one dimension"),
-        ("quantize_tokens", (X, 1, True), "grid 1 of tokens is neither 0 .e4m3. nor 2 to 8 bits"),
-        ("fake_quantize_tokens", (X, 0, False), "e4m3 codes of tokens are symmetric"),
+        ("quantize_tokens", (X, 9, True), "grid 9 of tokens is neither 0 .e4m3., 1 .e2m1. nor 2 to 8 bits"),
+        ("quantize_tokens", (X, 1, True), "scales of tokens are float32, of floats powers of two, of e2m1 also e4m3"),
+        ("quantize_tokens", (X, 8, True, torch.float8_e8m0fnu), "scales of tokens are float32, of floats powers"),
+        ("quantize_tokens", (X.view(1, 24).repeat(1, 2), 1, True, torch.float8_e8m0fnu), "at most 32 features, got 48"),
+        ("quantize_tokens", (X, 1, True, torch.float8_e4m3fn), "scales in e4m3, and no others, lie below a global one"),
+        ("quantize_tokens", (X, 1, True, torch.float8_e8m0fnu, ONE), "scales in e4m3, and no others, lie below"),
+        ("quantize_tokens", (X, 1, True, torch.float8_e4m3fn, ONE.expand(2)), "tokens have one global scale, got 2"),
+        ("fake_quantize", (X, ONE, None, 1, torch.float8_e4m3fn), "scales in e4m3, and no others, lie below a global"),
+        ("fake_quantize", (X, ONE, None, 1, torch.float32, None, None, ONE), "scales in e4m3, and no others, lie"),
+        ("fake_quantize_tokens", (X, 0, False), "codes of tokens that are floats are symmetric"),
         ("fake_quantize_tokens_backward", (X[:, :3], X, 8, True), r"grad is \[4, 3\] Float, x is \[4, 6\] Float"),
     ],
 )

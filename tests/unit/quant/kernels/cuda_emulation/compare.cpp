@@ -109,6 +109,10 @@ struct Result {
 
 Dtype any_dtype() { return one_of({Dtype::kFloat32, Dtype::kBFloat16, Dtype::kBFloat16, Dtype::kHalf}); }
 
+Stored any_stored() {
+  return one_of({Stored::kFloat32, Stored::kBFloat16, Stored::kHalf, Stored::kE8M0, Stored::kE4M3, Stored::kE4M3});
+}
+
 // Zero for most tensors: what torch allocates is aligned, its slices need not be.
 int64_t any_offset() { return chance(0.75) ? 0 : 1 + below(8); }
 
@@ -149,6 +153,8 @@ struct ScaledCase : Case {
   int grid = one_of({0, 0, 0, 1, 1, 2, 3, 4, 8, -2, -4, -8});
   Dtype theta_dtype = any_dtype();
   Buffer s0{count, 4, below(3), 0}, theta{count, size_of(theta_dtype), below(3), 0}, zero{count, 4, below(3), 0};
+  int64_t per_above = count % 3 == 0 && chance(0.5) ? count / 3 : count;  // of one tensor, or of a stack of three
+  Buffer above{count / per_above, 4, below(3), 0};
   Scales scales;
 
   ScaledCase(const char* name, bool with_theta) : Case(name) {
@@ -161,8 +167,11 @@ struct ScaledCase : Case {
     }
     const bool shifted = grid >= 2 && chance(0.5);
     void* learned = with_theta ? theta.data() : nullptr;
-    scales = {static_cast<float*>(s0.data()), learned, theta_dtype, any_dtype(), count, block,
+    for (int64_t i = 0; i < count / per_above; ++i) put(above, Dtype::kFloat32, i, 500.0 * std::exp(2.0 * normal()));
+    scales = {static_cast<float*>(s0.data()), learned, theta_dtype, any_stored(), count, block,
               shifted ? static_cast<float*>(zero.data()) : nullptr};
+    if (scales.stored_as == Stored::kE4M3) scales.above = static_cast<float*>(above.data()), scales.per_above = per_above;
+    what += " stored " + std::to_string(static_cast<int>(scales.stored_as));
     what += " grid " + std::to_string(grid) + (shifted ? " shifted" : "");
     what += with_theta ? " theta " + std::to_string(static_cast<int>(theta_dtype)) : "";
   }
@@ -247,27 +256,30 @@ void test_amax() {
 
 void test_tokens() {
   Case c("tokens");
-  const int grid = one_of({0, 0, 4, 8, 8});
-  const bool symmetric = grid == 0 || chance(0.5);
+  const int grid = c.block <= kShortToken && chance(0.5) ? 1 : one_of({0, 0, 4, 8, 8});
+  const bool symmetric = grid <= 1 || chance(0.5);
+  float above = static_cast<float>(500.0 * std::exp(2.0 * normal()));
+  Tokens tokens{c.count, c.block, grid, symmetric};
+  if (grid <= 1 && chance(0.5)) tokens.stored_as = Stored::kE8M0;
+  if (grid == 1 && tokens.stored_as != Stored::kE8M0) tokens.stored_as = Stored::kE4M3, tokens.above = &above;
   what += " grid " + std::to_string(grid) + (symmetric ? " symmetric" : "");
+  what += " stored " + std::to_string(static_cast<int>(tokens.stored_as));
   if (chance(0.1))
     for (int64_t i = 0; i < c.block; ++i) put(c.x, c.dtype, i, one_of({0.0, -0.0}));
   Result codes(c.numel, 1, any_offset()), scale(c.count, 4, below(3)), zero_point(c.count, 1, below(3));
-  cpu::quantize_tokens(c.x.data(), c.dtype, c.count, c.block, grid, symmetric, codes.cpu.data(),
-                       static_cast<float*>(scale.cpu.data()), static_cast<int8_t*>(zero_point.cpu.data()));
-  cuda::quantize_tokens(c.x.data(), c.dtype, c.count, c.block, grid, symmetric, codes.cuda.data(),
-                        static_cast<float*>(scale.cuda.data()), static_cast<int8_t*>(zero_point.cuda.data()), stream);
+  cpu::quantize_tokens(c.x.data(), c.dtype, tokens, codes.cpu.data(), static_cast<float*>(scale.cpu.data()), static_cast<int8_t*>(zero_point.cpu.data()));
+  cuda::quantize_tokens(c.x.data(), c.dtype, tokens, codes.cuda.data(), static_cast<float*>(scale.cuda.data()), static_cast<int8_t*>(zero_point.cuda.data()), stream);
   codes.compare("codes");
   scale.compare("scale", Dtype::kFloat32);
   zero_point.compare("zero point");
 
   Result out(c.numel, size_of(c.dtype), any_offset()), grad_x(c.numel, size_of(c.dtype), any_offset());
-  cpu::fake_quantize_tokens(c.x.data(), c.dtype, c.count, c.block, grid, symmetric, out.cpu.data());
-  cuda::fake_quantize_tokens(c.x.data(), c.dtype, c.count, c.block, grid, symmetric, out.cuda.data(), stream);
+  cpu::fake_quantize_tokens(c.x.data(), c.dtype, tokens, out.cpu.data());
+  cuda::fake_quantize_tokens(c.x.data(), c.dtype, tokens, out.cuda.data(), stream);
   out.compare("fake-quantised", c.dtype);
-  cpu::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.count, c.block, grid, symmetric,
+  cpu::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, tokens,
                                      grad_x.cpu.data());
-  cuda::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.count, c.block, grid, symmetric,
+  cuda::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, tokens,
                                       grad_x.cuda.data(), stream);
   grad_x.compare("grad_x", c.dtype);
 }
@@ -285,7 +297,7 @@ void test_partials() {
     const float sum = cpu::sum_in_order(per_run, [&](int64_t i) { return sums[run * per_run + i]; });
     put(grad_theta.cpu, Dtype::kFloat32, run, sum * get(s0, Dtype::kFloat32, run) * 0.37f);
   }
-  const Scales scales{static_cast<float*>(s0.data()), nullptr, Dtype::kFloat32, Dtype::kFloat32, runs,
+  const Scales scales{static_cast<float*>(s0.data()), nullptr, Dtype::kFloat32, Stored::kFloat32, runs,
                       per_run * kSegment};
   using Op = cuda::BackwardSums<float, E4M3>;
   const Op op{{nullptr, nullptr, nullptr, E4M3{}}, sums, grad_theta.cuda.data(), 0.37f};

@@ -201,6 +201,12 @@ T __shfl_down_sync(unsigned mask, T value, int delta, int line = __builtin_LINE(
   return emulation::shuffle(mask, value, line, [source](const uint32_t* given) { return given[source]; });
 }
 
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes, int line = __builtin_LINE()) {
+  const int source = static_cast<int>(threadIdx.x) % emulation::kWarp ^ lanes;
+  return emulation::shuffle(mask, value, line, [source](const uint32_t* given) { return given[source]; });
+}
+
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value, int line = __builtin_LINE()) {
   return emulation::shuffle(mask, value, line, [](const uint32_t* given) {
     return *std::max_element(given, given + emulation::kWarp);
