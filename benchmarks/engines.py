@@ -235,13 +235,23 @@ def mlx_values(directory: Path) -> dict[str, Tensor]:
     return values
 
 
-def mlx_logits(directory: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What mlx-lm makes of each row of token ids."""
+def mlx_logits(directory: Path, batches: Sequence[Tensor], *, wide: bool = False) -> Iterator[Tensor]:
+    """What mlx-lm makes of each row of token ids, computing in the directory's dtype or, wide, in fp32.
+
+    They differ by more than bf16 alone explains where MLX adds up products of bf16 in bf16, as on a CPU whose vectors
+    hold fewer values than a word holds codes (mlx/backend/cpu/quantized.cpp, _qmm_t, mlx 0.32).
+    """
     import mlx.core as mx
     import numpy as np
+    from mlx.utils import tree_flatten, tree_unflatten
     from mlx_lm.utils import load_model
 
     model, _ = load_model(directory)
+    if wide:
+        floats = {
+            key: value for key, value in tree_flatten(model.parameters()) if mx.issubdtype(value.dtype, mx.floating)
+        }
+        model.update(tree_unflatten([(key, value.astype(mx.float32)) for key, value in floats.items()]))
     for ids in batches:
         yield torch.from_numpy(np.array(model(mx.array(ids.numpy())).astype(mx.float32)))
 
@@ -267,7 +277,10 @@ def mlx_rows(trained: Trained, scratch: Path) -> Iterator[Row]:
         if "convert" in name:
             directory = scratch / name.replace(" ", "_")
             convert(str(plain), str(directory), quantize=True, q_group_size=32, q_bits=4, quant_predicate=predicate)
-        yield trained.row(name, mlx_values(directory), expected, mlx_logits(directory, trained.batches))
+        values = mlx_values(directory)
+        yield trained.row(name, values, expected, mlx_logits(directory, trained.batches))
+        logits = mlx_logits(directory, trained.batches, wide=True)
+        yield trained.row(f"{name}, computed in fp32", values, expected, logits)
 
 
 def mlx_missing() -> str | None:
