@@ -47,7 +47,7 @@ def check_destination(out: Path, size: int, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, expected a directory to make")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise ValueError(f"{out} is not empty: name another directory, or pass overwrite to replace it as a whole")
+        raise ValueError(f"{out} is not empty: name another directory, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if free < size:
@@ -60,7 +60,7 @@ def write_index(shards: list[list[Item]], files: list[str], directory: Path) -> 
         return
     weight_map = {key: file for file, shard in zip(files, shards, strict=True) for item in shard for key in item.shapes}
     size = sum(item.bytes for shard in shards for item in shard)
-    _write_json({"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}, directory / INDEX)
+    write_json({"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}, directory / INDEX)
 
 
 def write_config(
@@ -88,7 +88,7 @@ def write_config(
             config["quantization_config"] = quantised
         if layout == "mlx":
             write_for_mlx(config, model, quantization)
-    _write_json(config, directory / "config.json")
+    write_json(config, directory / "config.json")
 
 
 def configuration(
@@ -180,7 +180,7 @@ def copy_companions(source: Path, directory: Path) -> None:
                 _sync(directory / path.name)
 
 
-def _write_json(value: dict[str, Any], path: Path) -> None:
+def write_json(value: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
     _sync(path)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from benchmarks.recovery import QUICK, Bench, sweep, zero_where_v_is_outside
 from engine.losses.kd import KD_KINDS
+from model.rotation import rotate_checkpoint
 from quant import QuantLinear, Scale, get_scheme
 from tests.patience import PATIENCE
 from tests.root import ROOT
@@ -137,3 +138,21 @@ def test_recovery(tmp_path: Path) -> None:
     (tmp_path / "out/perplexities.json").write_text(json.dumps(known))
     bench = Bench(tmp_path / "model", text, text, QUICK, tmp_path / "out")
     assert sweep(lambda rate, seed: bench.trained(None, rate, seed), [1e-3], 1).text() == "1.50, spread 0.00"
+
+
+def test_recovery_inputs(tmp_path: Path) -> None:
+    """FT, PTQ and QAT of a checkpoint and of the same one rotated, beside the plain one's FT."""
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    source = tiny_checkpoint(tmp_path / "model", "qwen3", even=True)
+    rotate_checkpoint(source, tmp_path / "rotated", progress=False)
+    command = [sys.executable, str(ROOT / "benchmarks" / "recovery_inputs.py"), "--model", str(source), "--rotated"]
+    command += [str(tmp_path / "rotated"), "--train", str(tmp_path / "text.txt"), "--text", str(tmp_path / "text.txt")]
+    command += ["--schemes", "nvfp4_w4a4", "--seeds", "2", "--steps", "2", "--rows", "2", "--length", "16"]
+    command += ["--tokens", "64", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = (tmp_path / "recovery_inputs.md").read_text().splitlines()
+    assert [line.split("|")[1].strip() for line in lines if line.startswith("| nvfp4")] == [
+        "nvfp4_w4a4",
+        "nvfp4_w4a4, rotated",
+    ]

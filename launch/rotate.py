@@ -1,0 +1,48 @@
+"""Rotate a checkpoint's weights: the same function, whose inputs have no outliers for a few bits to choke on.
+
+    python launch/rotate.py --model Qwen/Qwen3-8B --output rotated/qwen3_8b
+    deepspeed --num_gpus 8 launch/train.py --config my.yaml --quant.scheme nvfp4_w4a4 --model.path rotated/qwen3_8b
+
+Hadamard matrices with random signs turn the residual stream and the values of each head, and are multiplied into the
+weights, after those of the norms. What comes out is an ordinary checkpoint, which everything reads as it is; nothing is
+computed in addition when the model runs. See docs/rotations.md. Needs no GPU, and the memory of one tensor.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
+
+import argparse
+
+from launch.exits import clean_exit
+from model.ranks import errors_on_all_ranks
+from model.rotation import rotate_checkpoint
+
+
+def main() -> None:
+    """Rotate, and say what was done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory, not quantised")
+    parser.add_argument("--output", type=Path, required=True, help="directory to make")
+    parser.add_argument("--seed", type=int, default=0, help="of the matrices' signs (default 0)")
+    arguments = parser.parse_args()
+    with clean_exit():
+        with errors_on_all_ranks(ValueError, OSError):
+            report = rotate_checkpoint(arguments.model, arguments.output, seed=arguments.seed)
+        for name, (order, size) in report.orders.items():
+            blocks = (
+                f" in {size // order} blocks of {order}: of {size} no Hadamard matrix is known here"
+                if order < size
+                else ""
+            )
+            print(f"rotated: {name}, {size} wide{blocks}")
+        if report.untied:
+            print(
+                "lm_head was the embedding, and is a tensor of its own now: the weights of the last norm went into it"
+            )
+        print(f"{arguments.output}: {report.tensors:,} tensors")
+
+
+if __name__ == "__main__":
+    main()

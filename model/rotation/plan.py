@@ -1,0 +1,140 @@
+"""What a rotation does to each tensor of a checkpoint.
+
+The residual stream h [n], a column, becomes Q^T h. Then with an orthogonal Q [n, n] the model is the same function if
+
+- what writes to it is turned: embeddings E Q, and outputs Q^T W and Q^T b of o_proj and down_proj;
+- what reads from it is turned back: W diag(g) Q, where g are the weights of the RMSNorm before it. A norm with
+  weights 1 gives Q^T of what it gave, since the mean of squares is that of h; so g goes into W, and 1 remains.
+
+The values of a head become R^T v: rows R^T W and biases of v_proj, columns W R of o_proj. Attention adds them up with
+weights that do not depend on them. (SpinQuant, arXiv 2405.16406, section 3.1: R1 and R2.)
+
+So the order of a layer's norms, its names and the absence of anything else that touches the stream have to be those
+of the families below, which the tests run before and after. Others are refused by name.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from model.shards import CheckpointError, DiskTensor
+
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<name>.+)")
+STREAM, VALUES = "stream", "values"  # the two rotations
+
+INPUT, MIDDLE = "input_layernorm.weight", "post_attention_layernorm.weight"
+NORMS = (INPUT, MIDDLE)
+BLOCK = r"(mlp|block_sparse_moe)\."
+READS = {
+    r"self_attn\.[qk]_proj\.weight": INPUT,
+    rf"{BLOCK}((experts\.\d+|shared_expert)\.)?(gate_proj|up_proj|w1|w3)\.weight": MIDDLE,
+    rf"{BLOCK}(gate|shared_expert_gate)\.weight": MIDDLE,
+}
+WRITES = rf"{BLOCK}((experts\.\d+|shared_expert)\.)?(down_proj|w2)\.(weight|bias)|self_attn\.o_proj\.bias"
+VALUE, OUTPUT = r"self_attn\.v_proj\.(weight|bias)", r"self_attn\.o_proj\.weight"
+KEPT = r"self_attn\.([qk]_proj\.bias|[qk]_norm\.weight|rotary_emb\.inv_freq)|mlp\.(gate|up)_proj\.bias"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one tensor.
+
+    Attributes:
+        norm: the key of the RMSNorm whose weights its columns are multiplied by.
+        rows: the rotation that its first axis is turned by, STREAM or VALUES.
+        columns: the same of its last axis.
+        ones: it is such a norm, and becomes ones.
+    """
+
+    norm: str | None = None
+    rows: str | None = None
+    columns: str | None = None
+    ones: bool = False
+
+
+def check_family(config: PretrainedConfig, where: str, *, quantised: bool) -> None:
+    """Refuse a model that is not known to be the same function afterwards.
+
+    Raises:
+        CheckpointError: naming the directory, and what is expected.
+    """
+    if config.model_type not in FAMILIES:
+        families = ", ".join(FAMILIES)
+        raise CheckpointError(f"{where}: a rotation of {config.model_type} is not known; expected one of {families}")
+    if quantised:
+        raise CheckpointError(f"{where} is quantised: rotate the checkpoint that it was made from")
+
+
+def plan_rotation(tensors: Mapping[str, DiskTensor], config: PretrainedConfig, where: str) -> dict[str, Change]:
+    """What becomes of each tensor of the files; a tied lm_head is not among them.
+
+    Raises:
+        CheckpointError: naming the tensor, one that is missing, has another shape, or has no place in these families.
+    """
+    changes = {key: _change(key, where) for key in tensors}
+    missing = [key for key in _needed(config) if key not in tensors]
+    if missing:
+        raise CheckpointError(f"{where} lacks {missing[0]}, and {len(missing) - 1} more tensors of its config.json")
+    for key, change in changes.items():
+        if change != Change():
+            _check_tensor(tensors[key], change, config)
+    return changes
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Values of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _change(key: str, where: str) -> Change:
+    """What happens to a tensor of this name."""
+    whole = {EMBEDDING: Change(columns=STREAM), HEAD: Change(norm=NORM, columns=STREAM), NORM: Change(ones=True)}
+    if key in whole:
+        return whole[key]
+    if (found := LAYER.fullmatch(key)) is not None:
+        prefix, name = f"model.layers.{found['layer']}.", found["name"]
+        if name in NORMS:
+            return Change(ones=True)
+        for pattern, norm in READS.items():
+            if re.fullmatch(pattern, name):
+                return Change(norm=prefix + norm, columns=STREAM)
+        if re.fullmatch(WRITES, name):
+            return Change(rows=STREAM)
+        if value := re.fullmatch(VALUE, name):
+            return Change(prefix + INPUT, VALUES, STREAM) if value[1] == "weight" else Change(rows=VALUES)
+        if re.fullmatch(OUTPUT, name):
+            return Change(rows=STREAM, columns=VALUES)
+        if re.fullmatch(KEPT, name):
+            return Change()
+    raise CheckpointError(
+        f"{where}: {key} has no place in {', '.join(FAMILIES)}: what a rotation makes of it is unknown"
+    )
+
+
+def _needed(config: PretrainedConfig) -> Iterator[str]:
+    """What every one of the families has; the reader of the rotated checkpoint looks for the rest."""
+    yield from (EMBEDDING, NORM, *([] if config.tie_word_embeddings else [HEAD]))
+    for layer in range(config.num_hidden_layers):
+        linears = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
+        yield from (f"model.layers.{layer}.{name}" for name in (*NORMS, *linears))
+
+
+def _check_tensor(tensor: DiskTensor, change: Change, config: PretrainedConfig) -> None:
+    """A float tensor whose turned axes are as long as config.json says."""
+    if tensor.dtype is None or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        raise CheckpointError(f"{tensor.file}: {tensor.key} is {tensor.kind}, expected floats of 16 bits or more")
+    hidden, size = config.hidden_size, head_dim(config)
+    lengths = {(STREAM, 0): hidden, (STREAM, -1): hidden}
+    lengths |= {(VALUES, 0): config.num_key_value_heads * size, (VALUES, -1): config.num_attention_heads * size}
+    axes = [(change.rows, 0), (change.columns, -1)]
+    expected = [(axis, lengths[kind, axis]) for kind, axis in axes if kind is not None]
+    if change.ones:
+        expected = [(0, hidden)]
+    flat = change.ones or tensor.key.endswith("bias")
+    if len(tensor.shape) != (1 if flat else 2) or any(tensor.shape[axis] != length for axis, length in expected):
+        said = ", ".join(f"{length} in {'rows' if axis == 0 else 'columns'}" for axis, length in expected)
+        raise CheckpointError(f"{tensor.file}: {tensor.key} has the shape {list(tensor.shape)}, expected {said}")

@@ -1,0 +1,173 @@
+"""A rotated checkpoint is the same function, of every family that is not refused, in transformers' own forward."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from model.rotation import rotate_checkpoint
+from model.rotation.plan import FAMILIES
+
+COMMON = {
+    "vocab_size": 60,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+SHARED = {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}
+CLOSE = 1e-4  # transformers computes norms and positions in fp32, whatever the dtype
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama blocks": {"hidden_size": 52, "head_dim": 14, "num_attention_heads": 4},
+    "mistral": {"sliding_window": 8},
+    "mixtral": MOE,
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": MOE | SHARED,
+    "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
+    "qwen3 biases": {"attention_bias": True},
+    "qwen3_moe": MOE,
+    "qwen3_moe dense": MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True},
+}
+
+
+def made(directory: Path, variant: str, dtype: torch.dtype = torch.float64, shard: str = "5GB") -> Path:
+    """A random checkpoint, its norms and biases too: ones and zeros would hide what is not folded or turned."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(variant.split()[0], **COMMON | VARIANTS[variant])
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.randn_like(parameter) + ("norm" in name))
+            else:
+                parameter.mul_(5)  # products of the size of the biases
+    model.save_pretrained(directory, max_shard_size=shard)
+    return directory
+
+
+def logits(directory: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, experts_implementation="eager")
+    ids = torch.randint(0, 60, (2, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_function(variant: str, tmp_path: Path) -> None:
+    source = made(tmp_path / "plain", variant)
+    report = rotate_checkpoint(source, tmp_path / "rotated", progress=False)
+    assert report.untied == VARIANTS[variant].get("tie_word_embeddings", False)
+    expected = logits(source)
+    assert expected.std() > 0.1
+    assert (logits(tmp_path / "rotated") - expected).abs().max() < CLOSE * expected.std()
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "rotated"))
+    same = {key for key in before if torch.equal(before[key], after[key])}
+    kept = ("q_norm.weight", "k_norm.weight", "q_proj.bias", "k_proj.bias", "gate_proj.bias", "up_proj.bias")
+    assert all(key.endswith(kept) for key in same), same
+
+
+def test_every_family_is_run() -> None:
+    assert {variant.split()[0] for variant in VARIANTS} == set(FAMILIES)
+
+
+def test_several_files_in_bf16(tmp_path: Path) -> None:
+    """The files are those of the source, an outlier of the stream is spread, and each value is rounded once."""
+    source = made(tmp_path / "plain", "qwen2", torch.bfloat16, shard="20KB")
+    (source / "tokenizer.json").write_text("{}")
+    names = sorted(path.name for path in source.glob("*.safetensors"))
+    assert len(names) > 2
+    loud = next(path for path in source.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(path))
+    tensors = load_file(loud)
+    tensors["model.embed_tokens.weight"][:, 5] *= 40
+    save_file(tensors, loud, metadata={"format": "pt"})
+    rotate_checkpoint(source, tmp_path / "rotated", seed=3, progress=False)
+    assert sorted(path.name for path in (tmp_path / "rotated").glob("*.safetensors")) == names
+    assert (tmp_path / "rotated" / "tokenizer.json").is_file()
+    before = tensors["model.embed_tokens.weight"].double()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "rotated").get_input_embeddings().weight.detach()
+    assert after.dtype == torch.bfloat16
+    assert torch.allclose(after.double().norm(dim=1), before.norm(dim=1), rtol=2**-8)
+    assert before.abs().max() / before.square().mean().sqrt() > 10
+    assert after.double().abs().max() / after.double().square().mean().sqrt() < 6
+    expected = logits(source)
+    assert (logits(tmp_path / "rotated") - expected).abs().max() < 0.2 * expected.std()  # bf16, in every weight
+
+
+def drop(directory: Path, key: str) -> None:
+    change(directory, lambda tensors: tensors.pop(key))
+
+
+def change(directory: Path, work: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    work(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(directory: Path, **values: object) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+LAYER = "model.layers.1."
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "family": (lambda d: configure(d, model_type="gemma"), "a rotation of gemma is not known; expected one of llama"),
+    "quantised": (lambda d: configure(d, quantization_config={"quant_method": "fp8"}), "is quantised"),
+    "missing": (lambda d: drop(d, LAYER + "self_attn.o_proj.weight"), "lacks model.layers.1.self_attn.o_proj.weight"),
+    "no norm": (lambda d: drop(d, "model.norm.weight"), "lacks model.norm.weight"),
+    "no head": (lambda d: drop(d, "lm_head.weight"), "lacks lm_head.weight"),
+    "layers": (lambda d: configure(d, num_hidden_layers=3), "lacks model.layers.2.input_layernorm.weight"),
+    "unknown": (
+        lambda d: change(d, lambda t: t.update({LAYER + "mlp.post_norm.weight": torch.ones(48)})),
+        "mlp.post_norm.weight has no place",
+    ),
+    "shape": (
+        lambda d: change(d, lambda t: t.update({LAYER + "mlp.up_proj.weight": torch.ones(40, 44)})),
+        r"up_proj.weight has the shape \[40, 44\], expected 48 in columns",
+    ),
+    "codes": (
+        lambda d: change(d, lambda t: t.update({LAYER + "mlp.up_proj.weight": torch.ones(40, 48, dtype=torch.int8)})),
+        "up_proj.weight is I8, expected floats",
+    ),
+    "nan": (
+        lambda d: change(d, lambda t: t[LAYER + "mlp.down_proj.weight"].view(-1)[7:8].fill_(float("nan"))),
+        "down_proj.weight holds NaN",
+    ),
+    "heads": (lambda d: configure(d, num_key_value_heads=3), "v_proj.weight has the shape"),
+    "destination": (lambda d: (d.parent / "out").write_text("here"), "is a file, expected a directory"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str, tmp_path: Path) -> None:
+    """One line that names it, and nothing written."""
+    source = made(tmp_path / "plain", "llama")
+    work, text = BAD[case]
+    work(source)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises((ValueError, OSError), match=text):
+        rotate_checkpoint(source, tmp_path / "out", progress=False)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_tied_head_in_the_file(tmp_path: Path) -> None:
+    """A copy of the embedding is one more name for it. Another one is an error: readers differ in which they take."""
+    source = made(tmp_path / "plain", "qwen2")
+    expected = logits(source)
+    change(source, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert rotate_checkpoint(source, tmp_path / "rotated", progress=False).untied
+    assert (logits(tmp_path / "rotated") - expected).abs().max() < CLOSE * expected.std()
+    change(source, lambda tensors: tensors["lm_head.weight"].view(-1)[3:4].add_(1))
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        rotate_checkpoint(source, tmp_path / "again", progress=False)
