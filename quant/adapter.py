@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from quant.function import Arguments, Plan, QuantLinearFunction, Saved
+from quant.function import Arguments, Plan, QuantLinearFunction, Saved, apply_function, keep, product
 
 # Elements of a weight that are added at a time: few on a CPU, so that they stay in its caches; on a GPU the fp64
 # copies of them take 64 MB.
@@ -80,8 +80,8 @@ class Adapter:
         return merge(weight, self.lora_a, self.lora_b, self.scaling)
 
     def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        """Stands for ``QuantLinearFunction.apply``: takes the same, with the weight as it is without the adapter, after
-        whether the layer is in training mode."""
+        """Stands for :func:`quant.function.apply_function`: takes the same, with the weight as it is without the
+        adapter, after whether the layer is in training mode."""
         output: Tensor = MergedLinearFunction.apply(self.scaling, self.lora_a, self.lora_b, plan, *tensors)
         return output
 
@@ -109,8 +109,8 @@ class AdapterBeside(Adapter):
         return weight.detach()
 
     def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        """Stands for ``QuantLinearFunction.apply``, of a layer that is no stack of experts."""
-        output: Tensor = QuantLinearFunction.apply(plan, *tensors)
+        """Stands for :func:`quant.function.apply_function`, of a layer that is no stack of experts."""
+        output = apply_function(plan, *tensors)
         x = Arguments(*tensors).x
         if training and self.dropout:
             x = F.dropout(x, self.dropout)
@@ -152,15 +152,13 @@ class MergedLinearFunction(torch.autograd.Function):
         given, needs = Arguments(*tensors), Arguments(*ctx.needs_input_grad[4:])
         trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         inner = _Context((False, *needs._replace(weight=trains)))
+        ctx.save_for_backward(lora_a, lora_b, *keep(inner, plan, given, needs._replace(weight=trains)))
+        ctx.scaling, ctx.plan, ctx.needs = scaling, plan, inner.needs_input_grad
+        ctx.keeps_codes, ctx.input_shape = inner.keeps_codes, inner.input_shape
         weight = given.weight
         if plan.weight is None or given.weight_codes is None:  # else its codes say what it is
             weight = merge(weight, lora_a, lora_b, scaling)
-        output: Tensor = QuantLinearFunction.forward(inner, plan, *given._replace(weight=weight))
-        saved: Any = inner.saved_tensors
-        ctx.save_for_backward(lora_a, lora_b, *Saved(*saved)._replace(weight=given.weight))
-        ctx.scaling, ctx.plan, ctx.needs = scaling, plan, inner.needs_input_grad
-        ctx.keeps_codes, ctx.input_shape = inner.keeps_codes, inner.input_shape
-        return output
+        return product(plan, given._replace(weight=weight))
 
     @staticmethod
     @once_differentiable

@@ -101,9 +101,22 @@ def quant_linear(
             quantized = make() if shared is None else shared.get(x, wanted, make)
     no_scale = (None,) * len(Scale._fields)
     input_s0, input_theta, *_ = input_scale or no_scale
-    return (apply or QuantLinearFunction.apply)(
+    return (apply or apply_function)(
         plan, x, weight, bias, *(weight_scale or no_scale), input_s0, input_theta, *quantized, weight_codes, offsets
     )
+
+
+def apply_function(plan: Plan, *tensors: Tensor | None) -> Tensor:
+    """The product of :func:`quant_linear`, after its input has been quantised, with its gradients.
+
+    ``tensors`` are :class:`Arguments`. What backward keeps is kept before the product is computed: where activations
+    are recomputed, a layer that runs last is not multiplied a second time, since torch stops when all that backward
+    keeps is there again.
+    """
+    if not torch.is_grad_enabled():
+        return product(plan, Arguments(*tensors))
+    output: Tensor = _ProductFunction.apply(QuantLinearFunction.apply(plan, *tensors), plan, *tensors)
+    return output
 
 
 def _learns(scale: Scale | None) -> bool:
@@ -147,6 +160,13 @@ class Saved(NamedTuple):
     mask: Tensor  # packed: which elements of an input were inside the range, where its codes are kept
     offsets: Tensor | None
 
+    @classmethod
+    def of(cls, given: Arguments) -> "Saved":
+        """All that may be kept of the arguments, with the input itself."""
+        scale = (given.weight_s0, given.weight_theta, given.weight_global, given.weight_zero)
+        inputs = (given.input_s0, given.input_theta, given.x, given.mask)
+        return cls(given.weight, *scale, given.weight_codes, *inputs, given.offsets)
+
     def weight_quantizer(self, spec: TensorSpec) -> Quantizer:
         scale = Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
         return Quantizer(scale, spec, self.weight.dtype)
@@ -160,38 +180,18 @@ class Saved(NamedTuple):
 
 
 class QuantLinearFunction(torch.autograd.Function):
-    """The autograd of :func:`quant_linear`, after its input has been quantised.
+    """What :func:`apply_function` keeps for backward, and its gradients.
 
-    ``apply(plan, *Arguments)``. No tensor comes twice: torch.compile does not take that.
+    ``apply(plan, *Arguments)`` gives a tensor of the output's shape without values or memory, for
+    :class:`_ProductFunction` to compute. No tensor comes twice: torch.compile does not take that.
     """
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        given, needs = Arguments(*tensors), Arguments(*ctx.needs_input_grad[1:])
-        dynamic = plan.input is not None and plan.input.dynamic
-        ctx.keeps_codes = plan.input is not None and not dynamic and not needs.input_theta
-        kept_x = given.codes if ctx.keeps_codes else given.x
-        # The range of a dynamic grid comes from the input, and with it which elements have a gradient.
-        if not (needs.weight or needs.weight_theta or needs.input_theta or (dynamic and needs.x)):
-            kept_x = None
-        scale = Scale(given.weight_s0, given.weight_theta, given.weight_global, given.weight_zero)
-        inputs = (given.input_s0, given.input_theta, kept_x, given.mask)
-        saved = Saved(given.weight, *scale, given.weight_codes, *inputs, given.offsets)
-        ctx.save_for_backward(*saved)
-        saved = saved.unpacked(plan)
-        ctx.plan, ctx.input_shape = plan, given.x.shape
-        if plan.fp8_gemm:
-            return _product_of_codes(plan, saved, given.codes, given.bias)
-        quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
-        used_weight = _used_weight(given.weight, quantizer, saved.weight_codes)
-        # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed. It
-        # knows no meta device, on which nothing is computed.
-        device = given.x.device.type
-        autocast = device != "meta" and torch.is_autocast_enabled(device)
-        with torch.autocast(device, enabled=False) if autocast else nullcontext():
-            return gemm.linear(
-                given.x if given.values is None else given.values, used_weight, given.bias, given.offsets
-            )
+        given = Arguments(*tensors)
+        ctx.save_for_backward(*keep(ctx, plan, given, Arguments(*ctx.needs_input_grad[1:])))
+        out_features = given.weight.shape[-2]
+        return given.x.new_empty(()).expand(*given.x.shape[:-1], out_features)
 
     @staticmethod
     @once_differentiable
@@ -218,6 +218,45 @@ class QuantLinearFunction(torch.autograd.Function):
             input_theta=grad_input_theta,
         )
         return None, *gradients
+
+
+class _ProductFunction(torch.autograd.Function):
+    """Computes what :class:`QuantLinearFunction` stands for: ``apply(that, plan, *Arguments)``. It keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, placeholder: Tensor, plan: Plan, *tensors: Tensor | None) -> Tensor:
+        return product(plan, Arguments(*tensors))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, *[None] * len(Arguments._fields)
+
+
+def keep(ctx: Any, plan: Plan, given: Arguments, needs: Arguments) -> Saved:
+    """What backward keeps of the arguments, of which those that ``needs`` names need gradients."""
+    dynamic = plan.input is not None and plan.input.dynamic
+    ctx.keeps_codes = plan.input is not None and not dynamic and not needs.input_theta
+    kept_x = given.codes if ctx.keeps_codes else given.x
+    # The range of a dynamic grid comes from the input, and with it which elements have a gradient.
+    if not (needs.weight or needs.weight_theta or needs.input_theta or (dynamic and needs.x)):
+        kept_x = None
+    ctx.plan, ctx.input_shape = plan, given.x.shape
+    return Saved.of(given)._replace(x=kept_x)
+
+
+def product(plan: Plan, given: Arguments) -> Tensor:
+    """``[..., out]``, without a gradient; see :func:`quant_linear`."""
+    saved = Saved.of(given).unpacked(plan)
+    if plan.fp8_gemm:
+        return _product_of_codes(plan, saved, given.codes, given.bias)
+    quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
+    used_weight = _used_weight(given.weight, quantizer, saved.weight_codes)
+    # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed. It
+    # knows no meta device, on which nothing is computed.
+    device = given.x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if autocast else nullcontext():
+        return gemm.linear(given.x if given.values is None else given.values, used_weight, given.bias, given.offsets)
 
 
 def _product_of_codes(plan: Plan, saved: Saved, codes: Tensor, bias: Tensor | None) -> Tensor:

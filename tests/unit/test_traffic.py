@@ -56,6 +56,17 @@ def test_the_codes_are_multiplied_in_fp8_and_gradients_in_bf16():
     assert there.launches.total() <= 4
 
 
+@pytest.mark.parametrize("fp8_gemm", [False, True])
+def test_recomputing_a_layer_stops_before_its_last_product(fp8_gemm: bool):
+    """As in bf16: all that backward keeps is there again by then."""
+    ways = {"fp8_static": {"scheme": "fp8_static", "fp8_gemm": fp8_gemm}, "w4a16_g32": {"scheme": "w4a16_g32"}}
+    products = {
+        name: sum(sum(one.operations.values()) for one in counted(decoder_layer(**way), TOKENS, checkpointed=True))
+        for name, way in ({"bf16": {"scheme": None}} | ways).items()
+    }
+    assert products["bf16"] > 0 and len(set(products.values())) == 1
+
+
 @pytest.mark.parametrize("scheme", ["fp8_static", "w4a16_g32", "8da4w", "fp8_block"])
 def test_no_host_waits_inside_a_layer(scheme: str):
     """An operator that the host waits for has no result on the meta device: most fail there, the others are counted."""
