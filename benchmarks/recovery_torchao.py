@@ -14,7 +14,7 @@ from data.loader import Loader, model_inputs
 from data.samples import IGNORE
 from data.text import read_text
 from engine.recipe.recipe import Recipe
-from engine.schedule import lr_factor
+from engine.session.optimizer import lr_factor
 from quant import SCHEMES
 
 

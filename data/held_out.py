@@ -11,7 +11,7 @@ import numpy as np
 from data.loader import MicroBatch, pad
 from data.samples import IGNORE, DataError, Sample, digest_of_samples
 
-SPLIT = 3  # draws apart from every epoch, see data.order
+SPLIT = 3  # draws apart from every epoch, see data.loader
 
 
 def split(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[list[Sample], list[Sample]]:

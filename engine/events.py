@@ -1,22 +1,102 @@
-"""The events of a recipe, as actions of the loop: what its schedule says, evaluation, and checkpoints.
+"""What happens at which step: the schedule of a run, and the events of its recipe as actions in it: what the section
+``schedule`` says, evaluation, and checkpoints.
 
-One line of YAML under ``schedule`` does what one line of Python would.
+Steps are optimizer steps, counted from 0: an event ``at`` step N runs when N steps are done and before step N begins;
+an event ``every`` N steps runs after each N-th step; an event ``when`` something holds is asked after each step and
+runs once, the first time. One line of YAML under ``schedule`` does what one line of Python would.
 """
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from engine.checkpoint.save import CheckpointError, mark_best, save_checkpoint
 from engine.evaluation.held_out import evaluate
 from engine.recipe.events import EventRecipe, parse_condition
 from engine.recipe.recipe import Recipe
-from engine.schedule import Schedule
 from engine.state import LoopState
 from engine.step import held_out_losses
 from model.ranks import say
 from quant import Quantization
+
+State = TypeVar("State")
+Action = Callable[[State], object]
+Condition = Callable[[State], bool]
+
+
+@dataclass
+class Schedule(Generic[State]):
+    """Events: actions that run before a given step, after every so many, or once when a condition holds.
+
+    After a step come the events of every so many steps, then those with a condition, then those that asked to be last;
+    each kind in the order in which they were added.
+    """
+
+    before: list[tuple[int, Action]] = field(default_factory=list)
+    after: list[tuple[int, Action]] = field(default_factory=list)
+    last: list[tuple[int, Action]] = field(default_factory=list)
+    conditional: list[tuple[Condition, Action]] = field(default_factory=list)
+    met: list[int] = field(default_factory=list)
+    """Which of ``conditional`` have run, by position: a checkpoint keeps it, so that a resumed run does not repeat
+    them."""
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Which events with a condition have run, for a checkpoint."""
+        return {"met": list(self.met)}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.met = list(state["met"])
+
+    def at(self, step: int, action: Action) -> None:
+        """Run ``action(state)`` once, when ``step`` optimizer steps are done and before the next begins."""
+        if step < 0:
+            raise ValueError(f"an event at step {step}: steps count from 0")
+        self.before.append((step, action))
+
+    def every(self, steps: int, action: Action, *, last: bool = False) -> None:
+        """Run ``action(state)`` after every ``steps``-th optimizer step.
+
+        ``last``: after all other events of the step, so that it sees what they did.
+        """
+        if steps < 1:
+            raise ValueError(f"an event every {steps} steps: expected 1 or more")
+        (self.last if last else self.after).append((steps, action))
+
+    def when(self, condition: Condition, action: Action) -> None:
+        """Run ``action(state)`` once, after the first step at which ``condition(state)`` is true."""
+        self.conditional.append((condition, action))
+
+    def check(self, total: int) -> None:
+        """Refuse an event at a step that a run of ``total`` steps never begins. Raises ValueError."""
+        late = [step for step, _ in self.before if step >= total]
+        if late:
+            raise ValueError(
+                f"an event at step {late[0]}, but train.steps is {total}: the last step to begin is {total - 1}"
+            )
+
+    def run_before(self, step: int, state: State) -> None:
+        """Run the events that are due before ``step``."""
+        for due, action in self.before:
+            if due == step:
+                action(state)
+
+    def run_after(self, done: int, state: State) -> None:
+        """Run the events that are due after ``done`` steps in all."""
+        for interval, action in self.after:
+            if done % interval == 0:
+                action(state)
+        for index, (condition, action) in enumerate(self.conditional):
+            if index not in self.met and condition(state):
+                self.met.append(index)
+                action(state)
+        for interval, action in self.last:
+            if done % interval == 0:
+                action(state)
+
 
 RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 

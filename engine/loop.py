@@ -29,8 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.checkpoint.save import CheckpointError
-from engine.cluster.claim import Claim
-from engine.events import add_recipe_events, checkpoints, evaluate_held_out, evaluate_start, save
+from engine.cluster.job import Claim
+from engine.events import Schedule, add_recipe_events, checkpoints, evaluate_held_out, evaluate_start, save
 from engine.export import export_trained
 from engine.losses.objective import DIAGNOSTICS, ROUTER_AUX, NamedTokenLoss, TokenLoss
 from engine.memory.measured import resident_bytes
@@ -38,7 +38,6 @@ from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
 from engine.report import RunReport
-from engine.schedule import Schedule
 from engine.start import start_run
 from engine.state import Action, LoopState
 from engine.step import sum_where_ranks_agree, train_step
@@ -109,7 +108,7 @@ class Loop:
     def run(self) -> LoopState:
         """Set up, train, export. Returns the state after the last step.
 
-        A signal (see engine/cluster/signals.py) ends it after the step it came in, with a checkpoint and without an
+        A signal (see engine/cluster/job.py) ends it after the step it came in, with a checkpoint and without an
         export.
         """
         try:

@@ -7,10 +7,10 @@ from pathlib import Path
 from engine.checkpoint.find import LATEST, STEPS, Checkpoint, check_resumable, check_samples, verify_checkpoint
 from engine.checkpoint.load import load_checkpoint
 from engine.checkpoint.owners import Owners
-from engine.cluster.claim import Claim
+from engine.cluster.job import Claim
 from engine.cluster.nodes import check_shared, several_machines
 from engine.evaluation.held_out import HeldOutResults
-from engine.events import check_events
+from engine.events import Schedule, check_events
 from engine.export import check_export, check_exportable
 from engine.faults import SkippedSteps
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
@@ -20,10 +20,8 @@ from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import save_recipe
 from engine.recipe.recipe import Recipe
-from engine.schedule import Schedule
 from engine.session.borders import check_borders
-from engine.session.context import start_ranks
-from engine.session.data import build_loader
+from engine.session.context import build_loader, start_ranks
 from engine.session.session import build_session
 from engine.state import LoopState
 from model.ranks import errors_on_all_ranks, is_main, say

@@ -8,7 +8,7 @@ import torch
 from data.held_out import HeldOut
 from data.loader import Loader
 from engine.checkpoint.owners import Owners
-from engine.cluster.signals import StopRequests
+from engine.cluster.job import StopRequests
 from engine.evaluation.held_out import HeldOutResults
 from engine.faults import SkippedSteps
 from engine.losses.objective import NamedTokenLoss, Objective

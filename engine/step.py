@@ -19,8 +19,7 @@ from engine.losses.objective import ROUTER_AUX, Objective, router_loss_factor
 from engine.losses.teacher import CachedTeacher, Sight, Teacher
 from engine.offload import OnHost
 from engine.quantisation.statistics import Watch, watching
-from engine.schedule import lr_factor
-from engine.session.optimizer import SCALE_GROUPS, trained_scales
+from engine.session.optimizer import SCALE_GROUPS, lr_factor, trained_scales
 from engine.session.session import Session
 from engine.state import LoopState, StepResult
 from model.head import LogitFunction

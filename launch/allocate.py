@@ -33,11 +33,10 @@ import yaml
 from data.loader import Loader
 from engine.memory.meta_model import meta_student
 from engine.quantisation.allocation import Part, allocate, check_budget, rules_of
-from engine.quantisation.calibrate import calibrate_inputs
 from engine.quantisation.sensitivity import divergences, parts_of
+from engine.quantisation.switches import calibrate_inputs
 from engine.recipe.recipe import Recipe
-from engine.session.context import DTYPES, RunContext, start_ranks
-from engine.session.data import build_loader
+from engine.session.context import DTYPES, RunContext, build_loader, start_ranks
 from engine.session.session import Session, build_session
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say

@@ -18,10 +18,9 @@ if __name__ == "__main__":
     check_model_path()  # before the imports, which take many seconds
 
 from engine.export import check_export, export
-from engine.quantisation.calibrate import calibrate_inputs
+from engine.quantisation.switches import calibrate_inputs
 from engine.recipe.recipe import Recipe
-from engine.session.context import start_ranks
-from engine.session.data import build_loader
+from engine.session.context import build_loader, start_ranks
 from engine.session.session import build_session
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import say

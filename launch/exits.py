@@ -1,7 +1,7 @@
 """How a script ends when something is wrong: the message is printed once, and every rank has an exit code.
 
 An error that a user can do something about has no traceback. Any other exception is a defect and keeps its own. What
-scripts call only raises; the one exception is a rank whose peers are dead (engine/cluster/signals.py).
+scripts call only raises; the one exception is a rank whose peers are dead (engine/cluster/job.py).
 """
 
 import os
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from engine.cluster.exits import spans_nodes, tell_other_nodes
-from engine.cluster.signals import ignore_signals
+from engine.cluster.job import ignore_signals
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import parse_recipe
 from engine.recipe.recipe import Recipe
@@ -49,7 +49,7 @@ def clean_exit() -> Iterator[None]:
     Any other exception is one rank's own, and the others wait for it in a collective: its process ends at once, with
     the traceback, so that the launcher sees it and ends the others; what these say of it is one line. An ordinary end
     would first tear down NCCL's communicators, which may wait for the others in turn. Ctrl-C outside of training
-    (see engine/cluster/signals.py) is one line and exit code 130.
+    (see engine/cluster/job.py) is one line and exit code 130.
 
     Raises:
         SystemExit: as said.

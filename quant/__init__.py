@@ -1,6 +1,7 @@
 """Quantisation numerics and modules; knows tensors, not clusters."""
 
 from quant.calibrate import (
+    Observer,
     Ranges,
     combine,
     partial_clipped,
@@ -8,6 +9,7 @@ from quant.calibrate import (
     partial_fit,
     partial_squares,
     partial_stats,
+    recomputing,
     scale_from_histogram,
     scales_from_errors,
     scales_from_stats,
@@ -17,7 +19,6 @@ from quant.embedding import QuantEmbedding
 from quant.kernels import prepare_kernels
 from quant.kv_cache import QuantCache
 from quant.linear import ADAPTER_PARAMETERS, SCALE_PARAMETERS, QuantLayer, QuantLinear, weights_changed
-from quant.observe import Observer, recomputing
 from quant.prepare import prepare
 from quant.quantization import Quantization
 from quant.rules import DEFAULT_EXEMPT, Rule, exempt_line

@@ -28,8 +28,8 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from quant import kernels
+from quant.calibrate import Observer
 from quant.function import lsq_factor
-from quant.observe import Observer
 from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 

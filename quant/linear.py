@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from quant import gemm, kernels
 from quant.adapter import Adapter
+from quant.calibrate import Observer
 from quant.experts import StackedLinear
 from quant.function import Plan, UsedWeightFunction, quant_linear
 from quant.held import held_codes
 from quant.inputs import SharedInput
-from quant.observe import Observer
 from quant.scale import Quantizer, Scale
 from quant.spec import Scheme
 

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quant.calibrate import Ranges
+from quant.calibrate import Observer, Ranges
 from quant.experts import StackedLinear
 from quant.kv_cache import QuantCache
-from quant.observe import Observer
 from quant.scale import Scale
 from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 

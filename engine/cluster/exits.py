@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from engine.cluster.join import join_ranks
+from engine.cluster.job import join_ranks
 from model.ranks import RankError, barrier, local_world_size, raise_everywhere, shut_down
 
 

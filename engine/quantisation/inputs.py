@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from data.loader import MicroBatch
-from engine.quantisation.calibrate import watch_inputs
+from engine.quantisation.switches import watch_inputs
 from engine.session.session import Session
 from model.quantised.config import is_quantised
 from model.ranks import raise_everywhere, reduce_over_ranks
@@ -62,7 +62,7 @@ def check_input_scales(
     dynamic ones may be so many times smaller, too.
 
     Args:
-        forward, quantization, batches, device: as of :func:`engine.quantisation.calibrate.calibrate_inputs`.
+        forward, quantization, batches, device: as of :func:`engine.quantisation.switches.calibrate_inputs`.
         owners: of the input groups whose scales are checked.
         source: where the scales are from, for the error.
 

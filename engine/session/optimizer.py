@@ -3,6 +3,7 @@
 Parameters are sorted by the module that owns them, not by pieces of their names.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,32 @@ def peak_learning_rates(optim: OptimRecipe) -> dict[str, float]:
         "act_scales": own(optim.act_scale_lr, optim.scale_lr),
         "adapters": own(optim.adapter_lr, optim.lr),
     }
+
+
+KINDS = ("constant", "linear", "cosine", "wsd")
+
+
+def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float, decay: int = 0) -> float:
+    """The share of the peak learning rate at ``step``.
+
+    Linear warm-up over the first ``warmup`` steps (step 0 already moves: 1/warmup), then ``constant``; or ``linear`` or
+    ``cosine`` decay from 1 to ``min_ratio``, which the last of ``total`` steps reaches; or ``wsd``, warm-up, stable,
+    decay (Hu et al. 2024, MiniCPM, arXiv:2404.06395): 1 until the last ``decay`` steps, which go down to ``min_ratio``
+    in a straight line.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown learning-rate schedule {kind!r}, expected one of {', '.join(KINDS)}")
+    if step < warmup:
+        return (step + 1) / warmup
+    if kind == "constant":
+        return 1.0
+    if kind == "wsd":
+        done = step - (total - decay) + 1  # of the steps that decay, this one included
+        return 1.0 - (1.0 - min_ratio) * min(1.0, max(0, done) / max(1, decay))
+    progress = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+    if kind == "linear":
+        return 1.0 - (1.0 - min_ratio) * progress
+    return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class SkippingAdamW(torch.optim.AdamW):

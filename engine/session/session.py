@@ -45,7 +45,7 @@ class Session:
     model: PreTrainedModel
     quantization: Quantization
     uncalibrated: frozenset[str]
-    """Owners of the input groups that had no scale when the session was built; see engine.quantisation.calibrate."""
+    """Owners of the input groups that had no scale when the session was built; see engine.quantisation.switches."""
     teacher: Teacher | None
     tokenizer: PreTrainedTokenizerBase
     device: torch.device

@@ -23,8 +23,7 @@ from engine.losses.kd import take_top_k
 from engine.losses.teacher import ModelTeacher
 from engine.recipe.checks import RecipeError
 from engine.recipe.recipe import Recipe
-from engine.session.context import start_ranks
-from engine.session.data import build_loader
+from engine.session.context import build_loader, start_ranks
 from engine.session.teacher import load_teacher
 from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.zero import gathered

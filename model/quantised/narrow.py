@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.quantised.tensor import CodedTensor
 from model.ranks import listed, raise_everywhere, reduce_over_ranks
-from model.scales.write import scale_buckets
+from model.scales.in_place import scale_buckets
 from model.shards import CheckpointError, Reader
 from model.zero import gathered, is_partitioned, local_data, local_range
 from quant import Quantization, ScaleGroup, Scheme, TensorSpec, partial_clipped

@@ -19,10 +19,9 @@ from model.quantised.narrow import check_weights
 from model.quantised.tensor import CodedTensor
 from model.ranks import errors_on_all_ranks, listed
 from model.scales.arrange import ArrangedScales, GroupScale, arrange, scales_per_head
+from model.scales.in_place import check_scale, check_values, fill_scales, measure_global_scales, measure_weight_scales
 from model.scales.load import ScaleReport, given_scales
-from model.scales.measure import measure_global_scales, measure_weight_scales
 from model.scales.read import GLOBAL_SCALE, WEIGHT_SCALE, StoredScales, cache_keys, input_ending
-from model.scales.write import check_scale, check_values, fill_scales
 from model.shards import CheckpointError, Reader
 from model.zero import forget_secondary_copies, local_data, local_range
 from quant import Quantization, ScaleGroup, TensorSpec

@@ -12,7 +12,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 from transformers.utils.quantization_config import QuantizationMethod
 
-from model.batches import batches
 from model.names import Names, Place, module_name_on_disk
 from model.pieces import Stack
 from model.quantised.tensor import CodedTensor
@@ -21,7 +20,7 @@ from model.save.mlx import check_mlx, mlx_place
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
 from model.shards import DiskTensor
-from model.zero import full_numel, is_partitioned, is_whole
+from model.zero import batches, full_numel, is_partitioned, is_whole
 from quant import SCALE_PARAMETERS, Quantization, QuantLayer
 from quant.experts import LinearPart, linears_of
 from quant.export import Shapes

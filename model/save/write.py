@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from model.batches import batches
 from model.quantised.tensor import CodedTensor, chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.save.plan import Item
 from model.save.shard_writer import ShardWriter
 from model.shards import SINGLE, DiskTensor, Reader
-from model.zero import ReceiveBuffer, gathered_on_main
+from model.zero import ReceiveBuffer, batches, gathered_on_main
 from quant import QuantLayer
 from quant.export import cache_scale
 from quant.kv_cache import QuantCache

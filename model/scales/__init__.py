@@ -13,11 +13,16 @@ A checkpoint goes through ``read.py`` (files to tensors by key), ``arrange.py`` 
 ``measure.py`` makes scales from the weights; ``statistics.py`` tells how scales and weights fit.
 """
 
+from model.scales.in_place import (
+    follow_weights,
+    measure_weight_scales,
+    release_scales,
+    renew_weight_scales,
+    write_scales,
+)
 from model.scales.load import ScaleReport, load_scales
-from model.scales.measure import follow_weights, measure_weight_scales, renew_weight_scales
 from model.scales.read import cache_keys
 from model.scales.statistics import WeightStatistics, input_scales, weight_statistics
-from model.scales.write import release_scales, write_scales
 
 __all__ = [
     "ScaleReport",

@@ -77,7 +77,7 @@ class GroupScale:
     smallest: bool = False
 
     def value(self) -> Tensor:
-        """What :func:`model.scales.write.fill_scales` takes, of scales that were checked."""
+        """What :func:`model.scales.in_place.fill_scales` takes, of scales that were checked."""
         shape = full_shape(self.group.s0)
         scales = self._one(torch.stack([self._of_layer(stored, shape) for stored in self.layers]), 0)
         if self.group.zero is None:

@@ -7,8 +7,8 @@ import torch
 
 from model.ranks import listed
 from model.scales.arrange import ArrangedScales, ZeroPoints
+from model.scales.in_place import check_codes, check_scale
 from model.scales.read import INPUT_SCALE, WEIGHT_SCALE, StoredScales
-from model.scales.write import check_codes, check_scale
 from quant import Quantization
 from quant.spec import TensorSpec
 

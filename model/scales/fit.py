@@ -14,8 +14,7 @@ from torch import Tensor
 from model.ranks import raise_everywhere, reduce_over_ranks
 from model.scales.arrange import GroupScale
 from model.scales.codes import FileWeight, count_of_sums, local_products, other_weights
-from model.scales.measure import measure_weight_scales
-from model.scales.write import scale_buckets
+from model.scales.in_place import measure_weight_scales, scale_buckets
 from model.shards import CheckpointError, Reader
 from model.zero import is_partitioned, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, Ranges, Scale, ScaleGroup, kernels, partial_fit
@@ -143,7 +142,7 @@ def _members(
 
 
 def _split(value: Tensor, group: ScaleGroup) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points of what :func:`model.scales.write.write_scales` takes."""
+    """Scales and zero points of what :func:`model.scales.in_place.write_scales` takes."""
     return (value, None) if group.zero is None else (value[0], value[1])
 
 

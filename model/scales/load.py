@@ -13,10 +13,9 @@ from model.scales.arrange import ArrangedScales, GroupScale, arrange, scales_per
 from model.scales.check import check_beside, check_kind, check_stored
 from model.scales.codes import FileWeight, file_weight
 from model.scales.fit import check_fit
-from model.scales.measure import measure_global_scales, measure_weight_scales
+from model.scales.in_place import check_values, fill_scales, measure_global_scales, measure_weight_scales
 from model.scales.read import WEIGHT_SCALE, StoredScales, read_scales
 from model.scales.source import check_source, read_source
-from model.scales.write import check_values, fill_scales
 from quant import Quantization, ScaleGroup
 
 

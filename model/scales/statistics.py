@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model.adapters import local_weight
 from model.ranks import reduce_over_ranks
-from model.scales.write import scale_buckets
+from model.scales.in_place import scale_buckets
 from model.zero import gathered, is_partitioned
 from quant import Quantization, QuantLayer, ScaleGroup, partial_clipped, partial_squares
 

@@ -11,22 +11,8 @@ the parameters into its fp32 master there, and the next step overwrites whatever
 """
 
 from model.zero.accelerator import on_cuda, own_device
-from model.zero.build import (
-    WHOLE_ELEMENTS,
-    WHOLE_ELEMENTS_IN_ALL,
-    init_process_group,
-    keep_frozen_fp32,
-    leaves_of_stage_3,
-    mark_leaf,
-    materialise,
-    partition_new_parameters,
-    release,
-    stage,
-    to_be_whole,
-    upcast_named_buffers,
-)
 from model.zero.frozen import LeftOut
-from model.zero.gather import forward_only, gathered, whole_values
+from model.zero.gather import batches, forward_only, gathered, whole_values
 from model.zero.on_main import ReceiveBuffer, gathered_on_main
 from model.zero.optimizer import (
     CHECKPOINT_CLASSES,
@@ -45,16 +31,28 @@ from model.zero.optimizer import (
     zero_parameters,
 )
 from model.zero.parameters import (
+    WHOLE_ELEMENTS,
+    WHOLE_ELEMENTS_IN_ALL,
     forget_secondary_copies,
     full_numel,
     full_shape,
+    init_process_group,
     is_partitioned,
     is_whole,
+    keep_frozen_fp32,
+    leaves_of_stage_3,
     local_data,
     local_gradient,
     local_range,
+    mark_leaf,
+    materialise,
+    partition_new_parameters,
     partitions,
+    release,
     set_local_gradient,
+    stage,
+    to_be_whole,
+    upcast_named_buffers,
 )
 
 __all__ = [
@@ -66,6 +64,7 @@ __all__ = [
     "OptimizerPiece",
     "ReceiveBuffer",
     "backward",
+    "batches",
     "flat_masters",
     "forget_secondary_copies",
     "forward_only",

@@ -1,7 +1,9 @@
-"""Makes parameters whole for a while on every rank. For rank 0 alone see ``on_main.py``."""
+"""Makes parameters whole for a while on every rank, so many at a time as memory has room for. For rank 0 alone see
+``on_main.py``."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import deepspeed
 import torch
@@ -11,14 +13,16 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from model.zero.as_bytes import gather_as_they_are, release_decoded
-from model.zero.build import WHOLE_ELEMENTS
 from model.zero.parameters import (
+    WHOLE_ELEMENTS,
     full_numel,
     is_partitioned,
     is_whole,
     local_data,
     local_range,
 )
+
+T = TypeVar("T")
 
 COALESCED_BYTES = 2**20  # of a parameter up to which it shares a collective with others
 
@@ -127,3 +131,24 @@ def forward_only(module: nn.Module) -> Iterator[None]:
         coordinator.reset_step()
     elif not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
+
+
+def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Split ``items``, to be gathered, sent or written together, into consecutive lists whose sizes add up to at most
+    ``limit``; a larger item stands alone.
+
+    Args:
+        items: in the order in which the lists have them.
+        size: the size of one item, in the unit of ``limit``.
+        limit: the largest sum of sizes in one list.
+    """
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        if batch and total + size(item) > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size(item)
+    if batch:
+        yield batch

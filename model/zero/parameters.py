@@ -1,11 +1,32 @@
-"""A Parameter under ZeRO: its whole shape, and the elements of it that this rank holds."""
+"""Parameters under ZeRO: how stage 3 makes new ones, their whole shapes, and the elements of them that this rank holds.
+And the process group that it shares them out over."""
 
+import copy
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_buffers_in_fp32, keep_in_fp32_pattern
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+from deepspeed.utils import (
+    groups,
+    safe_get_local_grad,
+    safe_set_local_grad,
+    set_z3_leaf_module,
+    z3_leaf_module,
+)
+from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 from torch import Tensor, nn
 from torch.nn import Parameter
+
+from model.ranks import RankError
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -120,3 +141,202 @@ def partitions(model: nn.Module) -> list[Tensor]:
             if parameter.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
                 held.append(parameter.ds_secondary_tensor.data)  # type: ignore[attr-defined]
     return held
+
+
+DsConfig = dict[str, Any]
+
+
+# Frozen parameters of at most so many elements are whole on every rank, as long as they are at most so many in all (64
+# MB). The first is DeepSpeed's default threshold for parameters that it never releases, which are whole anyway.
+WHOLE_ELEMENTS = 100_000
+
+
+WHOLE_ELEMENTS_IN_ALL = 16 * 2**20
+CLOSED = (
+    "this process has closed its process group and cannot start another one: let all trainings of a script run inside "
+    "one clean_exit()"
+)
+
+
+def init_process_group() -> None:
+    """Start the process group of this run: NCCL with CUDA, gloo without. Nothing if there is one already.
+
+    The launcher, or whoever starts a single process, sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        RankError: the ranks did not meet, or this process has closed a group before, which DeepSpeed keeps.
+    """
+    if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
+        raise RankError(CLOSED)
+    if get_accelerator().device_name() == "cpu":
+        # On CPU DeepSpeed compiles a shared-memory op here (25 s when cold) that only inference_all_reduce uses.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    try:
+        deepspeed.init_distributed()
+    except (RuntimeError, ValueError) as error:
+        raise RankError(_not_met(error)) from error
+
+
+def _not_met(error: Exception) -> str:
+    """Why this rank, which speaks for itself as there is no group yet, has not met the others."""
+    where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+    remedy = "look for what ended another rank before, and whether this machine reaches that address"
+    if "EADDRINUSE" in str(error):
+        remedy = "another job listens there: set another MASTER_PORT (deepspeed --master_port, torchrun --master_port)"
+    return (
+        f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has not met the others at {where} "
+        f"({str(error).splitlines()[0]}): {remedy}"
+    )
+
+
+def stage(ds_config: DsConfig) -> int:
+    """ZeRO stage that a resolved DeepSpeed configuration asks for (0 where it says nothing)."""
+    return int(ds_config.get("zero_optimization", {}).get("stage", 0))
+
+
+def hpz_size(ds_config: DsConfig) -> int:
+    """Ranks that hold a second partitioning of the weights among them (hpZ); 1 without it."""
+    return int(ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1))
+
+
+class _One(nn.Module):
+    """A module with one uninitialised parameter, which ``zero.Init`` partitions as soon as ``__init__`` returns."""
+
+    def __init__(self, like: Parameter, device: torch.device):
+        super().__init__()
+        empty = torch.empty(like.shape, dtype=like.dtype, device=device)
+        self.weight = Parameter(empty, requires_grad=like.requires_grad)
+        self.weight.__dict__.update(like.__dict__)  # what it holds (quant.held)
+
+
+def materialise(model: nn.Module, ds_config: DsConfig, device: torch.device) -> None:
+    """Give every parameter that lies on the meta device memory, uninitialised; under stage 3 its partition only.
+
+    One parameter at a time: a rank never holds more than its partitions and the one parameter that is being shared out.
+    A Parameter object that several modules share stays one object. A collective under stage 3.
+    """
+    made: dict[int, Parameter] = {}
+    with _zero_init(ds_config):
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = _One(parameter, device).weight
+                    setattr(module, name, made[id(parameter)])
+
+
+def _zero_init(ds_config: DsConfig) -> AbstractContextManager[object]:
+    """A context that is ``zero.Init`` under stage 3, and empty on the other stages.
+
+    Import nothing inside: ``zero.Init`` patches torch's tensor constructors.
+    """
+    if stage(ds_config) < 3:
+        return nullcontext()
+    # The configuration is passed, never `dtype`: with dtype=torch.float32 zero.Init makes bf16 parameters on a CPU.
+    return deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(ds_config), **_hpz_group(ds_config))
+
+
+def _hpz_group(ds_config: DsConfig) -> dict[str, Any]:
+    """hpZ's group of ranks, for a ``zero.Init`` that is not the first: DeepSpeed 0.19 would make it again, and raises
+    AssertionError since there is one. Empty where there is no hpZ, or no group yet."""
+    if hpz_size(ds_config) == 1:
+        return {}
+    group = groups._get_zero_param_intra_parallel_group()
+    return {} if group is None else {"zero_param_parallel_group": group}
+
+
+def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
+    """Partition the parameters of ``module`` that are not yet, with rank 0's values; nothing on stages 0-2.
+
+    This is for parameters made after the model was built (scales). They keep their dtype, unlike those made inside
+    ``zero.Init``, which get the training dtype: so frozen fp32 parameters are possible. A collective.
+
+    Small frozen ones are partitioned among a group of one rank (``zero.Init``'s ``data_parallel_group``), which has all
+    of them: gathering them costs no collective. fp32 beside bf16 weights would cost every module one of its own.
+    """
+    if stage(ds_config) < 3:
+        return
+    small = to_be_whole(parameter for parameter in module.parameters() if not is_partitioned(parameter))
+    if small and dist.get_world_size() > 1:
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        config = copy.deepcopy(ds_config)
+        for key in ("zero_hpz_partition_size", "offload_param"):
+            config["zero_optimization"].pop(key, None)
+        deepspeed.zero.Init(module=nn.ParameterList(small), config_dict_or_path=config, data_parallel_group=alone)
+    deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(ds_config), **_hpz_group(ds_config))
+
+
+def to_be_whole(new: Iterable[Parameter]) -> list[Parameter]:
+    """Which of new parameters :func:`partition_new_parameters` makes whole on every rank: frozen ones of at most
+    ``WHOLE_ELEMENTS``, in the order given, as long as they are at most ``WHOLE_ELEMENTS_IN_ALL`` together."""
+    small, elements = [], 0
+    for parameter in new:
+        fits = parameter.numel() <= min(WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL - elements)
+        if fits and not parameter.requires_grad:
+            small.append(parameter)
+            elements += parameter.numel()
+    return small
+
+
+def release(engine: deepspeed.DeepSpeedEngine, parameters: Iterable[Parameter]) -> None:
+    """Let DeepSpeed gather these parameters where they are used, as it does large ones.
+
+    DeepSpeed keeps small ones gathered, and after every step gathers each of them in a collective of its own
+    (``_post_step`` in stage3.py, over the list that ``mark_persistent_parameters`` in parameter_offload.py makes, in
+    0.19). Gathered on the way, they share a collective with what else is needed next. Call this after ``initialize``
+    and before the first forward; it does nothing on stages 0-2.
+    """
+    persistent = getattr(engine.optimizer, "persistent_parameters", None)
+    if persistent is None:
+        return
+    chosen = {id(parameter) for parameter in parameters}
+    for parameter in persistent:
+        if id(parameter) in chosen:
+            parameter.ds_persist = False
+    persistent[:] = [parameter for parameter in persistent if id(parameter) not in chosen]
+
+
+def mark_leaf(module: nn.Module) -> None:
+    """Make stage 3 gather the parameters of ``module`` together and count it as one step of its trace.
+
+    Without it every submodule costs collectives of its own, and all ranks must run them in the same order.
+    """
+    set_z3_leaf_module(module, True)
+
+
+def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
+    """Ids of the modules that stage 3 treats as a whole: those marked here, and those that its configuration names.
+
+    DeepSpeed's default names the sparse MoE blocks of three model families by class; ``initialize`` marks them.
+    """
+    zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
+    apply_zero_leaf_module_config(model, zero.leaf_module)
+    return {id(module) for module in model.modules() if z3_leaf_module(module)}
+
+
+def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make the buffers fp32 that the model's own transformers class lists for it (such as MoE routing biases).
+
+    DeepSpeed does the same in ``initialize``, but that is after the weights were loaded and rounded.
+    """
+    pattern = keep_in_fp32_pattern(model, KEEP_IN_FP32_AUTO, dtype)
+    if pattern is not None:
+        keep_buffers_in_fp32(model, pattern)
+
+
+@contextmanager
+def keep_frozen_fp32(model: nn.Module) -> Iterator[None]:
+    """Stands around ``deepspeed.initialize``, so that frozen fp32 parameters keep their dtype and their values.
+
+    On stages 0-2 the engine casts every parameter to the training dtype. Frozen ones are in no optimizer's flat buffer,
+    so their data can be put back. Under stage 3 the partitions keep the dtype that they were made with, and nothing is
+    done.
+    """
+    kept = [
+        (parameter, parameter.data)
+        for parameter in model.parameters()
+        if parameter.dtype == torch.float32 and not parameter.requires_grad and not is_partitioned(parameter)
+    ]
+    yield
+    for parameter, data in kept:
+        parameter.data = data.to(parameter.device)

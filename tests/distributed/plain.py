@@ -19,9 +19,8 @@ from data.samples import IGNORE
 from data.text import read_text
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
-from engine.schedule import lr_factor
 from engine.session.adapters import add_adapters
-from engine.session.optimizer import SCALE_GROUPS, parameter_groups, peak_learning_rates, set_learnable
+from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups, peak_learning_rates, set_learnable
 from model.build import build_model
 from model.experts import Form
 from model.load import load_weights

@@ -142,8 +142,8 @@ def test_modules_do_not_import_in_circles() -> None:
         ("engine.loop", "from launch import train"),
         ("engine.loop", "import tests.tiny as tiny"),
         ("engine.losses.kd", "from engine.recipe.recipe import Recipe"),
-        ("engine.recipe.reading", "def f():\n    from engine.cluster.join import connect"),
-        ("engine.session.data", "from ..schedule import Schedule"),
+        ("engine.recipe.reading", "def f():\n    from engine.cluster.job import connect"),
+        ("engine.session.context", "from ..schedule import Schedule"),
         ("engine.evaluation.held_out", "from engine import state"),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_violation_is_found(module: str, source: str) -> None:
     [
         ("quant.linear", "from quant.spec import SCHEMES\nfrom .spec import SCHEMES\nimport torch"),
         ("model.build", "import deepspeed\nfrom quant import QuantLinear"),
-        ("engine.session.data", "from data import Loader\nfrom model.zero import stage"),
+        ("engine.session.context", "from data import Loader\nfrom model.zero import stage"),
         ("data.chat", "import modelling\nfrom datasets import quant"),
         ("engine.memory.plan", "from engine.memory.table import GB\nfrom engine.session.optimizer import classify"),
         ("engine.losses.kd", "from . import teacher\nfrom model.head import LMHead"),

@@ -27,7 +27,7 @@ import yaml
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.cluster.join import join_ranks
+from engine.cluster.job import join_ranks
 from engine.loop import Loop
 from engine.recipe.reading import RecipeError
 from engine.verify.check import compare_with_transformers

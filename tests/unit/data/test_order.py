@@ -6,8 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from data.loader import Loader
-from data.order import Order
+from data.loader import Loader, Order
 from data.samples import DataError, Sample
 
 

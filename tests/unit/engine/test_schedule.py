@@ -7,13 +7,12 @@ import tempfile
 import pytest
 from torch import nn
 
-from engine.events import check_events
+from engine.events import Schedule, check_events
 from engine.recipe.checks import RecipeError
 from engine.recipe.events import EVENT_RATES, parse_condition
 from engine.recipe.reading import load_recipe
-from engine.schedule import Schedule, lr_factor
 from engine.session.levers import Levers
-from engine.session.optimizer import peak_learning_rates
+from engine.session.optimizer import lr_factor, peak_learning_rates
 from quant import get_scheme, prepare
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.cluster.claim import Claim
+from engine.cluster.job import Claim
 from engine.recipe.recipe import Recipe
 from engine.start import _take_output
 from model.ranks import RankError

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from quant.calibrate import (
+    MAGNITUDES,
     SEARCH_FRACTIONS,
+    Observer,
     Ranges,
     combine,
     partial_clipped,
@@ -20,7 +22,6 @@ from quant.calibrate import (
     scales_from_stats,
     zero_points_from_stats,
 )
-from quant.observe import MAGNITUDES, Observer
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant, inside_range
 from quant.spec import TensorSpec
 

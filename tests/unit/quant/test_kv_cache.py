@@ -28,8 +28,8 @@ from transformers import (
 
 from engine.session.optimizer import classify
 from quant import prepare
+from quant.calibrate import Observer
 from quant.kv_cache import QuantCache, attach_kv_cache
-from quant.observe import Observer
 from quant.reference import effective_scale, fake_quant, inside_range
 from quant.spec import PRESETS
 from tests.unit.quant.test_reference import Surrogate

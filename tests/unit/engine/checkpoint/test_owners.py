@@ -18,10 +18,10 @@ from engine.checkpoint.owners import (
 )
 from engine.checkpoint.reshard import merge_ranks
 from engine.evaluation.held_out import HeldOutResults
+from engine.events import Schedule
 from engine.faults import SkippedSteps
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
-from engine.schedule import Schedule
 from engine.session.levers import Levers
 from engine.session.loss_scale import LossScale
 from quant import Quantization, get_scheme, prepare

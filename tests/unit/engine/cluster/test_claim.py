@@ -11,15 +11,15 @@ import time
 
 import pytest
 
-from engine.cluster import claim
-from engine.cluster.claim import RUNNING, Claim
+from engine.cluster import job
+from engine.cluster.job import RUNNING, Claim
 from model.ranks import RankError
 from tests.root import ROOT
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from engine.cluster.claim import Claim
+from engine.cluster.job import Claim
 with Claim() as claim:
     claim.take(Path(sys.argv[1]), "output_dir")
     print("holds", flush=True)
@@ -69,7 +69,7 @@ def test_a_rank_that_outlives_its_job_keeps_the_directory(tmp_path):
 
 def test_a_job_of_another_machine_lives_as_long_as_it_renews_its_file(tmp_path, monkeypatch):
     """As on a file system without locks between machines."""
-    monkeypatch.setattr(claim, "STALE_SECONDS", 1.5)
+    monkeypatch.setattr(job, "STALE_SECONDS", 1.5)
     write(tmp_path / RUNNING, "elsewhere")
     end = threading.Event()
 

@@ -14,7 +14,7 @@ from tests.processes import CPU, run_python, start_python
 
 PROGRAM = """
 from launch.exits import clean_exit
-from engine.cluster.join import join_ranks
+from engine.cluster.job import join_ranks
 with clean_exit():
     join_ranks()
 """

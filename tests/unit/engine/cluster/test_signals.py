@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from engine.cluster.signals import StopRequests
+from engine.cluster.job import StopRequests
 from tests.patience import PATIENCE
 
 # A dead peer is waited for without an end, as in a collective. The other one lives until this process ends.
 WAITS = """
 import subprocess, sys, threading, time
 import psutil
-from engine.cluster.signals import StopRequests
+from engine.cluster.job import StopRequests
 
 dead = {dead}
 with StopRequests() as requests:

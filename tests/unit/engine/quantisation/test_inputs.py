@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from engine.quantisation.calibrate import calibrate_inputs
 from engine.quantisation.inputs import check_input_scales
+from engine.quantisation.switches import calibrate_inputs
 from model.ranks import RankError
 from model.scales import input_scales, renew_weight_scales, write_scales
 from quant import Quantization, prepare

@@ -11,7 +11,7 @@ from data.held_out import HeldOut
 from data.loader import Loader
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
-from engine.session.data import build_loader
+from engine.session.context import build_loader
 from model.ranks import RankError
 from tests.tiny import TEXT, tiny_checkpoint
 

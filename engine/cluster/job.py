@@ -1,0 +1,307 @@
+"""A job on its machines: its processes become ranks, hold one output directory, and end together at a signal.
+
+Of directories: two jobs in one would remove each other's checkpoints. Every rank keeps a lock of the operating system
+on the file ``.running`` there, for as long as its process lives, so that nothing is stale after a kill, and the
+directory is free when the last rank of a job has ended. Rank 0 takes the lock alone at first, which no rank of another
+job lets it; then all share it. Not every file system has locks between machines. So rank 0 also writes down who it is,
+and renews the file's time: a file of another machine that was not renewed for ``STALE_SECONDS`` is that of a job which
+is gone.
+
+Of signals (SIGTERM, SIGUSR1, and SIGINT, Ctrl-C: finish the step, save, exit 0): one may reach any part of a job, one
+rank, all of them, or only the launcher. So a signal is a wish that a rank brings to the next reduction over all ranks
+(``Loop`` adds it to the losses of the step), and all ranks stop after the same step. A second signal changes nothing,
+nor does one that comes when the last step is done: what has begun is written to its end, and the exit code is 0.
+
+DeepSpeed's launcher has ways of its own. ``deepspeed`` on one machine dies of SIGTERM and leaves its children running;
+its child ``deepspeed.launcher.launch`` dies of SIGUSR1 likewise, and on SIGTERM (or when a rank has died) it sends
+SIGTERM to one rank after the other and waits up to 30 s for each before it kills it. Hence two more rules:
+
+- a run whose launcher is gone stops like one that got a signal;
+- a rank that gets a signal while another rank of its machine is dead ends at once. It may be waiting for that rank in a
+  collective, from which no Python code runs again, and with eight ranks 30 s each are four minutes.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import psutil
+import torch
+
+from engine.recipe.checks import RecipeError
+from model.ranks import RankError, barrier, errors_on_all_ranks, is_main, world_size
+from model.zero import init_process_group, own_device
+
+RUNNING = ".running"
+BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
+
+
+class Claim:
+    """A context that holds a directory from :meth:`take` to its end; it may end without having taken any."""
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+        self._path: Path | None = None
+        self._held = False
+        self._end = threading.Event()
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._file is not None:
+            with suppress(OSError):
+                if self._held and is_main() and self._path is not None:
+                    self._path.unlink()
+            self._file.close()  # which gives the lock up
+            self._file = None
+
+    def take(self, directory: Path, key: str) -> None:
+        """Claim ``directory``, which is there; a collective.
+
+        Args:
+            directory: what this job writes into.
+            key: the recipe's key that names the directory, for the message.
+
+        Raises:
+            RankError: on every rank: another job runs in it; says which one, on which machine and since when.
+        """
+        self._path = path = directory / RUNNING
+        with errors_on_all_ranks(OSError, ValueError):
+            if is_main():
+                self._file = self._take_alone(path, f"{key}: {str(directory)!r}")
+                self._share(f"{key}: {str(directory)!r}")
+        with errors_on_all_ranks(OSError, ValueError):
+            if not is_main():
+                self._file = path.open("r+")
+                self._share(f"{key}: {str(directory)!r}")
+        self._held = True
+        if is_main():
+            threading.Thread(target=self._renew, args=(path,), daemon=True).start()
+        barrier()  # from here on no other job gets the lock
+
+    def _share(self, what: str) -> None:
+        """Lock the file together with the other ranks. Raises ValueError if another job was faster."""
+        assert self._file is not None
+        if not _lock(self._file, fcntl.LOCK_SH):
+            raise ValueError(f"{what}: another job has begun in it at the same moment; start one of them again")
+
+    @staticmethod
+    def _take_alone(path: Path, what: str) -> IO[str]:
+        """The file, locked for this rank alone, with who it is. Raises ValueError if another job has it."""
+        while True:
+            file = open(path, "a+", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
+            free = _lock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            text = file.read()
+            if not free or (text and _of_a_running_job(path, text)):
+                file.close()
+                raise ValueError(f"{what}: {_who(text)} runs in it; wait for its end, or name another directory")
+            with suppress(FileNotFoundError):
+                if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                    break
+            file.close()  # a job that ended just now has removed it
+        file.truncate(0)
+        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "started": started}, file)
+        file.flush()
+        return file
+
+    def _renew(self, path: Path) -> None:
+        """The body of a thread: show other machines that this job lives."""
+        while not self._end.wait(BEAT_SECONDS):
+            with suppress(OSError):  # a full disk, or a directory that is gone
+                os.utime(path)
+
+
+def _lock(file: IO[str], kind: int) -> bool:
+    """Lock a file; False if somebody else's lock is in the way. Where a file system has no locks nothing is."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
+
+
+def _of_a_running_job(path: Path, text: str) -> bool:
+    """Whether a file that nobody on this machine has locked is that of a job on another one, which renews it."""
+    try:
+        if json.loads(text)["host"] == socket.gethostname():
+            return False  # a job of this machine would have the lock
+    except (KeyError, TypeError, ValueError):
+        return False  # nobody has written who it is
+    probe = path.with_name(f"{RUNNING}-{os.getpid()}")
+    first = path.stat().st_mtime
+    while True:
+        # The file server's clock, not this machine's; opening a file makes NFS ask it.
+        with path.open("rb") as seen, probe.open("wb") as now:
+            renewed = os.fstat(seen.fileno()).st_mtime
+            age = os.fstat(now.fileno()).st_mtime - renewed
+        probe.unlink()
+        if renewed != first or age > STALE_SECONDS:
+            return renewed != first
+        time.sleep(1)
+
+
+def _who(text: str) -> str:
+    """The job that wrote a file, for a message."""
+    try:
+        found = json.loads(text)
+        return f"the job of process {found['pid']} on {found['host']}, started {found['started']},"
+    except (KeyError, TypeError, ValueError):
+        return "another job"
+
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+NO_LAUNCHER = (
+    "but RANK, LOCAL_RANK and WORLD_SIZE are not set: start one launcher per node (srun --ntasks-per-node=1 "
+    "torchrun ..., or deepspeed --hostfile ...), which sets them"
+)
+
+
+def join_ranks() -> torch.device:
+    """Start the process group (NCCL on CUDA, gloo on CPU) and return this rank's device.
+
+    Without a launcher the process is rank 0 of 1.
+
+    Raises:
+        RecipeError: a launcher of several processes does not say which rank this one is.
+        RankError: of :func:`model.zero.own_device` and :func:`model.zero.init_process_group`.
+    """
+    # DeepSpeed logs every setting of its engine at INFO; what is worth a user's eyes is said by this project.
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls two torch collectives by names that torch 2.13 wants changed; a user can do nothing about it.
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", message=f".*{name}", category=FutureWarning)
+    _check_launcher()
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
+    device = own_device(int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before NCCL starts, which takes the current device
+    init_process_group()
+    return device
+
+
+def _check_launcher() -> None:
+    """Refuse a job of several processes that does not say which rank this one is: each would train alone, as rank 0.
+
+    Raises:
+        RecipeError: names the variable.
+    """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise RankError(f"{name} is {os.environ[name]!r} in the environment, expected a number, of a launcher's")
+    if "RANK" in os.environ:
+        return
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if os.environ.get(name, "1") not in ("0", "1"):
+            raise RecipeError(f"{name} is {os.environ[name]}, {NO_LAUNCHER}")
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
+
+
+class StopRequests:
+    """A context in which the signals are wishes; before and after it they do what they did before.
+
+    Use it around the steps and the saves. While a model loads nothing is lost by ending at once.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """The first signal that came."""
+        self._previous: dict[int, Any] = {}
+        self._previous_fd = -1
+        self._wakeup: tuple[int, int] | None = None
+        self._launchers: list[tuple[int, int]] = []
+        self._peers: list[psutil.Process] = []
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank wants to stop."""
+        return self.signal is not None or self._launcher_is_gone()
+
+    def __enter__(self) -> "StopRequests":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python gives signals to the main thread only; a notebook's kernel handles its own
+        self._look_around()
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._remember)
+        # The byte is written by the C handler, so it arrives while the main thread waits in a collective.
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._previous_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._wakeup = (read, write)
+        threading.Thread(target=self._end_with_dead_peers, args=(read,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._previous_fd)
+            os.close(self._wakeup[1])  # the thread reads the end of the pipe, and ends
+            self._wakeup = None
+
+    def work_alone(self) -> None:
+        """From here on this rank waits for no other one, so that it need not end because they have."""
+        self._peers = []
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or number
+
+    def _look_around(self) -> None:
+        """Remember the processes that launched this one, and the other ranks that its launcher started."""
+        if world_size() == 1:
+            return
+        parent = psutil.Process().parent()
+        if parent is None:
+            return
+        self._launchers = [(os.getpid(), parent.pid)]
+        if DEEPSPEED_LAUNCHER in parent.cmdline():
+            self._launchers.append((parent.pid, parent.ppid()))
+        self._peers = [process for process in parent.children() if process.pid != os.getpid()]
+
+    def _launcher_is_gone(self) -> bool:
+        """Whether a process of the chain has another parent than at the start: its own is dead."""
+        try:
+            return any(psutil.Process(child).ppid() != parent for child, parent in self._launchers)
+        except psutil.NoSuchProcess:
+            return True
+
+    def _end_with_dead_peers(self, read: int) -> None:
+        """The body of a thread: at each signal end this process if another rank of its machine is dead."""
+        while os.read(read, 1):
+            if not all(_alive(peer) for peer in self._peers):
+                os._exit(1)
+        os.close(read)
+
+
+def ignore_signals() -> None:
+    """For the end of a process that has done its work: a signal would make its exit code that of a failure."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent (a zombie) does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
