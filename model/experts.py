@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.expert_rows import ExpertRows
 from quant.experts import StackedLinear
 
 Form = Literal["stacked", "per_expert"]
@@ -179,45 +180,30 @@ class StackedMLPs(ExpertMLPs):
             In shape and dtype like ``hidden_states``, experts added up in their order.
         """
         shape, hidden_states = hidden_states.shape, hidden_states.reshape(-1, hidden_states.shape[-1])
-        tokens, per_token = top_k_index.shape
         # "None" is the last expert with a weight of 0: leaving rows out would make the host wait for their number.
         none = top_k_index == self.num_experts
-        top_k_index = top_k_index.clamp(max=self.num_experts - 1)
-        # [K, T], as transformers orders them, then grouped by expert.
-        choices = top_k_index.t().reshape(-1)
-        order = torch.argsort(choices, stable=True)
-        counts = torch.zeros(self.num_experts, dtype=torch.int32, device=order.device)
-        counts.index_add_(0, choices, torch.ones_like(choices, dtype=torch.int32))
-        offsets = counts.cumsum(0, dtype=torch.int32)
-        weights = top_k_weights.masked_fill(none, 0).t().reshape(-1)[order]
-        rows = hidden_states[order % tokens]
+        where = ExpertRows.of(top_k_index.clamp(max=self.num_experts - 1), self.num_experts)
+        weights = where.arranged(top_k_weights.masked_fill(none, 0))
+        rows = where.spread(hidden_states)
         rows = rows * weights[:, None] if self.of.scales_inputs else rows
-        first, second = (_with_bias(self, name, choices[order], offsets) for name in self.of.stacks)
+        first, second = (_with_bias(self, name, where) for name in self.of.stacks)
         rows = second(self.of.inner(first(rows)))
         rows = rows if self.of.scales_inputs else rows * weights[:, None]
-        rows = rows.to(self.of.sum_dtype(hidden_states, weights))
-        # Where the rows of each token ended up, in the order of their experts. Added one by one: a sum over K would
-        # round in another way, and the atomic additions of index_add come in any order.
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel(), device=order.device)
-        place = place.view(per_token, tokens).t().gather(1, top_k_index.argsort(dim=-1, stable=True))
-        output = torch.zeros_like(hidden_states, dtype=rows.dtype)
-        for column in place.unbind(1):
-            output = output + rows[column]
+        output = where.summed(rows.to(self.of.sum_dtype(hidden_states, weights)))
         return output.to(hidden_states.dtype).view(shape)
 
 
-def _with_bias(module: StackedMLPs, name: str, experts: Tensor, offsets: Tensor) -> Function:
-    """The stack ``name`` of ``module`` with its bias, if it has one, for rows whose ``experts`` are given."""
+def _with_bias(module: StackedMLPs, name: str, where: ExpertRows) -> Function:
+    """The stack ``name`` of ``module`` with its bias, if it has one, as a function of rows."""
     stack = module.get_submodule(name)
     if not module.of.biased:
-        return lambda rows: stack(rows, offsets)
+        return lambda rows: stack(rows, where.offsets)
     bias: Tensor = getattr(module, f"{name}_bias")
 
     def with_bias(rows: Tensor) -> Tensor:
         # In fp32 for the sake of the gradient, a sum over the rows of an expert. An embedding's is in a fixed order.
         wide = bias.to(torch.promote_types(bias.dtype, torch.float32))
-        return stack(rows, offsets) + F.embedding(experts, wide).to(rows.dtype)
+        return stack(rows, where.offsets) + F.embedding(where.expert, wide).to(rows.dtype)
 
     return with_bias
 
