@@ -30,7 +30,7 @@ from benchmarks import timing
 from benchmarks.step import peak_bytes
 from engine.losses.chunked import TeacherHidden, chunked_losses
 from engine.losses.kd import KD_KINDS, Distillation
-from engine.losses.objective import Objective
+from engine.losses.objective import Objective, tokens_at_a_time
 
 MIB, GIB = 2**20, 2**30
 BAR = 1.2  # of the direct form with one plain KL, at T = 1024
@@ -196,7 +196,7 @@ def main() -> None:
     text = [
         f"# Losses through lm_head in chunks against whole logits, {'CUDA' if device.type == 'cuda' else 'CPU'}",
         "",
-        f"bf16, hidden size {hidden}, every position has a target, {Objective().chunk_tokens} tokens per chunk, "
+        f"bf16, hidden size {hidden}, every position has a target, {tokens_at_a_time(None, device)} tokens per chunk, "
         f"K = {Distillation().top_k}. {head} Rounds: {rounds}.",
         f"`{timing.command()}`",
         "",

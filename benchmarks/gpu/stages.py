@@ -72,7 +72,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "w4": ("--quant.scheme", "w4a16_g32"),
     "bf16_recomputed": (*BF16, *RECOMPUTED),
     "fp8_recomputed": RECOMPUTED,
-    "fp8_chunk_4096": ("--loss.chunk_tokens", "4096"),
+    "fp8_chunk_512": ("--loss.chunk_tokens", "512"),
 }
 COMPILED = ("--deepspeed", "zero2", "--train.compile", "true")
 MORE_TRAININGS: dict[str, tuple[str, ...]] = {

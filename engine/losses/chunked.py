@@ -20,6 +20,7 @@ under one with fewer (fp16) ``gradient_scale`` is in it too: the loss scale, wit
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from data.samples import IGNORE
 from engine.losses.kd import TopK
-from engine.losses.objective import Objective, block_losses
+from engine.losses.objective import Objective, block_losses, tokens_at_a_time
 from model.head import UNCHANGED, LogitFunction
 
 # Elements of one fp32 block, by device: small enough for a core's cache, large enough that launching costs little.
@@ -181,8 +182,9 @@ class _ChunkedLosses(torch.autograd.Function):
         values = torch.empty(len(job.names), len(positions), dtype=_work_dtype(weight.dtype), device=weight.device)
         student = _Projection(weight, bias)
         teacher = _NO_TEACHER if job.teacher is None else _teacher_rows(job.teacher, positions)
-        for start in range(0, len(positions), job.objective.chunk_tokens):
-            chunk = slice(start, start + job.objective.chunk_tokens)
+        size = tokens_at_a_time(job.objective.chunk_tokens, hidden.device)
+        for start in range(0, len(positions), size):
+            chunk = slice(start, start + size)
             rows = flat.index_select(0, positions[chunk])  # [C, H]
             logits = student(rows)  # [C, V]; becomes its own gradient, block by block
             of_teacher = teacher(chunk)
@@ -303,7 +305,7 @@ class _Gradients:
     @classmethod
     def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, positions: int, job: _Job) -> "_Gradients":
         """Gradients that are 0 so far."""
-        several = positions > job.objective.chunk_tokens
+        several = positions > tokens_at_a_time(job.objective.chunk_tokens, hidden.device)
         dtype = _work_dtype(weight.dtype) if several else weight.dtype
         flat = hidden.new_zeros(hidden.shape).view(-1, hidden.shape[-1]) if job.wanted[0] else None
         of_weight = torch.zeros_like(weight, dtype=dtype) if job.wanted[1] else None
@@ -322,13 +324,7 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden.index_copy_(0, positions, torch.mm(logits, weight))
         if self.weight is not None:
-            if self.weight.dtype == logits.dtype:
-                self.weight.addmm_(logits.t(), rows)
-            else:
-                # A product in the model's dtype added to an fp32 sum, a slice of the vocabulary at a time.
-                size = max(1, SLICE_ELEMENTS // rows.shape[1])
-                for start in range(0, self.weight.shape[0], size):
-                    self.weight[start : start + size].add_(torch.mm(logits[:, start : start + size].t(), rows))
+            _add_product(self.weight, logits.t(), rows)
         if self.bias is not None:
             self.bias.add_(logits.sum(0, dtype=_work_dtype(logits.dtype)))
 
@@ -342,13 +338,43 @@ class _Gradients:
         return None if hidden is None else hidden.view(self.shape), weight, bias
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to ``total``, which has their dtype or is fp32."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif _adds_in_fp32(total.device):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        # A product in the operands' dtype is rounded to it before it is added, a slice of the rows at a time.
+        size = _rows_of_slice(total)
+        for part, rows in zip(total.split(size), left.split(size), strict=True):
+            part.add_(torch.mm(rows, right))
+
+
+@cache
+def _adds_in_fp32(device: torch.device) -> bool:
+    """Whether one GEMM of the device multiplies bf16 and adds to fp32. CUDA's does from torch 2.11 on (before, what it
+    added to had to be bf16 too), a CPU's does not."""
+    total, ones = torch.zeros(16, 16, device=device), torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _rows_of_slice(tensor: Tensor) -> int:
+    """How many rows of a tensor are worked on at a time."""
+    return max(1, SLICE_ELEMENTS // max(1, tensor[0].numel()))
+
+
 def _multiplied(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor`` times a scalar in ``dtype``, in place where it is of that dtype.
 
     In fp32 and in pieces: in one operation torch would round the scalar to bf16 first, or make an fp32 copy of it all.
     """
     out = tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
-    size = max(1, SLICE_ELEMENTS // max(1, tensor[0].numel())) if tensor.dim() > 1 and len(tensor) else SLICE_ELEMENTS
+    size = _rows_of_slice(tensor) if tensor.dim() > 1 and len(tensor) else SLICE_ELEMENTS
     for source, target in zip(tensor.split(size), out.split(size), strict=True):
         target.copy_(source.to(_work_dtype(source.dtype)) * factor)
     return out

@@ -9,8 +9,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.losses.objective import tokens_at_a_time
 from engine.memory.coded import CodedWeights
 from engine.memory.meta_model import (
+    META,
     MetaStudent,
     MetaTeacher,
     Step,
@@ -191,7 +193,7 @@ class Planner:
 
     def _largest(self, found: Prediction, teacher: "_OfTeacher", limit: int) -> int:
         """How many rows fit. Each event's bytes grow linearly with the rows once these fill a chunk of the losses."""
-        chunks = -(-self.recipe.loss.chunk_tokens // self.recipe.data.max_length)
+        chunks = -(-tokens_at_a_time(self.recipe.loss.chunk_tokens, META) // self.recipe.data.max_length)
         few, many = chunks, 2 * chunks
         first, second = (own_bytes(self._all(rows, teacher)).astype(float) for rows in (few, many))
 

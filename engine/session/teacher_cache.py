@@ -20,6 +20,7 @@ from data.samples import Sample, digest_of_samples
 from data.teacher_cache import Manifest, Writer
 from engine.losses.chunked import TeacherHidden, row_blocks
 from engine.losses.kd import take_top_k
+from engine.losses.objective import tokens_at_a_time
 from engine.losses.teacher import ModelTeacher
 from engine.recipe.checks import RecipeError
 from engine.recipe.recipe import Recipe
@@ -154,7 +155,7 @@ def _rows_of(teacher: ModelTeacher, batch: MicroBatch, manifest: Manifest, recip
     hidden, labels = found.hidden.flatten(0, -2)[positions], batch["labels"].flatten()[positions]
     pieces: list[dict[str, Tensor]] = []
     with gathered(sight.parameters):
-        size = recipe.loss.chunk_tokens
+        size = tokens_at_a_time(recipe.loss.chunk_tokens, hidden.device)
         for rows, targets in zip(hidden.split(size), labels.split(size), strict=True):
             pieces += _rows_of_chunk(found, rows, targets, manifest)
     names = pieces[0] if pieces else ()  # a batch without targets

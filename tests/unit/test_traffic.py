@@ -10,7 +10,7 @@ from data.device import on_device
 from data.samples import IGNORE
 from engine.faults import nan_unless_finite
 from engine.losses.chunked import chunked_losses
-from engine.losses.objective import Objective
+from engine.losses.objective import Objective, tokens_at_a_time
 from model.head import install_head
 from quant import SCHEMES, prepare
 
@@ -113,3 +113,24 @@ def test_the_counter_counts():
     assert traffic.launches["t"] == traffic.launches["expand"] == 0
     assert traffic.bytes["exp"] == 2 * 16 * 4 and traffic.bytes["add_"] == 8
     assert traffic.operations == {"bf16": 2 * 4 * 8 * 3}
+
+
+def test_the_gradient_of_lm_head_is_one_gemm_for_each_chunk():
+    """Added to an fp32 sum, as CUDA does it; on the meta device, which has the operator too."""
+    size, tokens, vocabulary = 2048, 300, 2**14  # many slices of the kind that a CPU adds up
+    make = {"dtype": torch.bfloat16, "device": META, "requires_grad": True}
+    hidden, weight = torch.empty(1, tokens, size, **make), torch.empty(vocabulary, size, **make)
+    labels, positions = torch.zeros(1, tokens, dtype=torch.int64, device=META), torch.arange(tokens, device=META)
+    objective = Objective(chunk_tokens=100)
+    chunked_losses(hidden, weight, None, labels, objective=objective, positions=positions)
+    with Traffic() as traffic:
+        chunked_losses(hidden, weight, None, labels, objective=objective, positions=positions)
+    # Of each chunk the logits, the gradient of its rows and that of the weight.
+    assert traffic.launches["mm"] == 2 * 3 and traffic.launches["addmm"] == 3
+    assert not traffic.waits
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 512), ("cuda", 4096), ("meta", 4096)])
+def test_chunks_are_larger_on_a_gpu(device: str, tokens: int):
+    assert tokens_at_a_time(None, torch.device(device)) == tokens
+    assert tokens_at_a_time(7, torch.device(device)) == 7

@@ -1,4 +1,4 @@
-"""Tokens to the rows of experts and back: against indexing and its autograd, bit for bit; against finite differences."""
+"""Tokens to the rows of experts and back: against indexing and its autograd, bit for bit; and finite differences."""
 
 import pytest
 import torch
