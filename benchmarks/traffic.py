@@ -36,7 +36,8 @@ from quant import SCHEMES, prepare
 
 META = torch.device("meta")
 BANDWIDTH = 0.88 * 4.3e12  # bytes per second: elementwise kernels reach that part of an H200's
-RATES = {"bf16": 0.74e15, "fp8": 1.05e15}  # operations per second of GEMMs, e4m3 with sums in fp32
+# Operations per second of GEMMs: of e4m3 with sums that go to fp32, and with "fast accumulation".
+RATES = {"bf16": 0.74e15, "fp8": 1.05e15, "fp8, fast sums": 1.40e15}
 QWEN3_8B: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -59,7 +60,7 @@ class Traffic(TorchDispatchMode):
     Attributes:
         launches: by the operator's name.
         bytes: read and written, by the operator's name; of GEMMs too.
-        operations: of GEMMs, by "bf16" and "fp8".
+        operations: of GEMMs, by the names in :data:`RATES`.
         waits: operators whose result the host must have, by name.
     """
 
@@ -92,7 +93,8 @@ class Traffic(TorchDispatchMode):
         self.bytes[name] += sum(map(_size, [*read, *written, *changed]))
         if name in GEMMS:
             left = read[1] if name == "addmm" else read[0]
-            self.operations["fp8" if left.itemsize == 1 else "bf16"] += (
+            fp8 = "fp8, fast sums" if dict(named).get("use_fast_accum") else "fp8"
+            self.operations[fp8 if left.itemsize == 1 else "bf16"] += (
                 2 * left.shape[-1] * [*written, *changed][0].numel()
             )
         return result
@@ -148,13 +150,16 @@ def _counted_attention(
 AttentionInterface.register("counted", _counted_attention)
 
 
-def decoder_layer(scheme: str | None, *, fp8_gemm: bool = False, learn: bool = True) -> Callable[[Tensor], Tensor]:
-    """A layer of Qwen3-8B on the meta device, as a function of its input ``[1, tokens, hidden]``."""
+def decoder_layer(scheme: str | None, *, learn: bool = True, **compute: bool) -> Callable[[Tensor], Tensor]:
+    """A layer of Qwen3-8B on the meta device, as a function of its input ``[1, tokens, hidden]``.
+
+    ``compute`` is what :func:`quant.prepare` is told of the fp8 GEMM, here and below.
+    """
     config = Qwen3Config(num_hidden_layers=1, vocab_size=128, **QWEN3_8B)
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="counted")
     if scheme is not None:
-        prepare(model, SCHEMES[scheme], learn_weight_scale=learn, learn_input_scale=False, fp8_gemm=fp8_gemm)
+        prepare(model, SCHEMES[scheme], learn_weight_scale=learn, learn_input_scale=False, **compute)
     layer = model.model.layers[0]
 
     def forward(x: Tensor) -> Tensor:
@@ -175,12 +180,12 @@ def counted(forward: Callable[[Tensor], Tensor], tokens: int, *, checkpointed: b
     return there, back
 
 
-def quant_linear(scheme: str | None, features: int, *, fp8_gemm: bool = False, learn: bool = True) -> nn.Module:
+def quant_linear(scheme: str | None, features: int, *, learn: bool = True, **compute: bool) -> nn.Module:
     """A Linear of ``[features, hidden]`` on the meta device; quantised if a scheme is named."""
     with META:
         model = nn.ModuleDict({"up_proj": nn.Linear(QWEN3_8B["hidden_size"], features, False, dtype=torch.bfloat16)})
     if scheme is not None:
-        prepare(model, SCHEMES[scheme], learn_weight_scale=learn, learn_input_scale=False, fp8_gemm=fp8_gemm)
+        prepare(model, SCHEMES[scheme], learn_weight_scale=learn, learn_input_scale=False, **compute)
     return model["up_proj"]
 
 
@@ -191,6 +196,7 @@ COUNTED = (
 )
 WAYS: dict[str, dict[str, Any]] = {
     "fp8_static, simulate": {"scheme": "fp8_static"},
+    "fp8_static, fp8 GEMM, sums in fp32": {"scheme": "fp8_static", "fp8_gemm": True, "fast_accum": False},
     "fp8_static, fp8 GEMM": {"scheme": "fp8_static", "fp8_gemm": True},
     "fp8_static, fp8 GEMM, fixed scales": {"scheme": "fp8_static", "fp8_gemm": True, "learn": False},
     **{name: {"scheme": name} for name in SCHEMES if name != "fp8_static"},

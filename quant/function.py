@@ -45,6 +45,7 @@ class Plan:
         input_numel: features of the input. LSQ counts features, not tokens, so that the gradient of a batch is the sum
             of the gradients of its parts.
         fp8_gemm: multiply the codes. Both operands must be e4m3 per tensor, both sides of the weight multiples of 16.
+        fast_accum: of that GEMM, as in :func:`quant.gemm.scaled_linear`.
         held: how ``weight`` holds codes, where it does; it is quantised then, and frozen.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     weight_numel: int
     input_numel: int
     fp8_gemm: bool = False
+    fast_accum: bool = False
     held: HeldCodes | None = None
 
 
@@ -268,7 +270,9 @@ def _product_of_codes(plan: Plan, saved: Saved, codes: Tensor, bias: Tensor | No
     if weight_codes is None:
         weight_codes, _ = kernels.quantize(saved.weight, quantizer)
     weight_scale = kernels.effective_scale(quantizer)
-    return gemm.scaled_linear(codes, input_scale, weight_codes, weight_scale, bias, saved.weight.dtype, saved.offsets)
+    scales_and_codes = (codes, input_scale, weight_codes, weight_scale)
+    dtype, offsets = saved.weight.dtype, saved.offsets
+    return gemm.scaled_linear(*scales_and_codes, bias, dtype, offsets, fast_accum=plan.fast_accum)
 
 
 def _used_weight(

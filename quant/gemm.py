@@ -59,6 +59,8 @@ def scaled_linear(
     bias: Tensor | None,
     dtype: torch.dtype,
     offsets: Tensor | None = None,
+    *,
+    fast_accum: bool = False,
 ) -> Tensor:
     """``(x @ weight.t()) * x_scale * weight_scale + bias`` of e4m3 codes, on the fp8 tensor cores where there are any.
 
@@ -67,6 +69,8 @@ def scaled_linear(
             16. A stack is one that :func:`takes_codes_of_stacks`.
         x_scale, weight_scale: fp32 ``[1]``; of a stack the latter is ``[E]``.
         dtype: of the result.
+        fast_accum: leave the sums to Hopper's tensor cores, which add in fewer bits than fp32 has, as vLLM does (see
+            docs/how_a_layer_computes.md); otherwise they go to fp32 every so many products. CPUs add in fp32 always.
 
     Returns:
         ``[..., out]``, not differentiable.
@@ -76,11 +80,12 @@ def scaled_linear(
         return x_scale.new_zeros(output_shape, dtype=dtype)
     weight = _aligned(weight)
     if offsets is None:
-        return _scaled_mm(x.reshape(-1, x.shape[-1]), x_scale, weight, weight_scale, bias, dtype).reshape(output_shape)
+        rows = x.reshape(-1, x.shape[-1])
+        return _scaled_mm(rows, x_scale, weight, weight_scale, bias, dtype, fast_accum).reshape(output_shape)
     if x.device.type != "cpu":
-        return _scaled_grouped_mm(x, x_scale, weight, weight_scale, dtype, offsets)
+        return _scaled_grouped_mm(x, x_scale, weight, weight_scale, dtype, offsets, fast_accum)
     experts = zip(_split(x, offsets), weight, weight_scale.unbind(), strict=True)
-    return torch.cat([_scaled_mm(rows, x_scale, one, scale, None, dtype) for rows, one, scale in experts])
+    return torch.cat([_scaled_mm(rows, x_scale, one, scale, None, dtype, fast_accum) for rows, one, scale in experts])
 
 
 def takes_codes_of_stacks(weight: Tensor) -> bool:
@@ -95,12 +100,17 @@ def takes_codes_of_stacks(weight: Tensor) -> bool:
 
 
 def _scaled_mm(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool,
 ) -> Tensor:
     if x.shape[0] == 0:  # an expert that no token chose
         return x_scale.new_zeros((0, weight.shape[0]), dtype=dtype)
     apart = bias if dtype == torch.float32 else None  # of a result in fp32 CUDA's kernel takes none
-    # Without "fast accumulation" partial sums are kept in fp32, as in the bf16 GEMM that this replaces.
     output = torch._scaled_mm(
         x,
         weight.t(),
@@ -108,13 +118,19 @@ def _scaled_mm(
         scale_b=weight_scale,
         bias=bias if apart is None else None,
         out_dtype=dtype,
-        use_fast_accum=False,
+        use_fast_accum=fast_accum,
     )
     return output if apart is None else output.add_(apart)
 
 
 def _scaled_grouped_mm(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, offsets: Tensor
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    offsets: Tensor,
+    fast_accum: bool,
 ) -> Tensor:
     """Each expert's rows are moved apart to begin at multiples of 16, as the kernel's authors ask for (pytorch#148531),
     without the host knowing how many there are."""
@@ -130,7 +146,7 @@ def _scaled_grouped_mm(
         weight_scale[:, None].expand(experts, out).contiguous(),
         offs=ends,
         out_dtype=dtype,
-        use_fast_accum=False,
+        use_fast_accum=fast_accum,
     )
     return output[places]
 

@@ -48,6 +48,7 @@ class QuantLayer(nn.Module):
         input_observer: watches the input in every forward while set.
         shared_input: hands the quantised input to the layers that read the same tensor, or None.
         fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
+        fast_accum: of that GEMM, as in :func:`quant.gemm.scaled_linear`.
         keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
             :func:`weights_changed`. Only where weights stay resident.
         trained: whether a forward with gradients has run. Where none has, somebody uses the weight as it is.
@@ -113,6 +114,7 @@ class QuantLayer(nn.Module):
         self.input_observer: Observer | None = None
         self.shared_input: SharedInput | None = None
         self.fp8_gemm = False
+        self.fast_accum = False
         self.keeps_weight_codes = False
         self.trained = False
         self.when_changed: Callable[[], None] | None = None
@@ -248,6 +250,7 @@ class QuantLinear(QuantLayer):
             weight_numel=self.weight_numel,
             input_numel=self.in_features,
             fp8_gemm=self.fp8_gemm and self.weight_fake_quant and self.input_fake_quant,
+            fast_accum=self.fast_accum,
             held=self.held,
         )
         return quant_linear(

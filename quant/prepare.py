@@ -39,6 +39,7 @@ def prepare(
     learn_input_scale: bool,
     ranges: Ranges = Ranges(),  # noqa: B008 (frozen)
     fp8_gemm: bool = False,
+    fast_accum: bool = True,
     kv_cache: TensorSpec | None = None,
 ) -> Quantization:
     """Replace every nn.Linear of ``model`` that gets a scheme by a QuantLinear, in place, and named embeddings too.
@@ -52,7 +53,7 @@ def prepare(
         learn_weight_scale: whether weight scales get a theta.
         learn_input_scale: whether stored input scales, and those of keys and values, get one.
         ranges: what scales are to fit when they are measured.
-        fp8_gemm: multiply codes, not fake-quantised values, in the layers whose scheme and shapes allow it.
+        fp8_gemm, fast_accum: multiply codes where scheme and shapes allow it, and how (:mod:`quant.gemm`).
         kv_cache: how the keys and values of every attention module are quantised, see
             :func:`quant.kv_cache.attach_kv_cache`; None leaves them as they are.
 
@@ -71,15 +72,14 @@ def prepare(
     of_linears = {name: schemes[name] for name in linears}
     _check_schemes_allow(of_linears, learn_input_scale=learn_input_scale and kv_cache is None, fp8_gemm=fp8_gemm)
     _check_layers(modules, linears, schemes, embeddings)
-    by_weight = fused_sets(of_linears, modules, across_experts=False)
-    by_input = fused_sets(of_linears, modules, across_experts=True)
+    by_weight, by_input = (fused_sets(of_linears, modules, across_experts=across) for across in (False, True))
     of_weights, of_globals = weight_groups(by_weight, linears, schemes, learn_weight_scale)
     of_inputs = input_groups(by_input, linears, schemes, learn_input_scale, ranges)
     caches = {} if kv_cache is None else attach_kv_cache(model, kv_cache, learn=learn_input_scale)
     quant_linears = _replace(modules, linears, schemes, of_weights, of_globals, of_inputs)
     of_inputs += [cache_group(name, cache, ranges) for name, cache in caches.items()]
     _share_inputs(quant_linears, by_weight)
-    simulated = _use_fp8_gemm(quant_linears) if fp8_gemm else []
+    simulated = _use_fp8_gemm(quant_linears, fast_accum) if fp8_gemm else []
     replaced: dict[str, QuantLayer] = {**quant_linears}
     for name, embedding in embeddings.items():
         replaced[name], group = _replace_embedding(model, name, embedding, schemes[name], learn_weight_scale)
@@ -236,11 +236,12 @@ def _share_inputs(layers: dict[str, QuantLinear], sets: list[list[str]]) -> None
                 layers[name].shared_input = shared
 
 
-def _use_fp8_gemm(layers: dict[str, QuantLinear]) -> list[str]:
+def _use_fp8_gemm(layers: dict[str, QuantLinear], fast_accum: bool) -> list[str]:
     """Switch the layers over whose codes :func:`quant.gemm.scaled_linear` multiplies; names of those that have the
     scheme for it but are something else."""
     able = {name: layer for name, layer in layers.items() if layer.scheme.has_fp8_gemm}
     for layer in able.values():
+        layer.fast_accum = fast_accum
         divides = layer.in_features % 16 == 0 and layer.out_features % 16 == 0
         layer.fp8_gemm = divides and (not layer.projections or takes_codes_of_stacks(layer.weight))
     return [name for name, layer in able.items() if not layer.fp8_gemm]

@@ -59,6 +59,7 @@ MAY_CHANGE = {
         "calibration_batches",
         "initial_input_scale",
         "compute",
+        "fp8_fast_accum",
         "gather_codes",
         "fake_quant_start",
     ],

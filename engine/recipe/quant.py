@@ -144,6 +144,10 @@ class QuantRecipe:
     compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
     """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
     tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0)."""
+    fp8_fast_accum: bool = True
+    """Of the fp8 GEMM. true: Hopper's tensor cores add up all products themselves, in fewer bits than fp32 has, as vLLM
+    has them do; false: their sums go to fp32 every 128 products, and the GEMM takes a third longer. CPUs and Blackwell
+    add in fp32 either way. See docs/how_a_layer_computes.md."""
     gather_codes: bool = False
     """true: ZeRO-3 gathers the weights of quantised layers as codes, one byte each instead of two or four, where a
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for

@@ -105,6 +105,7 @@ def quantise_student(
             learn_input_scale=recipe.learnable.act_scale,
             ranges=recipe.quant.ranges(),
             fp8_gemm=uses_fp8_gemm(recipe, device),
+            fast_accum=recipe.quant.fp8_fast_accum,
             kv_cache=recipe.quant.preset().kv_cache,
         )
         if recipe.adapter.on:

@@ -51,9 +51,10 @@ def test_gradients_of_fixed_scales_are_touched_where_something_was_clipped():
 
 
 def test_the_codes_are_multiplied_in_fp8_and_gradients_in_bf16():
-    there, back = counted(quant_linear("fp8_static", OUT, fp8_gemm=True), TOKENS)
-    assert there.operations == {"fp8": 2 * TOKENS * IN * OUT} and back.operations == {"bf16": 4 * TOKENS * IN * OUT}
-    assert there.launches.total() <= 4
+    for fast, name in ((True, "fp8, fast sums"), (False, "fp8")):
+        there, back = counted(quant_linear("fp8_static", OUT, fp8_gemm=True, fast_accum=fast), TOKENS)
+        assert there.operations == {name: 2 * TOKENS * IN * OUT} and back.operations == {"bf16": 4 * TOKENS * IN * OUT}
+        assert there.launches.total() <= 4
 
 
 @pytest.mark.parametrize("fp8_gemm", [False, True])
