@@ -179,10 +179,11 @@ def _fill(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id
     }
 
 
-def model_inputs(batch: MicroBatch) -> MicroBatch:
-    """What goes to the model's forward. Packed batches need ``use_cache=False`` beside it: with a cache transformers
-    does not look for the borders of samples."""
-    return {name: tensor for name, tensor in batch.items() if name not in NOT_FOR_THE_MODEL}
+def model_inputs(batch: MicroBatch, *, mask: bool = True) -> MicroBatch:
+    """What goes to the model's forward, ``mask``: with the attention mask. Packed batches need ``use_cache=False``
+    beside it: with a cache transformers does not look for the borders of samples."""
+    left_out = NOT_FOR_THE_MODEL if mask else (*NOT_FOR_THE_MODEL, "attention_mask")
+    return {name: tensor for name, tensor in batch.items() if name not in left_out}
 
 
 def sample_inputs(batch: MicroBatch) -> Iterator[torch.Tensor]:

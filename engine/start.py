@@ -20,8 +20,8 @@ from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import save_recipe
 from engine.recipe.recipe import Recipe
-from engine.session.borders import check_borders
 from engine.session.context import build_loader, start_ranks
+from engine.session.masks import with_checked_rows
 from engine.session.session import build_session
 from engine.state import LoopState
 from model.ranks import errors_on_all_ranks, is_main, say
@@ -49,8 +49,7 @@ def start_run(
     session = build_session(recipe, context, loader.samples)
     if recipe.export.enabled:
         check_exportable(session)
-    if recipe.data.packing:
-        check_borders(session, loader.samples)
+    session = with_checked_rows(session, loader.samples)
     if recipe.schedule:
         with errors_on_all_ranks(ValueError):
             groups = [group["name"] for group in session.engine.optimizer.param_groups]

@@ -336,7 +336,7 @@ def _micro_batch(
         to_host: what recomputed blocks keep for backward goes to host memory.
     """
     assert session.head is not None, "losses need a session for training"
-    inputs: dict[str, Any] = {**model_inputs(batch), "use_cache": False}
+    inputs: dict[str, Any] = {**model_inputs(batch, mask=session.mask), "use_cache": False}
     sight = teacher.look(inputs, batch) if teacher is not None else None
     gradient_scale = session.loss_scale.value if session.loss_scale is not None else 1.0
     task = _LossesAtHead(

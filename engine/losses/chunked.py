@@ -324,7 +324,10 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden.index_copy_(0, positions, torch.mm(logits, weight))
         if self.weight is not None:
-            _add_product(self.weight, logits.t(), rows)
+            if self.weight.dtype == logits.dtype:
+                self.weight.addmm_(logits.t(), rows)
+            else:
+                _add_in_fp32(self.weight, logits.t(), rows)
         if self.bias is not None:
             self.bias.add_(logits.sum(0, dtype=_work_dtype(logits.dtype)))
 
@@ -338,11 +341,9 @@ class _Gradients:
         return None if hidden is None else hidden.view(self.shape), weight, bias
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which has their dtype or is fp32."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif _adds_in_fp32(total.device):
+def _add_in_fp32(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to ``total``, which is fp32 where they are not."""
+    if _adds_in_fp32(total.device):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         # A product in the operands' dtype is rounded to it before it is added, a slice of the rows at a time.

@@ -63,14 +63,15 @@ class NamedTokenLoss:
     function: TokenLoss
 
 
-def tokens_at_a_time(chosen: int | None, device: torch.device) -> int:
-    """How many tokens' logits exist at a time: what was chosen, or a number by the device.
+# lm_head's gradient is an fp32 sum over the chunks, each of which reads and writes all of it. At 512 tokens that takes
+# a GPU half as long as the chunk's GEMMs, at 4,096 a sixteenth (8 bytes an element at 4 TB/s, 6 operations an element
+# and token at 0.7 PFLOP/s; counted, not measured). What is planned without a device is planned for GPUs.
+CPU_TOKENS, GPU_TOKENS = 512, 4096
 
-    lm_head's gradient is an fp32 sum over the chunks, each of which reads and writes all of it. At 512 tokens that
-    takes a GPU half as long as the chunk's GEMMs, at 4,096 a sixteenth (8 bytes an element at 4 TB/s, 6 operations an
-    element and token at 0.7 PFLOP/s; counted, not measured). What is planned without a device is planned for GPUs.
-    """
-    return chosen or (512 if device.type == "cpu" else 4096)
+
+def tokens_at_a_time(chosen: int | None, device: torch.device) -> int:
+    """How many tokens' logits exist at a time: what was chosen, or a number by the device."""
+    return chosen or (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ samples A, A', B of random tokens, what it says about B is compared in the rows
   before A and alone, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,16 +50,36 @@ def check_borders(session: Session, samples: Sequence[Sample]) -> None:
     Raises:
         RankError: on every rank, with the knob that switches packing off.
     """
-    assert session.head is not None, "packed rows are for training"
+    settings = session.recipe.data
+    sizes = {"rows": settings.micro_batch_size, "length": settings.max_length}
+    for name, forward, exact in models_to_ask(session):
+        problem = border_problem(forward, vocabulary_of(samples), **sizes, exact=exact)
+        raise_everywhere(None if problem is None else f"data.packing: true, expected false: {name}: {problem}")
+
+
+class Asked(NamedTuple):
+    """A model that is tried at the start of a run.
+
+    Attributes:
+        name: the knob that names it, and its directory.
+        forward: a micro-batch to hidden states [rows, tokens, H], with quantisation paused; a collective.
+        exact: it has no experts, so that only what a token sees can move it.
+    """
+
+    name: str
+    forward: Callable[[MicroBatch], Tensor]
+    exact: bool
+
+
+def models_to_ask(session: Session) -> Iterator[Asked]:
+    """The student, and a teacher with a model of its own."""
+    assert session.head is not None, "packed and padded rows are for training"
     student = SelfTeacher(session.engine, session.head, session.quantization)
     models: dict[str, Teacher] = {f"model.path: {session.recipe.model.path}": student}
     if isinstance(session.teacher, ModelTeacher):
         models[f"loss.teacher: {session.recipe.loss.teacher}"] = session.teacher
-    settings = session.recipe.data
-    vocabulary = torch.from_numpy(np.unique(np.concatenate([sample.input_ids for sample in samples[:1000]])))
     for name, model in models.items():
         own = model.module if isinstance(model, ModelTeacher) else session.model
-        exact = not any(isinstance(module, ExpertMLPs) for module in own.modules())
 
         def forward(batch: MicroBatch, model: Teacher = model) -> Tensor:
             given = on_device(batch, session.device)
@@ -66,9 +87,18 @@ def check_borders(session: Session, samples: Sequence[Sample]) -> None:
             assert isinstance(found, TeacherHidden)
             return found.hidden
 
-        sizes = {"rows": settings.micro_batch_size, "length": settings.max_length}
-        problem = border_problem(forward, vocabulary, **sizes, exact=exact)
-        raise_everywhere(None if problem is None else f"data.packing: true, expected false: {name}: {problem}")
+        yield Asked(name, forward, not any(isinstance(module, ExpertMLPs) for module in own.modules()))
+
+
+def vocabulary_of(samples: Sequence[Sample]) -> Tensor:
+    """[n] tokens of the first of the samples."""
+    return torch.from_numpy(np.unique(np.concatenate([sample.input_ids for sample in samples[:1000]])))
+
+
+def random_samples(vocabulary: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Random tokens, as many as each of ``sizes`` says, the same in every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [vocabulary[torch.randint(len(vocabulary), (size,), generator=generator)] for size in sizes]
 
 
 @torch.no_grad()
@@ -84,27 +114,24 @@ def border_problem(
         exact: the model has no experts, so that only what a token sees can move it.
     """
     size = length // 2
-    generator = torch.Generator().manual_seed(0)
-    first, other, second = (
-        [vocabulary[torch.randint(len(vocabulary), (tokens,), generator=generator)] for _ in range(rows)]
-        for tokens in (size, size, length - size)
-    )
+    drawn = random_samples(vocabulary, [tokens for tokens in (size, size, length - size) for _ in range(rows)])
+    first, other, second = (drawn[start : start + rows] for start in range(0, 3 * rows, rows))
     behind, behind_other = (forward(_packed(left, second))[:, size:] for left in (first, other))
     before, before_other, again = (
         forward(_packed(second, right))[:, : length - size] for right in (first, other, first)
     )
     alone = forward(_packed(second))
-    chance = _difference(before, again)  # kernels that add up in any order
+    chance = difference(before, again)  # kernels that add up in any order
     for tokens in (slice(None, FIRST), slice(None)):
-        follows = _difference(before[:, tokens], before_other[:, tokens])
+        follows = difference(before[:, tokens], before_other[:, tokens])
         if follows > (SEEN + TIMES * chance if exact else SEEN_BY_EXPERTS):
             return f"its tokens see those that follow them (hidden states move by {follows:.1%}): it is not causal"
-        seen = _difference(behind[:, tokens], behind_other[:, tokens])
+        seen = difference(behind[:, tokens], behind_other[:, tokens])
         smallest = SEEN if exact else max(SEEN, torch.finfo(behind.dtype).eps)
         if seen > smallest + TIMES * (follows + chance):
             return f"its samples see the one before them in a row (hidden states move by {seen:.1%})"
-    moved = _difference(behind, before)
-    if moved > MOVED + TIMES * _difference(before, alone):
+    moved = difference(behind, before)
+    if moved > MOVED + TIMES * difference(before, alone):
         return f"its samples depend on their place in a row (hidden states move by {moved:.1%})"
     return None
 
@@ -116,7 +143,7 @@ def _packed(*parts: Sequence[Tensor]) -> MicroBatch:
     return pack_rows(flat, rows, 0, sum(len(part[0]) for part in parts))
 
 
-def _difference(one: Tensor, another: Tensor) -> float:
-    """How far hidden states [rows, tokens, H] are apart, over their own length, in the mean."""
+def difference(one: Tensor, another: Tensor) -> float:
+    """How far hidden states [..., H] are apart, over their own length, in the mean."""
     one, another = one.float(), another.float()
     return ((one - another).norm(dim=-1) / another.norm(dim=-1).clamp(min=1e-30)).mean().item()

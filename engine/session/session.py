@@ -58,6 +58,8 @@ class Session:
     """The loss scale of a run in fp16; None in other dtypes."""
     read: Mapping[str, int]
     """Fingerprints of frozen weights as they were read, which a checkpoint of adapters leaves out if they still are."""
+    mask: bool = True
+    """Whether padded rows come with an attention mask; see engine.session.masks."""
 
     def owners(self) -> dict[str, Levers | Quantization | LossScale]:
         """What of the session a resumed run needs beside DeepSpeed's state, by the name that checkpoints keep it by."""

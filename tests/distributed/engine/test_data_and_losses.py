@@ -36,6 +36,7 @@ RUNS = {
     "fields": Variant({"stage": 3, "train": {"steps": 2}}),
     "text": Variant({"stage": 2, "train": {"steps": 2}, "loss": NO_TEACHER}),
     "packed": Variant({"stage": 3, "train": {"steps": 2, "activation_checkpointing": True}, "data": {"packing": True}}),
+    "unmasked": Variant({"stage": 3, "train": {"steps": 2}}, "qwen3_moe", action="without_mask"),
     # Logits go on after lm_head: through a soft cap, and times a factor. The teacher's do too.
     "capped": Variant({"stage": 3}, "gemma2"),
     "scaled": Variant({"stage": 1, "loss": {"kd": "rkl"}}, "cohere2"),
@@ -103,6 +104,15 @@ def test_packed_rows_equal_a_plain_loop_with_the_mask_written_out(paths):
     batches = plain_loaders(load_recipe(paths["packed"]))[0].step(0)
     assert max(len(batch["sample_ids"]) for batch in batches) > 2, "two rows of one sample each"
     assert_equals_plain_loop(paths["packed"])
+
+
+def test_padded_rows_without_a_mask_equal_a_plain_loop_with_one(paths):
+    """Of a model that was asked, with its teacher, on both ranks."""
+    seen = load_result(paths["unmasked"])["seen"]
+    assert not seen["needs_mask"] and seen["given"] == {"input_ids", "use_cache"}
+    batches = [batch for loader in plain_loaders(load_recipe(paths["unmasked"])) for batch in loader.step(0)]
+    assert any((batch["attention_mask"] == 0).any() for batch in batches), "nothing is padded"
+    assert_equals_plain_loop(paths["unmasked"])
 
 
 @pytest.mark.parametrize("name", ("capped", "scaled"))

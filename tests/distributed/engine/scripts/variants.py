@@ -8,6 +8,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from data.loader import Loader, MicroBatch
 from engine.loop import Loop, LoopState
 from engine.losses.kd import KD_KINDS
+from engine.session.masks import needs_mask
 from model.ranks import is_main, rank
 from model.zero import gathered
 from quant.experts import linears_of
@@ -138,6 +140,16 @@ def user(loop: Loop, seen: dict[str, Any]) -> None:
         state.stop()
 
 
+def without_mask(loop: Loop, seen: dict[str, Any]) -> None:
+    """Padded rows have no attention mask if the model needs none, as on a GPU; and what the forward gets."""
+
+    @loop.at(0)
+    def ask(state: LoopState) -> None:
+        state.session = replace(state.session, mask=needs_mask(state.session, state.loader.samples))
+        seen["needs_mask"], seen["given"] = state.session.mask, set()
+        state.model.register_forward_pre_hook(lambda *call: seen["given"].update(call[2]), with_kwargs=True)
+
+
 def keep_evaluations(loop: Loop, seen: dict[str, Any]) -> None:
     """What each evaluation found; it comes before the actions of its step."""
 
@@ -203,6 +215,7 @@ ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
         held,
         changes_frozen,
         keep_evaluations,
+        without_mask,
     )
 }
 
