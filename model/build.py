@@ -56,6 +56,7 @@ def build_model(
     attn_implementation: str = AUTO,
     experts: Form = "stacked",
     hold: Callable[[PreTrainedModel], None] | None = None,
+    rotated: bool = False,
 ) -> PreTrainedModel:
     """Build the causal language model that ``path/config.json`` describes, with uninitialised parameters.
 
@@ -70,6 +71,7 @@ def build_model(
         attn_implementation: as transformers names them ("eager", "flash_attention_2", ...), or "auto", see below.
         experts: the form of MoE layers, see :mod:`model.experts`.
         hold: chooses, on the meta device, the weights that are held as codes (:mod:`quant.held`).
+        rotated: whether the caller turns inputs where a quantised checkpoint says so (``transform_config``).
 
     Raises:
         RankError: on every rank: no config.json, one of a quantised checkpoint that is not read or of code that was not
@@ -78,7 +80,7 @@ def build_model(
     path = Path(path)
     with errors_on_all_ranks(Exception):
         _check_dtype(ds_config, dtype)
-        config = read_config(path, trust_remote_code)
+        config = read_config(path, trust_remote_code, rotated=rotated)
         if dtype != torch.float32 and config.model_type in FP32_ALONE:
             raise ValueError(f"{path}: transformers runs {config.model_type} in fp32 alone: set model.dtype to float32")
         attention = attention_for(config, attn_implementation)
@@ -160,7 +162,7 @@ def _check_dtype(ds_config: dict[str, Any], dtype: torch.dtype) -> None:
         )
 
 
-def read_config(path: Path, trust_remote_code: bool) -> PretrainedConfig:
+def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -> PretrainedConfig:
     """Read the model's configuration. Raises errors that say what a user can do about them."""
     file = path / "config.json"
     if not file.is_file():
@@ -172,7 +174,7 @@ def read_config(path: Path, trust_remote_code: bool) -> PretrainedConfig:
     if not isinstance(raw, dict):
         raise ValueError(f"{file} is a JSON {type(raw).__name__}, expected an object")
     if is_quantised(path):
-        check_readable(path)
+        check_readable(path, rotated=rotated)
     if not trust_remote_code and _needs_remote_code(raw):
         raise ValueError(
             f"{file} needs Python code from the checkpoint (auto_map: {json.dumps(raw['auto_map'])}): read that code, "

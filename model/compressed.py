@@ -26,9 +26,10 @@ from model.scales import cache_keys
 from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers, warn_of_zero_tails
 from quant.config import kv_cache_from_config, rules_from_config
 from quant.export import dequantized_weight, input_suffix, packed_shapes, unpack_scale, unpack_weight, unpack_zero
-from quant.linear import QuantLayer
+from quant.linear import QuantLayer, QuantLinear
 from quant.prepare import prepare
 from quant.quantization import Quantization
+from quant.rotation import KEY, RotatedInputs, rotated_layers, rotations_from_config
 from quant.rules import Rule
 from quant.scale_groups import ScaleGroup
 from quant.spec import Scheme, TensorSpec
@@ -61,11 +62,7 @@ def load_compressed(
     """
     directory, device = Path(directory), device or torch.device("cpu")
     with errors_on_all_ranks(OSError, ValueError):
-        config = read_quantization_config(directory)
-        try:
-            rules, kv_cache = rules_from_config(config), kv_cache_from_config(config)
-        except ValueError as error:
-            raise ValueError(f"{directory / 'config.json'}: quantization_config: {error}") from error
+        rules, kv_cache, rotations = _numerics(directory)
     engine = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
     model = build_model(
         directory,
@@ -75,6 +72,7 @@ def load_compressed(
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
         experts="per_expert",  # which is how they lie on disk
+        rotated=True,
     )
     with errors_on_all_ranks(OSError, ValueError):
         schemes = _schemes(model, rules)
@@ -90,9 +88,20 @@ def load_compressed(
             learn_input_scale=False,
             kv_cache=kv_cache,
         )
+        _rotate(model, quantization, rotations)
         _fill(model, quantization, read_headers(directory))
         warn_of_zero_tails(directory)
     return model.eval(), quantization
+
+
+def _numerics(directory: Path) -> tuple[list[Rule], TensorSpec | None, list[RotatedInputs]]:
+    """What config.json says of layers, of keys and values, and of inputs that are turned."""
+    config = read_quantization_config(directory)
+    try:
+        rotations = rotations_from_config(config.get("transform_config"))
+        return rules_from_config({**config, "transform_config": None}), kv_cache_from_config(config), rotations
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: quantization_config: {error}") from error
 
 
 def is_ignored(names: list[str], ignore: list[str]) -> bool:
@@ -120,6 +129,24 @@ def _schemes(model: PreTrainedModel, rules: list[Rule]) -> dict[str, Scheme]:
         if rule is not None and rule.scheme is not None:
             schemes[name] = rule.scheme
     return schemes
+
+
+def _rotate(model: PreTrainedModel, quantization: Quantization, rotations: list[RotatedInputs]) -> None:
+    """Have the layers turn their inputs that a file says so of.
+
+    Raises:
+        ValueError: one that is not quantised here, an expert, or one whose inputs the blocks do not divide.
+    """
+    linears = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, QuantLinear))}
+    for targets, ignore, block in rotations:
+        for name in linears:
+            names = [name, module_name_on_disk(model, name)]
+            if not ("Linear" in targets or is_ignored(names, targets)) or is_ignored(names, ignore):
+                continue
+            layer = quantization.layers.get(name)
+            if not isinstance(layer, QuantLinear) or layer.in_features % block:
+                raise ValueError(f"transform_config turns the inputs of {name} in blocks of {block}, which is not read")
+            layer.rotation = block
 
 
 def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLayer) -> dict[str, str]:
@@ -184,7 +211,9 @@ def _plain_tensors(
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
     quantized = {f"{name}.weight" for name in quantization.layers}
     own = {name: tensor for name, tensor in own_tensors(model).items() if name not in quantized}
-    layouts = {key: names.layout(key) for key in (checkpoint.tensors.keys() | checkpoint.lost) - packed}
+    # The matrices beside layers that turn their inputs are known without reading them.
+    turned = {f"{module_name_on_disk(model, name)}.{KEY}" for name in rotated_layers(quantization)}
+    layouts = {key: names.layout(key) for key in (checkpoint.tensors.keys() | checkpoint.lost) - packed - turned}
     for key, layout in layouts.items():
         if layout is not None and any(piece.name in quantized for piece in layout.pieces):
             layouts[key] = None  # a plain weight of a layer that has codes

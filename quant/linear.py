@@ -16,6 +16,7 @@ from quant.adapter import Adapter
 from quant.calibrate import Observer
 from quant.experts import StackedLinear
 from quant.function import Plan, UsedWeightFunction, quant_linear
+from quant.hadamard import rotate
 from quant.held import held_codes
 from quant.inputs import SharedInput
 from quant.scale import Quantizer, Scale
@@ -198,6 +199,8 @@ class QuantLinear(QuantLayer):
 
     Attributes:
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
+        rotation: in blocks of how many features the input is turned before anything else (:mod:`quant.hadamard`), for a
+            weight that was turned likewise; None where it is not.
     """
 
     def __init__(
@@ -229,6 +232,7 @@ class QuantLinear(QuantLayer):
         if isinstance(linear, StackedLinear):
             self.num_experts, self.projections = linear.num_experts, linear.projections
         self.weight_numel = weight_numel
+        self.rotation: int | None = None
         self.train(linear.training)
 
     def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -238,6 +242,8 @@ class QuantLinear(QuantLayer):
         """
         if torch.is_grad_enabled():
             self.trained = True
+        if self.rotation is not None:
+            x = rotate(x, self.rotation)
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
         learns = torch.is_grad_enabled() and (self.weight_theta is not None or self.input_theta is not None)

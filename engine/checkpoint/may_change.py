@@ -27,6 +27,7 @@ STAYS = {
     "model": ["dtype", "experts"],
     # Scales of one scheme have shapes that fit another, and each group of the optimizer its parameters. Observers have
     # a histogram or none; a theta corrects a fixed scale or the absmax of its step, of the sign that scales may have.
+    # Weights are turned where inputs are.
     "quant": [
         "scheme",
         "schemes",
@@ -38,6 +39,8 @@ STAYS = {
         "input_range",
         "scales_follow_weights",
         "signed_scales",
+        "rotate",
+        "rotate_block",
     ],
     "learnable": ["weight", "embedding", "weight_scale", "act_scale", "norm", "router", "freeze"],
     "adapter": ["kind", "merge", "base", "rank", "alpha", "rslora", "targets", "ranks"],

@@ -6,6 +6,7 @@ from typing import Literal
 
 from engine.recipe.checks import above_0, at_least, each, field_problems, need, regex, values
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
+from quant.hadamard import BLOCKS
 
 NONE = "none"  # the scheme of a rule whose layers stay as they are
 SOURCE = "source"  # the schemes and layers of a quantised model.path
@@ -152,6 +153,14 @@ class QuantRecipe:
     """true: ZeRO-3 gathers the weights of quantised layers as codes, one byte each instead of two or four, where a
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
     bit. See ds_configs/README.md."""
+    rotate: list[str] = field(default_factory=list, metadata=each(regex()))
+    """Regexes on whole names of layers whose inputs a Hadamard matrix turns while the model runs, like
+    '.*\\.down_proj': outliers are spread over their blocks. Weights are turned when they are loaded: the model is the
+    same function. See docs/rotations.md."""
+    rotate_block: int = field(
+        default=256, metadata=values(f"one of {', '.join(map(str, BLOCKS))}", BLOCKS.__contains__)
+    )
+    """Features that quant.rotate turns together."""
     fake_quant_start: int = field(default=0, metadata=at_least(-1))
     """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never,
     or when an event under schedule says so."""

@@ -27,10 +27,12 @@ from model.quantised.scales import take_scales
 from model.quantised.schemes import source_schemes
 from model.quantised.start import take_start
 from model.ranks import errors_on_all_ranks, listed, say
+from model.rotation import rotate_weights
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import full_shape, partition_new_parameters, stage
 from quant import Quantization, Scheme, prepare
 from quant.held import as_weight
+from quant.rotation import rotate_inputs
 
 # To round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
@@ -47,6 +49,8 @@ def build_student(
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
     say(f"weights: {report.summary()}")
     quantization = quantise_student(recipe, ds_config, device, model, named)
+    if turned := rotate_weights(model, quantization) if recipe.quant.rotate else 0:
+        say(f"rotated: the inputs of {turned} layers, in blocks of {recipe.quant.rotate_block}")
     say(f"quantised: {_summary(recipe, quantization)}")
     share = quantised_share(model, quantization)
     say(share.text())
@@ -81,6 +85,11 @@ def empty_student(
         check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
             output_head(model)  # its losses are computed from its hidden states, or this is an error
+        if recipe.quant.rotate and is_quantised(Path(recipe.model.path)):
+            raise ValueError(
+                f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantised, and its "
+                "scales are of weights that are not turned; start from the checkpoint that it was made from"
+            )
         if recipe.adapter.on:
             check_adapters(recipe, model, _exempt(recipe, model), named)
     return model, named
@@ -108,6 +117,8 @@ def quantise_student(
             fast_accum=recipe.quant.fp8_fast_accum,
             kv_cache=recipe.quant.preset().kv_cache,
         )
+        if recipe.quant.rotate:
+            rotate_inputs(quantization, recipe.quant.rotate, recipe.quant.rotate_block)
         if recipe.adapter.on:
             add_adapters(recipe, model, quantization)
     partition_new_parameters(model, ds_config)

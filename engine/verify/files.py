@@ -19,8 +19,9 @@ from model.ranks import listed
 from model.save import is_router
 from model.scales import cache_keys
 from model.shards import Checkpoint, Reader, read_headers
-from quant import Quantization, QuantLayer
+from quant import Quantization, QuantLayer, QuantLinear
 from quant.export import packed_shapes, unpack_weight, weight_codes
+from quant.rotation import KEY, stored_matrix
 
 STORED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,6 +51,11 @@ def check_files(directory: Path, model: PreTrainedModel, quantization: Quantizat
             codes = weight_codes(layer.weight, layer.weight_scale(), layer.scheme.weights, layer.weight_zero)
             if not torch.equal(codes.view(torch.int8), unpack_weight(tensors, layer.scheme).view(torch.int8)):
                 problems.append(f"{name}: our forward quantises the weight to other codes than those on disk")
+            key = f"{module_name_on_disk(model, name)}.{KEY}"
+            if isinstance(layer, QuantLinear) and layer.rotation is not None and key in checkpoint.tensors:
+                matrix = read_tensor(reader, checkpoint.tensors[key]).float()
+                if not torch.equal(matrix, stored_matrix(layer).float()):
+                    problems.append(f"{key} is not the matrix by which our forward turns the input")
     for suffix, groups in (
         ("weight_scale", quantization.weight_groups),
         ("input_scale", quantization.input_groups),

@@ -15,6 +15,8 @@ It differs from ours by definition in these points (measured with transformers 5
 - *Zero points* of weights it loads with ``dequantize=True`` alone: otherwise it makes the model on the meta device,
   where compressed-tensors does not pack them, and the shapes differ from those in the file. The weights are then
   rounded to the dtype of their scale, bf16, and all layers decoded with one scheme.
+- *Rotated inputs.* It passes over ``transform_config``; compressed-tensors, which defines it, is asked to apply it to
+  the model that was loaded.
 - *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are zero
   points, and blocks of fp8 if there is more than one, and MXFP8, whose scales it takes for plain numbers; NVFP4 is read
   without its global scale, which is silent noise; several schemes among the experts are all decoded as the first, and
@@ -40,21 +42,25 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.transform import TransformConfig, apply_transform_config
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
 from engine.verify.files import dtype_on_disk
 from model.compressed import quantized_keys, read_tensor
 from model.names import module_name_on_disk
+from model.quantised.config import read_quantization_config
 from model.ranks import RankError, listed
 from model.save import fused_there, is_expert, not_loaded
 from model.scales import cache_keys
 from model.shards import Reader, read_headers
 from model.towers import model_class
-from quant import Quantization, QuantLayer, Scheme, TensorSpec
+from quant import Quantization, QuantLayer, QuantLinear, Scheme, TensorSpec
 from quant.config import quantization_args
 from quant.export import export_format
+from quant.hadamard import rotate
 from quant.kv_cache import QuantCache
+from quant.rotation import KEY
 
 
 def load_theirs(
@@ -95,11 +101,14 @@ def load_theirs(
         state = _decompressed(directory, model, quantization)
         theirs, info = built.from_pretrained(None, config=config, state_dict=state, **options)
         _quantize_inputs(theirs, quantization)
+    if transforms := read_quantization_config(directory).get("transform_config"):
+        apply_transform_config(theirs, TransformConfig.model_validate(transforms))
     problems = []
     for kind, keys in info.items():
         # transformers has no use for the input scales of experts, because it dequantises them.
         unused = (".input_scale", ".input_global_scale") if kind == "unexpected_keys" else ()
-        found = [key for key in keys if not (is_expert(key) and key.endswith(unused))]
+        turned = (f".{KEY}",) if kind == "unexpected_keys" else ()  # compressed-tensors makes the matrices itself
+        found = [key for key in keys if not ((is_expert(key) and key.endswith(unused)) or key.endswith(turned))]
         if found:
             problems.append(f"transformers reports {kind}: {listed(sorted(map(str, found)))}")
     for parameter in theirs.parameters():
@@ -125,7 +134,7 @@ def _decompressed(directory: Path, model: PreTrainedModel, quantization: Quantiz
             packed |= set(keys.values())
             tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys.items()}
             state[f"{module_name_on_disk(model, name)}.weight"] = decompress(tensors, layer.scheme)
-        for key in checkpoint.tensors.keys() - packed:
+        for key in (key for key in checkpoint.tensors.keys() - packed if not key.endswith(f".{KEY}")):
             state[key] = read_tensor(reader, checkpoint.tensors[key]).float()
     return state
 
@@ -194,11 +203,23 @@ def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quan
 
 @contextmanager
 def _their_input(module: QuantLayer | QuantCache, spec: TensorSpec) -> Iterator[None]:
-    hook = module.register_forward_pre_hook(fake_quantizer(spec, module.input_scale()))
+    block = module.rotation if isinstance(module, QuantLinear) else None
+    hooks = [module.register_forward_pre_hook(fake_quantizer(spec, module.input_scale()))]
+    if isinstance(module, QuantLinear) and block is not None:  # turned before it is quantised
+        hooks.append(module.register_forward_pre_hook(_turn(block), prepend=True))
+        module.rotation = None
     module.input_fake_quant = False
     yield
     module.input_fake_quant = True
-    hook.remove()
+    if isinstance(module, QuantLinear):
+        module.rotation = block
+    for hook in hooks:
+        hook.remove()
+
+
+def _turn(block: int) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """A forward pre-hook that turns a module's input."""
+    return lambda module, arguments: (rotate(arguments[0], block), *arguments[1:])
 
 
 @contextmanager

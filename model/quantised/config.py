@@ -73,15 +73,17 @@ def read_quantization_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def check_readable(directory: Path) -> None:
+def check_readable(directory: Path, *, rotated: bool = False) -> None:
     """Refuse a quantised checkpoint whose weights cannot be read as values; reads its config.json alone.
+
+    ``rotated``: a ``transform_config`` is the caller's business.
 
     Raises:
         ValueError: another method, numerics that no scheme here has, or none.
     """
     config = read_quantization_config(directory)
     try:
-        rules_of(config)
+        rules_of({**config, "transform_config": None} if rotated else config)
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: quantization_config: {error}") from None
 

@@ -20,9 +20,11 @@ from model.shards import INDEX
 from model.towers import text_part
 from model.zero import full_shape
 from quant import Quantization, QuantLayer
+from quant.config import name_patterns
 from quant.embedding import QuantEmbedding
 from quant.experts import StackedLinear, linears_of
 from quant.layouts import Layout, layout_config
+from quant.rotation import rotated_layers, transform_config
 
 # Everything beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,
 # remote code.
@@ -135,10 +137,6 @@ def configuration(
         name for name, module in model.named_modules() if module is head or isinstance(module, QuantEmbedding)
     ]
     kv_cache = next((cache.spec for cache in quantization.caches.values()), None)
-    copied = [*copied_modules(shards), *copied_modules(shards, Names(model).renamed)]
-    if layout == "vllm_fp8":  # it knows whole names of Linears alone
-        plain = [item.copied for shard in shards for item in shard if item.copied and len(item.copied.shape) == 2]
-        copied = [tensor.key.removesuffix(".weight") for tensor in plain if tensor.key.endswith(".weight")]
     config = layout_config(
         layout,
         layers,
@@ -146,11 +144,23 @@ def configuration(
         spellings(routers),
         kv_cache,
         no_linears=list(spellings(name for name in no_linears if name in schemes)),
-        copied=copied,
+        copied=_copied(model, layout, shards),
         anywhere=anywhere,
     )
+    if config is not None and (rotated := rotated_layers(quantization)):
+        others = spellings([*(name for name in schemes if name not in rotated), *skipped])
+        targets = name_patterns(spellings(rotated), others, anywhere=anywhere)
+        config["transform_config"] = transform_config(targets, next(iter(rotated.values())))
     _check_ignored((config or {}).get("ignore", ()), {*schemes, *(module_name_on_disk(model, one) for one in schemes)})
     return config
+
+
+def _copied(model: PreTrainedModel, layout: Layout, shards: list[list[Item]]) -> list[str]:
+    """Names of the modules beside the model, as the layout's readers know them."""
+    if layout == "vllm_fp8":  # it knows whole names of Linears alone
+        plain = [item.copied for shard in shards for item in shard if item.copied and len(item.copied.shape) == 2]
+        return [tensor.key.removesuffix(".weight") for tensor in plain if tensor.key.endswith(".weight")]
+    return [*copied_modules(shards), *copied_modules(shards, Names(model).renamed)]
 
 
 def _check_ignored(ignore: Iterable[str], quantised: Iterable[str]) -> None:

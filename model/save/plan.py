@@ -21,11 +21,12 @@ from model.save.shard_writer import KINDS
 from model.scales import cache_keys
 from model.shards import DiskTensor
 from model.zero import batches, full_numel, is_partitioned, is_whole
-from quant import SCALE_PARAMETERS, Quantization, QuantLayer
+from quant import SCALE_PARAMETERS, Quantization, QuantLayer, QuantLinear
 from quant.experts import LinearPart, linears_of
 from quant.export import Shapes
 from quant.kv_cache import QuantCache
 from quant.layouts import Layout, block_shapes, linear_shapes
+from quant.rotation import KEY
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,8 @@ def _quantized_item(
             suffixes["bias"] = (dtype, (part.out_features,))
         if turned:
             suffixes["weight"] = (dtype, (part.in_features, part.out_features))
+        if isinstance(layer, QuantLinear) and layer.rotation is not None:
+            suffixes[KEY] = (dtype, (layer.rotation, layer.rotation))
         shapes |= {f"{on_disk}.{suffix}": expected for suffix, expected in suffixes.items()}
     return Item(name, layer, parameters, shapes, layout=layout, linears=linears, turned=turned)
 

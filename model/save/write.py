@@ -15,10 +15,11 @@ from model.save.plan import Item
 from model.save.shard_writer import ShardWriter
 from model.shards import SINGLE, DiskTensor, Reader
 from model.zero import ReceiveBuffer, batches, gathered_on_main
-from quant import QuantLayer
+from quant import QuantLayer, QuantLinear
 from quant.export import cache_scale
 from quant.kv_cache import QuantCache
 from quant.layouts import BLOCK_ENDS, linear_tensors
+from quant.rotation import KEY, stored_matrix
 
 # Of parameters that are gathered together. Less is slower: a large one cannot come while a few small ones are written.
 GATHER_BYTES = 32 * 2**20
@@ -232,6 +233,8 @@ def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
     for name, tensors in _weights(item) if not (item.fused or item.joined) else ():
         if item.turned:
             tensors["weight"] = tensors["weight"].t().contiguous()
+        if isinstance(layer := item.module, QuantLinear) and layer.rotation is not None:
+            tensors[KEY] = stored_matrix(layer)
         yield {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 

@@ -25,7 +25,9 @@ from model.build import build_model
 from model.experts import Form
 from model.load import load_weights
 from quant import Quantization, prepare
+from quant.hadamard import rotate
 from quant.reference import absmax_scale
+from quant.rotation import rotate_inputs
 from quant.scale import first_input_scale
 from tests.definitions import kd_loss, lm_loss
 
@@ -120,6 +122,11 @@ def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
     )
     if settings.adapter.on:
         add_adapters(settings, model, quantization)
+    if settings.quant.rotate:
+        rotate_inputs(quantization, settings.quant.rotate, settings.quant.rotate_block)
+        for layer in quantization.layers.values():
+            if layer.rotation is not None:
+                layer.weight.data.copy_(rotate(layer.weight.double(), layer.rotation))
     set_learnable(model, settings.learnable)
     quantization.set_fake_quant(False, False)
     quantization.observe(True)

@@ -17,18 +17,22 @@ from model.build import build_model
 from model.load import load_weights
 from model.quantised.scales import take_scales
 from model.ranks import RankError, is_main, raise_everywhere, rank
+from model.rotation import rotate_weights
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from model.zero import keep_frozen_fp32, partition_new_parameters
 from quant import PRESETS, Quantization, prepare, weights_changed
 from quant.experts import linears_of
 from quant.reference import quantize
+from quant.rotation import rotate_inputs
 from quant.rules import Rule
 from quant.scale import first_input_scale
 
 STEPS = 5
 # int4 but for the first decoder layer, which is fp8, and lm_head, which is int8.
 MIXED = "mixed"
+# NVFP4 on both sides, and the inputs of down_proj turned.
+ROTATED = "rotated"
 
 
 def config() -> dict:
@@ -44,13 +48,13 @@ def config() -> dict:
 
 def prepared(model, name: str) -> Quantization:
     """The model in a preset, everything learnable that it has."""
-    preset = PRESETS["w4a16_g32" if name == MIXED else name]
+    preset = PRESETS[{MIXED: "w4a16_g32", ROTATED: "nvfp4_w4a4"}.get(name, name)]
     mixed = {
         "rules": [Rule(PRESETS["fp8_dynamic"].linear, first=1)],
         "named": {"lm_head": PRESETS["w8a16_channel"].linear},
     }
     static = preset.kv_cache is not None or (preset.linear is not None and preset.linear.learns_input)
-    return prepare(
+    quantization = prepare(
         model,
         preset.linear,
         learn_weight_scale=True,
@@ -58,6 +62,9 @@ def prepared(model, name: str) -> Quantization:
         kv_cache=preset.kv_cache,
         **(mixed if name == MIXED else {}),
     )
+    if name == ROTATED:
+        rotate_inputs(quantization, [r".*\.down_proj"], 256)
+    return quantization
 
 
 def used_in_forward(engine, quantization: Quantization, ids) -> dict[str, dict[str, torch.Tensor]]:
@@ -99,6 +106,7 @@ def train(preset: str, checkpoint: str, out: Path, device: torch.device) -> None
     load_weights(model, checkpoint, progress=False)
     quantization = prepared(model, preset)
     partition_new_parameters(model, config())
+    rotate_weights(model, quantization)
     renew_weight_scales(quantization)
     # Inputs of these models reach 4: 448 codes of e4m3, 127 of int8, 448 * 6 of NVFP4.
     groups = enumerate(quantization.input_groups)
@@ -121,7 +129,8 @@ def train(preset: str, checkpoint: str, out: Path, device: torch.device) -> None
         torch.save({"used": used, "before": before}, out / "expected.pt")
     raise_everywhere(None)
     engine.destroy()
-    export_again(preset, out / "export", out / "again", device)
+    if preset != ROTATED:  # whose export is none to start from
+        export_again(preset, out / "export", out / "again", device)
 
 
 def export_again(preset: str, checkpoint: Path, out: Path, device: torch.device) -> None:

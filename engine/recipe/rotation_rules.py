@@ -1,0 +1,37 @@
+"""Rules between quant.rotate and other knobs, each said in one line."""
+
+from engine.recipe.quant import SOURCE
+from engine.recipe.rules import Rule
+
+RULES_OF_ROTATIONS = (
+    Rule(
+        "blocks are of inputs that are turned",
+        "quant.rotate_block",
+        lambda r: not r.quant.rotate and r.quant.rotate_block != 256,
+        "256, or layers in quant.rotate: nothing is turned",
+    ),
+    Rule(
+        "scales from files are of weights that are not turned",
+        "quant.rotate",
+        lambda r: r.quant.rotate and (r.quant.scheme == SOURCE or r.quant.scales or r.quant.start),
+        "nothing with quant.scheme source, quant.scales or quant.start, whose scales are of weights as they lie there",
+    ),
+    Rule(
+        "adapters are not of turned weights",
+        "quant.rotate",
+        lambda r: r.quant.rotate and r.adapter.on,
+        "nothing with adapter.kind {adapter.kind}: an adapter of a turned weight has no reader",
+    ),
+    Rule(
+        "turned inputs are read from one format",
+        "export.format",
+        lambda r: r.quant.rotate and r.export.format != "compressed",
+        "compressed with quant.rotate: no reader of the others turns inputs",
+    ),
+    Rule(
+        "a plain checkpoint has no turned inputs",
+        "quant.fake_quant_start",
+        lambda r: r.quant.rotate and r.never_quantises(),
+        "0 or more with quant.rotate: the export would be a plain checkpoint, whose readers turn no inputs",
+    ),
+)

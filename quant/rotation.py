@@ -1,0 +1,149 @@
+"""Which layers have their inputs turned while the model runs, and how a file says so.
+
+The file is compressed-tensors': a ``transform_config`` with a group of the type ``hadamard``, applied at the location
+``input``, whose blocks are called ``head_dim``. What is offered is what vLLM computes from it (0.33.0,
+``compressed_tensors/transform/linear.py``, ``module.py``): inputs of Linears that it does not fuse with others, without
+a bias, and no experts, which its kernel for them runs without looking at transforms; nor queries and keys (``q_attn``,
+``k_cache``), which it passes over. The inverse lies in the weights of the file, and is not listed: a reader would turn
+the weights again.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quant.fused_layers import FUSED
+from quant.hadamard import BLOCKS, hadamard
+from quant.linear import QuantLayer, QuantLinear
+from quant.quantization import Quantization
+from quant.rules import examples
+
+GROUP = "rotated"  # the name of the group in a file
+KEY = f"{GROUP}_input.weight"  # of the matrix behind the name of a layer
+# vLLM multiplies the inputs of NVFP4 by matrices of these sizes inside QuTLASS, which knows no global scale and rounds
+# the absmax of a group itself to e4m3 (``schemes/linear_qutlass_nvfp4.py``): other codes than were trained.
+_QUTLASS = (16, 32, 64, 128)
+_EXPERT = re.compile(r"(?:.*\.)?experts\..+")
+
+
+def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: int) -> None:
+    """Have layers turn their inputs in blocks of ``block``; their weights are turned next, by whoever can write them.
+
+    Args:
+        quantization: of the model.
+        patterns: regexes on full names of quantised layers; each must match one.
+        block: one of :data:`quant.hadamard.BLOCKS`.
+
+    Raises:
+        ValueError: a pattern matches nothing, or a layer of which vLLM would not turn the input; names them.
+    """
+    names = list(quantization.layers)
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        found = [name for name in names if re.fullmatch(pattern, name)]
+        if not found:
+            raise ValueError(
+                f"quant.rotate: {pattern!r} matches no quantised layer; it must match a full name such as "
+                f"{examples(names)}"
+            )
+        chosen |= dict.fromkeys(found)
+    problems = [
+        f"{name} {problem}" for name in chosen if (problem := _problem(name, quantization.layers[name], names, block))
+    ]
+    if problems:
+        raise ValueError(f"quant.rotate: {examples(problems, 2)}; leave such layers out of the patterns")
+    for name in chosen:
+        layer = quantization.layers[name]
+        assert isinstance(layer, QuantLinear)
+        layer.rotation = block
+
+
+def _problem(name: str, layer: QuantLayer, names: Sequence[str], block: int) -> str | None:
+    """Why the input of a layer is not turned; None where it can be."""
+    if not isinstance(layer, QuantLinear):
+        return "is an embedding, which has no input to turn"
+    if layer.projections or _EXPERT.fullmatch(name):
+        return "is an expert's: vLLM runs experts without looking at transforms (launch/rotate.py turns their inputs)"
+    parent, _, _ = name.rpartition(".")
+    for members, _ in FUSED:
+        if any(name == f"{parent}.{one}".lstrip(".") for one in members):
+            others = [one for one in members if f"{parent}.{one}".lstrip(".") in names]
+            if len(others) > 1:
+                return f"reads its input with {', '.join(others)} (launch/rotate.py turns what they read)"
+    if layer.bias is not None:
+        return "has a bias, with which vLLM takes no transform"
+    if layer.in_features % block:
+        return f"has {layer.in_features} inputs, which quant.rotate_block {block} does not divide"
+    inputs = layer.scheme.activations
+    if inputs is not None and inputs.has_global_scale and block in _QUTLASS:
+        larger = " or ".join(str(one) for one in BLOCKS if one not in _QUTLASS)
+        return f"has NVFP4 inputs, which vLLM codes otherwise with blocks of {block}: set quant.rotate_block {larger}"
+    return None
+
+
+def rotated_layers(quantization: Quantization) -> dict[str, int]:
+    """The layers that turn their inputs, with their blocks."""
+    layers = {name: layer for name, layer in quantization.layers.items() if isinstance(layer, QuantLinear)}
+    return {name: layer.rotation for name, layer in layers.items() if layer.rotation is not None}
+
+
+def transform_config(targets: Iterable[str], block: int) -> dict[str, Any]:
+    """The ``transform_config`` of layers that ``targets`` name, as in ``config_groups``."""
+    arguments = {"targets": list(targets), "location": "input", "inverse": False, "ignore": []}
+    return {
+        "config_groups": {
+            GROUP: {
+                "type": "hadamard",
+                "apply": [arguments],
+                "randomize": False,
+                "requires_grad": False,
+                "head_dim": block,
+                "precision": "torch.float32",
+            }
+        }
+    }
+
+
+def stored_matrix(layer: QuantLayer) -> Tensor:
+    """What compressed-tensors stores beside a layer: the 1 and -1 of its matrix, in the model's dtype."""
+    assert isinstance(layer, QuantLinear) and layer.rotation is not None
+    return hadamard(layer.rotation, layer.weight.dtype, torch.device("cpu"))
+
+
+class RotatedInputs(NamedTuple):
+    """What a file says of the inputs of some layers: ``targets`` and ``ignore`` as of a config group, and the block."""
+
+    targets: list[str]
+    ignore: list[str]
+    block: int
+
+
+def rotations_from_config(config: Mapping[str, Any] | None) -> list[RotatedInputs]:
+    """What a ``transform_config`` says of inputs; the inverse of :func:`transform_config`.
+
+    Entries at ``weight_input`` say what was done to the weights of the file, which holds the result.
+
+    Raises:
+        ValueError: a transform of another kind, or at another place.
+    """
+    found = []
+    groups = (config or {}).get("config_groups") or {}
+    for name, group in groups.items():
+        key, block = f"transform_config.config_groups.{name}", group.get("head_dim")
+        for option, is_so, expected in (
+            ("type", group.get("type") == "hadamard", "'hadamard'"),
+            ("randomize", not group.get("randomize"), "false"),
+            ("head_dim", block in BLOCKS, f"one of {', '.join(map(str, BLOCKS))}"),
+        ):
+            if not is_so:
+                raise ValueError(f"{key}.{option} is {group.get(option)!r}, expected {expected}")
+        for entry in group.get("apply") or []:
+            if (place := entry.get("location")) not in ("input", "weight_input"):
+                raise ValueError(f"{key}.apply has the location {place!r}, expected 'input'")
+            if place == "input":
+                targets, ignore = entry.get("targets") or [], entry.get("ignore") or []
+                found.append(RotatedInputs(list(targets), list(ignore), block))
+    return found

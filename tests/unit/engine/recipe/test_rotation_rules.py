@@ -1,0 +1,40 @@
+"""The rules of inputs that are turned: each is broken by a recipe of its own, and only that rule."""
+
+from operator import attrgetter
+
+import pytest
+
+from engine.recipe.contradictions import contradictions
+from engine.recipe.recipe import Recipe
+from engine.recipe.rotation_rules import RULES_OF_ROTATIONS
+from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
+
+ROTATED = {"quant.rotate": [r".*\.down_proj"]}
+BROKEN = {
+    "blocks are of inputs that are turned": {"quant.rotate_block": 64},
+    "scales from files are of weights that are not turned": {**ROTATED, "quant.scales": "ptq"},
+    "adapters are not of turned weights": {**ROTATED, "adapter.kind": "lora", "learnable.weight": False},
+    "turned inputs are read from one format": {**ROTATED, "export.format": "dequantized"},
+    "a plain checkpoint has no turned inputs": {**ROTATED, "quant.fake_quant_start": -1},
+}
+
+
+def recipe(settings: dict[str, object]) -> Recipe:
+    made = Recipe(ModelRecipe("model"), DataRecipe(["chats.jsonl"]), TrainRecipe(steps=10), "out")
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(made), name, value)
+    return made
+
+
+@pytest.mark.parametrize("rule", RULES_OF_ROTATIONS, ids=lambda rule: rule.name)
+def test_each_is_broken_alone(rule):
+    broken = recipe(BROKEN[rule.name])
+    assert list(contradictions(broken)) == [rule.text(broken)]
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_mxfp8", "nvfp4_w4a4", "w4a16_g32"])
+def test_good_ones_pass(scheme):
+    settings = {**ROTATED, "quant.rotate_block": 1024, "quant.scheme": scheme}
+    assert list(contradictions(recipe(settings))) == []
+    assert not list(recipe({"quant.rotate_block": 1024}).quant.problems())
