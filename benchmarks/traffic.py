@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.timing import RESULTS
 from quant import SCHEMES, prepare
+from quant.held import stand_in
 
 META = torch.device("meta")
 BANDWIDTH = 0.88 * 4.3e12  # bytes per second: elementwise kernels reach that part of an H200's
@@ -48,6 +49,7 @@ QWEN3_8B: dict[str, Any] = {
 GEMMS = {"mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique2"}
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias"}
+FREE |= {"set_"}
 # In place, and without sums, these touch gradients only where something was clipped: nothing, here.
 CLIPPED = {"masked_", "fake_quantize_backward_"}
 WITH_SUMS = "fake_quantize_backward_"  # partial sums, and their sum; launch_reduction in quant/kernels/cuda.cu
@@ -153,13 +155,14 @@ AttentionInterface.register("counted", _counted_attention)
 def decoder_layer(scheme: str | None, *, learn: bool = True, **compute: bool) -> Callable[[Tensor], Tensor]:
     """A layer of Qwen3-8B on the meta device, as a function of its input ``[1, tokens, hidden]``.
 
-    ``compute`` is what :func:`quant.prepare` is told of the fp8 GEMM, here and below.
+    ``compute`` is what :func:`quant.prepare` is told of the fp8 GEMM, and ``codes``: whether codes stand in for the
+    weights, as they do where stage 3 gathers these (``quant.gather_codes``); here and below.
     """
     config = Qwen3Config(num_hidden_layers=1, vocab_size=128, **QWEN3_8B)
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="counted")
     if scheme is not None:
-        prepare(model, SCHEMES[scheme], learn_weight_scale=learn, learn_input_scale=False, **compute)
+        _quantise(model, scheme, learn, **compute)
     layer = model.model.layers[0]
 
     def forward(x: Tensor) -> Tensor:
@@ -168,6 +171,14 @@ def decoder_layer(scheme: str | None, *, learn: bool = True, **compute: bool) ->
         return output
 
     return forward
+
+
+def _quantise(model: nn.Module, scheme: str, learn: bool, *, codes: bool = False, **compute: bool) -> None:
+    scales = {"learn_weight_scale": learn, "learn_input_scale": False}
+    quantization = prepare(model, SCHEMES[scheme], **scales, **compute)
+    for layer in quantization.layers.values() if codes else ():
+        weight = layer.weight
+        weight.data = stand_in(weight.new_empty(weight.shape, dtype=torch.uint8), weight.shape, weight.dtype)
 
 
 def counted(forward: Callable[[Tensor], Tensor], tokens: int, *, checkpointed: bool = False) -> tuple[Traffic, Traffic]:
@@ -185,7 +196,7 @@ def quant_linear(scheme: str | None, features: int, *, learn: bool = True, **com
     with META:
         model = nn.ModuleDict({"up_proj": nn.Linear(QWEN3_8B["hidden_size"], features, False, dtype=torch.bfloat16)})
     if scheme is not None:
-        prepare(model, SCHEMES[scheme], learn_weight_scale=learn, learn_input_scale=False, **compute)
+        _quantise(model, scheme, learn, **compute)
     return model["up_proj"]
 
 
@@ -198,6 +209,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp8_static, simulate": {"scheme": "fp8_static"},
     "fp8_static, fp8 GEMM, sums in fp32": {"scheme": "fp8_static", "fp8_gemm": True, "fast_accum": False},
     "fp8_static, fp8 GEMM": {"scheme": "fp8_static", "fp8_gemm": True},
+    "fp8_static, fp8 GEMM, codes gathered": {"scheme": "fp8_static", "fp8_gemm": True, "codes": True},
     "fp8_static, fp8 GEMM, fixed scales": {"scheme": "fp8_static", "fp8_gemm": True, "learn": False},
     **{name: {"scheme": name} for name in SCHEMES if name != "fp8_static"},
 }

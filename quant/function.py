@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quant import gemm, kernels
-from quant.held import HeldCodes
+from quant.held import HeldCodes, codes_of_stand_in
 from quant.inputs import QuantizedInput, SharedInput, Wanted, quantize_input
 from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
@@ -174,8 +174,11 @@ class Saved(NamedTuple):
         return Quantizer(scale, spec, self.weight.dtype)
 
     def unpacked(self, plan: Plan) -> "Saved":
-        """With the codes that the weight holds."""
-        return self if plan.held is None else self._replace(weight_codes=plan.held.unpack(self.weight))
+        """With the codes that the weight holds, or that stand in for it."""
+        if plan.held is not None:
+            return self._replace(weight_codes=plan.held.unpack(self.weight))
+        codes = None if plan.weight is None else codes_of_stand_in(self.weight, plan.weight)
+        return self if codes is None else self._replace(weight_codes=codes)
 
     def input_quantizer(self, spec: TensorSpec) -> Quantizer:
         return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
@@ -313,7 +316,8 @@ def _weight_gradients(ctx: Any, saved: Saved, grad: Tensor, theta_gradient: bool
     plan: Plan = ctx.plan
     used_x = _used_input(ctx, saved, after=grad)
     grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
-    if plan.weight is None:
+    if plan.weight is None or codes_of_stand_in(saved.weight, plan.weight) is not None:
+        # Of codes that stand in for the weight, whoever has the weight itself does the rest (:mod:`model.coded`).
         return grad_used, None
     grad_theta = kernels.fake_quantize_backward_(
         grad_used,
@@ -346,7 +350,7 @@ class UsedWeightFunction(torch.autograd.Function):
     def forward(ctx: Any, spec: TensorSpec, numel: int, weight: Tensor, *scale: Any) -> Tensor:
         ctx.save_for_backward(weight, *scale)
         ctx.spec, ctx.factor = spec, lsq_factor(numel, spec)
-        return kernels.fake_quantize(weight, Quantizer(Scale(*scale), spec, weight.dtype))
+        return _used_weight(weight, Quantizer(Scale(*scale), spec, weight.dtype), codes_of_stand_in(weight, spec))
 
     @staticmethod
     @once_differentiable
@@ -354,6 +358,9 @@ class UsedWeightFunction(torch.autograd.Function):
         _, _, needs_weight, _, needs_theta, *_ = ctx.needs_input_grad
         weight, *scale = ctx.saved_tensors
         grad_weight = grad.clone(memory_format=torch.contiguous_format)
+        if codes_of_stand_in(weight, ctx.spec) is not None:  # as above
+            grad_theta = torch.zeros_like(scale[1]) if needs_theta else None
+            return None, None, grad_weight if needs_weight else None, None, grad_theta, None, None
         quantizer = Quantizer(Scale(*scale), ctx.spec, weight.dtype)
         grad_theta = kernels.fake_quantize_backward_(
             grad_weight, weight, quantizer, factor=ctx.factor, theta_gradient=needs_theta

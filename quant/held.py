@@ -9,6 +9,8 @@ parameters, and are copied as they are. Nothing may compute with them.
 
 The layer unpacks the codes while it runs and multiplies what they stand for, ``code * scale``. Those are the bits of a
 forward that quantises the weight itself, if the weight has the same codes.
+
+A weight that trains may be there as codes for a while, too: where they travelled in its place (:func:`stand_in`).
 """
 
 import math
@@ -21,6 +23,8 @@ from quant import kernels
 from quant.packing import pack_int32, pack_nibbles, packed_columns, unpack_nibbles, unpack_rows
 from quant.scale import Quantizer
 from quant.spec import TensorSpec
+
+CODE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp4_e2m1": torch.uint8}  # int8 of integers
 
 
 @dataclass(frozen=True)
@@ -98,3 +102,38 @@ def hold_codes(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...]) -> No
     packed = torch.empty(held.packed_shape(weight.dtype), dtype=weight.dtype, device="meta")
     layer.weight = nn.Parameter(packed, requires_grad=False)
     layer.weight.held = held  # type: ignore[attr-defined]
+
+
+def stand_in(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What stands in for a weight whose codes alone are there, while a layer computes.
+
+    It has the weight's shape and dtype, so that autograd and whoever keeps count of parameters see no difference, and
+    the codes lie in its memory, so that they live as long as it does. All of its elements are one NaN behind the codes:
+    somebody who computes with it, instead of asking :func:`codes_of_stand_in`, cannot overlook it.
+
+    Args:
+        parts: the bytes of the codes, uint8 in any shape; more than there are elements may follow at the end.
+        shape, dtype: of the weight.
+    """
+    size = -(-parts.numel() // dtype.itemsize) * dtype.itemsize
+    memory = torch.empty(size + dtype.itemsize, dtype=torch.uint8, device=parts.device)
+    memory[: parts.numel()].view(parts.shape).copy_(parts)
+    elements = memory.view(dtype)
+    elements[-1] = torch.nan
+    return elements[-1].expand(shape)
+
+
+def codes_of_stand_in(weight: Tensor, spec: TensorSpec) -> Tensor | None:
+    """The codes behind a :func:`stand_in`, in the weight's shape; None of any other weight.
+
+    No weight that could train has all its elements in one place: what is written to it would be lost.
+    """
+    if weight.dim() == 0 or any(weight.stride()) or weight.numel() < 2:
+        return None
+    before = weight.storage_offset() * weight.itemsize
+    storage = weight.untyped_storage()
+    if before < weight.numel() or before + weight.itemsize != storage.nbytes():
+        return None
+    codes = torch.empty(0, dtype=CODE_DTYPES.get(spec.dtype, torch.int8), device=weight.device)
+    strides = torch.empty(weight.shape, device="meta").stride()
+    return codes.set_(storage, 0, weight.shape, strides)

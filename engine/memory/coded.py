@@ -49,13 +49,7 @@ class CodedWeights:
 
 @dataclass
 class _BufferOfBytes(Buffer):
-    """A buffer of bytes, codes among them, which lives until the first of its parameters is read.
-
-    Attributes:
-        copies: bytes of the largest parameter's codes, which are cut out of it to be decoded.
-    """
-
-    copies: int = 0
+    """A buffer of bytes, codes among them, which lives until the first of its parameters is read."""
 
 
 @dataclass
@@ -88,16 +82,18 @@ class CodesGatherer(Gatherer):
         self._decoded.update(coded)
         codes = [parameter.padded(self.ranks) // parameter.size for parameter in coded]
         size = sum(codes) + sum(p.padded(self.ranks) for p in missing if not self._as_codes(p))
-        copies = max(codes) if len(missing) > 1 else 0  # one parameter alone is decoded from the buffer itself
-        self._in_flight(missing, _BufferOfBytes(size, len(missing), copies))
+        self._in_flight(missing, _BufferOfBytes(size, len(missing)))
         self.count("all_gather", size)
 
     def _read(self, buffer: Buffer) -> None:
-        super()._read(buffer)
-        if isinstance(buffer, _BufferOfBytes):
-            self.most = max(self.most, self.whole + buffer.copies)
-            self.whole -= buffer.size
-            buffer.size = 0
+        if not isinstance(buffer, _BufferOfBytes):
+            return super()._read(buffer)
+        for other in [one for one, its in self._buffers.items() if its is buffer]:
+            # Codes stay codes, with one number behind them; all else is copied out.
+            codes = other.padded(self.ranks) // other.size + other.size
+            self._hold(other, codes if self._as_codes(other) else other.numel * other.size)
+        self.whole -= buffer.size
+        buffer.size = 0
 
     def _release(self, parameter: ShardedParameter) -> None:
         super()._release(parameter)

@@ -34,12 +34,6 @@ def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) ->
     return codes
 
 
-def dequantize_whole(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """The values that the bytes of all parts (:func:`quantize_part`) stand for, 1-D, in the weight's dtype."""
-    dtype = torch.float8_e4m3fn if quantizer.spec.dtype == "fp8_e4m3" else torch.int8
-    return kernels.dequantize(codes.view(dtype), quantizer)
-
-
 def part_gradients_(
     grad: Tensor, flat: Tensor, start: int, numel: int, quantizer: Quantizer, *, factor: float
 ) -> Tensor | None:

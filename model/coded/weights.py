@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from model.coded.parts import dequantize_whole, part_gradients_, quantize_part
+from model.coded.parts import part_gradients_, quantize_part
 from model.ranks import errors_on_all_ranks, say
 from model.zero import (
     is_partitioned,
@@ -24,6 +24,7 @@ from model.zero import (
 from model.zero.as_bytes import ByteForm, gather_as_bytes, release_decoded
 from quant import Quantization, QuantLayer, QuantLinear
 from quant.function import lsq_factor
+from quant.held import stand_in
 from quant.scale import Quantizer, Scale
 
 NONE_CODED = (
@@ -136,7 +137,7 @@ class CodedWeights:
         start, numel = local_range(parameter)[0], one.numel
         return ByteForm(
             encode=lambda flat: quantize_part(flat, start, numel, scale),
-            decode=lambda codes: dequantize_whole(codes, scale),
+            decode=lambda parts: stand_in(parts, one.layer.weight_shape, parameter.dtype),
         )
 
     def _known(self) -> dict[int, Quantizer]:

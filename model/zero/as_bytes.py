@@ -23,8 +23,8 @@ class ByteForm:
 
     Attributes:
         encode: elements of :func:`local_range`, flat, to their bytes (uint8).
-        decode: the bytes of the whole parameter, flat, to what the forward is to find in its place: as many elements
-            of the parameter's dtype.
+        decode: the bytes of the whole parameter, ``[ranks, bytes of each]`` with padding at the end, to what the
+            forward is to find in its place: a tensor of the parameter's shape and dtype.
         width: bytes per element.
     """
 
@@ -93,10 +93,11 @@ def gather_as_they_are(parameters: Sequence[Any]) -> Any:
     return (gather.args[0] if isinstance(gather, partial) else gather)(parameters)
 
 
-def _unchanged(parameter: Tensor) -> ByteForm:
+def _unchanged(parameter: Any) -> ByteForm:
+    size = parameter.ds_numel * parameter.element_size()
     return ByteForm(
         encode=lambda flat: flat.view(torch.uint8),
-        decode=lambda whole: whole.view(parameter.dtype),
+        decode=lambda parts: parts.reshape(-1)[:size].view(parameter.dtype).view(parameter.ds_shape),
         width=parameter.element_size(),
     )
 
@@ -128,8 +129,7 @@ class _BytesInFlight:
         self.work.wait()
         self.work = None  # it holds the bytes, and the handle is there until the last parameter is read
         for (parameter, form), parts in zip(self.sent, self.bytes.split(self.sizes, dim=1), strict=True):
-            whole = parts.reshape(-1)[: parameter.ds_numel * form.width]
-            parameter.data = form.decode(whole).view(parameter.ds_shape)
+            parameter.data = form.decode(parts)
             parameter.ds_status = ZeroParamStatus.AVAILABLE
         for parameter in self.decoded:
             parameter.holds_decoded = True

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from quant import SCHEMES, Quantizer, QuantLinear, TensorSpec, kernels, prepare
+from quant import SCHEMES, Quantizer, QuantLinear, Scale, TensorSpec, kernels, prepare
 from quant.experts import StackedLinear
-from quant.held import HeldCodes, held_codes, hold_codes
+from quant.function import UsedWeightFunction
+from quant.held import HeldCodes, codes_of_stand_in, held_codes, hold_codes, stand_in
 
 OUT, IN, EXPERTS = 128, 256, 3
 
@@ -118,3 +119,71 @@ def test_codes_are_multiplied_as_they_are(stacked):
         output.backward(torch.randn_like(output))
         outputs += [output, x.grad]
     assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
+
+
+STANDING_IN = [
+    ("fp8_static", False, True, torch.bfloat16),
+    ("fp8_static", True, True, torch.bfloat16),
+    ("fp8_static", True, False, torch.float32),
+    ("w4a16_channel", False, False, torch.bfloat16),
+    ("w8a8_static", False, False, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("name", "stacked", "fp8_gemm", "dtype"), STANDING_IN)
+def test_a_layer_computes_the_same_from_codes_that_stand_in_for_its_weight(name, stacked, fp8_gemm, dtype, seed):
+    """The output and the input's gradient bit for bit. The weight gets the gradient of what was multiplied, clipped or
+    not, and theta zeros: both are for whoever has the weight."""
+    layer = linear(stacked, dtype)
+    model = nn.ModuleDict({"gate_up_proj" if stacked else "up_proj": layer})
+    scales = {"learn_weight_scale": True, "learn_input_scale": False, "fp8_gemm": fp8_gemm}
+    layer = next(iter(prepare(model, SCHEMES[name], exempt=(), **scales).layers.values()))
+    largest = layer.weight.detach().abs().max().float() / layer.scheme.weights.qmax
+    layer.weight_s0.data = largest * (0.4 + torch.rand(layer.weight_s0.shape) / 5)  # clips some weights
+    if layer.input_s0 is not None:
+        layer.input_s0.data = torch.full((1,), 0.005)
+    offsets = torch.tensor([3, 3, 40], dtype=torch.int32) if stacked else None
+    x, grad = (torch.randn(40, size, dtype=dtype) for size in (IN, OUT))
+    whole, inputs, outputs, gradients = layer.weight.data, [], [], []
+    for standing in (False, True):
+        if standing:
+            codes = kernels.quantize(whole, layer._weight_quantizer())[0]
+            layer.weight.data = stand_in(codes.view(torch.uint8), layer.weight_shape, dtype)
+            assert torch.equal(codes_of_stand_in(layer.weight, layer.scheme.weights), codes)
+            assert layer.weight.isnan().all(), "whoever reads it as a weight must notice"
+        inputs.append(x.clone().requires_grad_())
+        outputs.append(layer(inputs[-1], offsets))
+        outputs[-1].backward(grad)
+        gradients.append((layer.weight.grad, layer.weight_theta.grad))
+        layer.weight.grad = layer.weight_theta.grad = None
+    assert torch.equal(*outputs) and torch.equal(inputs[0].grad, inputs[1].grad)
+    assert gradients[0][1].any() and not gradients[1][1].any()
+    masked = gradients[1][0].clone()
+    kernels.fake_quantize_backward_(masked, whole, layer._weight_quantizer(), factor=1.0, theta_gradient=False)
+    assert torch.equal(masked, gradients[0][0]) and not torch.equal(masked, gradients[1][0])
+
+
+def test_a_used_weight_comes_from_codes_that_stand_in_for_it(seed):
+    """That of lm_head."""
+    spec, weight = TensorSpec("int", 4, "channel"), torch.randn(6, 10)
+    scale = (torch.rand(6, 1) / 4 + 0.1, nn.Parameter(torch.zeros(6, 1)), None, None)
+    used = UsedWeightFunction.apply(spec, 60, nn.Parameter(weight), *scale)
+    codes = kernels.quantize(weight, Quantizer(Scale(*scale), spec, torch.float32))[0]
+    standing = nn.Parameter(stand_in(codes.view(torch.uint8), (6, 10), torch.float32))
+    again = UsedWeightFunction.apply(spec, 60, standing, *scale)
+    assert torch.equal(used, again)
+    grad = torch.randn(6, 10)
+    again.backward(grad)
+    assert torch.equal(standing.grad, grad) and not scale[1].grad.any()
+
+
+def test_nothing_else_is_taken_for_codes():
+    spec = TensorSpec("fp8_e4m3", 8, "tensor")
+    others = [
+        torch.zeros(4, 4),
+        torch.zeros(1).expand(4, 4),
+        torch.zeros(9)[1].expand(4),
+        torch.zeros(1),
+        torch.zeros(()),
+    ]
+    assert all(codes_of_stand_in(one, spec) is None for one in others)
