@@ -19,7 +19,7 @@ Nothing is saved or computed for an operand that needs no gradient.
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from quant import gemm, kernels
 from quant.held import HeldCodes, codes_of_stand_in
-from quant.inputs import QuantizedInput, SharedInput, Wanted, quantize_input
+from quant.inputs import QuantizedInput, Restored, SharedInput, Wanted, quantize_input
 from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 
@@ -47,6 +47,7 @@ class Plan:
         fp8_gemm: multiply the codes. Both operands must be e4m3 per tensor, both sides of the weight multiples of 16.
         fast_accum: of that GEMM, as in :func:`quant.gemm.scaled_linear`.
         held: how ``weight`` holds codes, where it does; it is quantised then, and frozen.
+        restored: where layers with the same input find it in backward, as the forward multiplied it.
     """
 
     weight: TensorSpec | None
@@ -56,6 +57,7 @@ class Plan:
     fp8_gemm: bool = False
     fast_accum: bool = False
     held: HeldCodes | None = None
+    restored: Restored | None = None
 
 
 def quant_linear(
@@ -100,7 +102,11 @@ def quant_linear(
         wanted = Wanted(plan.fp8_gemm, codes=fixed and trains_weight, mask=fixed and x.requires_grad)
         with torch.no_grad():
             make = partial(quantize_input, x, input_scale, spec, weight.dtype, wanted)
-            quantized = make() if shared is None else shared.get(x, wanted, make)
+            if shared is None:
+                quantized = make()
+            else:
+                quantized, restored = shared.get(x, wanted, make)
+                plan = replace(plan, restored=restored)
     no_scale = (None,) * len(Scale._fields)
     input_s0, input_theta, *_ = input_scale or no_scale
     return (apply or apply_function)(
@@ -246,6 +252,8 @@ def keep(ctx: Any, plan: Plan, given: Arguments, needs: Arguments) -> Saved:
     if not (needs.weight or needs.weight_theta or needs.input_theta or (dynamic and needs.x)):
         kept_x = None
     ctx.plan, ctx.input_shape = plan, given.x.shape
+    if plan.restored is not None and (needs.weight or needs.weight_theta):
+        plan.restored.layers += 1
     return Saved.of(given)._replace(x=kept_x)
 
 
@@ -334,10 +342,15 @@ def _used_input(ctx: Any, saved: Saved, *, after: Tensor) -> Tensor:
     spec: TensorSpec | None = ctx.plan.input
     if spec is None:
         return saved.x
-    if spec.dynamic:
-        return kernels.fake_quantize_tokens(saved.x, spec, saved.input_s0, after=after)
-    restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
-    return restore(saved.x, saved.input_quantizer(spec), after=after)
+
+    def make() -> Tensor:
+        if spec.dynamic:
+            return kernels.fake_quantize_tokens(saved.x, spec, saved.input_s0, after=after)
+        restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
+        return restore(saved.x, saved.input_quantizer(spec), after=after)
+
+    restored: Restored | None = ctx.plan.restored
+    return make() if restored is None else restored.get(saved.x, make)
 
 
 class UsedWeightFunction(torch.autograd.Function):

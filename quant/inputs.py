@@ -2,16 +2,18 @@
 
 q, k and v read one tensor and share its scale, as do gate and up; quantising it three times would waste two passes over
 it and keep three copies of the codes for backward. The modules stay separate, because ZeRO-3 hooks each of them, so the
-first one that sees a tensor leaves its quantised form for the others (:class:`SharedInput`).
+first one that sees a tensor leaves its quantised form for the others (:class:`SharedInput`). In backward each of them
+multiplies its gradient by what the forward multiplied, which the first one restores for all (:class:`Restored`).
 
 Under ZeRO-3 each module gets an alias of the tensor, not the tensor itself: two inputs are the same if they show the
 same memory in the same version. Under ``torch.compile`` nothing is handed over: the compiler sees that three identical
 operators are one.
 """
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +73,47 @@ def quantize_input(
     return QuantizedInput(values, codes if keeps_codes else None, mask if wanted.mask else None)
 
 
+class Restored:
+    """The input of some layers as their forward multiplied it, made once in backward from what was kept of it.
+
+    The autograd nodes of the layers hold one such object for each input, from forward on, but until the first of their
+    backwards it is empty. It is emptied by the last of them; when another one is filled, of which there is one at a
+    time; and when backward ends, which a backward of only some of the layers brings about. After a backward that raised
+    it goes with the nodes. Nobody depends on what it holds: what is not there, or was made from other memory (where
+    something moves what is kept), is made anew, with the same bits.
+
+    Attributes:
+        layers: how many layers keep the input for backward.
+    """
+
+    _filled: ClassVar["weakref.ref[Restored] | None"] = None
+
+    def __init__(self) -> None:
+        self.layers = 0
+        self._taken = 0
+        self._held: tuple[Tensor, Tensor] | None = None
+
+    def get(self, kept: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` makes of ``kept``; nobody may write to it. To be called in backward."""
+        held = self._held
+        if held is None or not _same_memory(held[0], kept):
+            other = None if Restored._filled is None else Restored._filled()
+            if other is not None:
+                other.drop()
+            held = (kept.detach(), make())
+            self._held, self._taken = held, 0
+            Restored._filled = weakref.ref(self)
+            torch.autograd.Variable._execution_engine.queue_callback(self.drop)
+        self._taken += 1
+        if self._taken >= self.layers:
+            self.drop()
+        return held[1]
+
+    def drop(self) -> None:
+        """Hold nothing."""
+        self._held, self._taken = None, 0
+
+
 @dataclass
 class _Entry:
     """What one layer left for the next. Holding ``x`` keeps its address from being given to another tensor."""
@@ -80,6 +123,7 @@ class _Entry:
     wanted: Wanted
     value: QuantizedInput
     taken: int = 0
+    restored: Restored = field(default_factory=Restored)
 
 
 class SharedInput:
@@ -94,17 +138,20 @@ class SharedInput:
         self.consumers = consumers
         self._entry: _Entry | None = None
 
-    def get(self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]) -> QuantizedInput:
-        """The quantised form of ``x`` with what is ``wanted`` of it, from the layer before or made now."""
+    def get(
+        self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
+    ) -> tuple[QuantizedInput, Restored | None]:
+        """The quantised form of ``x`` with what is ``wanted`` of it, from the layer before or made now, and where its
+        layers find it in backward."""
         if torch.compiler.is_compiling() or x.is_inference():
-            return make()
+            return make(), None
         entry = self._entry
         if entry is None or not _same(entry, x):
             entry = self._entry = _Entry(x.detach(), x._version, wanted, make())
         entry.taken += 1
         if entry.taken >= self.consumers:
             self.drop()
-        return entry.value if entry.wanted == wanted else make()
+        return (entry.value, entry.restored) if entry.wanted == wanted else (make(), None)
 
     def drop(self) -> None:
         """Forget the entry: all layers have taken it, or the scale changed after an unfinished forward."""
@@ -113,11 +160,15 @@ class SharedInput:
 
 def _same(entry: _Entry, x: Tensor) -> bool:
     """Whether ``x`` shows the memory that the entry was made from, and nothing was written to it since."""
-    seen = entry.x
+    return _same_memory(entry.x, x) and x._version == entry.version
+
+
+def _same_memory(seen: Tensor, x: Tensor) -> bool:
+    """Whether two tensors show the same elements, and know of the same writes to them."""
     return (
         seen.data_ptr() == x.data_ptr()
         and seen.shape == x.shape
         and seen.stride() == x.stride()
         and seen.dtype == x.dtype
-        and x._version == seen._version == entry.version
+        and x._version == seen._version
     )

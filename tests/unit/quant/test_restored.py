@@ -1,0 +1,150 @@
+"""What q, k and v multiply their gradients with in backward: restored once for all three, and held no longer."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from quant.inputs import Restored
+from tests.unit.quant.test_inputs import WIDTH, Attention, assert_equal, attention, results, unshared
+
+MAKERS = ("dequantize", "fake_quantized", "fake_quantized_tokens")
+WAYS = {
+    "fp8_static": {"fp8_gemm": True},
+    "learned": {"learn_input": True},
+    "fp8_dynamic": {},
+    "8da4w": {},
+}
+
+
+class Made(TorchDispatchMode):
+    """Weak references to what was restored of an input of ``shape``."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.found: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "deepqat" and func.overloadpacket.__name__ in MAKERS and result.shape == self.shape:
+            self.found.append(weakref.ref(result))
+        return result
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(one() is not None for one in self.found)
+
+
+def model_of(way: str) -> tuple[Attention, object]:
+    return attention("fp8_static" if way == "learned" else way, **WAYS[way])
+
+
+def branches(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [layer(x) for layer in (model.q_proj, model.k_proj, model.v_proj)]
+
+
+@pytest.mark.parametrize("recomputed", ("no", "reentrant", "not reentrant"))
+@pytest.mark.parametrize("way", WAYS)
+def test_restored_once_and_the_same(way, recomputed, seed):
+    model, q = model_of(way)
+    x, grad = (torch.randn(6, WIDTH).bfloat16() for _ in range(2))
+
+    counts = []
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        output = model(leaf) if recomputed == "no" else checkpoint(model, leaf, use_reentrant=recomputed == "reentrant")
+        with Made(6, WIDTH) as made:
+            output.backward(grad)
+        assert not made.alive()
+        counts.append(len(made.found))
+        return {"x": leaf.grad, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+    together = gradients()
+    unshared(q)
+    assert_equal(gradients(), together)
+    # Three layers restore where one did; and where the second forward fake-quantises, three do so too.
+    once, apart = counts
+    assert apart - once == (2 if recomputed == "no" or way == "fp8_static" else 4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_backward_of_some_of_the_layers_holds_nothing_after_it(way, seed):
+    """One layer's backward with the graph kept, then all: each gives what it gives without sharing."""
+    model, q = model_of(way)
+    x = torch.randn(6, WIDTH).bfloat16()
+    grads = [torch.randn_like(one) for one in branches(model, x)]
+    found = []
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        outputs = branches(model, leaf)
+        parameters = [leaf, *(layer.weight for layer in (model.q_proj, model.k_proj, model.v_proj))]
+        with Made(6, WIDTH) as made:
+            one = torch.autograd.grad(outputs[1], (leaf, parameters[2]), grads[1], retain_graph=True)
+        assert len(made.found) == 1 and not made.alive()
+        with Made(6, WIDTH) as made:
+            every = torch.autograd.grad(outputs, parameters, grads, retain_graph=True)
+            again = torch.autograd.grad(outputs, parameters, grads)
+        assert len(made.found) == (6 if found else 2) and not made.alive()
+        found.append([*one, *every, *again])
+        unshared(q)
+    assert all(map(torch.equal, *found))
+
+
+def test_a_backward_that_raises_leaves_nothing_to_the_next(seed):
+    """It is raised behind the first of three backwards; what was restored goes with the graph, or when another group's
+    input is restored."""
+    model, _ = attention(fp8_gemm=True)
+    x = torch.randn(6, WIDTH).bfloat16()
+    outputs = branches(model, x.requires_grad_())
+
+    def fail(grad: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    outputs[1].register_hook(fail)
+    with Made(6, WIDTH) as made, pytest.raises(RuntimeError, match="on purpose"):
+        sum(one.sum() for one in outputs).backward()
+    assert len(made.found) == 1
+    other, _ = attention(fp8_gemm=True)
+    expected = results(other, x.detach(), torch.ones(6, WIDTH).bfloat16())
+    assert not made.alive()
+    assert_equal(results(other, x.detach(), torch.ones(6, WIDTH).bfloat16()), expected)
+    del outputs
+    assert not made.alive()
+
+
+def test_what_is_kept_may_be_moved(seed):
+    """Hooks that give each layer a copy of its own of what it kept: restored for each, the same bits."""
+    model, _ = attention(fp8_gemm=True)
+    x, grad = (torch.randn(6, WIDTH).bfloat16() for _ in range(2))
+    expected = results(model, x, grad)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one.detach().clone(), lambda one: one.clone()):
+        assert_equal(results(model, x, grad), expected)
+
+
+def test_two_inputs_in_turn(seed):
+    """Layers of two groups whose backwards alternate: one input is held at a time."""
+    models = [attention(fp8_gemm=True)[0] for _ in range(2)]
+    xs = [torch.randn(6, WIDTH).bfloat16().requires_grad_() for _ in range(2)]
+    leaves = [x.clone().detach().requires_grad_() for x in xs]
+    for model, leaf in zip(models, leaves, strict=True):
+        sum(one.float().sum() for one in branches(model, leaf)).backward()
+    alone = [layer.weight.grad.clone() for model in models for layer in (model.q_proj, model.k_proj, model.v_proj)]
+    for model in models:
+        model.zero_grad()
+    total = torch.zeros(())
+    for name in ("q_proj", "k_proj", "v_proj"):
+        for model, x in zip(models, xs, strict=True):
+            total = total + model.get_submodule(name)(x).float().sum()
+    with Made(6, WIDTH) as made:
+        total.backward()
+    assert len(made.found) == 6 and not made.alive()
+    together = [layer.weight.grad for model in models for layer in (model.q_proj, model.k_proj, model.v_proj)]
+    assert all(map(torch.equal, alone, together))
+    assert Restored._filled is not None
