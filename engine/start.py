@@ -46,7 +46,7 @@ def start_run(
     loader, held_out = build_loader(recipe, context.tokenizer)
     if checkpoint is not None:
         check_samples(checkpoint, loader.digest)
-    session = build_session(recipe, context, loader.samples)
+    session = build_session(recipe, context, loader.samples, loader.first)
     if recipe.export.enabled:
         check_exportable(session)
     session = with_checked_rows(session, loader.samples)

@@ -112,7 +112,7 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
 def opened(recipe: Recipe, context: RunContext) -> tuple[Session, Loader]:
     """The quantised model in its engine, with all scales in place; a collective."""
     loader, _ = build_loader(recipe, context.tokenizer)
-    session = build_session(recipe, context, optimizer=False)
+    session = build_session(recipe, context, None, loader.first, optimizer=False)
     if session.uncalibrated:
         batches = loader.first(recipe.quant.calibration_batches)
         calibrate_inputs(session.engine, session.quantization, session.uncalibrated, batches, session.device)

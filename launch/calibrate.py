@@ -38,7 +38,7 @@ def calibrate(recipe: Recipe) -> None:
     check_export(recipe)
     context = start_ranks(recipe)
     loader, _ = build_loader(recipe, context.tokenizer)
-    session = build_session(recipe, context, optimizer=False)
+    session = build_session(recipe, context, None, loader.first, optimizer=False)
     if session.uncalibrated:
         say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
         batches = loader.first(recipe.quant.calibration_batches)

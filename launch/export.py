@@ -71,7 +71,7 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
     with errors_on_all_ranks(OSError, ValueError):
         found = read_checkpoint(checkpoint)
     verify_checkpoint(found)
-    session = build_session(recipe, context)
+    session = build_session(recipe, context, None, None)
     quant = FakeQuant(session)
     load_checkpoint(session, {**session.owners(), "fake_quant": quant}, found)
     export_trained(session, quant)

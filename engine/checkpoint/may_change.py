@@ -57,6 +57,7 @@ MAY_CHANGE = {
         "scales",
         "start",
         "start_inside",
+        "first_codes",
         "weight_range",
         "percentile",
         "calibration_batches",

@@ -3,15 +3,15 @@ whatever ZeRO stage the model lives."""
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
-from data.loader import MicroBatch, sample_inputs
+from data.loader import MicroBatch
 from engine.quantisation.allocation import Option, Part
+from engine.session.context import samples_on_all_ranks
 from model.ranks import reduce_over_ranks
 from model.zero import forward_only
 from quant import Quantization
@@ -78,7 +78,7 @@ def divergences(
     engine.eval()
     sums, tokens = torch.zeros(len(sets), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     try:
-        for ids, counts in _samples(batches):
+        for ids, counts in samples_on_all_ranks(batches):
             with quantization.paused():
                 expected = _logits(engine, ids.to(device))
                 for index, names in enumerate(sets):
@@ -92,16 +92,6 @@ def divergences(
         engine.train(was_training)
     whole = reduce_over_ranks(tokens)
     return (reduce_over_ranks(sums) / whole).tolist()
-
-
-def _samples(batches: Iterable[MicroBatch]) -> Iterator[tuple[Tensor, bool]]:
-    """The samples of batches, ``input_ids`` [1, T] without padding, as many on every rank; and whether they count."""
-    for batch in batches:
-        samples = list(sample_inputs(batch))
-        most = int(reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
-        for index in range(most):
-            counts = index < len(samples)
-            yield samples[index] if counts else batch["input_ids"][:1, :2], counts
 
 
 def _logits(engine: nn.Module, ids: Tensor) -> Tensor:

@@ -121,6 +121,11 @@ class QuantRecipe:
     start_inside: bool = False
     """true: each weight of model.path is moved to the nearest number that is rounded to its code in quant.start: step 0
     computes with the weights of quant.start."""
+    first_codes: Literal["nearest", "gptq"] = "nearest"
+    """Codes that training starts with. nearest: each weight's own. gptq: those that keep the outputs of each layer on
+    quant.calibration_batches micro-batches per rank (GPTQ), and the weights are moved to where these are the nearest:
+    the best start of 4 bits and fewer that needs no other tool. Takes symmetric and asymmetric weights, scales per
+    group or channel, and no stored scales of inputs."""
     weight_range: Literal["auto", "absmax", "mse"] = "auto"
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
     integers of 3 bits and fewer, absmax for the others."""

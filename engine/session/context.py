@@ -4,18 +4,19 @@ samples: what every rank takes of them, and what is held out."""
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import read_chat
 from data.held_out import HeldOut, seen_in_training, split
-from data.loader import Loader
+from data.loader import Loader, MicroBatch, sample_inputs
 from data.samples import Sample, load_tokenizer
 from data.special import SpecialTexts
 from data.text import read_text
@@ -24,7 +25,16 @@ from engine.cluster.nodes import check_nodes_agree, check_same_samples, several_
 from engine.recipe.checks import RecipeError
 from engine.recipe.ds_config import resolve
 from engine.recipe.recipe import Recipe
-from model.ranks import errors_on_all_ranks, gather_objects, is_main, raise_everywhere, rank, say, world_size
+from model.ranks import (
+    errors_on_all_ranks,
+    gather_objects,
+    is_main,
+    raise_everywhere,
+    rank,
+    reduce_over_ranks,
+    say,
+    world_size,
+)
 from quant import prepare_kernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -162,6 +172,17 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
         )
         say(f"data: {counts.summary()}")
         return samples
+
+
+def samples_on_all_ranks(batches: Iterable[MicroBatch]) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The samples of batches, ``input_ids`` [1, T] without padding, as many on every rank; and whether they count: a
+    rank that has fewer goes along with some tokens that do not. A collective for each batch."""
+    for batch in batches:
+        samples = list(sample_inputs(batch))
+        most = int(reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
+        for index in range(most):
+            counts = index < len(samples)
+            yield samples[index] if counts else batch["input_ids"][:1, :2], counts
 
 
 def _without_copies(training: Sequence[Sample], held_out: list[Sample]) -> list[Sample]:

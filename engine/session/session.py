@@ -5,15 +5,17 @@ before their scales can be loaded, all of it before ``deepspeed.initialize`` cop
 and activations can only be calibrated after it, because the forward needs the engine's hooks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from data.loader import MicroBatch
 from data.samples import Sample
 from engine.losses.teacher import SelfTeacher, Teacher, unquantised_forward
 from engine.recipe.recipe import Recipe
@@ -21,7 +23,7 @@ from engine.session.context import RunContext
 from engine.session.levers import Levers
 from engine.session.loss_scale import LossScale
 from engine.session.optimizer import initialize_frozen, initialize_student
-from engine.session.student import build_student, initial_scales
+from engine.session.student import build_student, first_codes, initial_scales
 from engine.session.teacher import load_teacher, open_cached_teacher
 from model.adapters import start_from_error
 from model.coded import gather_codes
@@ -30,6 +32,8 @@ from model.head import LMHead, QuantHead, install_head, output_head, settle_func
 from model.ranks import errors_on_all_ranks
 from model.scales import release_scales
 from quant import Quantization
+
+First = Callable[[int], Iterable[MicroBatch]] | None
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,15 @@ class Session:
 
 
 def build_session(
-    recipe: Recipe, context: RunContext, samples: Sequence[Sample] | None = None, *, optimizer: bool = True
+    recipe: Recipe, context: RunContext, samples: Sequence[Sample] | None, first: First, *, optimizer: bool = True
 ) -> Session:
     """Everything from the recipe to engines, with weights and scales in place; a collective.
 
     Args:
         recipe, context: the run, and what :func:`engine.session.context.start_ranks` gave.
-        samples: the samples of training. With them the session computes losses, with the teacher that the recipe names.
-            Without them (for an export or a calibration) it has neither lm_head nor teacher.
+        samples: of training. With them the session computes losses, with the teacher that the recipe names; without
+            them (for an export or a calibration) it has neither lm_head nor teacher.
+        first: gives this rank's first micro-batches; None where a checkpoint will be loaded.
         optimizer: whether the engine can train, or load a training checkpoint; else it only runs forward.
     """
     device, ds_config = context.device, context.ds_config
@@ -88,8 +93,8 @@ def build_session(
     model, quantization = build_student(recipe, ds_config, device, losses=samples is not None)
     read = fingerprints(model, frozen_weights(model)) if recipe.adapter.on and samples is not None else {}
     uncalibrated = initial_scales(recipe, model, quantization)
-    if recipe.adapter.init == "error" and samples is not None and not recipe.train.resume:
-        start_from_error(quantization)
+    if recipe.adapter.init == "error" or recipe.quant.first_codes == "gptq":
+        _better_start(recipe, model, quantization, first, device, trains=samples is not None)
     if samples is not None:
         with errors_on_all_ranks(ValueError):
             head = install_head(model)
@@ -101,12 +106,7 @@ def build_session(
     if optimizer:
         release_scales(engine, quantization)
     if head is not None:
-
-        def forward(ids: Tensor) -> Tensor:
-            inputs = {"input_ids": ids.to(device), "use_cache": False}
-            return unquantised_forward(engine, head, quantization, inputs)
-
-        settle_function(head, forward, model.config)
+        settle_function(head, partial(_unquantised, engine, head, quantization, device), model.config)
     if head is not None and teacher_kind == "self":
         teacher = SelfTeacher(engine, head, quantization)
     # The forms in which weights are gathered: the engine's hooks are there now, and no forward has run.
@@ -127,3 +127,28 @@ def build_session(
         LossScale.from_config(ds_config["fp16"]) if optimizer and recipe.model.dtype == "float16" else None,
         read,
     )
+
+
+def _better_start(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    quantization: Quantization,
+    first: First,
+    device: torch.device,
+    *,
+    trains: bool,
+) -> None:
+    """What of adapters and codes a recipe wants chosen for its start, once weights and scales are in place."""
+    if recipe.train.resume:
+        return
+    if recipe.quant.first_codes == "gptq" and first is not None:
+        first_codes(recipe, model, quantization, first(recipe.quant.calibration_batches), device)
+    if recipe.adapter.init == "error" and trains:
+        start_from_error(quantization)
+
+
+def _unquantised(
+    engine: nn.Module, head: LMHead, quantization: Quantization, device: torch.device, ids: Tensor
+) -> Tensor:
+    inputs = {"input_ids": ids.to(device), "use_cache": False}
+    return unquantised_forward(engine, head, quantization, inputs)

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,20 +13,22 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from data.loader import MicroBatch
 from engine.recipe.quant import SOURCE
 from engine.recipe.recipe import Recipe
 from engine.session.adapters import add_adapters, check_adapters, hold_base
-from engine.session.context import DTYPES
+from engine.session.context import DTYPES, samples_on_all_ranks
 from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.build import build_model
 from model.experts import ExpertMLPs, router_names
+from model.gptq import start_from_gptq
 from model.head import output_head
 from model.load import load_weights
 from model.quantised.config import is_quantised
 from model.quantised.scales import take_scales
 from model.quantised.schemes import source_schemes
 from model.quantised.start import take_start
-from model.ranks import errors_on_all_ranks, listed, say
+from model.ranks import errors_on_all_ranks, listed, raise_everywhere, say
 from model.rotation import rotate_weights
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import full_shape, partition_new_parameters, stage
@@ -181,6 +183,20 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
         return owners
     write_scales(quantization.input_groups, dict.fromkeys(owners, torch.tensor([recipe.quant.initial_input_scale])))
     return set()
+
+
+def first_codes(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    quantization: Quantization,
+    batches: Iterable[MicroBatch],
+    device: torch.device,
+) -> None:
+    """Choose the codes that training starts with by the samples of ``batches``, as many on every rank, and move the
+    weights there; a collective, after :func:`initial_scales`."""
+    if is_quantised(Path(recipe.model.path)):
+        raise_everywhere(f"quant.first_codes: gptq, expected nearest: {recipe.model.path} has codes of its own")
+    start_from_gptq(model, quantization, list(samples_on_all_ranks(batches)), device)
 
 
 def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:

@@ -2,8 +2,8 @@
 
 ``model.path`` is the original, and the codes of ``quant.start`` (of GPTQ, AWQ, AutoRound, ...) are its weights, rounded
 in some good way. The scales are taken as those of a quantised ``model.path`` are (:mod:`model.quantised.scales`), once
-the codes are known to be of these weights (:mod:`model.scales.codes`). A *cell* is what a code stands for: all weights
-that are rounded to it. Original weights in the cells of the file's codes are fake-quantised to the file's weights.
+the codes are known to be of these weights (:mod:`model.scales.codes`). Original weights in the cells of the file's
+codes (:mod:`quant.cells`) are fake-quantised to the file's weights.
 """
 
 from collections.abc import Iterator
@@ -26,6 +26,7 @@ from model.scales.load import ScaleReport
 from model.shards import CheckpointError, Reader
 from model.zero import forget_secondary_copies, is_partitioned, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, kernels
+from quant.cells import into_cells
 from quant.experts import LinearPart, linears_of
 
 _MOST = 5  # Linears that an error describes
@@ -202,43 +203,9 @@ def _move(quantization: Quantization, linears: Linears) -> tuple[int, int]:
             for chunk in (chunk for each in parts for chunk in _chunks(layer, *each, reader)):
                 weight = chunk.decoded.clone()
                 weight.view(-1)[chunk.at] = chunk.mine
-                nearest = _into_cells(weight, chunk).view(-1)[chunk.at]
+                nearest = into_cells(weight, chunk.codes, chunk.quantizer).view(-1)[chunk.at]
                 counts += torch.tensor([int((nearest != chunk.mine).sum()), nearest.numel()])
                 chunk.mine.copy_(nearest)
     if any(is_partitioned(layer.weight) for layer in quantization.layers.values()):
         counts = reduce_over_ranks(counts)
     return int(counts[0]), int(counts[1])
-
-
-def _into_cells(weight: Tensor, chunk: _Chunk) -> Tensor:
-    """``weight``, and where it is rounded to another code the number nearest to it, in its dtype, that is not.
-
-    Numbers of a dtype in their order are integers in theirs, and those with one code lie behind one another: a search
-    between the decoded weight, which has the code, and the original.
-    """
-
-    def has_code(values: Tensor) -> Tensor:
-        codes, _ = kernels.quantize(values, chunk.quantizer)
-        return codes.view(torch.uint8) == chunk.codes.view(torch.uint8)
-
-    stays = has_code(weight)
-    good, bad = _ordered(chunk.decoded), _ordered(weight)
-    for _ in range(8 * weight.element_size() + 1):
-        middle = (good + bad).div(2, rounding_mode="floor")
-        inside = has_code(_from_ordered(middle, weight.dtype))
-        good, bad = torch.where(inside, middle, good), torch.where(inside, bad, middle)
-    return torch.where(stays, weight, _from_ordered(good, weight.dtype))
-
-
-def _ordered(values: Tensor) -> Tensor:
-    """int64 in the order of floating-point numbers."""
-    bits = 8 * values.element_size()
-    integers = values.view(torch.int16 if bits == 16 else torch.int32).long()
-    return torch.where(integers < 0, integers ^ (2 ** (bits - 1) - 1), integers)
-
-
-def _from_ordered(integers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of :func:`_ordered`."""
-    bits = 8 * dtype.itemsize
-    integers = torch.where(integers < 0, integers ^ (2 ** (bits - 1) - 1), integers)
-    return integers.to(torch.int16 if bits == 16 else torch.int32).view(dtype)

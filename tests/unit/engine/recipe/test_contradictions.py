@@ -8,6 +8,7 @@ from engine.recipe import contradictions
 from engine.recipe.checks import RecipeError
 from engine.recipe.contradictions import WALKS_OF_EVENTS
 from engine.recipe.events import EventRecipe
+from engine.recipe.first_codes_rules import RULES_OF_FIRST_CODES
 from engine.recipe.recipe import Recipe
 from engine.recipe.rules import RULES, RULES_OF_SCHEMES
 from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
@@ -15,6 +16,7 @@ from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 # By rule: settings that break it, by the path of the key.
 CACHE = {"loss.teacher_cache": "cache", "loss.kd": "kl_top_k", "loss.top_k": 5}
 FOLLOW = {"quant.scales_follow_weights": True, "quant.weight_range": "absmax"}
+GPTQ = {"quant.first_codes": "gptq", "quant.scheme": "w4a16_g32"}
 BROKEN = {
     "an event that distils has a teacher": {"schedule": [EventRecipe(at=1, loss={"kd": 1.0})]},
     "a student that teaches itself is frozen": {"loss.kd_weight": 1.0, "loss.teacher": "self"},
@@ -75,6 +77,12 @@ BROKEN = {
     "scales come from one checkpoint": {"quant.start": "gptq", "quant.scales": "ptq"},
     "a quantised start is used as it is": {"quant.start": "gptq", "quant.fake_quant_start": 2},
     "cells are those of a quantised start": {"quant.start_inside": True},
+    "codes that are read are not chosen": {**GPTQ, "quant.scales": "ptq"},
+    "codes that are chosen stay": {**GPTQ, "quant.fake_quant_start": 2},
+    "weights below adapters do not move": {**GPTQ, "adapter.kind": "lora", "learnable.weight": False},
+    "codes are chosen by samples": {**GPTQ, "quant.calibration_batches": 0},
+    "codes are chosen before inputs are measured": {"quant.first_codes": "gptq", "quant.scheme": "w8a8_static"},
+    "codes are chosen row by row": {**GPTQ, "quant.scheme": "fp8_block"},
     "weights that have scales are followed by them": {**FOLLOW, "quant.scheme": "fp8_kv"},
     "symmetric integers alone have signed scales": {"quant.signed_scales": True},
     "inputs that are measured have stored scales": {"quant.scheme": "w4a16_g32", "quant.input_range": "mse"},
@@ -97,7 +105,8 @@ BROKEN = {
 }
 
 
-NAMES = [rule.name for rule in (*RULES, *RULES_OF_SCHEMES)] + [walk.__name__ for walk in WALKS_OF_EVENTS]
+ALL_RULES = (*RULES, *RULES_OF_FIRST_CODES, *RULES_OF_SCHEMES)
+NAMES = [rule.name for rule in ALL_RULES] + [walk.__name__ for walk in WALKS_OF_EVENTS]
 
 
 def recipe() -> Recipe:
@@ -110,7 +119,7 @@ def test_a_rule_is_broken_alone(name):
     for key, value in BROKEN[name].items():
         section, _, knob = key.rpartition(".")
         setattr(getattr(broken, section) if section else broken, knob, value)
-    found = {rule.name: [rule.text(broken)] for rule in (*RULES, *RULES_OF_SCHEMES) if rule.broken(broken)}
+    found = {rule.name: [rule.text(broken)] for rule in ALL_RULES if rule.broken(broken)}
     found |= {walk.__name__: lines for walk in WALKS_OF_EVENTS if (lines := list(walk(broken)))}
     assert list(found) == [name]
     with pytest.raises(RecipeError) as refused:
@@ -118,7 +127,7 @@ def test_a_rule_is_broken_alone(name):
     assert str(refused.value).splitlines() == found[name]
 
 
-@pytest.mark.parametrize("rule", (*RULES, *RULES_OF_SCHEMES), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.name)
 def test_a_rule_names_keys_that_there_are(rule):
     """And its line can be written for any recipe."""
     line = rule.text(recipe())

@@ -97,7 +97,7 @@ def main() -> None:
         kind = path.stem.partition("_")[2]
         # What the calibration wrote, read back through the recipe: nothing may be left to measure or to calibrate.
         recipe = replace(recipe, quant=replace(recipe.quant, scales=str(recipe.export_dir())))
-        session = build_session(recipe, start_ranks(recipe), optimizer=False)
+        session = build_session(recipe, start_ranks(recipe), None, None, optimizer=False)
         assert not session.uncalibrated
         torch.save(whole_scales(session.quantization), directory / f"read_back_{kind}_{rank()}.pt")
         read_cases(directory / "cases" / kind, session.model, session.quantization)

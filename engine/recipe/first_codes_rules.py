@@ -1,0 +1,51 @@
+"""Rules of ``quant.first_codes: gptq`` beside other knobs, in the form of :mod:`engine.recipe.rules`."""
+
+from engine.recipe.quant import SOURCE
+from engine.recipe.rules import Rule, Sections
+from quant.gptq import takes
+
+
+def _gptq(recipe: Sections) -> bool:
+    return recipe.quant.first_codes == "gptq"
+
+
+RULES_OF_FIRST_CODES = (
+    Rule(
+        "codes that are read are not chosen",
+        "quant.first_codes",
+        lambda r: _gptq(r) and (r.quant.start or r.quant.scales or r.quant.scheme == SOURCE),
+        "nearest: the codes and scales are those of quant.start, quant.scales or quant.scheme source",
+    ),
+    Rule(
+        "codes that are chosen stay",
+        "quant.first_codes",
+        lambda r: _gptq(r) and (r.quant.fake_quant_start != 0 or r.quant.scales_follow_weights),
+        "nearest with quant.fake_quant_start or quant.scales_follow_weights, which measure the scales again",
+    ),
+    Rule(
+        "weights below adapters do not move",
+        "quant.first_codes",
+        lambda r: _gptq(r) and r.adapter.on,
+        "nearest: adapters leave the weights where they are",
+    ),
+    Rule(
+        "codes are chosen by samples",
+        "quant.calibration_batches",
+        lambda r: _gptq(r) and r.quant.calibration_batches == 0,
+        "1 or more: quant.first_codes gptq looks at so many micro-batches per rank",
+    ),
+    Rule(
+        "codes are chosen before inputs are measured",
+        "quant.first_codes",
+        lambda r: _gptq(r) and r.quant.known() and r.quant.stores_input_scales(),
+        "nearest: quant.scheme {quant.scheme} stores scales of inputs, which are measured later",
+    ),
+    Rule(
+        "codes are chosen row by row",
+        "quant.first_codes",
+        lambda r: (
+            _gptq(r) and r.quant.known() and not all(takes(scheme.weights) for scheme in r.quant.linear_schemes())
+        ),
+        "nearest: a scheme here has a scale for several rows of a weight",
+    ),
+)

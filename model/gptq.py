@@ -1,0 +1,352 @@
+"""GPTQ through a model: each decoder layer in turn is given the codes that are best for the inputs which those before
+it, quantised already, make of some samples (:mod:`quant.gptq` has the arithmetic).
+
+It runs before ``deepspeed.initialize``, with one decoder layer gathered at a time. The samples go through the whole
+model once, unquantised, to learn what each decoder layer is called with beside its hidden states. Then the hidden
+states of all samples go from layer to layer, and inside one from Linear to Linear: those that read one tensor are
+quantised together, then what comes after them sees what they make of it. Inputs are summed up over ranks; each rank
+chooses codes for the rows of which it holds a part.
+
+Weights are moved into the cells of their codes (:mod:`quant.cells`), so that the first step computes with GPTQ's
+weights, and what training sees beside them is the original.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks, say
+from model.scales import write_scales
+from model.zero import (
+    forget_secondary_copies,
+    full_shape,
+    gathered,
+    is_partitioned,
+    local_data,
+    local_range,
+    whole_values,
+)
+from quant import Quantization, Quantizer, QuantLayer, QuantLinear, Scale, kernels
+from quant.cells import have_codes, into_cells
+from quant.experts import LinearPart, linears_of
+from quant.gptq import add_inputs, choose, output_error
+from quant.hadamard import rotate
+from quant.reference import fake_quantize_tokens
+from quant.rules import fused_sets
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of a decoder layer, but its hidden states
+Sets = list[list[str]]  # names of quantised layers that read one tensor
+
+
+class _Stop(Exception):
+    """Nothing of this forward is needed any more."""
+
+
+@dataclass
+class _Samples:
+    """What goes into the decoder layers.
+
+    Attributes:
+        layers: names of the decoder layers in the order in which they run.
+        hidden: hidden states of each sample, now those before the layer that comes next.
+        inputs: of each sample, what each layer gets beside them.
+    """
+
+    layers: list[str] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    inputs: list[dict[str, Inputs]] = field(default_factory=list)
+
+
+@dataclass
+class _Errors:
+    """Squared errors of outputs, and squared outputs, fp64 scalars of this rank's rows."""
+
+    nearest: float = 0.0
+    chosen: float = 0.0
+    squares: float = 0.0
+    partitioned: bool = False
+
+    def text(self) -> str:
+        """Of all ranks; a collective where ranks have rows of their own."""
+        sums = torch.tensor([self.nearest, self.chosen, self.squares], dtype=torch.float64)
+        nearest, chosen, squares = (reduce_over_ranks(sums) if self.partitioned else sums).tolist()
+        squares = max(squares, 1e-300)
+        return f"squared error of outputs {chosen / squares:.3g}, with nearest codes {nearest / squares:.3g}"
+
+
+@torch.no_grad()
+def start_from_gptq(
+    model: PreTrainedModel, quantization: Quantization, samples: Sequence[tuple[Tensor, bool]], device: torch.device
+) -> None:
+    """Move the weights of ``model`` into the cells of the codes that GPTQ chooses, with the scales that they have; a
+    collective, before ``deepspeed.initialize``.
+
+    Quantised layers outside the decoder layers (lm_head, embeddings) and those that the samples do not reach keep their
+    nearest codes.
+
+    Args:
+        model, quantization: the quantised model; weights and their scales are loaded, inputs have no stored scales.
+        samples: ``input_ids [1, T]``, as many on every rank, and whether each counts: one that does not goes along
+            with other ranks' samples.
+        device: where the samples go.
+
+    Raises:
+        RankError: on every rank: decoder layers that do not run once each, one behind the other; inputs with NaN or
+            Inf; a dtype that cannot hold all steps of the codes.
+    """
+    model.eval()
+    blocks = _decoder_layers(model, quantization)
+    with quantization.paused():
+        found = _record(model, blocks, samples, device)
+        errors = _Errors()
+        done: list[str] = []
+        for name in found.layers:
+            for sets in _steps(model, quantization, name, blocks[name]):
+                grams = _grams(quantization, blocks[name], sets, found, name)
+                _choose(quantization, blocks[name], grams, errors)
+                done += [member for names in sets for member in names]
+                _switch_on(quantization, done)
+            with gathered(blocks[name].parameters()):
+                for index, hidden in enumerate(found.hidden):
+                    found.hidden[index] = _first(_run(blocks[name], hidden, found.inputs[index].pop(name)))
+    forget_secondary_copies(model)
+    model.train()
+    left = [name for name in quantization.layers if name not in done]
+    kept = f"; nearest codes: {listed(left, 5)}" if left else ""
+    count = int(reduce_over_ranks(torch.tensor(len(found.hidden))))
+    say(f"gptq: {len(done)} layers, {count} samples, {errors.text()}{kept}")
+
+
+def _decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn.Module]:
+    """The outermost layers that transformers checkpoints by themselves, where they hold something quantised."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, GradientCheckpointingLayer) and not inside:
+            found[name] = module
+    return {
+        name: one for name, one in found.items() if any(each.startswith(f"{name}.") for each in quantization.layers)
+    }
+
+
+def _record(
+    model: nn.Module, blocks: dict[str, nn.Module], samples: Sequence[tuple[Tensor, bool]], device: torch.device
+) -> _Samples:
+    """Run the samples through the model, with one decoder layer gathered at a time; a collective."""
+    found, problems = _Samples(), dict[str, None]()
+    names = {module: name for name, module in blocks.items()}
+    inside = {id(parameter) for module in blocks.values() for parameter in module.parameters()}
+    seen: list[str] = []
+    hidden: list[Tensor] = []
+    calls: dict[str, Inputs] = {}
+    gathers: list[ExitStack] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name, given = names[module], args[0] if args else kwargs.get("hidden_states")
+        gathers.append(ExitStack())
+        gathers[-1].enter_context(gathered(module.parameters()))
+        if name in seen:
+            problems[f"{name} runs more than once"] = None
+        elif hidden and given is not hidden[-1]:
+            problems[f"{name} does not get what {seen[-1]} gives, as it is"] = None
+        if not seen:
+            hidden.append(given)  # type: ignore[arg-type]
+        seen.append(name)
+        calls[name] = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        gathers.pop().close()
+        hidden.append(_first(output))
+        if found.layers and names[module] == found.layers[-1]:
+            raise _Stop
+
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in blocks.values()]
+    hooks += [module.register_forward_hook(after) for module in blocks.values()]
+    try:
+        with gathered(parameter for parameter in model.parameters() if id(parameter) not in inside):
+            for ids, counts in samples:
+                seen.clear()
+                hidden.clear()
+                calls.clear()
+                with suppress(_Stop):
+                    model(input_ids=ids.to(device), use_cache=False)
+                found.layers = found.layers or list(seen)
+                if counts:
+                    found.hidden.append(hidden[0])
+                    found.inputs.append(dict(calls))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    lines = [f"quant.first_codes: gptq, expected nearest for this model: {text}" for text in problems]
+    raise_everywhere("\n".join(lines[:5]) or None)
+    return found
+
+
+def _steps(model: nn.Module, quantization: Quantization, name: str, block: nn.Module) -> Iterator[Sets]:
+    """Layers of a decoder layer that are quantised together, in module order: those that read one tensor, and of
+    experts that are modules of their own the same ones of all."""
+    schemes = {one: layer.scheme for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
+    steps: dict[str, Sets] = defaultdict(list)
+    for names in fused_sets(schemes, dict(model.named_modules()), across_experts=False):
+        steps[re.sub(r"\.\d+\.", ".*.", names[0][len(name) :])].append(names)
+    yield from steps.values()
+
+
+def _grams(quantization: Quantization, block: nn.Module, sets: Sets, found: _Samples, name: str) -> dict[str, Tensor]:
+    """``X'X`` of the inputs, summed over all ranks' samples, by name of the quantised layer: fp64 ``[in, in]``, of
+    stacked experts ``[E, in, in]``; a collective."""
+    firsts = [quantization.layers[names[0]] for names in sets]
+    sums = [_zeros(layer) for layer in firsts]
+    hooks = [
+        layer.register_forward_pre_hook(_adding(layer, total, stop=len(sets) == 1))
+        for layer, total in zip(firsts, sums, strict=True)
+    ]
+    with gathered(block.parameters()):
+        for index, hidden in enumerate(found.hidden):
+            with suppress(_Stop):
+                _run(block, hidden, found.inputs[index][name])
+    for hook in hooks:
+        hook.remove()
+    sums = [reduce_over_ranks(total) for total in sums]
+    return {one: total for names, total in zip(sets, sums, strict=True) for one in names}
+
+
+def _zeros(layer: QuantLayer) -> Tensor:
+    stack = (layer.num_experts,) if layer.projections else ()
+    shape = (*stack, layer.in_features, layer.in_features)
+    return torch.zeros(shape, dtype=torch.float64, device=local_data(layer.weight_s0).device)
+
+
+def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """A hook that adds the inputs of a layer, as they are multiplied."""
+    spec, block = layer.scheme.activations, layer.rotation if isinstance(layer, QuantLinear) else None
+
+    def add(module: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0] if block is None else rotate(args[0], block)
+        x = x if spec is None else fake_quantize_tokens(x, spec)
+        if total.dim() == 2:
+            add_inputs(total, x.flatten(0, -2))
+        else:
+            begin = 0
+            for expert, end in enumerate(args[1].tolist()):
+                add_inputs(total[expert], x[begin:end])
+                begin = end
+        if stop:
+            raise _Stop
+
+    return add
+
+
+def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tensor], errors: _Errors) -> None:
+    """Choose codes and scales of some layers by GPTQ and move this rank's weights there; a collective."""
+    rows: dict[str, list[_Rows]] = {}
+    with gathered(block.parameters()), errors_on_all_ranks(ValueError):
+        for name, gram in grams.items():
+            layer = quantization.layers[name]
+            parts = [(part, gram if part.expert is None else gram[part.expert]) for part in linears_of(name, layer)]
+            rows[name] = [one for part, own in parts if (one := _of_rank(layer, part, own)) is not None]
+    scales = {name: _of_all_ranks(quantization.layers[name], found) for name, found in rows.items()}
+    integers = {name: one for name, one in scales.items() if quantization.layers[name].scheme.weights.dtype == "int"}
+    write_scales(quantization.weight_groups, integers)  # those of floats stay
+    with errors_on_all_ranks(ValueError):
+        for name, found in rows.items():
+            layer = quantization.layers[name]
+            errors.partitioned |= is_partitioned(layer.weight)
+            values = [_moved(layer, one, scales[name], grams[name], errors) for one in found]
+            if values:
+                local_data(layer.weight).copy_(torch.cat(values))
+            layer.forget_codes()
+
+
+class _Rows(NamedTuple):
+    """The rows of a Linear of which this rank holds a part.
+
+    Attributes:
+        part: the Linear in its layer.
+        rows: which of its rows.
+        own: which elements of them, flat, this rank holds.
+        weight: the rows, a copy in the model's dtype.
+        before: their quantiser with the first scales.
+        codes, scale: those that were chosen.
+    """
+
+    part: LinearPart
+    rows: slice
+    own: slice
+    weight: Tensor
+    before: Quantizer
+    codes: Tensor
+    scale: Tensor
+
+
+def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
+    """What GPTQ chooses for this rank's rows of a Linear, whose layer is gathered; None where it has none."""
+    (start, stop), columns = local_range(layer.weight), part.in_features
+    begin = ((part.expert or 0) * layer.out_features + part.first_row) * columns
+    low, high = max(start - begin, 0), min(stop - begin, part.out_features * columns)
+    if low >= high:
+        return None
+    rows = slice(low // columns, -(-high // columns))
+    weight, spec = part.weight(layer.weight.detach())[rows].clone(), layer.scheme.weights
+    whole = Quantizer(layer.scale_of_weight, spec, weight.dtype)
+    scale = part.of_scale(layer.scale_of_weight._replace(s0=kernels.effective_scale(whole), theta=None), spec)
+    zero = None if scale.zero is None else scale.zero.detach()[rows].clone()
+    before = Quantizer(Scale(scale.s0.detach()[rows].clone(), None, scale.global_, zero), spec, weight.dtype)
+    own = slice(low - rows.start * columns, high - rows.start * columns)
+    return _Rows(part, rows, own, weight, before, *choose(weight, before, gram))
+
+
+def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
+    """The layer's scales on every rank; of a row that lies on two ranks those of the first. A collective."""
+    own = local_data(layer.weight_s0)
+    whole = torch.zeros(full_shape(layer.weight_s0), device=own.device)
+    for one in found:
+        there = one.part.scale(whole, layer.scheme.weights)[one.rows]
+        first = int(one.own.start > 0)  # the rank before this one has its beginning
+        there[first:] = one.scale[first:]
+    if is_partitioned(layer.weight):
+        whole = reduce_over_ranks(whole)
+    zero = None if layer.weight_zero is None else whole_values([layer.weight_zero])[0].view_as(whole)
+    return whole if zero is None else torch.stack([whole, zero])
+
+
+def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors: _Errors) -> Tensor:
+    """This rank's elements of a Linear, flat, in the cells of the codes that were chosen."""
+    spec, weight = layer.scheme.weights, found.weight
+    scale = scales if found.before.scale.zero is None else scales[0]
+    s0 = found.part.scale(scale, spec)[found.rows].contiguous()
+    after = found.before._replace(scale=found.before.scale._replace(s0=s0))
+    decoded = kernels.dequantize(found.codes, after)
+    if not bool(have_codes(decoded, found.codes, after).all()):
+        raise ValueError(
+            f"quant.first_codes: gptq, expected nearest, or model.dtype float32: {weight.dtype} does not hold all "
+            f"steps of the codes of {found.part.name}"
+        )
+    single, exact = (gram if found.part.expert is None else gram[found.part.expert]).float(), weight.float()
+    errors.nearest += float(output_error(kernels.fake_quantize(weight, found.before).float() - exact, single))
+    errors.chosen += float(output_error(decoded.float() - exact, single))
+    errors.squares += float(output_error(exact, single))
+    return into_cells(weight, found.codes, after).flatten()[found.own]
+
+
+def _switch_on(quantization: Quantization, names: Sequence[str]) -> None:
+    """Fake-quantise these layers, and no others."""
+    quantization.set_fake_quant(True, True, "|".join(map(re.escape, names)))
+
+
+def _run(block: nn.Module, hidden: Tensor, inputs: Inputs) -> Any:
+    return block(hidden, *inputs[0], **inputs[1])
+
+
+def _first(output: Any) -> Tensor:
+    """The hidden states among what a decoder layer gives."""
+    found: Tensor = output if isinstance(output, Tensor) else output[0]
+    return found

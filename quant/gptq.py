@@ -1,0 +1,175 @@
+"""GPTQ (Frantar et al. 2022, arXiv 2210.17323): codes with which the outputs of a Linear are right, not its weights.
+
+With ``w`` a row of the weight and ``X [tokens, in]`` its inputs, rounding to nearest makes ``|w - q|`` smallest. What a
+model notices is ``|X w - X q|^2 = (w - q) H (w - q)`` with the Gram matrix ``H = X'X``. Inputs are correlated, so an
+error in one column can be made up for by others: columns are rounded one after the other, and those that are left move
+to where the outputs are nearest to the original ones. With ``U`` upper triangular and ``inverse(H) = U'U``, that is for
+each column ``j``, the rest behind it::
+
+    e = (w_j - Q(w_j)) / U_jj        w_rest = w_rest - e U_j,rest
+
+Columns with the largest inputs come first, while there are most others to make up for them (the reference's
+``act_order``); codes and scales lie where they lay, for the scales are those of before (its ``static_groups``). A share
+of the mean of its diagonal is added to that of ``H``: inputs of few samples do not determine it.
+
+Rows do not depend on each other, so that ranks that hold some rows each need nothing from one another.
+"""
+
+import torch
+from torch import Tensor
+
+from quant.reference import dequantize, effective_scale, fake_quant, quantize
+from quant.scale import Quantizer, Scale
+from quant.spec import TensorSpec
+
+DAMPING = 0.01  # of the mean of the diagonal, the reference's percdamp
+ROUNDS = 2  # of choosing codes and fitting scales to them; a third gains nothing
+_BLOCK = 128  # columns whose effect on those behind them is applied at once
+_ROWS = 128  # whose scales are fitted at once
+
+
+def takes(spec: TensorSpec) -> bool:
+    """Whether weights of this format can be compensated here: those that have scales of their own in each row."""
+    return spec.granularity in ("channel", "group")
+
+
+@torch.no_grad()
+def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of some rows of a Linear.
+
+    Codes are chosen with the scales that there are; of integers, scales are then fitted to the codes (as they will be
+    stored), which has another choice follow, :data:`ROUNDS` times. Scales of floats stay.
+
+    Args:
+        weight: ``[rows, in]`` in the model's dtype.
+        quantizer: the scales of these rows, effective, with zero points ``[rows, groups]`` where there are any.
+        gram: ``H [in, in]`` of the inputs, fp64, see :func:`add_inputs`.
+
+    Returns:
+        Codes ``[rows, in]`` and the scales that they belong to, fp32 ``[rows, groups]``.
+
+    Raises:
+        ValueError: ``H`` is not finite.
+    """
+    spec, dtype = quantizer.spec, quantizer.dtype
+    scale = quantizer.scale._replace(theta=None)
+    for _ in range(ROUNDS if spec.dtype == "int" else 1):
+        chosen = compensate(weight, scale, spec, gram, dtype=dtype)
+        codes = quantize(chosen, scale.s0, spec, scale.zero)
+        if spec.dtype == "int":
+            ones = torch.ones_like(scale.s0)
+            fitted = fit_scales(weight, dequantize(codes, ones, spec, torch.float32, scale.zero), scale.s0, gram)
+            scale = scale._replace(s0=effective_scale(fitted, None, spec, dtype))
+    return codes, scale.s0
+
+
+@torch.no_grad()
+def compensate(
+    weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, dtype: torch.dtype, damping: float = DAMPING
+) -> Tensor:
+    """The weights whose codes GPTQ chooses: each as it was when its column was rounded.
+
+    Args:
+        weight: ``[rows, in]``, some rows or all of a Linear.
+        scale: ``s0`` is the effective scale ``[rows, groups]`` of these rows, ``zero`` their zero points.
+        spec: how they are quantised.
+        gram: ``H [in, in]`` of the inputs, fp64, see :func:`add_inputs`.
+        dtype: of the model, in which the products of codes and scales are multiplied.
+        damping: added to the diagonal of ``H``, in the mean of the diagonal.
+
+    Returns:
+        fp32 ``[rows, in]``, to be quantised with the same scales.
+
+    Raises:
+        ValueError: ``H`` is not finite.
+    """
+    order = gram.diagonal().argsort(descending=True, stable=True)
+    factor = _factor(gram[order][:, order], damping).float()
+    size = weight.shape[1] // scale.s0.shape[1]
+    groups = (order // size).tolist()
+    left = weight.float()[:, order]
+    for begin in range(0, left.shape[1], _BLOCK):
+        columns = slice(begin, min(begin + _BLOCK, left.shape[1]))
+        block, within = left[:, columns], factor[columns, columns]
+        errors = torch.empty_like(block)
+        for j in range(block.shape[1]):
+            group = slice(groups[begin + j], groups[begin + j] + 1)
+            zero = None if scale.zero is None else scale.zero[:, group]
+            column = block[:, j : j + 1]
+            rounded = fake_quant(column, scale.s0[:, group], spec, zero).to(dtype).float()
+            errors[:, j : j + 1] = (column - rounded) / within[j, j]
+            block[:, j + 1 :] -= errors[:, j : j + 1] * within[j, j + 1 :]
+        left[:, columns.stop :] -= errors @ factor[columns, columns.stop :]
+    return left[:, order.argsort()]
+
+
+@torch.no_grad()
+def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, damping: float = DAMPING) -> Tensor:
+    """The scales with which some codes give the outputs that are nearest to those of the weight.
+
+    For each row the ``s`` of the smallest ``(w - sum_g s_g q_g) H (w - sum_g s_g q_g)``, with ``q_g`` its codes where
+    they belong to group ``g``, else 0: a linear system with as many unknowns as groups. Where a scale would change its
+    sign, the row keeps those that it has.
+
+    Args:
+        weight: ``[rows, in]``.
+        values: the codes as numbers ``[rows, in]``, zero points subtracted.
+        scale: those that they were chosen with, ``[rows, groups]``.
+        gram, damping: as of :func:`compensate`.
+
+    Returns:
+        fp32 ``[rows, groups]``, not rounded to what is stored.
+    """
+    damped = gram + torch.diag((damping * gram.diagonal().mean()).expand(len(gram)))
+    found = [
+        _fitted(w.double(), q.double(), s.double(), damped)
+        for w, q, s in zip(weight.split(_ROWS), values.split(_ROWS), scale.split(_ROWS), strict=True)
+    ]
+    return torch.cat(found).float()
+
+
+def _fitted(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor) -> Tensor:
+    rows, groups = scale.shape
+    size = weight.shape[1] // groups
+    matrix, right = weight.new_empty(rows, groups, groups), weight.new_empty(rows, groups)
+    for group in range(groups):
+        columns = slice(group * size, (group + 1) * size)
+        outputs = values[:, columns] @ gram[columns]  # [rows, in]
+        matrix[:, group] = (outputs * values).unflatten(1, (groups, size)).sum(-1)
+        right[:, group] = (outputs * weight).sum(-1)
+    diagonal = matrix.diagonal(dim1=1, dim2=2)
+    empty = diagonal == 0  # all codes of the group are 0: any scale does
+    matrix = matrix + torch.diag_embed(empty.double() + 1e-9 * diagonal.mean(1, keepdim=True))
+    found, failed = torch.linalg.solve_ex(matrix, torch.where(empty, scale, right))
+    good = (found * scale > 0).all(1, keepdim=True) & found.isfinite().all(1, keepdim=True) & (failed == 0).unsqueeze(1)
+    return torch.where(good, found, scale)
+
+
+def add_inputs(gram: Tensor, x: Tensor) -> None:
+    """Add ``X'X`` of inputs ``x [tokens, in]`` to ``gram [in, in]``, fp64; products are fp32, of one call's tokens."""
+    x = x.float()
+    gram += x.T @ x
+
+
+def output_error(difference: Tensor, gram: Tensor) -> Tensor:
+    """``|X d|^2`` summed over the rows ``d`` of ``difference [rows, in]``; fp64 scalar, of
+    products in the dtype of ``gram``."""
+    rows = difference.to(gram.dtype)
+    return ((rows @ gram) * rows).sum(dtype=torch.float64)
+
+
+def _factor(gram: Tensor, damping: float) -> Tensor:
+    """``U``, upper triangular, with ``U'U`` the inverse of the damped ``gram``; fp64.
+
+    ``H = R R'`` with ``R`` upper triangular is a Cholesky factorisation from the last row to the first, and ``U`` its
+    inverse. Nothing is known of inputs that were all 0: these columns are rounded to nearest.
+    """
+    gram = gram.double()
+    diagonal = gram.diagonal()
+    mean = diagonal.mean()
+    if not bool(mean.isfinite()):
+        raise ValueError("inputs with NaN or Inf")
+    damped = gram + torch.diag((damping * mean).expand(len(gram)) + (diagonal == 0) * mean.clamp(min=1.0))
+    upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve_triangular(upper, identity, upper=True)

@@ -1,0 +1,68 @@
+"""quant.first_codes gptq on two ranks under ZeRO-3: the codes of one process, in the export and in the first step."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.launcher import run_ranks
+from tests.distributed.recipes import write_chats, write_recipe
+from tests.patience import PATIENCE
+from tests.root import ROOT
+from tests.tiny import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """By name: the tensors of an export, and what the script said. A MoE, experts stacked."""
+    directory = tmp_path_factory.mktemp("gptq")
+    model = tiny_checkpoint(directory / "model", "qwen3_moe", wide=True)
+    chats = write_chats(directory / "chats.jsonl")
+    quant = {"scheme": "w2a16_g32", "first_codes": "gptq", "calibration_batches": 3}
+    common = {"dtype": "bfloat16", "loss": {"kd_weight": 0.0, "teacher": None}, "export": {"enabled": True}}
+    # One rank takes as many rows in a micro-batch as two take together.
+    one = {"data": {"micro_batch_size": 2}, "stage": 0, "quant": quant}
+    two = {"data": {"micro_batch_size": 1}, "stage": 3, "quant": quant}
+    # Rates that change no weight: the export has what the first step computed with.
+    still = {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0}
+    scripts = {
+        "one": ("calibrate.py", one),
+        "two": ("calibrate.py", two),
+        "trained": ("train.py", two | {"optim": still, "train": {"steps": 2}}),
+        "nearest": ("calibrate.py", two | {"quant": {"scheme": "w2a16_g32"}}),
+    }
+    found = {}
+    for name, (script, sections) in scripts.items():
+        words = ["--config", str(write_recipe(directory, name, model, chats, **common, **sections))]
+        path = ROOT / "launch" / script
+        if name == "one":
+            command = [sys.executable, str(path), *words]
+            said = subprocess.run(command, check=True, text=True, capture_output=True, timeout=PATIENCE).stdout
+        else:
+            said = run_ranks(path, *words)
+        found[name] = load_file(directory / name / "export" / "model.safetensors"), said
+    return found
+
+
+def test_two_ranks_choose_what_one_process_chooses(made):
+    """Sums of the inputs are in fp64, and rows depend on no others: the codes and scales are the same."""
+    (ours, said), (theirs, other) = made["two"], made["one"]
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+    pattern = r"gptq: \d+ layers, \d+ samples, squared error of outputs (\S+), with nearest codes (\S+)"
+    (chosen, nearest), (there, _) = (re.search(pattern, text).groups() for text in (said, other))
+    assert float(chosen) == pytest.approx(float(there), rel=0.02) and float(chosen) < 0.6 * float(nearest)
+
+
+def test_the_first_step_computes_with_the_codes(made):
+    ours, trained = made["two"][0], made["trained"][0]
+    assert [key for key in ours if not torch.equal(ours[key], trained[key])] == []
+
+
+def test_codes_and_scales_are_others_than_the_nearest(made):
+    ours, nearest = made["two"][0], made["nearest"][0]
+    kinds = {key.rpartition(".")[2] for key in ours if not torch.equal(ours[key], nearest[key])}
+    assert kinds == {"weight_packed", "weight_scale"}
