@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from data.device import on_device
+from data.device import on_device, without_wait
 from data.loader import MicroBatch, model_inputs, real_tokens, valid_tokens
 from engine.faults import nan_unless_finite
 from engine.losses.chunked import LossResult, chunked_losses
@@ -51,12 +51,13 @@ def train_step(state: LoopState) -> StepResult:
             state.quant.stepped()
         own = torch.stack(list(sums.values()))
         _record_skipped(state, own, skipped=update.skipped)
-    means, stop_requested = _reduce(state, own, valid)
+    means, stop_requested, grad_norm = _reduce(state, own, valid)
     losses = objective.report(dict(zip(sums, means, strict=True)))
     return StepResult(
         losses,
         valid_tokens=valid,
         tokens=tokens,
+        grad_norm=grad_norm,
         **update._asdict(),
         stop_requested=stop_requested,
         quantization=watch.stats,
@@ -88,7 +89,7 @@ def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) ->
     """
     # Of 24 bits, so that a sum of squares over 2^15 ranks is exact in 64.
     checksum = zlib.crc32("\n".join(_settings(state).values()).encode()) >> 8
-    numbers = torch.tensor([*counts, checksum, checksum**2], device=state.session.device)
+    numbers = without_wait(torch.tensor([*counts, checksum, checksum**2]), state.session.device)
     valid, tokens, checksums, squares = reduce_over_ranks(numbers).tolist()
     if squares * world_size() != checksums**2:
         raise RankError(_difference(state))
@@ -234,7 +235,6 @@ def _no_gradient(names: Sequence[str], others: Set[str]) -> str:
 class Update(NamedTuple):
     """What became of the gradients; see :class:`engine.state.StepResult`."""
 
-    grad_norm: float | None
     scale_grad_norm: float | None
     skipped: bool
     loss_scale: float | None
@@ -253,7 +253,7 @@ def _update(state: LoopState, *, measures: bool) -> Update:
     scale_norm = gradient_norm(trained_scales(session.model)) / (loss_scale or 1.0) if measures else None
     engine.step()
     weights_changed(session.model)
-    return Update(global_gradient_norm(engine), scale_norm, engine.skipped_steps > skipped_before, loss_scale)
+    return Update(scale_norm, engine.skipped_steps > skipped_before, loss_scale)
 
 
 def _record_skipped(state: LoopState, losses: Tensor, *, skipped: bool) -> None:
@@ -263,11 +263,13 @@ def _record_skipped(state: LoopState, losses: Tensor, *, skipped: bool) -> None:
     state.skipped.record(state.step, skipped, losses, state.loader, lowered=lowered)
 
 
-def _reduce(state: LoopState, sums: Tensor, valid: int) -> tuple[list[float], bool]:
-    """Means of the losses over all ranks' tokens, and whether a rank wishes to stop, in one reduction."""
-    wish = float(state.stop_requests.requested)
-    *means, wishes = reduce_over_ranks(torch.cat([sums / valid, sums.new_tensor([wish])])).tolist()
-    return means, wishes > 0
+def _reduce(state: LoopState, sums: Tensor, valid: int) -> tuple[list[float], bool, float | None]:
+    """Means of the losses over all ranks' tokens, whether a rank wishes to stop, the gradients' norm: in one wait."""
+    wish = sums.new_full((1,), float(state.stop_requests.requested))
+    reduced = reduce_over_ranks(torch.cat([sums / valid, wish])).double()
+    norm = global_gradient_norm(state.session.engine, sums.device)
+    *means, wishes, total = torch.cat([reduced, reduced[:1] if norm is None else norm]).tolist()
+    return means, wishes > 0, None if norm is None else total
 
 
 class MicroBatchLosses(NamedTuple):

@@ -16,11 +16,12 @@ samples A, A', B of random tokens, what it says about B is compared in the rows
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from data.device import on_device
 from data.loader import MicroBatch, model_inputs, pack_rows
@@ -52,9 +53,9 @@ def check_borders(session: Session, samples: Sequence[Sample]) -> None:
     """
     settings = session.recipe.data
     sizes = {"rows": settings.micro_batch_size, "length": settings.max_length}
-    for name, forward, exact in models_to_ask(session):
-        problem = border_problem(forward, vocabulary_of(samples), **sizes, exact=exact)
-        raise_everywhere(None if problem is None else f"data.packing: true, expected false: {name}: {problem}")
+    for asked in models_to_ask(session):
+        problem = border_problem(asked.forward, vocabulary_of(samples), **sizes, exact=asked.exact)
+        raise_everywhere(None if problem is None else f"data.packing: true, expected false: {asked.name}: {problem}")
 
 
 class Asked(NamedTuple):
@@ -62,11 +63,13 @@ class Asked(NamedTuple):
 
     Attributes:
         name: the knob that names it, and its directory.
+        model: itself.
         forward: a micro-batch to hidden states [rows, tokens, H], with quantisation paused; a collective.
         exact: it has no experts, so that only what a token sees can move it.
     """
 
     name: str
+    model: PreTrainedModel
     forward: Callable[[MicroBatch], Tensor]
     exact: bool
 
@@ -79,7 +82,8 @@ def models_to_ask(session: Session) -> Iterator[Asked]:
     if isinstance(session.teacher, ModelTeacher):
         models[f"loss.teacher: {session.recipe.loss.teacher}"] = session.teacher
     for name, model in models.items():
-        own = model.module if isinstance(model, ModelTeacher) else session.model
+        own: Any = model.module if isinstance(model, ModelTeacher) else session.model
+        own = own if isinstance(own, PreTrainedModel) else own.module  # of an engine
 
         def forward(batch: MicroBatch, model: Teacher = model) -> Tensor:
             given = on_device(batch, session.device)
@@ -87,7 +91,7 @@ def models_to_ask(session: Session) -> Iterator[Asked]:
             assert isinstance(found, TeacherHidden)
             return found.hidden
 
-        yield Asked(name, forward, not any(isinstance(module, ExpertMLPs) for module in own.modules()))
+        yield Asked(name, own, forward, not any(isinstance(module, ExpertMLPs) for module in own.modules()))
 
 
 def vocabulary_of(samples: Sequence[Sample]) -> Tensor:

@@ -115,7 +115,7 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
 
     A collective; on stages 0-2 one for each parameter, so not for every step. Parameters without a gradient count as 0.
     """
-    square = torch.zeros((), dtype=torch.float64)
+    square = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     partitioned = False
     for parameter in parameters:
         if is_partitioned(parameter):
@@ -124,9 +124,8 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
         else:
             gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            square += gradient.double().square().sum().cpu()
+            square += gradient.double().square().sum().to(square.device)  # an offloaded optimizer's is on the host
     if partitioned and dist.is_initialized():
-        square = square.to(get_accelerator().current_device_name())
         dist.all_reduce(square)
     return math.sqrt(square.item())
 
@@ -140,13 +139,14 @@ def backward(engine: Any, loss: Tensor) -> None:
     engine.backward(loss * engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else loss)
 
 
-def global_gradient_norm(engine: Any) -> float | None:
-    """L2 norm of all gradients in the last optimizer step, before clipping and without the loss scale of fp16; None on
-    stage 0 in fp32, where DeepSpeed keeps none. No collective."""
+def global_gradient_norm(engine: Any, device: torch.device) -> Tensor | None:
+    """L2 norm [1] of all gradients in the last optimizer step, fp64, before clipping and without the loss scale of
+    fp16; None on stage 0 in fp32, where DeepSpeed keeps none. No collective."""
     norm = engine.get_global_grad_norm()
     if norm is None:
         return None
-    return float(norm) / (engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else 1.0)
+    scale = engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else 1.0
+    return torch.as_tensor(norm, dtype=torch.float64, device=device).view(1) / scale
 
 
 def _wraps_fp16_unsharded(engine: Any) -> bool:

@@ -37,6 +37,11 @@ RUNS = {
     "text": Variant({"stage": 2, "train": {"steps": 2}, "loss": NO_TEACHER}),
     "packed": Variant({"stage": 3, "train": {"steps": 2, "activation_checkpointing": True}, "data": {"packing": True}}),
     "unmasked": Variant({"stage": 3, "train": {"steps": 2}}, "qwen3_moe", action="without_mask"),
+    "waits": Variant(
+        {"stage": 3, "train": {"steps": 3, "quant_stats_every": 3}, "loss": NO_TEACHER},
+        "qwen3_moe",
+        action="host_waits",
+    ),
     # Logits go on after lm_head: through a soft cap, and times a factor. The teacher's do too.
     "capped": Variant({"stage": 3}, "gemma2"),
     "scaled": Variant({"stage": 1, "loss": {"kd": "rkl"}}, "cohere2"),
@@ -113,6 +118,35 @@ def test_padded_rows_without_a_mask_equal_a_plain_loop_with_one(paths):
     batches = [batch for loader in plain_loaders(load_recipe(paths["unmasked"])) for batch in loader.step(0)]
     assert any((batch["attention_mask"] == 0).any() for batch in batches), "nothing is padded"
     assert_equals_plain_loop(paths["unmasked"])
+
+
+# What asks for a value in a step: of tensors that lie on the host on a GPU too (batches before they are copied, the
+# step counts of torch's Adam),
+ON_THE_HOST = {
+    "data/device.py: on_device",
+    "data/loader.py: <genexpr>",
+    "data/loader.py: pad",
+    "data/loader.py: real_tokens",
+    "deepspeed/runtime/zero/stage3.py: step_with_gradscaler",
+}
+# on a CPU alone, where experts are multiplied in a loop,
+ON_A_CPU = {"quant/gemm.py: _split"}
+# and what remains: the counts before the first forward; DeepSpeed's look whether the norm is finite, before the update;
+# the losses and the norm after it.
+WAITS = {
+    "engine/step.py: sum_where_ranks_agree": 1,
+    "deepspeed/runtime/utils.py: is_invalid_grad_norm": 1,
+    "engine/step.py: _reduce": 1,
+}
+
+
+def test_a_step_waits_for_its_counts_and_for_its_losses_alone(paths):
+    """Nothing between: no forward, loss, backward or update."""
+    seen = load_result(paths["waits"])["seen"]
+    found = {name: count for name, count in seen["plain"].items() if name not in ON_THE_HOST | ON_A_CPU}
+    assert found == WAITS
+    # A step that measures the quantisation reads more, but of the scales' gradients one norm.
+    assert seen["measured"]["model/zero/optimizer.py: gradient_norm"] == 1
 
 
 @pytest.mark.parametrize("name", ("capped", "scaled"))

@@ -23,6 +23,7 @@ from model.zero import gathered
 from quant.experts import linears_of
 from tests.distributed.engine.scripts.train import run, whole_parameters
 from tests.distributed.garbage import collect
+from tests.distributed.host_waits import HostWaits
 
 POISONED = 1  # the step of which rank 1's gradients are NaN
 
@@ -150,6 +151,23 @@ def without_mask(loop: Loop, seen: dict[str, Any]) -> None:
         state.model.register_forward_pre_hook(lambda *call: seen["given"].update(call[2]), with_kwargs=True)
 
 
+def host_waits(loop: Loop, seen: dict[str, Any]) -> None:
+    """What the second step would wait for, and the third, which measures the quantisation."""
+    without_mask(loop, seen)
+    for step, name in ((1, "plain"), (2, "measured")):
+        waits = HostWaits()
+
+        @loop.at(step)
+        def begin(state: LoopState, waits: HostWaits = waits) -> None:
+            waits.__enter__()
+
+        @loop.every(step + 1)
+        def end(state: LoopState, waits: HostWaits = waits, name: str = name) -> None:
+            if name not in seen:
+                waits.__exit__(None, None, None)
+                seen[name] = dict(waits.by_function)
+
+
 def keep_evaluations(loop: Loop, seen: dict[str, Any]) -> None:
     """What each evaluation found; it comes before the actions of its step."""
 
@@ -216,6 +234,7 @@ ACTIONS: dict[str, Callable[[Loop, dict[str, Any]], None]] = {
         changes_frozen,
         keep_evaluations,
         without_mask,
+        host_waits,
     )
 }
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from data.loader import MicroBatch, model_inputs
-from engine.session.masks import mask_problem
+from engine.session.masks import mask_problem, stop_asking
+from tests.distributed.host_waits import HostWaits
 from tests.tiny import tiny_model
 from tests.unit.engine.session.test_borders import APART, BIDIRECTIONAL, SEEN, random_model
 
@@ -13,10 +14,7 @@ from tests.unit.engine.session.test_borders import APART, BIDIRECTIONAL, SEEN, r
 def problem_of(model, *, rows: int = 3, length: int = 51) -> str | None:
     experts = any("expert" in name and "shared" not in name for name, _ in model.named_modules())
 
-    def forward(batch: MicroBatch) -> Tensor:
-        return model.base_model(**model_inputs(batch), use_cache=False)[0]
-
-    return mask_problem(forward, torch.arange(3, 90), rows=rows, length=length, exact=not experts)
+    return mask_problem(forward_of(model), torch.arange(3, 90), rows=rows, length=length, exact=not experts)
 
 
 # What is seen of other samples in a row is not seen of what follows: convolutions and states are causal too.
@@ -31,6 +29,32 @@ def test_causal_models_need_none(kind, dtype):
 @pytest.mark.parametrize("kind", BIDIRECTIONAL)
 def test_models_that_see_what_follows_need_one(kind):
     assert "see the padding behind them" in str(problem_of(random_model(kind, BIDIRECTIONAL[kind], torch.bfloat16)))
+
+
+def forward_of(model):
+    return lambda batch: model.base_model(**model_inputs(batch), use_cache=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "stops"),
+    [
+        ("qwen3", 51, True),
+        ("mixtral", 51, True),
+        ("gemma3_text", 51, False),  # a window of 8 tokens
+        ("gemma3_text", 7, True),  # rows that it does not cut
+        ("bloom", 51, False),  # whose attention is eager
+    ],
+)
+def test_nobody_asks_for_borders_where_nothing_is_masked(kind, length, stops):
+    model = random_model(kind, {**APART, **SEEN}[kind], torch.bfloat16)
+    batch = {"input_ids": torch.arange(3, 3 + 2 * length).view(2, length) % 90}
+    before, own = forward_of(model)(batch), model.config._attn_implementation
+    assert stop_asking(model, forward_of(model), batch) is stops
+    with HostWaits() as waits:
+        after = forward_of(model)(batch)
+    assert torch.equal(after, before)
+    asked = [name for name in waits.by_function if "masking_utils" in name]
+    assert not (stops and asked) and (model.config._attn_implementation == own) is not stops
 
 
 @pytest.mark.parametrize("rows", [1, 2])
