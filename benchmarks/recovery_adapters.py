@@ -1,13 +1,16 @@
-"""What is left of adapters when the model is served at 2 and 3 bits: LoRA quantised afterwards, QLoRA, merged QAT LoRA,
-and QAT of all weights beside them.
+"""What is left of adapters when the model is served at 2 and 3 bits: LoRA quantised afterwards, QLoRA, an adapter that
+was trained beside a fake-quantised weight and merged, merged QAT LoRA, and QAT of all weights beside them.
 
     python benchmarks/recovery_adapters.py --model DIR --train FILE --text FILE [--out DIR] [--schemes w2a16_g32 ...]
 
-Each way trains with the same samples in the same order and as many steps, in float32:
+Each way trains with the same samples in the same order and as many steps:
 
 - *LoRA, then PTQ*: merged adapters without fake quant; the sum is quantised at the end, with scales measured then.
 - *QLoRA*: an adapter beside the quantised weight, which is served with it: more than the codes.
-- *QLoRA, merged*: the same after training, with the sum of quantised weight and adapter quantised once more.
+- *QLoRA from the error*: the same, which begins with the error of quantisation (``adapter.init: error``).
+- *QLoRA, merged*: QLoRA after training, with the sum of quantised weight and adapter quantised once more.
+- *torchao-style*: likewise, with the adapter added to the weight as it was before it was fake-quantised: so torchtune
+  merges its ``QATLoRALinear`` (``torchtune/modules/peft/_utils.py: get_merged_lora_ckpt``).
 - *merged QAT LoRA*: ``adapter.merge: true``, with learned scales; what is served has codes alone.
 - *QAT*: all weights and scales.
 
@@ -43,23 +46,33 @@ from quant import SCHEMES, weights_changed
 from quant.adapter import merge
 
 DEVICE = torch.device("cpu")
+PERPLEXITY = "eval/perplexity"
 LORA = {"adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 32.0, "learnable.weight": False}
 FIXED = {"learnable.weight_scale": False}
 WAYS: dict[str, dict[str, Any]] = {
     "LoRA, then PTQ": {**LORA, **FIXED, "schedule": [{"at": 0, "fake_quant": False}]},
     "QLoRA": {**LORA, **FIXED, "adapter.merge": False},
+    "QLoRA from the error": {**LORA, **FIXED, "adapter.merge": False, "adapter.init": "error"},
     "merged QAT LoRA": LORA,
     "QAT": {},
 }
-AFTERWARDS = "QLoRA, merged"
-SHOWN = ("LoRA, then PTQ", AFTERWARDS, "merged QAT LoRA", "QLoRA", "QAT")
+# What the tables show: which run, and which of its perplexities.
+SHOWN = {
+    "LoRA, then PTQ": ("LoRA, then PTQ", "after"),
+    "torchao-style": ("QLoRA", "into weights"),
+    "QLoRA, merged": ("QLoRA", "into codes"),
+    "merged QAT LoRA": ("merged QAT LoRA", "after"),
+    "QLoRA": ("QLoRA", "after"),
+    "QLoRA from the error": ("QLoRA from the error", "after"),
+    "QAT": ("QAT", "after"),
+}
 
 
 def settings_of(arguments: argparse.Namespace, way: str, scheme: str, rate: float, seed: int) -> dict[str, Any]:
     """The recipe of a run, by key."""
     return {
         "model.path": str(arguments.model),
-        "model.dtype": "float32",
+        "model.dtype": arguments.dtype,
         "data.kind": "text",
         "data.train": [str(arguments.train)],
         "data.eval": [str(arguments.text)],
@@ -84,33 +97,40 @@ def settings_of(arguments: argparse.Namespace, way: str, scheme: str, rate: floa
 
 def run(settings: Mapping[str, Any], directory: Path) -> dict[str, float]:
     """Perplexities as served: before the first step, after the last, and of an adapter beside its weight once more
-    when it is merged into the quantised weight, and the sum is quantised."""
+    when it is merged into the weight, or into what its codes stand for, and the sum is quantised."""
     options = {**settings, "output_dir": str(directory)}
     words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in options.items()}
     state = Loop(parse_recipe([f"--{key}={word}" for key, word in words.items()])).run()
     if state.step < settings["train.steps"]:
         raise SystemExit("a signal ended the run: nothing is written of it")
-    key = "eval/perplexity"
-    found = {"before": state.evaluations.first[key], "after": state.evaluations.last[key]}
+    found = {"before": state.evaluations.first[PERPLEXITY], "after": state.evaluations.last[PERPLEXITY]}
     if state.recipe.adapter.beside:
-        merge_afterwards(state)
-        evaluate_held_out(state)
-        found["merged"] = state.evaluations.last[key]
+        found |= merged_afterwards(state)
     state.session.engine.destroy()
     return found
 
 
 @torch.no_grad()
-def merge_afterwards(state: LoopState) -> None:
-    """Add each adapter to the quantised weight that it was trained beside, and measure the scales of the sum."""
-    quantization = state.session.quantization
-    for layer in quantization.layers.values():
-        if (adapter := layer.adapter) is not None:
-            layer.weight.copy_(merge(layer.quantised_weight(), adapter.lora_a, adapter.lora_b, adapter.scaling))
+def merged_afterwards(state: LoopState) -> dict[str, float]:
+    """Perplexities with each adapter added to the weight beside which it was trained, or to what that weight's codes
+    stand for, and scales measured of the sum."""
+    quantization, found = state.session.quantization, {}
+    layers = [layer for layer in quantization.layers.values() if layer.adapter is not None]
+    adapters = [layer.adapter for layer in layers if layer.adapter is not None]
+    bases = {
+        "into weights": [layer.merged_weight().clone() for layer in layers],
+        "into codes": [layer.quantised_weight() for layer in layers],
+    }
+    for into, weights in bases.items():
+        for layer, adapter, weight in zip(layers, adapters, weights, strict=True):
+            layer.weight.copy_(merge(weight, adapter.lora_a, adapter.lora_b, adapter.scaling))
             layer.adapter = None
-    renew_weight_scales(quantization)
-    weights_changed(state.model)
-    state.evaluations.step = None  # it has to be evaluated again
+        renew_weight_scales(quantization)
+        weights_changed(state.model)
+        state.evaluations.step = None  # it has to be evaluated again
+        evaluate_held_out(state)
+        found[into] = state.evaluations.last[PERPLEXITY]
+    return found
 
 
 class Bench:
@@ -130,37 +150,35 @@ class Bench:
                 found: dict[str, float] = known["found"]
                 return found
         if self.arguments.known:
-            return dict.fromkeys(("before", "after", "merged"), math.nan)
+            return dict.fromkeys(("before", "after", "into weights", "into codes"), math.nan)
         with tempfile.TemporaryDirectory() as directory:
             found = run(settings, Path(directory))
         file.write_text(json.dumps({"settings": settings, "found": found}, indent=1))
         print(f"{name}: {found}", flush=True)
         return found
 
-    def seeds(self, way: str, scheme: str) -> tuple[float, list[dict[str, float]], dict[float, float]]:
-        """The best rate, what was found at it for each seed, and the perplexity of seed 0 by rate."""
-        key = "merged" if way == AFTERWARDS else "after"
-        run_way = "QLoRA" if way == AFTERWARDS else way
+    def seeds(self, shown: str, scheme: str) -> tuple[float, list[float], dict[float, dict[str, float]]]:
+        """Of a row of the table: the best rate, the perplexity at it for each seed, and all of seed 0 by rate."""
+        way, key = SHOWN[shown]
         rates = self.arguments.weight_rates if way == "QAT" else self.arguments.rates
-        first = {rate: self.found(run_way, scheme, rate, 0) for rate in rates}
-        by_rate = {rate: found[key] for rate, found in first.items()}
-        best = min(by_rate, key=lambda rate: (math.isnan(by_rate[rate]), by_rate[rate]))
-        others = [self.found(run_way, scheme, best, seed) for seed in range(1, self.arguments.seeds)]
-        return best, [first[best], *others], by_rate
+        first = {rate: self.found(way, scheme, rate, 0) for rate in rates}
+        best = min(first, key=lambda rate: (math.isnan(first[rate][key]), first[rate][key]))
+        others = [self.found(way, scheme, best, seed) for seed in range(1, self.arguments.seeds)]
+        return best, [found[key] for found in (first[best], *others)], first
 
 
 def tables(bench: Bench) -> str:
     """The perplexities, and the rates behind them."""
     rows, swept = [], []
     for scheme in bench.arguments.schemes:
-        for way in SHOWN:
-            best, found, by_rate = bench.seeds(way, scheme)
-            values = [one["merged" if way == AFTERWARDS else "after"] for one in found]
+        for way in bench.arguments.ways:
+            _, key = SHOWN[way]
+            best, values, first = bench.seeds(way, scheme)
             mean = statistics.mean(values)
             spread = f"{max(values) - min(values):.2f}" if len(values) > 1 else ""
             cells = [f"{value:.2f}" for value in values]
-            rows.append([scheme, way, f"{found[0]['before']:.2f}", *cells, f"{mean:.2f}", spread, f"{best:g}"])
-            swept.append([scheme, way, ", ".join(f"{rate:g}: {value:.2f}" for rate, value in by_rate.items())])
+            rows.append([scheme, way, f"{first[best]['before']:.2f}", *cells, f"{mean:.2f}", spread, f"{best:g}"])
+            swept.append([scheme, way, ", ".join(f"{rate:g}: {found[key]:.2f}" for rate, found in first.items())])
     seeds = [f"seed {seed}" for seed in range(bench.arguments.seeds)]
     parts = [
         table(("scheme", "way", "before training", *seeds, "mean", "spread", "rate"), rows),
@@ -179,9 +197,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder to keep what was found in; none: it is thrown away")
     parser.add_argument("--known", action="store_true", help="run nothing: only what is in --out")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["w2a16_g32", "w3a16_g32"])
+    parser.add_argument("--ways", nargs="+", choices=SHOWN, default=list(SHOWN), help="rows of the table")
     parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3], help="of adapters")
     parser.add_argument("--weight-rates", nargs="+", type=float, default=[1e-4, 2e-4, 5e-4], help="of all weights")
     parser.add_argument("--seeds", type=int, default=3, help="of each way at its best rate")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="that the model computes in"
+    )
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rows", type=int, default=4, help="of each step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
@@ -196,7 +218,7 @@ def main() -> None:
         found = tables(Bench(arguments, out))
     head = f"""# What is left of adapters at 2 and 3 bits
 
-{arguments.model.name} in float32, {arguments.steps} steps of {arguments.rows} x {arguments.length} tokens of
+{arguments.model.name} in {arguments.dtype}, {arguments.steps} steps of {arguments.rows} x {arguments.length} tokens of
 {arguments.train.name}; perplexity per token of {arguments.text.name}, in rows of {arguments.length}, of the model as it
 is served.
 {timing.machine(DEVICE, load, "transformers", "deepspeed")}
@@ -204,9 +226,10 @@ is served.
 
 Same checkpoint, samples, order and steps: AdamW, warm-up, then cosine to 0; norms are frozen; adapters of rank 16 and
 alpha 32 on every quantised layer; scales learn at 0.01 in merged QAT LoRA and in QAT. LoRA, then PTQ: trained without
-fake quant, the sum quantised at the end. QLoRA: Q(W) x + s B (A x), where A and B stay in float32; QLoRA, merged:
-the sum of Q(W) and s B A quantised again. The rate is that of the smallest perplexity with seed 0; the spread
-is from the smallest to the largest of the seeds.
+fake quant, the sum quantised at the end. QLoRA: Q(W) x + s B (A x), where A and B stay as they are; from the error: B A
+begins as the best matrix of its rank for W - Q(W). QLoRA, merged: the sum of Q(W) and s B A quantised again;
+torchao-style: that of W and s B A. The rate is that of the smallest perplexity with seed 0; the spread is from the
+smallest to the largest of the seeds.
 
 """
     timing.write(arguments.results, "recovery_adapters", DEVICE, head + found)

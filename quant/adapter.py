@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from quant.function import Arguments, Plan, QuantLinearFunction, Saved, apply_function, keep, product
+from quant import kernels
+from quant.function import Arguments, Plan, QuantLinearFunction, Saved, apply_function, keep, product, used_input
+from quant.thin import few_clipped, thin_gradients
 
 # Elements of a weight that are added at a time: few on a CPU, so that they stay in its caches; on a GPU the fp64
 # copies of them take 64 MB.
@@ -137,7 +139,8 @@ class MergedLinearFunction(torch.autograd.Function):
     """:class:`quant.function.QuantLinearFunction` of a weight with its adapter.
 
     ``apply(scaling, lora_a, lora_b, plan, *Arguments)``. The sum exists while the layer runs: backward keeps the three
-    Parameters and forms it again. So does the sum's gradient, from which those of the adapter are made::
+    Parameters and forms it again. The gradients of the adapter are made from thin products where :mod:`quant.thin` says
+    so, else from the sum's, which exists while the layer runs, too::
 
         grad_b = scaling * grad @ lora_a.t()    [out, rank]
         grad_a = scaling * lora_b.t() @ grad    [rank, in]
@@ -164,16 +167,33 @@ class MergedLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         lora_a, lora_b, *rest = ctx.saved_tensors  # once, see QuantLinearFunction
-        saved, inner = Saved(*rest), _Context(ctx.needs)
-        inner.plan, inner.keeps_codes, inner.input_shape = ctx.plan, ctx.keeps_codes, ctx.input_shape
-        inner.save_for_backward(*saved._replace(weight=merge(saved.weight, lora_a, lora_b, ctx.scaling)))
+        saved, inner, plan = Saved(*rest), _Context(ctx.needs), ctx.plan
+        inner.plan, inner.keeps_codes, inner.input_shape = plan, ctx.keeps_codes, ctx.input_shape
+        saved = saved._replace(weight=merge(saved.weight, lora_a, lora_b, ctx.scaling))
+        needs, mask, thin = Arguments(*ctx.needs[1:]), None, False
+        if needs.weight and not needs.weight_theta:
+            thin = plan.weight is None
+            if plan.weight is not None and saved.weight.device.type == "cpu":
+                codes, mask = kernels.quantize(saved.weight, saved.weight_quantizer(plan.weight), mask=True)
+                saved = saved._replace(weight_codes=codes)
+                thin = few_clipped(mask, saved.weight.numel())
+        if thin:
+            inner.needs_input_grad = (False, *needs._replace(weight=False))
+        inner.save_for_backward(*saved)
         _, *found = QuantLinearFunction.backward(inner, grad_output)
         gradients = Arguments(*found)
         grad_a = grad_b = None
-        if gradients.weight is not None:
+        if thin:
+            grad = grad_output.reshape(-1, grad_output.shape[-1])
+            x = used_input(inner, saved, after=grad)
+            x = x.reshape(-1, x.shape[-1])
+            grad_a, grad_b = thin_gradients(grad, x, lora_a, lora_b, ctx.scaling, mask, saved.offsets)
+        elif gradients.weight is not None:
             a, b, of_sum = lora_a.transpose(-2, -1), lora_b.transpose(-2, -1), gradients.weight
-            grad_a = (b @ of_sum).mul_(ctx.scaling) if ctx.needs_input_grad[1] else None
-            grad_b = (of_sum @ a).mul_(ctx.scaling) if ctx.needs_input_grad[2] else None
+            grad_a, grad_b = (b @ of_sum).mul_(ctx.scaling), (of_sum @ a).mul_(ctx.scaling)
+        grad_a, grad_b = (
+            one if wanted else None for one, wanted in zip((grad_a, grad_b), ctx.needs_input_grad[1:3], strict=True)
+        )
         return None, grad_a, grad_b, None, *gradients._replace(weight=None)
 
 

@@ -322,7 +322,7 @@ def _input_gradients(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor, Tens
 def _weight_gradients(ctx: Any, saved: Saved, grad: Tensor, theta_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """Gradients of the weight, in its shape, and of its theta where wanted, from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
-    used_x = _used_input(ctx, saved, after=grad)
+    used_x = used_input(ctx, saved, after=grad)
     grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
     if plan.weight is None or codes_of_stand_in(saved.weight, plan.weight) is not None:
         # Of codes that stand in for the weight, whoever has the weight itself does the rest (:mod:`model.coded`).
@@ -337,8 +337,8 @@ def _weight_gradients(ctx: Any, saved: Saved, grad: Tensor, theta_gradient: bool
     return grad_used, grad_theta
 
 
-def _used_input(ctx: Any, saved: Saved, *, after: Tensor) -> Tensor:
-    """The input as the forward's GEMM saw it, from what was kept of it."""
+def used_input(ctx: Any, saved: Saved, *, after: Tensor) -> Tensor:
+    """The input as the forward's GEMM saw it, from what the context of :class:`QuantLinearFunction` kept of it."""
     spec: TensorSpec | None = ctx.plan.input
     if spec is None:
         return saved.x

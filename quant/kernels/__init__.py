@@ -2,13 +2,15 @@
 
 :mod:`quant.kernels.ops` is what the rest of the package calls, and :mod:`quant.kernels.registration` declares the
 operators behind it. ``arithmetic.h`` is the arithmetic that both backends include, ``cpu.cpp`` and ``cuda.cu`` are the
-operations around it, with their loops in the headers that they include, ``bindings.cpp`` makes them operators, and
-:mod:`quant.kernels.build` compiles these files at first use.
+operations around it, with their loops in the headers that they include, ``bindings.cpp`` makes them operators,
+``clipped.cpp`` has what only the CPU does, and :mod:`quant.kernels.build` compiles these files at first use.
 """
 
 from quant.kernels.build import prepare_kernels
 from quant.kernels.ops import (
     amax,
+    clipped_products,
+    count_clipped,
     dequantize,
     effective_scale,
     fake_quantize,
@@ -23,6 +25,8 @@ from quant.kernels.ops import (
 
 __all__ = [
     "amax",
+    "clipped_products",
+    "count_clipped",
     "dequantize",
     "effective_scale",
     "fake_quantize",

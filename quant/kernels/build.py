@@ -30,7 +30,7 @@ import torch
 from torch.utils import cpp_extension
 
 from quant.kernels import eager
-from quant.kernels.registration import OPERATORS, SCHEMAS
+from quant.kernels.registration import CPU_SCHEMAS, OPERATORS, SCHEMAS
 
 SOURCES = Path(__file__).parent
 LIBRARY = "deepqat_kernels"
@@ -112,7 +112,7 @@ def prepare_kernels() -> str:
 
 
 def _implement(key: str, implementation: Callable[[str], Callable[..., Any]]) -> None:
-    for schema in SCHEMAS:
+    for schema in (*SCHEMAS, *(CPU_SCHEMAS if key == "CPU" else ())):
         name = schema.partition("(")[0]
         OPERATORS.impl(name, implementation(name), key)
 
@@ -154,7 +154,7 @@ def _can_build_cuda() -> tuple[bool, str]:
 
 def _compiled(cuda: bool) -> Path:
     """The shared library, built if it is not there yet."""
-    sources = [SOURCES / "bindings.cpp", SOURCES / "cpu.cpp"]
+    sources = [SOURCES / name for name in ("bindings.cpp", "cpu.cpp", "clipped.cpp")]
     cxx_flags = [*CXX_FLAGS, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
     if cuda:
         sources.append(SOURCES / "cuda.cu")

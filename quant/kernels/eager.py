@@ -157,6 +157,26 @@ def amax(x: Tensor, count: int) -> Tensor:
     return x.reshape(count, -1).abs().amax(1).float()
 
 
+def count_clipped(mask: Tensor, numel: int) -> Tensor:
+    """How many of ``numel`` elements are outside, by their packed mask; int64 ``()``."""
+    return (~unpack_bits(mask, torch.Size((numel,)))).sum()
+
+
+def clipped_products(
+    grad: Tensor, x: Tensor, mask: Tensor, lora_a: Tensor, lora_b: Tensor, offsets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``lora_b.t() @ C`` and ``C @ lora_a.t()`` of C, ``grad.t() @ x`` where the mask says outside, else 0."""
+    out, in_ = lora_b.shape[-2], lora_a.shape[-1]
+    ends = [len(x)] if offsets is None else offsets.tolist()
+    clipped = ~unpack_bits(mask, torch.Size((len(ends), out, in_)))
+    products = [
+        (grad[begin:end].float().t() @ x[begin:end].float()).masked_fill(~one, 0)
+        for begin, end, one in zip([0, *ends], ends, clipped, strict=False)
+    ]
+    of_weight = torch.stack(products).view(*lora_b.shape[:-1], in_)
+    return lora_b.float().transpose(-2, -1) @ of_weight, of_weight @ lora_a.float().transpose(-2, -1)
+
+
 def quantize_tokens(
     x: Tensor, grid: int, symmetric: bool, scale_dtype: torch.dtype | None = None, above: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -55,7 +55,13 @@ SCHEMAS = (
     f"fake_quantized_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
     f"fake_quantize_tokens_backward(Tensor grad, Tensor x, int grid, bool symmetric, {_OF_TOKENS}) -> Tensor",
 )
-for _schema in SCHEMAS:
+# Those that there are for CPU tensors alone.
+CPU_SCHEMAS = (
+    "count_clipped(Tensor mask, int numel) -> Tensor",
+    "clipped_products(Tensor grad, Tensor x, Tensor mask, Tensor lora_a, Tensor lora_b, Tensor? offsets=None) "
+    "-> (Tensor, Tensor)",
+)
+for _schema in (*SCHEMAS, *CPU_SCHEMAS):
     OPERATORS.define(_schema)
 
 # ---- what torch.compile needs to know: the shapes of results. Torch passes the arguments in the order of the schemas,
@@ -104,6 +110,11 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "fake_quantize_tokens": lambda x, *_: _like(x),
     "fake_quantized_tokens": lambda x, *_: _like(x),
     "fake_quantize_tokens_backward": lambda grad, x, *_: _like(x),
+    "count_clipped": lambda mask, numel: mask.new_empty((), dtype=torch.int64),
+    "clipped_products": lambda grad, x, mask, lora_a, lora_b, *_: (
+        _like(lora_a, torch.float32),
+        _like(lora_b, torch.float32),
+    ),
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"deepqat::{_name}", _fake)
