@@ -11,7 +11,8 @@ leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This fu
   codes are kept anyway because the weight stays resident,
 * the scale Parameters, a few bytes,
 * of the input: the 1-byte codes and a 1-bit mask of what was not clipped, when its scale is stored and does not learn;
-  the input itself otherwise. Layers that read the same tensor share one copy of it.
+  of dynamic floats, where that is wanted, packed codes and scales (:func:`quant.kernels.keep_tokens`); the input itself
+  otherwise. Layers that read the same tensor share one copy of it.
 
 Nothing is saved or computed for an operand that needs no gradient.
 """
@@ -48,6 +49,7 @@ class Plan:
         fast_accum: of that GEMM, as in :func:`quant.gemm.scaled_linear`.
         held: how ``weight`` holds codes, where it does; it is quantised then, and frozen.
         restored: where layers with the same input find it in backward, as the forward multiplied it.
+        dynamic_codes: keep codes for backward also of floats with dynamic scales: less memory, a few operators more.
     """
 
     weight: TensorSpec | None
@@ -58,6 +60,7 @@ class Plan:
     fast_accum: bool = False
     held: HeldCodes | None = None
     restored: Restored | None = None
+    dynamic_codes: bool = False
 
 
 def quant_linear(
@@ -97,7 +100,8 @@ def quant_linear(
     quantized = QuantizedInput()
     spec = plan.input
     if spec is not None:
-        fixed = torch.is_grad_enabled() and not _learns(input_scale) and not spec.dynamic
+        dynamic = spec.dynamic and not plan.dynamic_codes
+        fixed = torch.is_grad_enabled() and not _learns(input_scale) and not dynamic
         trains_weight = weight.requires_grad or _learns(weight_scale) or apply is not None
         wanted = Wanted(plan.fp8_gemm, codes=fixed and trains_weight, mask=fixed and x.requires_grad)
         with torch.no_grad():
@@ -134,7 +138,7 @@ def _learns(scale: Scale | None) -> bool:
 class Arguments(NamedTuple):
     """The tensors that :class:`QuantLinearFunction` takes after its plan, and in this order their gradients.
 
-    ``values, codes, mask`` is a :class:`quant.inputs.QuantizedInput`.
+    ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`.
     """
 
     x: Any
@@ -149,6 +153,7 @@ class Arguments(NamedTuple):
     values: Any
     codes: Any
     mask: Any
+    scales: Any
     weight_codes: Any
     offsets: Any
 
@@ -166,13 +171,14 @@ class Saved(NamedTuple):
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
     mask: Tensor  # packed: which elements of an input were inside the range, where its codes are kept
+    scales: Tensor | None  # of the codes of a dynamic input
     offsets: Tensor | None
 
     @classmethod
     def of(cls, given: Arguments) -> "Saved":
         """All that may be kept of the arguments, with the input itself."""
         scale = (given.weight_s0, given.weight_theta, given.weight_global, given.weight_zero)
-        inputs = (given.input_s0, given.input_theta, given.x, given.mask)
+        inputs = (given.input_s0, given.input_theta, given.x, given.mask, given.scales)
         return cls(given.weight, *scale, given.weight_codes, *inputs, given.offsets)
 
     def weight_quantizer(self, spec: TensorSpec) -> Quantizer:
@@ -246,10 +252,12 @@ class _ProductFunction(torch.autograd.Function):
 def keep(ctx: Any, plan: Plan, given: Arguments, needs: Arguments) -> Saved:
     """What backward keeps of the arguments, of which those that ``needs`` names need gradients."""
     dynamic = plan.input is not None and plan.input.dynamic
-    ctx.keeps_codes = plan.input is not None and not dynamic and not needs.input_theta
+    stored = plan.input is not None and not dynamic and not needs.input_theta
+    ctx.keeps_codes = stored or given.scales is not None
     kept_x = given.codes if ctx.keeps_codes else given.x
     # The range of a dynamic grid comes from the input, and with it which elements have a gradient.
-    if not (needs.weight or needs.weight_theta or needs.input_theta or (dynamic and needs.x)):
+    from_x = dynamic and not ctx.keeps_codes and needs.x
+    if not (needs.weight or needs.weight_theta or needs.input_theta or from_x):
         kept_x = None
     ctx.plan, ctx.input_shape = plan, given.x.shape
     if plan.restored is not None and (needs.weight or needs.weight_theta):
@@ -305,6 +313,8 @@ def _input_gradients(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor, Tens
     grad_used = gemm.input_gradient(grad, used_weight, saved.offsets).reshape(ctx.input_shape)
     if plan.input is None:
         return grad_used, None
+    if saved.scales is not None:
+        return kernels.kept_gradient_(grad_used, saved.scales, saved.mask), None
     if plan.input.dynamic:
         return kernels.fake_quantize_tokens_backward(grad_used, saved.x, plan.input, saved.input_s0), None
     if ctx.keeps_codes:
@@ -344,6 +354,9 @@ def used_input(ctx: Any, saved: Saved, *, after: Tensor) -> Tensor:
         return saved.x
 
     def make() -> Tensor:
+        if saved.scales is not None:
+            above = saved.input_s0
+            return kernels.restore_tokens(saved.x, saved.scales, spec, saved.weight.dtype, above, after=after)
         if spec.dynamic:
             return kernels.fake_quantize_tokens(saved.x, spec, saved.input_s0, after=after)
         restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize

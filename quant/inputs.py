@@ -28,13 +28,15 @@ class QuantizedInput(NamedTuple):
 
     Attributes:
         values: the fake-quantised input; None where the codes are multiplied, or the input is used as it is.
-        codes: its codes; None where neither the GEMM nor backward wants them.
+        codes: its codes; None where neither the GEMM nor backward wants them. Of a dynamic input packed.
         mask: packed, which elements are inside the range; None where backward does not want it.
+        scales: of the codes of a dynamic input, as :func:`quant.kernels.keep_tokens` has them; else None.
     """
 
     values: Tensor | None = None
     codes: Tensor | None = None
     mask: Tensor | None = None
+    scales: Tensor | None = None
 
 
 class Wanted(NamedTuple):
@@ -56,10 +58,10 @@ def quantize_input(
 ) -> QuantizedInput:
     """Quantise ``x`` for the GEMM, and keep of it what backward wants.
 
-    A dynamic input has no scale but a global one, and nothing of it is kept.
+    A dynamic input has no scale but a global one.
     """
     if spec.dynamic:
-        return QuantizedInput(kernels.fake_quantize_tokens(x, spec, None if scale is None else scale.s0))
+        return _quantize_dynamic(x, None if scale is None else scale.s0, spec, wanted)
     assert scale is not None
     quantizer = Quantizer(scale, spec, model_dtype)
     if not any(wanted):
@@ -112,6 +114,15 @@ class Restored:
     def drop(self) -> None:
         """Hold nothing."""
         self._held, self._taken = None, 0
+
+
+def _quantize_dynamic(x: Tensor, above: Tensor | None, spec: TensorSpec, wanted: Wanted) -> QuantizedInput:
+    """The same of a dynamic input, below the global scale ``above``. Integers clip at one end of every token, and have
+    zero points: of them nothing is kept."""
+    if not any(wanted) or spec.dtype == "int" or x.numel() == 0:
+        return QuantizedInput(kernels.fake_quantize_tokens(x, spec, above))
+    kept = QuantizedInput(*kernels.keep_tokens(x, spec, above, mask=wanted.mask))
+    return kept if wanted.codes else kept._replace(codes=None)
 
 
 @dataclass

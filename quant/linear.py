@@ -199,6 +199,7 @@ class QuantLinear(QuantLayer):
 
     Attributes:
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
+        dynamic_codes: as of :class:`quant.function.Plan`.
         rotation: in blocks of how many features the input is turned before anything else (:mod:`quant.hadamard`), for a
             weight that was turned likewise; None where it is not.
     """
@@ -233,6 +234,7 @@ class QuantLinear(QuantLayer):
             self.num_experts, self.projections = linear.num_experts, linear.projections
         self.weight_numel = weight_numel
         self.rotation: int | None = None
+        self.dynamic_codes = False
         self.train(linear.training)
 
     def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -258,6 +260,7 @@ class QuantLinear(QuantLayer):
             fp8_gemm=self.fp8_gemm and self.weight_fake_quant and self.input_fake_quant,
             fast_accum=self.fast_accum,
             held=self.held,
+            dynamic_codes=self.dynamic_codes,
         )
         return quant_linear(
             x,

@@ -97,7 +97,8 @@ def unpack_zero_points(packed: torch.Tensor, bits: int, rows: int) -> torch.Tens
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Pack uint8 codes [out, in] of four bits into uint8 [out, in / 2]; ``in`` is even."""
-    return codes[:, ::2] | (codes[:, 1::2] << 4)
+    pairs = codes.contiguous().view(torch.int16)  # the first of two in the low byte
+    return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:

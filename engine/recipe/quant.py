@@ -154,6 +154,9 @@ class QuantRecipe:
     """Of the fp8 GEMM. true: Hopper's tensor cores add up all products themselves, in fewer bits than fp32 has, as vLLM
     has them do; false: their sums go to fp32 every 128 products, and the GEMM takes a third longer. CPUs and Blackwell
     add in fp32 either way. See docs/how_a_layer_computes.md."""
+    keep_codes: bool = False
+    """true: of inputs in fp4 or fp8 with dynamic scales a layer keeps codes and scales for backward, 0.5 to 1.1 bytes
+    per element instead of two or four; the same training bit for bit, with a few more passes over these inputs."""
     gather_codes: bool = False
     """true: ZeRO-3 gathers the weights of quantised layers as codes, one byte each instead of two or four, where a
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
@@ -276,6 +279,11 @@ class QuantRecipe:
     def has_signed_integers(self) -> bool:
         """Whether some layer's weights are symmetric integers, whose scales quant.signed_scales may make negative."""
         return any(self.ranges().signs(scheme.weights) for scheme in self.linear_schemes())
+
+    def has_dynamic_floats(self) -> bool:
+        """Whether some layer's inputs are floats with scales of their own tokens or groups."""
+        inputs = [scheme.activations for scheme in self.linear_schemes() if scheme.activations is not None]
+        return any(spec.dynamic and spec.dtype != "int" for spec in inputs)
 
     def has_fp8_gemm(self) -> bool:
         """Whether some layer's codes can be multiplied by the fp8 GEMM."""

@@ -32,7 +32,7 @@ from model.ranks import errors_on_all_ranks, listed, raise_everywhere, say
 from model.rotation import rotate_weights
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import full_shape, partition_new_parameters, stage
-from quant import Quantization, Scheme, prepare
+from quant import Quantization, QuantLinear, Scheme, prepare
 from quant.held import as_weight
 from quant.rotation import rotate_inputs
 
@@ -87,14 +87,20 @@ def empty_student(
         check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
             output_head(model)  # its losses are computed from its hidden states, or this is an error
-        if recipe.quant.rotate and is_quantised(Path(recipe.model.path)):
-            raise ValueError(
-                f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantised, and its "
-                "scales are of weights that are not turned; start from the checkpoint that it was made from"
-            )
+        if recipe.quant.rotate:
+            _check_plain(recipe)
         if recipe.adapter.on:
             check_adapters(recipe, model, _exempt(recipe, model), named)
     return model, named
+
+
+def _check_plain(recipe: Recipe) -> None:
+    """Refuse to turn weights that lie as codes in ``model.path``."""
+    if is_quantised(Path(recipe.model.path)):
+        raise ValueError(
+            f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantised, and its scales "
+            "are of weights that are not turned; start from the checkpoint that it was made from"
+        )
 
 
 def _hold(recipe: Recipe, model: PreTrainedModel) -> None:
@@ -135,12 +141,21 @@ def quantise_student(
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
         _compile_layers(model)
+    if recipe.quant.keep_codes:
+        _keep_codes(quantization)
     if stage(ds_config) < 3 and recipe.train.gradient_accumulation_steps > 1:
         # Weights stay resident and several micro-batches use them: they are quantised once per optimizer step. The
         # codes take a byte per weight. Under stage 3 a weight is there only while its layer runs.
         for layer in quantization.layers.values():
             layer.keeps_weight_codes = layer.held is None
     return quantization
+
+
+def _keep_codes(quantization: Quantization) -> None:
+    """Have layers keep codes of inputs with dynamic scales for backward."""
+    for layer in quantization.layers.values():
+        if isinstance(layer, QuantLinear):
+            layer.dynamic_codes = True
 
 
 def _has_router_logits(model: PreTrainedModel) -> bool:

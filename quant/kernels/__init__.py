@@ -17,10 +17,13 @@ from quant.kernels.ops import (
     fake_quantize_backward_,
     fake_quantize_tokens,
     fake_quantize_tokens_backward,
+    keep_tokens,
+    kept_gradient_,
     masked_,
     quantize,
     quantize_tokens,
     quantize_with_values,
+    restore_tokens,
 )
 
 __all__ = [
@@ -33,9 +36,12 @@ __all__ = [
     "fake_quantize_backward_",
     "fake_quantize_tokens",
     "fake_quantize_tokens_backward",
+    "keep_tokens",
+    "kept_gradient_",
     "masked_",
     "prepare_kernels",
     "quantize",
     "quantize_tokens",
     "quantize_with_values",
+    "restore_tokens",
 ]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quant.kernels.build import ensure_ready
+from quant.packing import pack_nibbles, unpack_nibbles
 from quant.scale import Quantizer
 from quant.spec import TensorSpec
 
@@ -192,6 +193,48 @@ def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, abo
     ensure_ready()
     grads, of_x = _token_groups(grad, spec), _of_tokens(x, spec)
     return _OPS.fake_quantize_tokens_backward(grads, *of_x, *_stored(spec, above)).view(x.shape)
+
+
+def keep_tokens(
+    x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, mask: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`fake_quantize_tokens` of floats, and what :func:`restore_tokens` and :func:`kept_gradient_` make of it.
+
+    Returns:
+        Values in the shape and dtype of ``x``; packed codes (e2m1: uint8 ``[..., features / 2]``, e4m3 in the shape of
+        ``x``); the mask of :func:`quantize` where it is wanted and some element may be clipped, else empty; and the
+        scales of the groups ``[..., n, 1]`` as their format stores them, which is exact. Powers of two and fp32 scales
+        clip none. A global scale may clip, and e4m3 below it is coarse where it is small.
+    """
+    ensure_ready()
+    _, scale, _ = _OPS.quantize_tokens(*_of_tokens(x, spec), *_stored(spec, above))
+    operands = (scale, None, grid_of(spec), torch.float32, mask and above is not None)
+    codes, clipped, values = _OPS.quantize_with_values(x, *operands)
+    if spec.dtype == "fp4_e2m1":
+        codes = pack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
+    stored = _STORED.get(spec.scale_format, torch.float32)
+    return values, codes, clipped, (scale if above is None else scale * above).to(stored)
+
+
+def restore_tokens(
+    codes: Tensor, scales: Tensor, spec: TensorSpec, dtype: torch.dtype, above: Tensor | None, *, after: Tensor | None
+) -> Tensor:
+    """The values of :func:`keep_tokens`, bit for bit."""
+    ensure_ready()
+    if spec.dtype == "fp4_e2m1":
+        codes = unpack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
+    scale = scales.float() if above is None else scales.float() / above
+    return _OPS.dequantize(codes, scale, None, torch.float32, dtype, after)
+
+
+def kept_gradient_(grad: Tensor, scales: Tensor, mask: Tensor) -> Tensor:
+    """Make ``grad``, which is contiguous, what :func:`fake_quantize_tokens_backward` gives, of what was kept."""
+    if grad.numel() == 0:
+        return grad
+    if mask.numel() > 0:
+        return masked_(grad, mask)
+    grad.view(*scales.shape[:-1], -1).masked_fill_(scales.float().isnan(), 0)
+    return grad
 
 
 def _of_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, int, bool]:

@@ -22,7 +22,7 @@ MIXED = {
 }
 FOLLOWING = {"scheme": "w3a16_g32", "weight_range": "absmax", "scales_follow_weights": True}
 SHIFTED = {"weights": {"dtype": "int", "bits": 3, "granularity": "group", "group_size": 32, "symmetric": False}}
-ROTATED = {"scheme": "mxfp4_mxfp8", "rotate": [r".*\.o_proj"], "rotate_block": 64}
+ROTATED = {"scheme": "mxfp4_mxfp8", "rotate": [r".*\.o_proj"], "rotate_block": 64, "keep_codes": True}
 # name: stage, sections of the recipe
 RUNS = {
     "mixed-0": (0, {"quant": MIXED}),
@@ -35,7 +35,7 @@ RUNS = {
     "nvfp4-3": (3, {"quant": {"scheme": "nvfp4"}}),
     # Global scales of inputs are measured over both ranks' batches; the scales below them follow every token.
     "nvfp4-inputs-3": (3, {"quant": {"scheme": "nvfp4_w4a4", "calibration_batches": 2}}),
-    "nvfp4-inputs-1": (1, {"quant": {"scheme": "nvfp4_w4a4", "calibration_batches": 2}}),
+    "nvfp4-inputs-1": (1, {"quant": {"scheme": "nvfp4_w4a4", "calibration_batches": 2, "keep_codes": True}}),
     # Weights are turned before their scales are measured, inputs of 64 = 2 x 32 in one block, also when recomputed.
     "rotated-3": (3, {"quant": ROTATED, "train": {"activation_checkpointing": True}}),
     "rotated-1": (1, {"quant": ROTATED}),

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -346,6 +347,64 @@ def test_bytes_kept_for_backward(dtype, seed):
         assert kept(case).bytes == own
         case.x.requires_grad_(False)
         assert kept(case).bytes == {}
+
+
+MX4, MX8 = (
+    TensorSpec("fp4_e2m1", 4, "group", 32, dynamic=True),
+    TensorSpec("fp8_e4m3", 8, "group", 32, dynamic=True, mx=True),
+)
+NVFP4_INPUTS = TensorSpec("fp4_e2m1", 4, "group", 16, dynamic=True)
+# Bytes per element where both operands train: codes, a byte of scale per group, of NVFP4 a mask.
+KEPT = [(MX4, 1 / 2 + 1 / 32), (MX8, 1 + 1 / 32), (NVFP4_INPUTS, 1 / 2 + 1 / 16 + 1 / 8)]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("spec", "each"), KEPT, ids=str)
+def test_codes_of_dynamic_floats_are_kept_instead_of_the_input(spec, each, dtype, seed):
+    """The same output and gradients bit for bit, where an input is clipped, zero or not finite too."""
+    case = Case(INT4, spec, dtype, tokens=(random.randint(2, 9), random.randint(1, 9)))
+    with torch.no_grad():
+        case.x.mul_(10 ** torch.empty(*case.x.shape[:-1], 1).uniform_(-6, 3))
+        case.x[0, 0] = 0
+    if spec.has_global_scale:  # a third of the largest magnitude was seen when it was measured
+        case.input_s0 = nn.Parameter(448 * 6 / (case.x.detach().float().abs().max().view(1) / 3), requires_grad=False)
+    output = case()
+    grad = torch.randn_like(output)
+    plain = torch.autograd.grad(output, list(case.trained().values()), grad)
+    case.plan = replace(case.plan, dynamic_codes=True)
+    with Saved(case) as saved:
+        kept = case()
+    assert torch.equal(kept, output)
+    assert case.x.data_ptr() not in saved.bytes
+    assert sum(saved.bytes.values()) == each * case.x.numel()  # groups of 16 and 32: whole bytes
+    for name, ours, theirs in zip(
+        case.trained(), torch.autograd.grad(kept, list(case.trained().values()), grad), plain, strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    # Of an input that alone needs a gradient what says where it was clipped; of one that needs none the codes alone.
+    for parameter in (case.weight, case.weight_theta, case.bias):
+        parameter.requires_grad_(False)
+    with Saved(case) as saved:
+        case()
+    assert sum(saved.bytes.values()) <= (each - spec.bits / 8) * case.x.numel() + 8
+    with torch.no_grad():
+        case.x[0, 0, 1], case.x[-1, -1, 3] = math.inf, math.nan
+    case.weight.requires_grad_()
+    (ours,) = torch.autograd.grad(case(), case.x, grad)
+    case.plan = replace(case.plan, dynamic_codes=False)
+    (theirs,) = torch.autograd.grad(case(), case.x, grad)
+    assert torch.equal(ours, theirs)
+
+
+def test_no_tokens_and_integers_keep_what_they_kept(seed):
+    for spec, tokens in ((MX4, (0,)), (ASYMMETRIC, (3,))):
+        case = Case(INT4, spec, tokens=tokens)
+        case.plan = replace(case.plan, dynamic_codes=True)
+        with Saved(case) as saved:
+            output = case()
+        assert set(saved.bytes) <= {case.x.data_ptr(), 0}
+        output.sum().backward()
+        assert case.x.grad is not None and case.x.grad.shape == case.x.shape
 
 
 def test_layers_that_read_one_input_keep_it_once(seed):

@@ -191,6 +191,15 @@ def test_codes_travel_as_bytes(tmp_path):
     assert off.cost.traffic.bytes["all_gather"] == as_they_are.bytes["all_gather"]
 
 
+def test_codes_of_inputs_are_kept_instead_of_these(tmp_path):
+    """What the model on the meta device keeps for backward is less where quant.keep_codes says so."""
+    peaks = [
+        Planner(recipe(tmp_path, "qwen3", quant={"scheme": "fp8_dynamic", "keep_codes": kept})).predict("zero0", 1).peak
+        for kept in (False, True)
+    ]
+    assert peaks[1] < peaks[0]
+
+
 # ---- the whole
 
 

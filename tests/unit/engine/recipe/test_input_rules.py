@@ -1,12 +1,12 @@
-"""The rules of inputs that are turned: each is broken by a recipe of its own, and only that rule."""
+"""The rules of inputs that are turned, or kept as codes: each is broken by a recipe of its own, and only that rule."""
 
 from operator import attrgetter
 
 import pytest
 
 from engine.recipe.contradictions import contradictions
+from engine.recipe.input_rules import RULES_OF_INPUTS
 from engine.recipe.recipe import Recipe
-from engine.recipe.rotation_rules import RULES_OF_ROTATIONS
 from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 
 ROTATED = {"quant.rotate": [r".*\.down_proj"]}
@@ -15,6 +15,7 @@ BROKEN = {
     "scales from files are of weights that are not turned": {**ROTATED, "quant.scales": "ptq"},
     "adapters are not of turned weights": {**ROTATED, "adapter.kind": "lora", "learnable.weight": False},
     "turned inputs are read from one format": {**ROTATED, "export.format": "dequantized"},
+    "codes are kept of dynamic floats": {"quant.keep_codes": True, "quant.scheme": "8da4w"},
     "a plain checkpoint has no turned inputs": {**ROTATED, "quant.fake_quant_start": -1},
 }
 
@@ -27,7 +28,7 @@ def recipe(settings: dict[str, object]) -> Recipe:
     return made
 
 
-@pytest.mark.parametrize("rule", RULES_OF_ROTATIONS, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES_OF_INPUTS, ids=lambda rule: rule.name)
 def test_each_is_broken_alone(rule):
     broken = recipe(BROKEN[rule.name])
     assert list(contradictions(broken)) == [rule.text(broken)]
@@ -37,4 +38,6 @@ def test_each_is_broken_alone(rule):
 def test_good_ones_pass(scheme):
     settings = {**ROTATED, "quant.rotate_block": 1024, "quant.scheme": scheme}
     assert list(contradictions(recipe(settings))) == []
+    kept = {"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4"}
+    assert list(contradictions(recipe(kept))) == []
     assert not list(recipe({"quant.rotate_block": 1024}).quant.problems())

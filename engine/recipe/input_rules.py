@@ -1,9 +1,9 @@
-"""Rules between quant.rotate and other knobs, each said in one line."""
+"""Rules of inputs that are turned, or kept as codes, each said in one line."""
 
 from engine.recipe.quant import SOURCE
 from engine.recipe.rules import Rule
 
-RULES_OF_ROTATIONS = (
+RULES_OF_INPUTS = (
     Rule(
         "blocks are of inputs that are turned",
         "quant.rotate_block",
@@ -33,5 +33,11 @@ RULES_OF_ROTATIONS = (
         "quant.fake_quant_start",
         lambda r: r.quant.rotate and r.never_quantises(),
         "0 or more with quant.rotate: the export would be a plain checkpoint, whose readers turn no inputs",
+    ),
+    Rule(
+        "codes are kept of dynamic floats",
+        "quant.keep_codes",
+        lambda r: r.quant.keep_codes and r.quant.known() and not r.quant.has_dynamic_floats(),
+        "false: no scheme here has dynamic inputs in fp4 or fp8",
     ),
 )
