@@ -6,7 +6,8 @@
 All words but these are the recipe's. In its ``output_dir``, by commands that are printed and may be run by hand:
 
 1. ``ft``: ``launch/train.py`` with fake quant off; data, losses, teacher, rates and steps are the recipe's.
-2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantises it without training.
+2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantises it without training; with ``quant.first_codes:
+   gptq`` in the recipe by GPTQ.
 3. ``qat``: ``launch/train.py`` as the recipe says.
 4. ``compare.md``: ``launch/compare.py``, the perplexity of the three exports on a text that none was trained on.
 
@@ -126,6 +127,7 @@ def changes_of(part: str, recipe: Recipe) -> list[str]:
         words += ["--model.path", str(out / FT / "export")]
     if part == FT:
         words += ["--quant.fake_quant_start", "-1"]
+        words += ["--quant.first_codes", "nearest"] if recipe.quant.first_codes != "nearest" else []
         words += ["--schedule", json.dumps(without_fake_quant(recipe.schedule))] if recipe.schedule else []
     return words
 

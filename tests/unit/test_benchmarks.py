@@ -156,3 +156,24 @@ def test_recovery_inputs(tmp_path: Path) -> None:
         "nvfp4_w4a4",
         "nvfp4_w4a4, rotated",
     ]
+
+
+def test_recovery_start(tmp_path: Path) -> None:
+    """FT, PTQ and QAT from four starts, and from another tool's file, which training starts inside of."""
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    source = tiny_checkpoint(tmp_path / "model", "qwen3", wide=True)
+    command = [sys.executable, str(ROOT / "benchmarks" / "recovery_start.py"), "--model", str(source), "--distil"]
+    command += ["--train", str(tmp_path / "text.txt"), "--text", str(tmp_path / "text.txt"), "--steps", "2"]
+    command += ["--rows", "2", "--length", "16", "--tokens", "256", "--starts", "gptq, signed"]
+    command += ["--out", str(tmp_path / "out"), "--results", str(tmp_path)]
+    other = ["--ptq", f"other={tmp_path / 'out' / 'ptq_w2a16_g32_gptq_kd' / 'export'}"]
+    lines: list[str] = []
+    for minutes in ([], ["--minutes", "0", *other]):  # what was measured is known, and nothing else is begun
+        done = subprocess.run([*command, *minutes], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines.append((tmp_path / "recovery_start.md").read_text().partition("| scheme")[2])
+    models = [line.split("|")[2].strip().removesuffix(" (best PTQ)") for line in lines[0].splitlines()[2:]]
+    starts = ["nearest", "nearest, signed", "gptq", "gptq, signed"]
+    assert models[:5] == ["FT", *(f"PTQ, {start}" for start in starts)]
+    assert sorted(models[5:]) == sorted(f"QAT, {start}" for start in starts)
+    assert lines[0] == lines[1]

@@ -61,6 +61,22 @@ def test_parts_differ_in_quantisation_alone(tmp_path):
     study.check_recipe(recipe)
 
 
+def test_ptq_and_qat_begin_with_the_same_codes(tmp_path):
+    recipe = recipe_of(tmp_path, quant=QuantRecipe(scheme="w2a16_g32", first_codes="gptq"))
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    parts = {
+        part: parse_recipe(
+            ["--config", str(tmp_path / "recipe.yaml"), *study.changes_of(part, recipe)], check_files=False
+        )
+        for part in study.SCRIPTS
+    }
+    assert {part: one.quant.first_codes for part, one in parts.items()} == {
+        "ft": "nearest",
+        "ptq": "gptq",
+        "qat": "gptq",
+    }
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
