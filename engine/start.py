@@ -22,7 +22,7 @@ from engine.recipe.reading import save_recipe
 from engine.recipe.recipe import Recipe
 from engine.session.context import build_loader, start_ranks
 from engine.session.masks import with_checked_rows
-from engine.session.session import build_session
+from engine.session.session import Session, build_session
 from engine.state import LoopState
 from model.ranks import errors_on_all_ranks, is_main, say
 
@@ -51,10 +51,7 @@ def start_run(
         check_exportable(session)
     session = with_checked_rows(session, loader.samples)
     if recipe.schedule:
-        with errors_on_all_ranks(ValueError):
-            groups = [group["name"] for group in session.engine.optimizer.param_groups]
-            metrics = _measured(recipe, [loss.name for loss in token_losses])
-            check_events(recipe.schedule, session.quantization, groups, metrics)
+        _check_schedule(session, [loss.name for loss in token_losses])
     with errors_on_all_ranks(OSError, key="output_dir"):
         if is_main():
             save_recipe(recipe, output / "recipe.yaml")
@@ -85,6 +82,14 @@ def start_run(
         step=step,
         saved_step=step if checkpoint is not None else None,
     )
+
+
+def _check_schedule(session: Session, token_losses: Sequence[str]) -> None:
+    """Refuse events that name a layer, a parameter group or a metric that there is not. Raises RankError."""
+    with errors_on_all_ranks(ValueError):
+        groups = [group["name"] for group in session.engine.optimizer.param_groups]
+        metrics = _measured(session.recipe, token_losses)
+        check_events(session.recipe.schedule, session.quantization, groups, metrics)
 
 
 def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -58,20 +59,29 @@ def clean_exit() -> Iterator[None]:
         try:
             yield
         except RankError as error:
-            # Every rank raises it together, so every rank comes here.
-            if is_main():
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            barrier()  # the first process to end makes the launcher end the others: not before rank 0 has printed
-            _leave()
-            raise SystemExit(1) from None
+            _end_together(error)
         except Exception as error:
             if world_size() == 1:
                 raise
-            text = f" {LOST_PEER}\n" if is_lost_peer(error) else f"\n{traceback.format_exc()}"
-            # In one piece, since ranks share the stream, and below rank 0's progress bar.
-            print(f"\nerror on rank {rank()}:{text}", end="", file=sys.stderr, flush=True)
-            os._exit(1)
+            _end_alone(error)
     _leave()
+
+
+def _end_together(error: RankError) -> NoReturn:
+    """End with an error that every rank raises, so that every rank comes here."""
+    if is_main():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    barrier()  # the first process to end makes the launcher end the others: not before rank 0 has printed
+    _leave()
+    raise SystemExit(1) from None
+
+
+def _end_alone(error: Exception) -> NoReturn:
+    """End this process at once, with the traceback of what it alone has found."""
+    text = f" {LOST_PEER}\n" if is_lost_peer(error) else f"\n{traceback.format_exc()}"
+    # In one piece, since ranks share the stream, and below rank 0's progress bar.
+    print(f"\nerror on rank {rank()}:{text}", end="", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _leave() -> None:
@@ -83,19 +93,11 @@ def _leave() -> None:
 
 @contextmanager
 def _exit_on_recipe_error() -> Iterator[None]:
-    """Turn a :class:`RecipeError` into printed lines and exit code 2, without a traceback.
-
-    Only local rank 0 prints, so that a machine with 8 ranks says it once. The ranks of other machines end with the same
-    error, if the launcher lets us know that there are any.
-    """
+    """Turn a :class:`RecipeError` into printed lines and exit code 2, without a traceback, and Ctrl-C into one line."""
     try:
         yield
     except RecipeError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
-        elif not spans_nodes():
-            time.sleep(GRACE_SECONDS)
-        tell_other_nodes(str(error))
+        _print_recipe_error(error)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -103,3 +105,13 @@ def _exit_on_recipe_error() -> Iterator[None]:
         if world_size() > 1:
             os._exit(INTERRUPTED)
         raise SystemExit(INTERRUPTED) from None
+
+
+def _print_recipe_error(error: RecipeError) -> None:
+    """Only local rank 0 prints, so that a machine with 8 ranks says it once. The ranks of other machines end with the
+    same error, if the launcher lets us know that there are any."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
+    elif not spans_nodes():
+        time.sleep(GRACE_SECONDS)
+    tell_other_nodes(str(error))

@@ -16,6 +16,7 @@ Against building all of it on the meta device, buffers need not be computed agai
 """
 
 import json
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model import zero
 from model.arrange_experts import arrange_experts
@@ -35,7 +36,7 @@ from model.conv1d import arrange_conv1d
 from model.experts import Form
 from model.quantised.config import check_readable, is_quantised
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
-from model.towers import is_composite, model_class, text_of_composite
+from model.towers import class_names, is_composite, model_class, text_of_composite
 
 FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied with what is not
 AUTO = "auto"  # the attention that a class has
@@ -79,10 +80,8 @@ def build_model(
     """
     path = Path(path)
     with errors_on_all_ranks(Exception):
-        _check_dtype(ds_config, dtype)
         config = read_config(path, trust_remote_code, rotated=rotated)
-        if dtype != torch.float32 and config.model_type in FP32_ALONE:
-            raise ValueError(f"{path}: transformers runs {config.model_type} in fp32 alone: set model.dtype to float32")
+        _check_dtype(config, ds_config, dtype)
         attention = attention_for(config, attn_implementation)
         if attn_implementation == AUTO and attention != "sdpa":
             say(f"attention: {attention}, for {type(config).__name__} has no sdpa; it takes more memory and time")
@@ -95,7 +94,8 @@ def build_model(
                     else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
                 )
             arrange_conv1d(model)
-            arrange_experts(model, experts)
+            if may_hold_experts(model):
+                arrange_experts(model, experts)
             for name in [name for name, _ in model.named_modules() if name.endswith(f".{INDEXER}")]:
                 zero.mark_leaf(model.get_submodule(name))
         model.tie_weights()  # no_init_weights switches off the method that ties them
@@ -106,6 +106,17 @@ def build_model(
     raise_everywhere(_untied(model))
     check_rotary_buffers(model)
     return model
+
+
+def may_hold_experts(model: PreTrainedModel) -> bool:
+    """Whether anything of an empty model may be experts: its configuration speaks of some, or there are stacks of
+    matrices, or lists of modules or matrices inside a layer. In all other models ``arrange_experts`` finds nothing."""
+    lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return (
+        "expert" in repr(model.config.to_dict())
+        or any(parameter.dim() > 2 for parameter in model.parameters())
+        or any(isinstance(one, lists) and re.search(r"\d\.|experts$", name) for name, one in model.named_modules())
+    )
 
 
 @contextmanager
@@ -130,7 +141,8 @@ def attention_for(config: PretrainedConfig, name: str) -> str:
     """
     if name != AUTO:
         return name
-    kind = model_class(config)
+    usual: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = model_class(config) if is_composite(config) else usual.get(type(config), None)
     return "sdpa" if kind is None or kind._supports_sdpa else "eager"
 
 
@@ -148,8 +160,11 @@ def check_rotary_buffers(model: nn.Module) -> None:
     raise_everywhere(f"rotary frequencies must be float32: {', '.join(wrong)}" if wrong else None)
 
 
-def _check_dtype(ds_config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Raise if ``dtype`` is not the dtype that the engine casts parameters to."""
+def _check_dtype(config: PretrainedConfig, ds_config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Raise if ``dtype`` is not that which the engine casts parameters to, or one that the model does not run in."""
+    if dtype != torch.float32 and config.model_type in FP32_ALONE:
+        alone = f"transformers runs {config.model_type} in fp32 alone"
+        raise ValueError(f"{config.name_or_path}: {alone}: set model.dtype to float32")
     enabled = {
         torch.bfloat16: bool(ds_config.get("bf16", {}).get("enabled", False)),
         torch.float16: bool(ds_config.get("fp16", {}).get("enabled", False)),
@@ -182,9 +197,9 @@ def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -
         )
     with _named(file):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    kinds = ", ".join(class_names(config)) or type(config).__name__
     known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or is_composite(config)
     if not known and "AutoModelForCausalLM" not in raw.get("auto_map", {}):
-        kinds = ", ".join(config.architectures or ()) or type(config).__name__
         raise ValueError(
             f"{file} describes {kinds} (model_type {config.model_type}), expected a causal language model, or a "
             "composite model with one in it"

@@ -28,10 +28,9 @@ from quant.config import kv_cache_from_config, rules_from_config
 from quant.export import dequantized_weight, input_suffix, packed_shapes, unpack_scale, unpack_weight, unpack_zero
 from quant.linear import QuantLayer, QuantLinear
 from quant.prepare import prepare
-from quant.quantization import Quantization
+from quant.quantization import Quantization, ScaleGroup
 from quant.rotation import KEY, RotatedInputs, rotated_layers, rotations_from_config
 from quant.rules import Rule
-from quant.scale_groups import ScaleGroup
 from quant.spec import Scheme, TensorSpec
 
 

@@ -122,7 +122,8 @@ def _fill_direct(reads: list[_Read], reader: Reader) -> None:
         # A stack of experts is many reads.
         targets = {id(read.target): read.target for read in reads}
         own = {key: (local_range(target)[0], local_data(target)) for key, target in targets.items()}
-        _refuse([read for read in reads if not _transfer(read, reader, *own[id(read.target)])])
+        if differing := [read for read in reads if not _transfer(read, reader, *own[id(read.target)])]:
+            raise CheckpointError(_differ(differing))
 
 
 @torch.no_grad()
@@ -144,7 +145,8 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
                     error = str(caught)
     raise_everywhere(error)
     with errors_on_all_ranks(CheckpointError):
-        _refuse(differing)
+        if differing:
+            raise CheckpointError(_differ(differing))
 
 
 def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
@@ -185,14 +187,13 @@ def _overlap(piece: Piece, start: int, stop: int) -> tuple[int, int]:
     return begin, max(begin, min(stop, piece.start + piece.numel))
 
 
-def _refuse(differing: list[_Read]) -> None:
-    """Raise if tied tensors differ on disk: one Parameter cannot hold both, and picking one would be silent damage."""
-    if differing:
-        pairs = [f"{read.source.key} and {read.filled_from}" for read in differing]
-        raise CheckpointError(
-            f"{listed(pairs)} are tied by the configuration, but differ on disk. If they are meant to, set "
-            "tie_word_embeddings to false in config.json"
-        )
+def _differ(reads: list[_Read]) -> str:
+    """The error of tied tensors that differ on disk: one Parameter cannot hold both, and picking one would be silent
+    damage."""
+    return (
+        f"{listed([f'{read.source.key} and {read.filled_from}' for read in reads])} are tied by the configuration, but "
+        "differ on disk. If they are meant to, set tie_word_embeddings to false in config.json"
+    )
 
 
 def _bytes_to_read(reads: list[_Read], method: str) -> int:
@@ -263,7 +264,8 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
         elif key in layouts and layout is None and not (ignored.search(key) or names.is_left_out(key)):
             problems.unexpected.append(key)
     problems.missing += missing_keys(names, tensors, layouts)
-    if lines := problems.lines():
+    if any(vars(problems).values()):
+        lines = problems.lines()
         between = " " if len(lines) == 1 else "\n"
         raise CheckpointError(between.join([f"the weights in {path} do not fill {type(model).__name__}:", *lines]))
     return reads

@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
 )
 
 from model.conv1d import turned_weights
+from model.experts import ExpertMLPs
 from model.pieces import ExpertTensor, Layout, Piece, Shape, Stack, expert_tensors, fused_layouts, turned
 from model.towers import is_composite, left_out
 from model.zero import full_shape
@@ -84,7 +85,8 @@ class Names:
         self._prefix = model.base_model_prefix
         self.own = {name: tuple(full_shape(tensor)) for name, tensor in own_tensors(model).items()}
         self.turned = turned_weights(model)
-        self._experts = expert_tensors(model)
+        dense = not any(isinstance(module, ExpertMLPs) for module in model.modules())
+        self._experts = {} if dense else expert_tensors(model)
         self._fused = fused_layouts(self._experts)
         self._fused_of: dict[str, dict[str, list[str]]] = {}  # by our name: transformers' names, and Linears there
         for expert in self._experts.values():
@@ -103,7 +105,8 @@ class Names:
         self._expert_of = {p: re.compile(_expert_pattern(p)) for rule in stacking for p in rule.source_patterns}
         self._left_out = left_out(model) if is_composite(model.config) else []
         self._on_disk = on_disk or {}
-        self._rows = self._concatenated(self._on_disk)
+        concatenations = [rule for rule in self._converters if _is_concatenation(rule)]
+        self._rows = self._concatenated(concatenations, self._on_disk) if concatenations else {}
 
     def layout(self, key: str) -> Layout | None:
         """What the tensor ``key`` of a checkpoint holds; None if nothing in the model.
@@ -198,13 +201,12 @@ class Names:
             name, pattern = self._converted_name(key, [])
         return renamed, name, pattern
 
-    def _concatenated(self, on_disk: Mapping[str, Shape]) -> dict[str, _Rows]:
+    def _concatenated(self, rules: list[WeightConverter], on_disk: Mapping[str, Shape]) -> dict[str, _Rows]:
         """The keys whose tensors lie one behind another in a tensor of ours: its name, and where each begins."""
-        rules = [rule for rule in self._converters if _is_concatenation(rule)]
         patterns = {pattern: (index, rule) for rule in rules for index, pattern in enumerate(rule.source_patterns)}
         parts: dict[str, dict[int, str]] = defaultdict(dict)
         number: dict[str, int] = {}
-        for key in on_disk if patterns else ():
+        for key in on_disk:
             _, name, pattern = self._find(key)
             if name in self._theirs and pattern in patterns:
                 index, rule = patterns[pattern]

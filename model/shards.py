@@ -109,12 +109,18 @@ def read_headers(directory: Path) -> Checkpoint:
             other = checkpoint.tensors.setdefault(tensor.key, tensor)
             if other is not tensor:
                 checkpoint.problems.append(f"{tensor.key} is in {other.file} and in {tensor.file} too")
-    for key, file in (placed or {}).items():
+    if placed is not None:
+        _check_places(checkpoint, placed, directory / INDEX)
+    return checkpoint
+
+
+def _check_places(checkpoint: Checkpoint, placed: dict[str, str], index: Path) -> None:
+    """Note which tensors are not in the files where the index places them."""
+    for key, file in placed.items():
         found = checkpoint.tensors.get(key)
         if key not in checkpoint.lost and (found is None or found.file.name != file):
-            checkpoint.problems.append(f"{directory / INDEX} places {key} in {file}, which does not hold it")
+            checkpoint.problems.append(f"{index} places {key} in {file}, which does not hold it")
             checkpoint.lost.add(key)
-    return checkpoint
 
 
 def read_header(file: Path) -> Iterator[DiskTensor]:

@@ -48,17 +48,18 @@ def is_composite(config: PretrainedConfig) -> bool:
     return config.get_text_config() is not config
 
 
-def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of transformers that a checkpoint is: the one that ``architectures`` of its config.json names, or the
-    usual one of its type where that is none for such a configuration. None for a type that only its own code knows.
-
-    Raises:
-        ValueError: ``architectures`` is no list of names.
-    """
-    names = config.architectures or []
+def class_names(config: PretrainedConfig) -> list[str]:
+    """What ``architectures`` of a config.json names. Raises ValueError if that is no list of names."""
+    names: Any = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json: architectures is {names!r}, expected a list of names of classes")
-    for name in names:
+    return names
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of transformers that a checkpoint is: the one that ``architectures`` of its config.json names, or the
+    usual one of its type where that is none for such a configuration. None for a type that only its own code knows."""
+    for name in class_names(config):
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and type(config) is named.config_class:
             return named

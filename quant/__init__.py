@@ -20,10 +20,9 @@ from quant.kernels import prepare_kernels
 from quant.kv_cache import QuantCache
 from quant.linear import ADAPTER_PARAMETERS, SCALE_PARAMETERS, QuantLayer, QuantLinear, weights_changed
 from quant.prepare import prepare
-from quant.quantization import Quantization
+from quant.quantization import Quantization, ScaleGroup
 from quant.rules import DEFAULT_EXEMPT, Rule, exempt_line
 from quant.scale import Quantizer, Scale
-from quant.scale_groups import ScaleGroup
 from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_scheme
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Replaces the Linears of a model by QuantLinears, which share scales as serving does (see quant/scale_groups.py)."""
+"""Replaces the Linears of a model by QuantLinears, which share scales as serving does (see quant/quantization.py)."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,9 @@ from quant.gemm import takes_codes_of_stacks
 from quant.inputs import SharedInput
 from quant.kv_cache import attach_kv_cache
 from quant.linear import QuantLayer, QuantLinear
-from quant.quantization import Quantization
-from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples, exempt_line, fused_sets, schemes_of_layers
-from quant.scale_groups import (
+from quant.quantization import (
     Linears,
+    Quantization,
     ScaleGroup,
     cache_group,
     embedding_group,
@@ -25,6 +24,7 @@ from quant.scale_groups import (
     weight_groups,
     weight_shape,
 )
+from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples, exempt_line, fused_sets, schemes_of_layers
 from quant.spec import Scheme, TensorSpec
 
 
@@ -116,10 +116,7 @@ def _check_schemes_allow(schemes: Mapping[str, Scheme], *, learn_input_scale: bo
 def _check_layers(
     modules: Mapping[str, nn.Module], linears: Linears, schemes: Mapping[str, Scheme], embeddings: Iterable[str]
 ) -> None:
-    """Refuse what cannot be quantised: everything at once, with the line of a recipe that leaves it as it is.
-
-    Layers that serving fuses with such a layer, and the other Linears of a stack, stay as they are too.
-    """
+    """Refuse what cannot be quantised: everything at once, with the line of a recipe that leaves it as it is."""
     shared = _shared(modules, [*linears, *embeddings])
     problems = {
         name: problem
@@ -127,23 +124,33 @@ def _check_layers(
         if (problem := shared.get(name) or _problem(name, linear, schemes[name]))
     }
     tables = {name: problem for name, problem in shared.items() if name not in linears}
-    if not problems and not tables:
-        return
+    if problems or tables:
+        raise ValueError(_cannot_be_quantised(modules, linears, schemes, problems, tables))
+
+
+def _cannot_be_quantised(
+    modules: Mapping[str, nn.Module],
+    linears: Linears,
+    schemes: Mapping[str, Scheme],
+    problems: dict[str, str],
+    tables: dict[str, str],
+) -> str:
+    """The error of layers with ``problems``, and of such ``tables`` of embeddings, by name; with all that must stay as
+    it is with them: layers that serving fuses with such a layer, and the other Linears of a stack."""
     names = dict.fromkeys(problems)
     for members in fused_sets({name: schemes[name] for name in linears}, dict(modules), across_experts=False):
         names |= dict.fromkeys(members) if problems.keys() & members else {}
     for stack in [name for name in names if isinstance(linears[name], StackedLinear)]:
         names |= dict.fromkeys(name for name in linears if name.rpartition(".")[0] == stack.rpartition(".")[0])
     parts = [part.name for name in names for part in linears_of(name, linears[name])]
-    raise ValueError(
-        examples(list(dict.fromkeys([*tables.values(), *problems.values()])))
-        + (f"; to leave them as they are, set {exempt_line(parts)}" if parts else "")
+    return examples(list(dict.fromkeys([*tables.values(), *problems.values()]))) + (
+        f"; to leave them as they are, set {exempt_line(parts)}" if parts else ""
     )
 
 
 def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> str | None:
     """Why a layer cannot be quantised with a scheme; None where it can."""
-    if not isinstance(linear, StackedLinear) and not _is_linear(linear):
+    if type(linear) is not nn.Linear and not isinstance(linear, StackedLinear) and not _computes_linear(linear):
         return f"{name} is a {type(linear).__name__}, a subclass of nn.Linear that computes something else"
     try:
         scheme.weights.scale_shape(weight_shape(linear))
@@ -152,10 +159,8 @@ def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> st
     return None
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a Linear computes what nn.Linear does: a subclass (Falcon has one) is tried on a small weight."""
-    if type(module) is nn.Linear:
-        return True
+def _computes_linear(module: nn.Linear) -> bool:
+    """Whether a subclass (Falcon has one) computes what nn.Linear does, tried on a small weight."""
     small: Any = object.__new__(type(module))
     small.__dict__ = {**module.__dict__, "_parameters": {"weight": None, "bias": None}}
     with torch.device("cpu"), torch.no_grad():

@@ -146,9 +146,8 @@ def round_scale(scale: Tensor, spec: TensorSpec, global_scale: Tensor | None) ->
 def absmax_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
     """The fp32 scale that maps the largest magnitude to the edge of the grid.
 
-    ``absmax / 448`` for e4m3, ``absmax / 6`` for e2m1 and ``absmax / ((qmax - qmin) / 2)`` for int, as
-    compressed-tensors and torchao compute it, and :func:`power_of_two` of MX. Where ``absmax`` is 0, or so small that
-    ``1/scale`` would overflow, the scale is 1: zeros are exact under any scale.
+    ``absmax / ((qmax - qmin) / 2)``, the divisor 448 for e4m3 and 6 for e2m1, as compressed-tensors and torchao compute
+    it; :func:`power_of_two` of MX. Where ``1/scale`` would overflow it is 1: zeros are exact under any scale.
     """
     scale = power_of_two(absmax, spec) if spec.mx else _over(absmax.float(), (spec.qmax - spec.qmin) / 2)
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)

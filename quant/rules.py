@@ -4,7 +4,7 @@ An exempt layer stays as it is; of the others the first rule that matches decide
 lm_head and embeddings, which the default patterns exempt, are quantised by naming them.
 
 Serving fuses q/k/v, gate/up and others (:mod:`quant.fused_layers`) into one GEMM, and runs all experts of a MoE layer
-in one kernel. What is fused has one scheme, and the scales that :mod:`quant.scale_groups` gives it are shared.
+in one kernel. What is fused has one scheme, and the scales that :mod:`quant.quantization` gives it are shared.
 """
 
 import re
@@ -147,11 +147,9 @@ def _matched(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]
     for pattern in patterns:
         names = {name for name in modules if re.fullmatch(pattern, name)}
         if not names and pattern not in DEFAULT_EXEMPT:
-            linears = [name for name, module in modules.items() if isinstance(module, _LINEARS)]
-            raise ValueError(
-                f"exempt pattern {pattern!r} matches no module (quant.exempt, quant.exempt_more); it must match a full "
-                f"name such as {examples(linears)}"
-            )
+            such = examples([name for name, module in modules.items() if isinstance(module, _LINEARS)])
+            where = "(quant.exempt, quant.exempt_more); it must match a full name such as"
+            raise ValueError(f"exempt pattern {pattern!r} matches no module {where} {such}")
         matched |= names
     return matched
 
@@ -195,6 +193,13 @@ def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Mo
     Raises:
         ValueError: the Linears of one layer's stacked experts have several schemes, or only some have one.
     """
+    if any(isinstance(module, StackedLinear) for module in modules.values()):
+        return _schemes_of_stacks(schemes, modules)
+    return {name: schemes[name] for name in modules if name in schemes}
+
+
+def _schemes_of_stacks(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
+    """:func:`schemes_of_layers` where there are stacks."""
     experts: dict[str, list[str]] = {}  # Linears by the module that holds the stacks
     for name, module in modules.items():
         if isinstance(module, StackedLinear):
@@ -239,16 +244,18 @@ def _members(parent: str, leaves: Sequence[str], modules: dict[str, nn.Module], 
 
 
 def _check_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> None:
-    missing = [name for name in members if name not in schemes]
-    if missing:
-        raise ValueError(
+    if len({schemes.get(name) for name in members}) > 1:
+        raise ValueError(_not_one_scheme(members, schemes))
+
+
+def _not_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> str:
+    if missing := [name for name in members if name not in schemes]:
+        return (
             f"{examples(members, 6)} are served as one layer, so all or none of them can be quantised, but "
             f"{examples(missing, 6)} {'is' if len(missing) == 1 else 'are'} exempt or no nn.Linear; exempt the others "
             "too (quant.exempt_more)"
         )
     found = {schemes[name]: name for name in reversed(members)}
-    if len(found) > 1:
-        raise ValueError(
-            f"{examples(members, 6)} are served as one layer, so they need one scheme, but "
-            + ", ".join(f"{name} has {scheme.name}" for scheme, name in reversed(found.items()))
-        )
+    return f"{examples(members, 6)} are served as one layer, so they need one scheme, but " + ", ".join(
+        f"{name} has {scheme.name}" for scheme, name in reversed(found.items())
+    )

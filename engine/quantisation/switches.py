@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from data.loader import MicroBatch, sample_inputs
 from engine.session.session import Session
-from model.ranks import raise_everywhere, reduce_over_ranks, say
+from model.ranks import RankError, reduce_over_ranks, say
 from model.scales import follow_weights, renew_weight_scales, write_scales
 from model.zero import forward_only, reset_moments, reset_optimizer_state, zero_parameters
 from quant import Quantization, Ranges, ScaleGroup, exempt_line, scale_from_histogram, weights_changed
@@ -45,14 +45,15 @@ def observed_input_scales(quantization: Quantization, owners: Set[str] | None = 
     absmax = torch.where(torch.isnan(absmax), torch.inf, absmax)
     absmax = reduce_over_ranks(absmax, dist.ReduceOp.MAX)
     values = dict(zip((group.owner for group in groups), absmax.tolist(), strict=True))
-    _check_seen(values, quantization)
+    if not all(0 < value < math.inf for value in values.values()):
+        raise RankError(_without_scales(values, quantization))  # on every rank: they have the same values
     if quantization.ranges.inputs == "absmax":
         return {group.owner: first_input_scale(torch.tensor([values[group.owner]]), group.spec) for group in groups}
     return {group.owner: _from_histogram(group, quantization.ranges) for group in groups}
 
 
-def _check_seen(absmax: dict[str, float], quantization: Quantization) -> None:
-    """Refuse the largest magnitudes of inputs, over all ranks, that no scale can be made of. Raises RankError."""
+def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str:
+    """The error of largest magnitudes of inputs that no scale can be made of."""
     bad = [owner for owner, value in absmax.items() if not math.isfinite(value)]
     unseen = [owner for owner, value in absmax.items() if value == 0]
     problems = []
@@ -62,7 +63,7 @@ def _check_seen(absmax: dict[str, float], quantization: Quantization) -> None:
         layers = [owner for owner in unseen if owner in quantization.layers]
         remedy = f"; to leave them as they are, set {exempt_line(layers)}" if layers else ""
         problems.append(f"inputs that no batch reached, or that are all zero: {', '.join(unseen[:20])}{remedy}")
-    raise_everywhere("; ".join(problems) or None)
+    return "; ".join(problems)
 
 
 def _from_histogram(group: ScaleGroup, ranges: Ranges) -> Tensor:

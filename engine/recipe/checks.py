@@ -1,14 +1,12 @@
 """The error of a bad recipe, and what its knobs declare of the values that they take.
 
 A knob declares its values where it stands, ``lr: float = field(default=1e-5, metadata=at_least(0))``, and
-:func:`field_problems` holds them against a section's values.
+:meth:`engine.recipe.recipe.Recipe.validate` holds a recipe against what its knobs declare.
 """
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from quant.patterns import pattern_problem
@@ -56,11 +54,9 @@ def above_0() -> dict[str, Any]:
 
 def _numbers(expected: str, good: Callable[[Any], bool]) -> dict[str, Any]:
     def check(value: float) -> str | None:
-        # Python's integers may exceed every float.
-        whole = isinstance(value, int)
-        fits = -(2**63) <= value < 2**63 if whole else math.isfinite(value) and abs(value) <= FP32_MAX
-        held = f", and a number that {'64 bits' if whole else 'fp32'} hold{'' if whole else 's'}"
-        return None if fits and good(value) else f"{expected}{held * good(value)}"
+        fits = -(2**63) <= value < 2**63 if isinstance(value, int) else abs(value) <= FP32_MAX  # NaN is not
+        held = "64 bits hold" if isinstance(value, int) else "fp32 holds"
+        return None if fits and good(value) else f"{expected}{f', and a number that {held}' * good(value)}"
 
     return {CHECK: check}
 
@@ -104,12 +100,3 @@ def value_problems(key: str, value: Any, declared: Mapping[str, Any]) -> Iterato
     """A problem line if a value is none of those that metadata declares; null is good where the type has it."""
     if CHECK in declared and value is not None and (expected := declared[CHECK](value)):
         yield from need(False, key, value[:200] if isinstance(value, str) else value, expected)
-
-
-def field_problems(section: Any, path: str) -> Iterator[str]:
-    """One line per field of a section, a dataclass whose path is ``path``, that declares other values than it has."""
-    for item in fields(section):
-        value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")
-        found = {f"{key}[{index}]": one for index, one in enumerate(value)} if "each" in item.metadata else {key: value}
-        for at, one in found.items():
-            yield from value_problems(at, one, item.metadata)

@@ -42,6 +42,10 @@ from model.ranks import local_world_size
 SHIPPED = Path(__file__).parents[2] / "ds_configs"
 
 
+COMPILED = (
+    "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of each "
+    "module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
+)
 # DeepSpeed's own models of sections.
 MODELS: dict[str, type[BaseModel]] = {
     "zero_optimization": DeepSpeedZeroConfig,
@@ -67,13 +71,12 @@ def config_path(name_or_path: str) -> Path:
     """
     is_path = name_or_path.endswith(".json") or os.path.sep in name_or_path
     path = Path(name_or_path) if is_path else SHIPPED / f"{name_or_path}.json"
-    if path.is_file():
-        return path
-    if is_path:
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.json")))
         where = "" if path.is_absolute() else f" in {os.getcwd()}"
-        raise DsConfigError(f"deepspeed: {name_or_path!r}, there is no such file{where}")
-    names = sorted(file.stem for file in SHIPPED.glob("*.json"))
-    raise DsConfigError(f"deepspeed: {name_or_path!r}, expected one of {', '.join(names)}, or the path of a .json file")
+        wrong = f"there is no such file{where}" if is_path else f"expected one of {names}, or the path of a .json file"
+        raise DsConfigError(f"deepspeed: {name_or_path!r}, {wrong}")
+    return path
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -93,20 +96,25 @@ def read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
     except DsConfigError:
         raise
-    except json.JSONDecodeError as error:
-        raise DsConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})") from error
-    except UnicodeDecodeError as error:
-        raise DsConfigError(f"{path}: not UTF-8 text ({error})") from error
-    except RecursionError as error:
-        raise DsConfigError(f"{path}: nested too deep for a configuration") from error
-    except ValueError as error:  # a number of more digits than Python reads
-        raise DsConfigError(f"{path}: not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise DsConfigError(_no_json(path, error)) from error
     if not isinstance(config, dict):
         raise DsConfigError(f"{path}: expected an object with DeepSpeed's keys, found {type(config).__name__}")
     problems = [f"{path}: {problem}" for key, value in config.items() for problem in _key_problems(key, value)]
     if problems:
         raise DsConfigError("\n".join(problems))
     return config
+
+
+def _no_json(path: Path, error: Exception) -> str:
+    """Why a file is none of JSON: a number may have more digits than Python reads, too."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})"
+    if isinstance(error, UnicodeDecodeError):
+        return f"{path}: not UTF-8 text ({error})"
+    if isinstance(error, RecursionError):
+        return f"{path}: nested too deep for a configuration"
+    return f"{path}: not JSON ({error})"
 
 
 def _key_problems(key: str, value: Any) -> list[str]:
@@ -156,10 +164,7 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
         problems += _fill_hpz(config["zero_optimization"], world_size, local_size or local_world_size())
     problems += _section_problems(config)
     if recipe.train.compile and config.get("zero_optimization", {}).get("stage") == 3:
-        problems.append(
-            "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of "
-            "each module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
-        )
+        problems.append(COMPILED)
     if recipe.quant.gather_codes:
         problems += _gather_problems(config, recipe)
     if problems := problems or list(_refused_by_deepspeed(config)):
@@ -224,23 +229,21 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
     if written != "auto":
         types["grad_accum_dtype"] = written
     own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[recipe.model.dtype]
-    if stage == 0 and own != "fp32":
-        # DeepSpeed raises "unsupported mix" for anything but the parameters' own type here.
-        if written in ("auto", own):
-            return []
-        return [
-            f"data_types.grad_accum_dtype is {written!r}: stage 0 accumulates in {own} only; leave it out or use "
-            "stage 1"
-        ]
-    if written not in ("auto", "fp32", own):
-        also = "" if own == "fp32" else f" or {own}"
-        return [
-            f"data_types.grad_accum_dtype is {written!r}, expected fp32 (the default){also}: DeepSpeed would add up "
-            "gradients in any type that torch has"
-        ]
-    if own != "fp32":
+    # On stage 0 DeepSpeed raises "unsupported mix" for anything but the parameters' own type.
+    only_own = stage == 0 and own != "fp32"
+    if written not in ("auto", own) and (only_own or written != "fp32"):
+        return [f"data_types.grad_accum_dtype is {written!r}{_other_precision(own, only_own)}"]
+    if own != "fp32" and not only_own:
         types.setdefault("grad_accum_dtype", "fp32")
     return []
+
+
+def _other_precision(own: str, only_own: bool) -> str:
+    """What is wrong with a type that gradients are to accumulate in, beside parameters of the type ``own``."""
+    if only_own:
+        return f": stage 0 accumulates in {own} only; leave it out or use stage 1"
+    also = "" if own == "fp32" else f" or {own}"
+    return f", expected fp32 (the default){also}: DeepSpeed would add up gradients in any type that torch has"
 
 
 def _fill_hpz(zero: dict[str, Any], world_size: int, local_size: int | None) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.recipe.checks import at_least, field_problems, need, regex, value_problems, values
+from engine.recipe.checks import at_least, need, regex, value_problems, values
 
 CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
 
@@ -43,11 +43,10 @@ class EventRecipe:
     """Weights of the losses from now on: lm, kd."""
 
     def problems(self, key: str) -> Iterator[str]:
-        """One line per bad value of this event, whose path is ``key``."""
+        """One line per contradiction in this event, whose path is ``key``."""
         times = {name: getattr(self, name) for name in ("at", "every", "when") if getattr(self, name) is not None}
         if len(times) != 1:
             yield f"{key}: {times or 'no time'}, expected exactly one of at, every, when"
-        yield from field_problems(self, key)
         actions = (self.fake_quant, self.observe, self.freeze_scales, self.lr, self.loss)
         if all(action is None for action in actions):
             yield f"{key}: nothing happens, expected one of fake_quant, observe, freeze_scales, lr, loss"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.recipe.checks import above_0, at_least, each, field_problems, need, regex, values
+from engine.recipe.checks import above_0, at_least, each, need, regex, values
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
 from quant.hadamard import BLOCKS
 
@@ -84,12 +84,6 @@ class RuleRecipe:
     """Layers in the first so many decoder layers."""
     last: int | None = field(default=None, metadata=at_least(1))
     """Layers in the last so many decoder layers."""
-
-    def problems(self, key: str) -> Iterator[str]:
-        """One line per bad value of this rule, whose path is ``key``."""
-        yield from field_problems(self, key)
-        if self.layers is None and self.first is None and self.last is None:
-            yield f"{key}: every layer, expected layers, first or last (quant.scheme is for every layer)"
 
 
 @dataclass
@@ -175,39 +169,41 @@ class QuantRecipe:
 
     def problems(self) -> Iterator[str]:
         """One line per name of a scheme that is taken or unknown, and per composed scheme that is impossible."""
-        for name, own in self.schemes.items():
-            if name in PRESETS or name == NONE:
-                yield f"quant.schemes.{name}: a name that is taken, expected another one"
-            try:
-                own.scheme(name)
-            except ValueError as error:
-                yield f"quant.schemes.{name}: {error}"
-                return  # what follows asks for the schemes
+        if wrong := [problem for name, own in self.schemes.items() for problem in _problems_of_scheme(name, own)]:
+            yield from wrong
+            return  # what follows asks for the schemes
         if self.scheme == SOURCE:
-            expected = "nothing beside quant.scheme source, which says it of every layer"
-            for key in ("rules", "lm_head", "embedding"):
-                yield from need(not getattr(self, key), f"quant.{key}", getattr(self, key), expected)
-            expected = "{}: with quant.scheme source the scales are those of the files, which this would measure again"
-            start, follow = self.fake_quant_start, self.scales_follow_weights
-            yield from need(start <= 0, "quant.fake_quant_start", start, expected.format(0))
-            yield from need(not follow, "quant.scales_follow_weights", follow, expected.format("false"))
-        known = [*PRESETS, *self.schemes]
-        linear = [*SCHEMES, *self.schemes]
-        yield from need(self.scheme in known, "quant.scheme", self.scheme, f"one of {', '.join(known)}")
+            yield from self._problems_beside_source()
+        if self.scheme not in (known := [*PRESETS, *self.schemes]):
+            yield f"quant.scheme: {self.scheme!r}, expected one of {', '.join(known)}"
         for index, rule in enumerate(self.rules):
-            key = f"quant.rules[{index}]"
-            expected = f"one of {', '.join([NONE, *linear])}"
-            yield from need(rule.scheme in (NONE, *linear), f"{key}.scheme", rule.scheme, expected)
-            yield from rule.problems(key)
+            yield from self._problems_of_rule(f"quant.rules[{index}]", rule)
         for place in ("lm_head", "embedding"):
-            name = getattr(self, place)
-            if name is None:
-                continue
-            schemes = {one: self._scheme(one) for one in linear}
-            good = [one for one, scheme in schemes.items() if scheme.activations is None]
-            if place == "embedding":
-                good = [one for one in good if QuantEmbedding.takes(schemes[one])]
-            yield from need(name in good, f"quant.{place}", name, f"one of {', '.join(good)}")
+            if getattr(self, place) is not None:
+                yield from self._problems_of_place(place)
+
+    def _problems_beside_source(self) -> Iterator[str]:
+        expected = "nothing beside quant.scheme source, which says it of every layer"
+        for key in ("rules", "lm_head", "embedding"):
+            yield from need(not getattr(self, key), f"quant.{key}", getattr(self, key), expected)
+        expected = "{}: with quant.scheme source the scales are those of the files, which this would measure again"
+        start, follow = self.fake_quant_start, self.scales_follow_weights
+        yield from need(start <= 0, "quant.fake_quant_start", start, expected.format(0))
+        yield from need(not follow, "quant.scales_follow_weights", follow, expected.format("false"))
+
+    def _problems_of_rule(self, key: str, rule: RuleRecipe) -> Iterator[str]:
+        schemes = [NONE, *SCHEMES, *self.schemes]
+        yield from need(rule.scheme in schemes, f"{key}.scheme", rule.scheme, f"one of {', '.join(schemes)}")
+        if rule.layers is None and rule.first is None and rule.last is None:
+            yield f"{key}: every layer, expected layers, first or last (quant.scheme is for every layer)"
+
+    def _problems_of_place(self, place: str) -> Iterator[str]:
+        schemes = {one: self._scheme(one) for one in (*SCHEMES, *self.schemes)}
+        good = [one for one, scheme in schemes.items() if scheme.activations is None]
+        if place == "embedding":
+            good = [one for one in good if QuantEmbedding.takes(schemes[one])]
+        name = getattr(self, place)
+        yield from need(name in good, f"quant.{place}", name, f"one of {', '.join(good)}")
 
     def _scheme(self, name: str) -> Scheme:
         """The scheme of a name that is known: a shipped one, or one of ``schemes``."""
@@ -288,3 +284,13 @@ class QuantRecipe:
     def has_fp8_gemm(self) -> bool:
         """Whether some layer's codes can be multiplied by the fp8 GEMM."""
         return any(scheme.has_fp8_gemm for scheme in self.linear_schemes())
+
+
+def _problems_of_scheme(name: str, own: SchemeRecipe) -> Iterator[str]:
+    """A problem line if a scheme of the recipe's own has a name that is taken, and one if it is impossible."""
+    if name in PRESETS or name == NONE:
+        yield f"quant.schemes.{name}: a name that is taken, expected another one"
+    try:
+        own.scheme(name)
+    except ValueError as error:
+        yield f"quant.schemes.{name}: {error}"

@@ -11,11 +11,12 @@ relative to the current directory, not to that file.
 
 import os
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.recipe.adapter import AdapterRecipe
-from engine.recipe.checks import RecipeError, field_problems, not_empty
+from engine.recipe.checks import RecipeError, not_empty, value_problems
 from engine.recipe.contradictions import contradictions
 from engine.recipe.events import EventRecipe
 from engine.recipe.loss import LossRecipe, TeacherKind
@@ -103,14 +104,12 @@ class Recipe:
         Raises:
             RecipeError: names every problem, one line each.
         """
-        problems = list(field_problems(self, ""))
-        for item in fields(self):
-            if is_dataclass(section := getattr(self, item.name)):
-                problems += field_problems(section, item.name)
+        problems = list(_field_problems(self, ""))
         problems += self.quant.problems()
         for index, event in enumerate(self.schedule):
             problems += event.problems(f"schedule[{index}]")
-        problems += _named_twice(self.data, os.path.abspath)
+        if len(self.data.train) + len(self.data.eval) > 1:
+            problems += _named_twice(self.data, os.path.abspath)
         problems += contradictions(self)
         if problems:
             raise RecipeError("\n".join(problems))
@@ -149,11 +148,25 @@ class Recipe:
             for index, file in enumerate(files):
                 if not os.path.isfile(file):
                     problems.append(f"{key}[{index}]: {not_there(file)}, expected a file")
-        problems += _named_twice(self.data, _file_identity)  # links to one file too
+        if len(self.data.train) + len(self.data.eval) > 1:
+            problems += _named_twice(self.data, _file_identity)  # links to one file too
         if os.path.lexists(self.output_dir) and not os.path.isdir(self.output_dir):
             problems.append(f"output_dir: {self.output_dir!r}, expected a directory, or no file of that name")
         if problems:
             raise RecipeError("\n".join(problems))
+
+
+def _field_problems(section: Any, path: str) -> Iterator[str]:
+    """One line per field of a section, and of those in it, that has another value than it declares. Defaults are good:
+    that is for the tests to see.
+    """
+    for item in fields(section):
+        value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")
+        if value == (item.default if item.default_factory is MISSING else item.default_factory()):
+            continue
+        listed = isinstance(value, list) and ("each" in item.metadata or any(map(is_dataclass, value)))
+        for at, one in ({f"{key}[{n}]": one for n, one in enumerate(value)} if listed else {key: value}).items():
+            yield from _field_problems(one, at) if is_dataclass(one) else value_problems(at, one, item.metadata)
 
 
 def _named_twice(data: DataRecipe, identity: Callable[[str], Hashable]) -> Iterator[str]:

@@ -114,14 +114,8 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
     settings = recipe.data
     training = read_samples(recipe, tokenizer, settings.train)
     held_out: list[Sample] = []
-    with errors_on_all_ranks(ValueError):
-        if settings.held_out:
-            training, chosen = split(training, settings.held_out, settings.seed)
-            held_out = _without_copies(training, chosen)
-    if settings.eval:
-        given = read_samples(recipe, tokenizer, settings.eval)
-        _check_unseen(training, given)
-        held_out += given
+    if settings.held_out or settings.eval:
+        training, held_out = _hold_out(recipe, tokenizer, training)
     sharded = {
         "micro_batch_size": settings.micro_batch_size,
         "rank": rank(),
@@ -183,6 +177,22 @@ def samples_on_all_ranks(batches: Iterable[MicroBatch]) -> Iterator[tuple[torch.
         for index in range(most):
             counts = index < len(samples)
             yield samples[index] if counts else batch["input_ids"][:1, :2], counts
+
+
+def _hold_out(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, training: list[Sample]
+) -> tuple[list[Sample], list[Sample]]:
+    """The samples that train, and those that are held out of them or read from files of their own; a collective."""
+    settings, held_out = recipe.data, list[Sample]()
+    if settings.held_out:
+        with errors_on_all_ranks(ValueError):
+            training, chosen = split(training, settings.held_out, settings.seed)
+            held_out = _without_copies(training, chosen)
+    if settings.eval:
+        given = read_samples(recipe, tokenizer, settings.eval)
+        _check_unseen(training, given)
+        held_out += given
+    return training, held_out
 
 
 def _without_copies(training: Sequence[Sample], held_out: list[Sample]) -> list[Sample]:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,10 @@ from quant import Quantization, QuantLinear, Scheme, prepare
 from quant.held import as_weight
 from quant.rotation import rotate_inputs
 
+SIMULATED = (
+    "simulated, for the fp8 GEMM takes sides that are multiples of 16 alone, and of stacked experts bf16 on compute "
+    "capability 9.0"
+)
 # To round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
 
@@ -54,15 +58,10 @@ def build_student(
     if turned := rotate_weights(model, quantization) if recipe.quant.rotate else 0:
         say(f"rotated: the inputs of {turned} layers, in blocks of {recipe.quant.rotate_block}")
     say(f"quantised: {_summary(recipe, quantization)}")
-    share = quantised_share(model, quantization)
-    say(share.text())
-    if warning := share.warning():
-        say(warning)
+    for line in quantised_share(model, quantization).lines():
+        say(line)
     if quantization.simulated:
-        say(
-            "simulated, for the fp8 GEMM takes sides that are multiples of 16 alone, and of stacked experts bf16 on "
-            f"compute capability 9.0: {listed(quantization.simulated)}"
-        )
+        say(f"{SIMULATED}: {listed(quantization.simulated)}")
     return model, quantization
 
 
@@ -180,18 +179,8 @@ def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
     """Fill every weight scale, and the activation scales that the recipe names a source for; a collective. Returns the
     owners of the input groups whose scales remain to be calibrated in place."""
-    start, scales, inside = recipe.quant.start, recipe.quant.scales, recipe.quant.start_inside
-    if start or scales or is_quantised(Path(recipe.model.path)):
-        read = partial(take_start, inside=inside) if start else load_scales if scales else take_scales
-        report = read(
-            model,
-            quantization,
-            start or scales or recipe.model.path,
-            initial_input_scale=recipe.quant.initial_input_scale,
-            inputs_calibrated_later=recipe.quant.calibration_batches > 0,
-        )
-        say(report.summary())
-        return set(report.inputs_missing)
+    if recipe.quant.start or recipe.quant.scales or is_quantised(Path(recipe.model.path)):
+        return _scales_of_files(recipe, model, quantization)
     renew_weight_scales(quantization)
     owners = {group.owner for group in quantization.input_groups}
     if recipe.quant.initial_input_scale is None:
@@ -214,10 +203,30 @@ def first_codes(
     start_from_gptq(model, quantization, list(samples_on_all_ranks(batches)), device)
 
 
+def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
+    """:func:`initial_scales` from a PTQ checkpoint, or from the quantised one that training starts from."""
+    start, scales = recipe.quant.start, recipe.quant.scales
+    read = partial(take_start, inside=recipe.quant.start_inside) if start else load_scales if scales else take_scales
+    report = read(
+        model,
+        quantization,
+        start or scales or recipe.model.path,
+        initial_input_scale=recipe.quant.initial_input_scale,
+        inputs_calibrated_later=recipe.quant.calibration_batches > 0,
+    )
+    say(report.summary())
+    return set(report.inputs_missing)
+
+
 def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
     """The schemes of lm_head and embeddings by their names in the model; with quant.scheme source of all layers."""
     if recipe.quant.scheme == SOURCE:
         return source_schemes(model, Path(recipe.quant.start or recipe.model.path), recipe.quant.own_weights())
+    return _schemes_at_ends(recipe, model) if recipe.quant.lm_head or recipe.quant.embedding else {}
+
+
+def _schemes_at_ends(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
+    """The schemes of lm_head and embeddings, by their names in the model."""
     modules = {id(module): name for name, module in model.named_modules()}
     chosen = {
         "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),
@@ -242,10 +251,8 @@ def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
     """
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     if recipe.quant.compute == "fp8_gemm" and device.type == "cuda" and not able:
-        raise ValueError(
-            f"quant.compute: 'fp8_gemm', expected auto or simulate: {torch.cuda.get_device_name(device)} has no fp8 "
-            "tensor cores (compute capability 8.9)"
-        )
+        gpu = f"{torch.cuda.get_device_name(device)} has no fp8 tensor cores (compute capability 8.9)"
+        raise ValueError(f"quant.compute: 'fp8_gemm', expected auto or simulate: {gpu}")
     if recipe.quant.compute != "auto":
         return recipe.quant.compute == "fp8_gemm"
     return able and recipe.model.dtype == "bfloat16" and recipe.quant.has_fp8_gemm()
@@ -280,26 +287,15 @@ class QuantisedShare:
     parameters: dict[str, tuple[int, int]]
     left_out: Counter[str]
 
-    @property
-    def share(self) -> float:
-        """Of all kinds together."""
+    def lines(self) -> Iterator[str]:
+        """The share of all, and of each kind; what was left out, largest first, where it is more than a fifth."""
         done, whole = map(sum, zip(*self.parameters.values(), strict=True))
-        return done / whole if whole else 1.0
-
-    def text(self) -> str:
-        """One line: the share of all, and of each kind."""
-        kinds = [f"{kind} {done:,} of {whole:,}" for kind, (done, whole) in self.parameters.items() if whole]
-        return (
-            f"quantised: {self.share:.1%} of the {sum(whole for _, whole in self.parameters.values()):,} parameters in "
-            f"the decoder's matrices ({', '.join(kinds)})"
-        )
-
-    def warning(self) -> str | None:
-        """What was left out, largest first, where it is more than a fifth."""
-        if self.share >= ENOUGH:
-            return None
-        most = [f"{name} ({count:,})" for name, count in self.left_out.most_common()]
-        return f"warning: {1 - self.share:.1%} of the decoder's matrices are not quantised: {listed(most, 8)}"
+        share = done / whole if whole else 1.0
+        kinds = ", ".join(f"{kind} {done:,} of {whole:,}" for kind, (done, whole) in self.parameters.items() if whole)
+        yield f"quantised: {share:.1%} of the {whole:,} parameters in the decoder's matrices ({kinds})"
+        if share < ENOUGH:
+            most = [f"{name} ({count:,})" for name, count in self.left_out.most_common()]
+            yield f"warning: {1 - share:.1%} of the decoder's matrices are not quantised: {listed(most, 8)}"
 
 
 def quantised_share(model: PreTrainedModel, quantization: Quantization) -> QuantisedShare:
@@ -319,6 +315,9 @@ def quantised_share(model: PreTrainedModel, quantization: Quantization) -> Quant
     return QuantisedShare(counts, left_out)
 
 
+_KINDS = {"attention": ("attn", "attention"), "MLP": ("mlp", "feed_forward", "ffn", "moe")}
+
+
 def _kind_of_matrix(name: str, modules: dict[str, nn.Module]) -> str:
     """What a parameter belongs to, by the modules around it, the innermost that says it first."""
     around = name.rpartition(".")[0]
@@ -326,10 +325,9 @@ def _kind_of_matrix(name: str, modules: dict[str, nn.Module]) -> str:
         words = f"{around.rpartition('.')[2]} {type(modules[around]).__name__}".lower()
         if isinstance(modules[around], ExpertMLPs):
             return "experts"
-        if "attn" in words or "attention" in words:
-            return "attention"
-        if "mlp" in words or "feed_forward" in words or "ffn" in words or "moe" in words:
-            return "MLP"
+        for kind, said in _KINDS.items():
+            if any(word in words for word in said):
+                return kind
         around = around.rpartition(".")[0]
     return "other"
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model.build import build_model
+from model.arrange_experts import _looks_like_experts, _numbers_of_experts
+from model.build import build_model, may_hold_experts
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
 from tests.root import ROOT
@@ -178,3 +180,16 @@ def test_a_model_that_transformers_runs_in_fp32_alone_is_refused_in_bf16(tmp_pat
     with pytest.raises(RankError, match=r"transformers runs xlstm in fp32 alone: set model\.dtype to float32$"):
         build(tmp_path)
     build_model(tmp_path, {}, dtype=torch.float32, device=CPU)
+
+
+def test_models_that_are_passed_over_have_no_experts(seed):
+    """`may_hold_experts` saves the search of plain models: none may be passed over in which it would find some."""
+    passed_over = set()
+    for name in {"qwen3", "llama", "qwen3_moe", *random.sample(sorted(VARIANTS), 12)}:
+        model = VARIANTS[name].model()
+        counts = _numbers_of_experts(model.config.to_dict())
+        if not may_hold_experts(model):
+            passed_over.add(name)
+            found = [one for one, part in model.named_modules() if _looks_like_experts(one, part, model, counts)]
+            assert found == [], name
+    assert {"qwen3", "llama"} <= passed_over and "qwen3_moe" not in passed_over

@@ -52,17 +52,16 @@ def test_the_share_of_the_matrices_that_is_quantised(tmp_path: Path):
         "experts": (2 * 4 * 3 * 64 * 32,) * 2,
         "other": (0, 0),
     }
-    assert share.text() == (
+    assert list(share.lines()) == [
         "quantised: 88.9% of the 73,728 parameters in the decoder's matrices "
         "(attention 16,384 of 24,576, experts 49,152 of 49,152)"
-    )
-    assert share.warning() is None
+    ]
 
 
 def test_a_small_share_names_what_was_left_out(tmp_path: Path):
     student = student_of("qwen3", tmp_path, quant=QuantRecipe(exempt_more=[r".*\.mlp\..*"]))
-    warning = quantised_share(student.model, student.quantization).warning()
-    assert warning is not None and "60.0% of the decoder's matrices are not quantised" in warning
+    _, warning = quantised_share(student.model, student.quantization).lines()
+    assert "60.0% of the decoder's matrices are not quantised" in warning
     assert "model.layers.*.mlp.gate_proj.weight (12,288)" in warning
 
 
