@@ -51,7 +51,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias"}
 FREE |= {"set_"}
 # In place, and without sums, these touch gradients only where something was clipped: nothing, here.
-CLIPPED = {"masked_", "fake_quantize_backward_"}
+CLIPPED = {"masked_", "dequantize_and_mask_", "fake_quantize_backward_"}
 WITH_SUMS = "fake_quantize_backward_"  # partial sums, and their sum; launch_reduction in quant/kernels/cuda.cu
 
 
@@ -178,6 +178,7 @@ def _quantise(model: nn.Module, scheme: str, learn: bool, *, codes: bool = False
     quantization = prepare(model, SCHEMES[scheme], **scales, **compute)
     for layer in quantization.layers.values() if codes else ():
         weight = layer.weight
+        layer.known_weight_scale = torch.empty_like(layer.weight_s0)
         weight.data = stand_in(weight.new_empty(weight.shape, dtype=torch.uint8), weight.shape, weight.dtype)
 
 

@@ -50,6 +50,7 @@ class Plan:
         held: how ``weight`` holds codes, where it does; it is quantised then, and frozen.
         restored: where layers with the same input find it in backward, as the forward multiplied it.
         dynamic_codes: keep codes for backward also of floats with dynamic scales: less memory, a few operators more.
+        weight_scale: the effective scale of the weight for the fp8 GEMM, if it is known.
     """
 
     weight: TensorSpec | None
@@ -61,6 +62,7 @@ class Plan:
     held: HeldCodes | None = None
     restored: Restored | None = None
     dynamic_codes: bool = False
+    weight_scale: Tensor | None = None
 
 
 def quant_linear(
@@ -189,8 +191,9 @@ class Saved(NamedTuple):
         """With the codes that the weight holds, or that stand in for it."""
         if plan.held is not None:
             return self._replace(weight_codes=plan.held.unpack(self.weight))
-        codes = None if plan.weight is None else codes_of_stand_in(self.weight, plan.weight)
-        return self if codes is None else self._replace(weight_codes=codes)
+        if plan.weight is None or not stands_in(self.weight):
+            return self
+        return self._replace(weight_codes=codes_of_stand_in(self.weight, plan.weight))
 
     def input_quantizer(self, spec: TensorSpec) -> Quantizer:
         return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
@@ -219,8 +222,12 @@ class QuantLinearFunction(torch.autograd.Function):
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
         if needs.x or (needs.input_theta and ctx.plan.input is not None):
             grad_x, grad_input_theta = _input_gradients(ctx, saved, grad)
+        unmasked = grad_x if ctx.keeps_codes else None
         if needs.weight or (needs.weight_theta and ctx.plan.weight is not None):
-            grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad, needs.weight_theta)
+            used_x = used_input(ctx, saved, unmasked, after=grad)
+            grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad, used_x, needs.weight_theta)
+        elif unmasked is not None:
+            kernels.masked_(unmasked, saved.mask)
         # The theta of an operand that is not quantised now: ZeRO-3 keeps the gradient of the last step of a Parameter
         # that gets none, and would apply it again in every step.
         if saved.input_theta is not None and needs.input_theta and grad_input_theta is None:
@@ -271,13 +278,13 @@ def product(plan: Plan, given: Arguments) -> Tensor:
     if plan.fp8_gemm:
         return _product_of_codes(plan, saved, given.codes, given.bias)
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
-    used_weight = _used_weight(given.weight, quantizer, saved.weight_codes)
+    used = used_weight(given.weight, quantizer, saved.weight_codes)
     # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed. It
     # knows no meta device, on which nothing is computed.
     device = given.x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        return gemm.linear(given.x if given.values is None else given.values, used_weight, given.bias, given.offsets)
+        return gemm.linear(given.x if given.values is None else given.values, used, given.bias, given.offsets)
 
 
 def _product_of_codes(plan: Plan, saved: Saved, codes: Tensor, bias: Tensor | None) -> Tensor:
@@ -288,13 +295,18 @@ def _product_of_codes(plan: Plan, saved: Saved, codes: Tensor, bias: Tensor | No
     weight_codes = saved.weight_codes
     if weight_codes is None:
         weight_codes, _ = kernels.quantize(saved.weight, quantizer)
-    weight_scale = kernels.effective_scale(quantizer)
+    weight_scale = kernels.effective_scale(quantizer) if plan.weight_scale is None else plan.weight_scale
     scales_and_codes = (codes, input_scale, weight_codes, weight_scale)
     dtype, offsets = saved.weight.dtype, saved.offsets
     return gemm.scaled_linear(*scales_and_codes, bias, dtype, offsets, fast_accum=plan.fast_accum)
 
 
-def _used_weight(
+def stands_in(weight: Tensor) -> bool:
+    """Whether it is a :func:`quant.held.stand_in`: no weight that could train has all elements in one place."""
+    return not any(weight.stride()) and weight.numel() > 1
+
+
+def used_weight(
     weight: Tensor, quantizer: Quantizer | None, codes: Tensor | None, *, after: Tensor | None = None
 ) -> Tensor:
     """The weight as the GEMM in the model's dtype sees it."""
@@ -306,11 +318,12 @@ def _used_weight(
 
 
 def _input_gradients(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``."""
+    """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``. Where codes of the input are
+    kept, its gradient is not masked yet."""
     plan: Plan = ctx.plan
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
-    used_weight = _used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)
-    grad_used = gemm.input_gradient(grad, used_weight, saved.offsets).reshape(ctx.input_shape)
+    used = used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)
+    grad_used = gemm.input_gradient(grad, used, saved.offsets).reshape(ctx.input_shape)
     if plan.input is None:
         return grad_used, None
     if saved.scales is not None:
@@ -318,7 +331,7 @@ def _input_gradients(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor, Tens
     if plan.input.dynamic:
         return kernels.fake_quantize_tokens_backward(grad_used, saved.x, plan.input, saved.input_s0), None
     if ctx.keeps_codes:
-        return kernels.masked_(grad_used, saved.mask), None
+        return grad_used, None
     grad_theta = kernels.fake_quantize_backward_(
         grad_used,
         saved.x,
@@ -329,12 +342,13 @@ def _input_gradients(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor, Tens
     return grad_used, grad_theta
 
 
-def _weight_gradients(ctx: Any, saved: Saved, grad: Tensor, theta_gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _weight_gradients(
+    ctx: Any, saved: Saved, grad: Tensor, used_x: Tensor, theta_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of the weight, in its shape, and of its theta where wanted, from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
-    used_x = used_input(ctx, saved, after=grad)
     grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
-    if plan.weight is None or codes_of_stand_in(saved.weight, plan.weight) is not None:
+    if plan.weight is None or stands_in(saved.weight):
         # Of codes that stand in for the weight, whoever has the weight itself does the rest (:mod:`model.coded`).
         return grad_used, None
     grad_theta = kernels.fake_quantize_backward_(
@@ -347,51 +361,27 @@ def _weight_gradients(ctx: Any, saved: Saved, grad: Tensor, theta_gradient: bool
     return grad_used, grad_theta
 
 
-def used_input(ctx: Any, saved: Saved, *, after: Tensor) -> Tensor:
-    """The input as the forward's GEMM saw it, from what the context of :class:`QuantLinearFunction` kept of it."""
+def used_input(ctx: Any, saved: Saved, unmasked: Tensor | None = None, *, after: Tensor) -> Tensor:
+    """The input as the forward's GEMM saw it, from what the context of :class:`QuantLinearFunction` kept of it. The
+    input's gradient, if given, is masked in place."""
     spec: TensorSpec | None = ctx.plan.input
+    restored: Restored | None = ctx.plan.restored
+    make: Callable[[], Tensor]
     if spec is None:
         return saved.x
-
-    def make() -> Tensor:
-        if saved.scales is not None:
-            above = saved.input_s0
-            return kernels.restore_tokens(saved.x, saved.scales, spec, saved.weight.dtype, above, after=after)
-        if spec.dynamic:
-            return kernels.fake_quantize_tokens(saved.x, spec, saved.input_s0, after=after)
+    if unmasked is not None and restored is not None and restored.has(saved.x):
+        unmasked = kernels.masked_(unmasked, saved.mask)
+    if saved.scales is not None:
+        above, dtype = saved.input_s0, saved.weight.dtype
+        make = partial(kernels.restore_tokens, saved.x, saved.scales, spec, dtype, above, after=after)
+    elif spec.dynamic:
+        make = partial(kernels.fake_quantize_tokens, saved.x, spec, saved.input_s0, after=after)
+    elif unmasked is not None:
+        make = partial(kernels.dequantize_and_mask_, unmasked, saved.mask, saved.x, saved.input_quantizer(spec))
+    else:
         restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
-        return restore(saved.x, saved.input_quantizer(spec), after=after)
-
-    restored: Restored | None = ctx.plan.restored
+        make = partial(restore, saved.x, saved.input_quantizer(spec), after=after)
     return make() if restored is None else restored.get(saved.x, make)
-
-
-class UsedWeightFunction(torch.autograd.Function):
-    """Fake-quantises a weight for a layer whose product is not a plain GEMM. The caller holds the fake-quantised copy.
-
-    ``apply(spec, numel, weight, *scale)``, where ``numel`` weights share one scale. It saves the Parameters.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, spec: TensorSpec, numel: int, weight: Tensor, *scale: Any) -> Tensor:
-        ctx.save_for_backward(weight, *scale)
-        ctx.spec, ctx.factor = spec, lsq_factor(numel, spec)
-        return _used_weight(weight, Quantizer(Scale(*scale), spec, weight.dtype), codes_of_stand_in(weight, spec))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _, _, needs_weight, _, needs_theta, *_ = ctx.needs_input_grad
-        weight, *scale = ctx.saved_tensors
-        grad_weight = grad.clone(memory_format=torch.contiguous_format)
-        if codes_of_stand_in(weight, ctx.spec) is not None:  # as above
-            grad_theta = torch.zeros_like(scale[1]) if needs_theta else None
-            return None, None, grad_weight if needs_weight else None, None, grad_theta, None, None
-        quantizer = Quantizer(Scale(*scale), ctx.spec, weight.dtype)
-        grad_theta = kernels.fake_quantize_backward_(
-            grad_weight, weight, quantizer, factor=ctx.factor, theta_gradient=needs_theta
-        )
-        return None, None, grad_weight if needs_weight else None, None, grad_theta, None, None
 
 
 def lsq_factor(numel: int, spec: TensorSpec) -> float:

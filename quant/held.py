@@ -123,17 +123,16 @@ def stand_in(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     return elements[-1].expand(shape)
 
 
-def codes_of_stand_in(weight: Tensor, spec: TensorSpec) -> Tensor | None:
-    """The codes behind a :func:`stand_in`, in the weight's shape; None of any other weight.
+def codes_of_stand_in(weight: Tensor, spec: TensorSpec) -> Tensor:
+    """The codes behind a :func:`stand_in`, in the weight's shape.
 
-    No weight that could train has all its elements in one place: what is written to it would be lost.
+    Raises:
+        ValueError: of any other tensor.
     """
-    if weight.dim() == 0 or any(weight.stride()) or weight.numel() < 2:
-        return None
     before = weight.storage_offset() * weight.itemsize
     storage = weight.untyped_storage()
-    if before < weight.numel() or before + weight.itemsize != storage.nbytes():
-        return None
+    if any(weight.stride()) or before < weight.numel() or before + weight.itemsize != storage.nbytes():
+        raise ValueError(f"a weight {list(weight.shape)} of strides {weight.stride()} holds no codes")
     codes = torch.empty(0, dtype=CODE_DTYPES.get(spec.dtype, torch.int8), device=weight.device)
     strides = torch.empty(weight.shape, device="meta").stride()
     return codes.set_(storage, 0, weight.shape, strides)

@@ -95,6 +95,10 @@ class Restored:
         self._taken = 0
         self._held: tuple[Tensor, Tensor] | None = None
 
+    def has(self, kept: Tensor) -> bool:
+        """Whether :meth:`get` would make nothing."""
+        return self._held is not None and _same_memory(self._held[0], kept)
+
     def get(self, kept: Tensor, make: Callable[[], Tensor]) -> Tensor:
         """What ``make`` makes of ``kept``; nobody may write to it. To be called in backward."""
         held = self._held

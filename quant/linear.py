@@ -15,12 +15,13 @@ from quant import gemm, kernels
 from quant.adapter import Adapter
 from quant.calibrate import Observer
 from quant.experts import StackedLinear
-from quant.function import Plan, UsedWeightFunction, quant_linear
+from quant.function import Plan, quant_linear
 from quant.hadamard import rotate
 from quant.held import held_codes
 from quant.inputs import SharedInput
 from quant.scale import Quantizer, Scale
 from quant.spec import Scheme
+from quant.used_weight import UsedWeightFunction
 
 # The Parameters of a quantised layer that the layer it replaces does not have: the parts of a Scale of the weight, then
 # s0 and theta of one of the input. Checkpoints know them by these names.
@@ -53,6 +54,8 @@ class QuantLayer(nn.Module):
         keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
             :func:`weights_changed`. Only where weights stay resident.
         trained: whether a forward with gradients has run. Where none has, somebody uses the weight as it is.
+        known_weight_scale: the effective scale of the weight, by whoever forms those of many layers at once and forgets
+            them in ``when_changed``; None where each forward forms it.
         when_changed: called when weights, scales or switches changed, so that what is kept of them elsewhere is
             dropped; None where nothing is.
         adapter: what is added to the weight before anything is made of it, or to the output; None without one. Its
@@ -118,6 +121,7 @@ class QuantLayer(nn.Module):
         self.fast_accum = False
         self.keeps_weight_codes = False
         self.trained = False
+        self.known_weight_scale: Tensor | None = None
         self.when_changed: Callable[[], None] | None = None
         self.adapter: Adapter | None = None
         self._weight_codes: Tensor | None = None
@@ -261,6 +265,7 @@ class QuantLinear(QuantLayer):
             fast_accum=self.fast_accum,
             held=self.held,
             dynamic_codes=self.dynamic_codes,
+            weight_scale=self.known_weight_scale,
         )
         return quant_linear(
             x,

@@ -22,10 +22,11 @@ from model.zero import (
     whole_values,
 )
 from model.zero.as_bytes import ByteForm, gather_as_bytes, release_decoded
-from quant import Quantization, QuantLayer, QuantLinear
+from quant import Quantization, QuantLayer, QuantLinear, kernels
 from quant.function import lsq_factor
 from quant.held import stand_in
 from quant.scale import Quantizer, Scale
+from quant.spec import FP8_TENSOR
 
 NONE_CODED = (
     "quant.gather_codes: true, expected false: no layer has a weight in bfloat16 or float32, larger than "
@@ -91,6 +92,7 @@ class CodedWeights:
             raise ValueError(NONE_CODED)
         gather_as_bytes(model, self._form_of)
         self._scales: dict[int, Quantizer] | None = None
+        self._formed: Tensor | None = None
         for one in self._weights.values():
             one.layer.when_changed = self._changed
 
@@ -156,13 +158,39 @@ class CodedWeights:
                 )
                 for key, one in self._weights.items()
             }
+            self._form_scales()
         return self._scales
+
+    def _form_scales(self) -> None:
+        """The effective scales of all layers that multiply codes, in one launch; each layer would form its own.
+
+        They stay in the same memory from step to step: it is filled on the stream that gathers, read on another, and
+        would be free for the former as soon as it is dropped.
+        """
+        assert self._scales is not None
+        layers = [(one.layer, self._scales[key].scale) for key, one in self._weights.items() if one.layer.fp8_gemm]
+        if not layers:
+            return
+        s0 = [scale.s0 for _, scale in layers]
+        theta = [torch.zeros_like(scale.s0) if scale.theta is None else scale.theta for _, scale in layers]
+        formed = kernels.effective_scale(Quantizer(Scale(torch.cat(s0), torch.cat(theta)), FP8_TENSOR, torch.float32))
+        sizes = [len(one) for one in s0]
+        whole = [-(-size // 4) * 4 for size in sizes]  # each from an address that 16 divides, as GEMMs on CUDA like it
+        if self._formed is None:
+            self._formed = formed.new_empty(sum(whole))
+        places = [place[:size] for place, size in zip(self._formed.split(whole), sizes, strict=True)]
+        torch._foreach_copy_(places, list(formed.split(sizes)))
+        get_accelerator().synchronize()
+        for (layer, _), place in zip(layers, places, strict=True):
+            layer.known_weight_scale = place
 
     def _changed(self) -> None:
         """Drop everything that was made of weights, scales or switches before they changed."""
         if self._scales is None:
             return  # all layers tell of one change
         self._scales = None
+        for one in self._weights.values():
+            one.layer.known_weight_scale = None
         release_decoded(one.weight for one in self._weights.values())
 
 

@@ -219,10 +219,14 @@ Tensor fake_quantize_backward_(Tensor& grad, const Tensor& x, const Tensor& s0, 
   return backward_into(grad, grad, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero, above);
 }
 
-void masked_into(Tensor& out, const Tensor& grad, const Tensor& mask) {
+void check_mask(const Tensor& grad, const Tensor& mask) {
   TORCH_CHECK(mask.scalar_type() == at::kByte && mask.is_contiguous() && mask.numel() == (grad.numel() + 7) / 8,
               "a mask of ", mask.numel(), " bytes (", mask.scalar_type(), ") does not belong to ", grad.numel(), " elements");
   TORCH_CHECK(mask.device() == grad.device(), "grad is on ", grad.device(), ", its mask on ", mask.device());
+}
+
+void masked_into(Tensor& out, const Tensor& grad, const Tensor& mask) {
+  check_mask(grad, mask);
   if (grad.numel() == 0) return;
   DEEPQAT_CALL(masked, grad, grad.const_data_ptr(), mask.const_data_ptr<uint8_t>(),
                dtype_of(grad.scalar_type(), "grad"), grad.numel(), out.mutable_data_ptr());
@@ -237,6 +241,24 @@ Tensor masked(const Tensor& grad, const Tensor& mask) {
 void masked_(Tensor& grad, const Tensor& mask) {
   TORCH_CHECK(grad.is_contiguous(), "what is overwritten must be contiguous, grad has strides ", grad.strides());
   masked_into(grad, grad, mask);
+}
+
+Tensor dequantize_and_mask_(Tensor& grad, const Tensor& mask, const Tensor& codes_, const Tensor& s0,
+                            const OptionalTensor& theta, at::ScalarType scale_dtype, const OptionalTensor& zero,
+                            const OptionalTensor& above) {
+  check_mask(grad, mask);
+  TORCH_CHECK(grad.is_contiguous(), "what is overwritten must be contiguous, grad has strides ", grad.strides());
+  TORCH_CHECK(grad.sizes() == codes_.sizes() && grad.device() == codes_.device(), "grad is ", grad.sizes(), " on ",
+              grad.device(), ", codes are ", codes_.sizes(), " on ", codes_.device());
+  const Tensor codes = codes_.contiguous();
+  const int grid = grid_of_codes(codes.scalar_type());
+  const Scales scales = scales_of(codes.numel(), s0, theta, scale_dtype, codes, zero, grid, above);
+  Tensor out = at::empty(codes.sizes(), grad.options());
+  if (codes.numel() > 0) {
+    DEEPQAT_CALL(dequantize_and_mask, codes, codes.const_data_ptr(), scales, grid, dtype_of(grad.scalar_type(), "grad"),
+                 out.mutable_data_ptr(), grad.mutable_data_ptr(), mask.const_data_ptr<uint8_t>());
+  }
+  return out;
 }
 
 Tensor amax(const Tensor& x_, int64_t count) {
@@ -324,6 +346,7 @@ void implement(torch::Library& library) {
   library.impl("fake_quantize_backward_", TORCH_FN(fake_quantize_backward_));
   library.impl("masked", TORCH_FN(masked));
   library.impl("masked_", TORCH_FN(masked_));
+  library.impl("dequantize_and_mask_", TORCH_FN(dequantize_and_mask_));
   library.impl("amax", TORCH_FN(amax));
   library.impl("quantize_tokens", TORCH_FN(quantize_tokens));
   library.impl("fake_quantize_tokens", TORCH_FN(fake_quantize_tokens));

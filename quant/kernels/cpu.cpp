@@ -70,6 +70,12 @@ void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype,
   });
 }
 
+void dequantize_and_mask(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out, void* grad,
+                         const uint8_t* mask) {
+  dequantize(codes, scales, grid, dtype, out);
+  masked(grad, mask, dtype, scales.numel(), grad);
+}
+
 void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* out_) {
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
     const auto* x = static_cast<const decltype(zero)*>(x_);

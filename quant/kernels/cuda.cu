@@ -126,6 +126,17 @@ void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype,
   });
 }
 
+void dequantize_and_mask(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* grad_,
+                         const uint8_t* mask, void* stream) {
+  with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
+    using Op = DequantizeAndMask<decltype(zero), decltype(g)>;
+    const auto* codes = static_cast<const typename decltype(g)::Code*>(codes_);
+    auto *out = static_cast<decltype(zero)*>(out_), *grad = static_cast<decltype(zero)*>(grad_);
+    launch_elementwise("dequantize_and_mask", Op{codes, out, grad, mask, g}, scales, scales.numel(),
+                       aligned(codes, out, grad), stream);
+  });
+}
+
 void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* out_, void* stream) {
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
     using Op = FakeQuantize<decltype(zero), decltype(g)>;

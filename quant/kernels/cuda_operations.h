@@ -160,6 +160,36 @@ struct Masked {
   DEEPQAT_DEVICE bool untouched(uint32_t bits) const { return grad == out && bits == kAllOfThem; }
 };
 
+// Dequantises codes, and masks a gradient of as many elements in place: what backward wants of an input at once.
+template <typename T, typename G>
+struct DequantizeAndMask {
+  struct In {
+    Vector<typename G::Code> codes;
+    uint32_t mask;
+  };
+  static constexpr bool kScaled = true, kShifted = G::kShifted;
+  const typename G::Code* codes;
+  T *out, *grad;
+  const uint8_t* mask;
+  G grid;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return {load_vector<kWide>(codes + i, n), n > 0 ? mask[i / kVector] : kAllOfThem};
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+    float values[kVector];
+    decode([&](int j) { return grid.at(scale(j).zero); }, in.codes, values);
+    unrolled<kVector>([&](int j) { values[j] *= scale(j).value; });
+    store_vector<kWide>(stored<T>(values), out + i, n);
+    if (in.mask == kAllOfThem) return;
+    const auto bit = [&](int j) { return (in.mask >> j & 1u) != 0; };
+    store_vector<kWide>(kept(load_vector<kWide>(grad + i, n), bit), grad + i, n);
+  }
+};
+
 // ---- operations that reduce runs: apply() takes the elements' terms into accumulators, finish() the run's result
 
 template <typename T, typename G>

@@ -150,6 +150,21 @@ def masked(grad: Tensor, mask: Tensor) -> Tensor:
     return grad.contiguous().masked_fill(~unpack_bits(mask, grad.shape), 0)
 
 
+def dequantize_and_mask_(
+    grad: Tensor,
+    mask: Tensor,
+    codes: Tensor,
+    s0: Tensor,
+    theta: Tensor | None,
+    scale_dtype: torch.dtype,
+    zero: Tensor | None = None,
+    above: Tensor | None = None,
+) -> Tensor:
+    """:func:`dequantize` in the dtype of ``grad``, and :func:`masked_`."""
+    masked_(grad, mask)
+    return dequantize(codes, s0, theta, scale_dtype, grad.dtype, None, zero, above)
+
+
 def amax(x: Tensor, count: int) -> Tensor:
     """Largest magnitude of each of ``count`` parts, fp32; NaN where there is one."""
     if x.numel() == 0:

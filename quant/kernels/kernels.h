@@ -65,6 +65,8 @@ constexpr int kShortToken = 32;
   void quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* codes, uint8_t* mask,                \
                 void* values STREAM);                                                                                  \
   void dequantize(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out STREAM);                   \
+  void dequantize_and_mask(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out, void* grad,      \
+                           const uint8_t* mask STREAM);                                                                \
   void fake_quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* out STREAM);                    \
   void fake_quantize_backward(const void* grad, const void* x, Dtype dtype, const Scales& scales, int grid,            \
                               float factor, void* grad_x, float* partial_sums, void* grad_theta STREAM);               \
@@ -89,7 +91,7 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 #undef DEEPQAT_DECLARE_KERNELS
 
 // Arguments, beyond the obvious:
-//   grad_x, out    may be grad: an element is read before it is written
+//   grad_x, out    may be grad: an element is read before it is written; in dequantize_and_mask it is not
 //   codes          uint8 (e4m3, or e2m1 in the low four bits) or int8
 //   values         the result of fake_quantize; may be null
 //   mask           one bit per element, element i at bit i % 8 of byte i / 8: whether it is inside the range; may be

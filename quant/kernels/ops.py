@@ -137,6 +137,14 @@ def masked_(grad: Tensor, mask: Tensor) -> Tensor:
     return grad
 
 
+def dequantize_and_mask_(grad: Tensor, mask: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
+    """:func:`masked_` and :func:`dequantize`, of as many codes and in the dtype of ``grad``, in one launch; not with
+    scales per block."""
+    ensure_ready()
+    s0, theta, _, stored = _of_runs(quantizer)
+    return _OPS.dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_beside(quantizer))
+
+
 def amax(x: Tensor, count: int = 1) -> Tensor:
     """Largest magnitude of each of ``count`` equal consecutive parts: fp32 ``[count]``, NaN where there is one, 0 of
     nothing."""

@@ -49,6 +49,8 @@ SCHEMAS = (
     f"bool theta_gradient, {_BESIDE}) -> Tensor",
     "masked(Tensor grad, Tensor mask) -> Tensor",
     "masked_(Tensor(a!) grad, Tensor mask) -> ()",
+    f"dequantize_and_mask_(Tensor(a!) grad, Tensor mask, Tensor codes, {_SCALE}, ScalarType scale_dtype, {_BESIDE}) "
+    "-> Tensor",
     "amax(Tensor x, int count) -> Tensor",
     f"quantize_tokens(Tensor x, int grid, bool symmetric, {_OF_TOKENS}) -> (Tensor, Tensor, Tensor)",
     f"fake_quantize_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
@@ -105,6 +107,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     ),
     "masked": lambda grad, mask: _like(grad),
     "masked_": lambda grad, mask: None,
+    "dequantize_and_mask_": lambda grad, *_: _like(grad),
     "amax": lambda x, count: x.new_empty(count, dtype=torch.float32),
     "quantize_tokens": _quantized_tokens,
     "fake_quantize_tokens": lambda x, *_: _like(x),

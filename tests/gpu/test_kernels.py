@@ -65,6 +65,10 @@ def check(case: Case) -> None:
     overwritten = grad.cuda().contiguous().clone()
     OPS.masked_(overwritten, mask.cuda())
     assert_same(overwritten.cpu(), OPS.masked(grad, mask), f"masked in place, {what}")
+    overwritten = grad.cuda().contiguous().clone()
+    values = OPS.dequantize_and_mask_(overwritten, mask.cuda(), on_gpu(codes), gs, gt, stored, gz)
+    assert_same(overwritten.cpu(), OPS.masked(grad, mask), f"masked while dequantising, {what}")
+    assert_same(values.cpu(), OPS.dequantize(codes, s0, theta, stored, grad.dtype, None, zero), f"and values, {what}")
     for dtype in DTYPES:
         last = (stored, dtype, None)
         same("dequantize", (codes, s0, theta, *last, zero), (on_gpu(codes), gs, gt, *last, gz))

@@ -6,8 +6,9 @@ from torch import nn
 
 from quant import SCHEMES, Quantizer, QuantLinear, Scale, TensorSpec, kernels, prepare
 from quant.experts import StackedLinear
-from quant.function import UsedWeightFunction
+from quant.function import stands_in
 from quant.held import HeldCodes, codes_of_stand_in, held_codes, hold_codes, stand_in
+from quant.used_weight import UsedWeightFunction
 
 OUT, IN, EXPERTS = 128, 256, 3
 
@@ -186,4 +187,7 @@ def test_nothing_else_is_taken_for_codes():
         torch.zeros(1),
         torch.zeros(()),
     ]
-    assert all(codes_of_stand_in(one, spec) is None for one in others)
+    for one in others:
+        with pytest.raises(ValueError, match="holds no codes"):
+            codes_of_stand_in(one, spec)
+    assert not any(map(stands_in, [others[0], *others[3:]]))

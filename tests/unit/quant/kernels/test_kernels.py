@@ -319,6 +319,11 @@ def check(case: Case) -> None:
     overwritten = case.grad.clone(memory_format=torch.contiguous_format)
     OPS.masked_(overwritten, mask)
     assert_same(overwritten, eager.masked(case.grad, mask), f"masked in place, {what}")
+    overwritten = case.grad.clone(memory_format=torch.contiguous_format)
+    values = OPS.dequantize_and_mask_(overwritten, mask, codes, *scales, case.scale_dtype, *beside)
+    expected = eager.dequantize(codes, *scales, case.scale_dtype, case.grad.dtype, None, *beside)
+    assert_same(values, expected, f"dequantised while masking, {what}")
+    assert_same(overwritten, eager.masked(case.grad, mask), f"masked while dequantising, {what}")
     assert_same(OPS.amax(x, case.s0.numel()), eager.amax(x, case.s0.numel()), f"amax, {what}")
     check_tokens(x, case.grad, what, random.sample(TOKEN_GRIDS, 3))
 
@@ -567,6 +572,7 @@ def samples() -> list[tuple[str, tuple]]:
             packing.pack_bits(torch.rand(35) < 0.5),
         )
         found += [("count_clipped", (mask, x.numel())), ("clipped_products", (*products, lora_a, lora_b))]
+        found.append(("dequantize_and_mask_", (grad.contiguous(), mask, codes, s0, None, torch.float32)))
         for tokens in ((0, True), (8, False)):
             found += [
                 ("quantize_tokens", (x, *tokens)),

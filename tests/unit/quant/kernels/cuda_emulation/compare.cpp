@@ -209,6 +209,15 @@ void test_quantize() {
   cpu::masked(c.grad.data(), cpu_mask, c.dtype, c.numel, out.cpu.data());
   cuda::masked(c.grad.data(), cuda_mask, c.dtype, c.numel, out.cuda.data(), stream);
   out.compare("masked");
+
+  Result values_too(c.numel, size_of(c.dtype), any_offset()), grad(c.numel, size_of(c.dtype), any_offset());
+  memcpy(grad.cpu.data(), c.grad.data(), c.numel * size_of(c.dtype));
+  memcpy(grad.cuda.data(), c.grad.data(), c.numel * size_of(c.dtype));
+  cpu::dequantize_and_mask(codes.cpu.data(), c.scales, c.grid, c.dtype, values_too.cpu.data(), grad.cpu.data(), cpu_mask);
+  cuda::dequantize_and_mask(codes.cpu.data(), c.scales, c.grid, c.dtype, values_too.cuda.data(), grad.cuda.data(),
+                            cpu_mask, stream);
+  values_too.compare("dequantised while masking", c.dtype);
+  grad.compare("masked while dequantising");
 }
 
 void test_dequantize() {
