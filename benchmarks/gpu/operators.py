@@ -56,6 +56,7 @@ def fixed_grids(x: Tensor, grad: Tensor) -> None:
             ops.dequantize(codes, s0, theta, torch.float32, torch.bfloat16)
             ops.masked(grad, mask)
             ops.masked_(grad.clone(), mask)
+            ops.dequantize_and_mask_(grad.clone(), mask, codes, s0, theta, torch.float32)
             for wanted in (False, True):
                 ops.fake_quantize_backward(grad, x, *arguments, 1.0, wanted)
                 ops.fake_quantize_backward_(grad.clone(), x, *arguments, 1.0, wanted)
