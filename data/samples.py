@@ -77,21 +77,19 @@ class Problems:
 
 def check_files(files: Sequence[str | Path]) -> list[Path]:
     """The paths, all of them existing, non-empty files; otherwise one `DataError` that names every other one."""
-    if not files:
-        raise DataError("no data files given, expected at least one path")
     paths = [Path(file) for file in files]
-    problems = [problem for path in paths if (problem := _file_problem(path))]
-    if problems:
-        raise DataError("\n".join(problems))
+    wrong = [path for path in paths if not path.is_file() or not path.stat().st_size]
+    if wrong or not paths:
+        raise DataError("\n".join(map(_file_problem, wrong)) or "no data files given, expected at least one path")
     return paths
 
 
-def _file_problem(path: Path) -> str | None:
+def _file_problem(path: Path) -> str:
     if not path.exists():
         return f"{path}: no such file"
     if not path.is_file():
         return f"{path}: found something else than a file (a folder?), expected the path of a file"
-    return None if path.stat().st_size else f"{path}: the file is empty"
+    return f"{path}: the file is empty"
 
 
 def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
