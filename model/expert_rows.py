@@ -2,8 +2,8 @@
 
 Both are gathers. Left to autograd, the gradient of a gather is an ``index_put`` that accumulates: on a GPU it sorts the
 indices first, and writes zeros everywhere before it adds; on a CPU with several threads fp32 sums come in any order.
-Here sums come in the order of the experts in both directions, one addition at a time in the dtype of the rows: what a
-CPU with one thread, and torch's kernel on a GPU, made of these sums before.
+Here sums come in the order of the experts in both directions, one addition at a time in the dtype of the rows, as a CPU
+with one thread made them: each of them in one pass that reads a token's rows and writes their sum.
 
 Legend: T tokens, K experts per token, E experts, H hidden size; a choice is one of the K T pairs of them, a row is a
 choice in its place among the rows of its expert.
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from quant import kernels
 
 
 class ExpertRows(NamedTuple):
@@ -68,13 +70,6 @@ class ExpertRows(NamedTuple):
         return arranged
 
 
-def _sums(rows: Tensor, of_token: Tensor) -> Tensor:
-    sums = rows.new_zeros(len(of_token), rows.shape[1])
-    for column in of_token.unbind(1):
-        sums += rows.index_select(0, column)
-    return sums
-
-
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, token: Tensor, of_token: Tensor) -> Tensor:
@@ -85,14 +80,14 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (of_token,) = ctx.saved_tensors
-        return _sums(grad, of_token), None, None
+        return kernels.sum_rows(grad, of_token), None, None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, of_token: Tensor) -> Tensor:
         ctx.save_for_backward(token)
-        return _sums(rows, of_token)
+        return kernels.sum_rows(rows, of_token)
 
     @staticmethod
     @once_differentiable

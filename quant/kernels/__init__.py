@@ -25,6 +25,7 @@ from quant.kernels.ops import (
     quantize_tokens,
     quantize_with_values,
     restore_tokens,
+    sum_rows,
 )
 
 __all__ = [
@@ -46,4 +47,5 @@ __all__ = [
     "quantize_tokens",
     "quantize_with_values",
     "restore_tokens",
+    "sum_rows",
 ]

@@ -335,6 +335,21 @@ Tensor fake_quantize_tokens_backward(const Tensor& grad_, const Tensor& x_, int6
   return grad_x;
 }
 
+Tensor sum_rows(const Tensor& rows_, const Tensor& places_) {
+  TORCH_CHECK(rows_.dim() == 2 && places_.dim() == 2, "rows ", rows_.sizes(), " and places ", places_.sizes(),
+              " must have two dimensions");
+  TORCH_CHECK(places_.scalar_type() == at::kLong && places_.device() == rows_.device(), "places are ",
+              places_.scalar_type(), " on ", places_.device(), ", expected int64 on ", rows_.device());
+  const Tensor rows = rows_.contiguous(), places = places_.contiguous();
+  Tensor out = at::empty({places.size(0), rows.size(1)}, rows.options());
+  if (out.numel() > 0) {
+    DEEPQAT_CALL(sum_rows, rows, rows.const_data_ptr(), places.const_data_ptr<int64_t>(),
+                 dtype_of(rows.scalar_type(), "rows"), places.size(0), places.size(1), rows.size(1),
+                 out.mutable_data_ptr());
+  }
+  return out;
+}
+
 void implement(torch::Library& library) {
   library.impl("effective_scale", TORCH_FN(effective_scale));
   library.impl("quantize", TORCH_FN(quantize));
@@ -352,6 +367,7 @@ void implement(torch::Library& library) {
   library.impl("fake_quantize_tokens", TORCH_FN(fake_quantize_tokens));
   library.impl("fake_quantized_tokens", TORCH_FN(fake_quantize_tokens));
   library.impl("fake_quantize_tokens_backward", TORCH_FN(fake_quantize_tokens_backward));
+  library.impl("sum_rows", TORCH_FN(sum_rows));
 }
 
 }  // namespace

@@ -216,4 +216,23 @@ void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtyp
   });
 }
 
+void sum_rows(const void* rows_, const int64_t* places, Dtype dtype, int64_t count, int64_t per_sum, int64_t width,
+              void* out_) {
+  with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto* rows = static_cast<const T*>(rows_);
+    auto* out = static_cast<T*>(out_);
+    at::parallel_for(0, count, 1 + kSegment / (width * (per_sum + 1) + 1), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        auto* sum = out + i * width;
+        std::fill(sum, sum + width, T{});
+        for (int64_t k = 0; k < per_sum; ++k) {
+          const auto* row = rows + places[i * per_sum + k] * width;
+          unrolled(width, [&](int64_t j) { store(load(sum[j]) + load(row[j]), sum + j); });
+        }
+      }
+    });
+  });
+}
+
 }  // namespace deepqat::cpu

@@ -13,11 +13,34 @@
 namespace deepqat::cuda {
 namespace {
 
+constexpr __host__ __device__ int64_t divided_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
 // One thread per scale.
 __global__ void __launch_bounds__(kLanes, 2) effective_scales(DeviceScales scales, float* out) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kLanes;
   for (int64_t run = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x; run < scales.count(); run += stride)
     out[run] = scales.of_run<false>(run).value;
+}
+
+// A thread takes eight neighbouring elements of a sum, and the rows of the sum one after the other.
+template <typename T>
+__global__ void __launch_bounds__(kLanes, 2) summed_rows(const T* rows, const int64_t* places, Divisor per_row,
+                                                         int64_t vectors, int64_t per_sum, int64_t width, T* out,
+                                                         bool wide) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kLanes;
+  for (int64_t v = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x; v < vectors; v += stride) {
+    const int64_t sum_of = per_row.quotient(v), at = (v - sum_of * divided_up(width, kVector)) * kVector;
+    const int n = elements_in(width - at);
+    float sum[kVector] = {};
+    for (int64_t k = 0; k < per_sum; ++k) {
+      const T* row = rows + places[sum_of * per_sum + k] * width + at;
+      float x[kVector];
+      values_of(wide ? load_vector<true>(row, n) : load_vector<false>(row, n), x);
+      unrolled<kVector>([&](int j) { sum[j] = rounded_to<T>(sum[j] + x[j]); });
+    }
+    T* to = out + sum_of * width + at;
+    wide ? store_vector<true>(stored<T>(sum), to, n) : store_vector<false>(stored<T>(sum), to, n);
+  }
 }
 
 void check(cudaError_t status, const char* kernel) {
@@ -52,8 +75,6 @@ void launch(const char* name, void* stream, int64_t tasks, const Arguments&... a
   config.stream = static_cast<cudaStream_t>(stream);
   check(cudaLaunchKernelEx(&config, kKernel, arguments...), name);
 }
-
-constexpr int64_t divided_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 template <typename Op>
 void launch_elementwise(const char* name, const Op& op, const Scales& scales, int64_t numel, bool wide, void* stream) {
@@ -207,6 +228,19 @@ void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtyp
     auto* grad_x = static_cast<T*>(grad_x_);
     launch_tokens("fake_quantize_tokens_backward", TokensBackward<T, decltype(grids)>{grad, x, grad_x, grids}, tokens,
                   aligned(grad, x, grad_x), stream);
+  });
+}
+
+void sum_rows(const void* rows_, const int64_t* places, Dtype dtype, int64_t count, int64_t per_sum, int64_t width,
+              void* out_, void* stream) {
+  with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto* rows = static_cast<const T*>(rows_);
+    auto* out = static_cast<T*>(out_);
+    const int64_t per_row = divided_up(width, kVector), vectors = count * per_row;
+    const bool wide = aligned(rows, out) && width % kVector == 0;
+    launch<summed_rows<T>>("sum_rows", stream, divided_up(vectors, kLanes), rows, places, Divisor(per_row), vectors,
+                           per_sum, width, out, wide);
   });
 }
 

@@ -235,6 +235,14 @@ def fake_quantize_tokens_backward(
     return reference.fake_quantize_tokens_backward(grad.contiguous(), x.contiguous(), spec, above)
 
 
+def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """``rows`` [N, H] at ``places`` [T, K] added up, [T, H]: one addition at a time from 0 on, each rounded."""
+    sums = rows.new_zeros(places.shape[0], rows.shape[1])
+    for column in places.unbind(1):
+        sums += rows.index_select(0, column)
+    return sums
+
+
 def _spec(grid: int) -> TensorSpec:
     """A spec of that grid; which elements share a scale follows from the shapes of rows and scales."""
     if grid == 1:

@@ -76,7 +76,9 @@ constexpr int kShortToken = 32;
                        int8_t* zero_point STREAM);                                                                     \
   void fake_quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* out STREAM);                       \
   void fake_quantize_tokens_backward(const void* grad, const void* x, Dtype dtype, const Tokens& tokens,               \
-                                     void* grad_x STREAM);
+                                     void* grad_x STREAM);                                                             \
+  void sum_rows(const void* rows, const int64_t* places, Dtype dtype, int64_t count, int64_t per_sum, int64_t width,   \
+                void* out STREAM);
 
 namespace cpu {
 DEEPQAT_DECLARE_KERNELS()
@@ -99,6 +101,7 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 //   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype
 //   partial_sums   scratch, count * segments_of(block) floats, not read where grad_theta is null; so `partial` of amax
 //   grad_theta     null where it is not wanted
+//   places         [count, per_sum]: which rows [.., width] make each of the sums [count, width]
 //   scale, zero_point   one per token; the zero point is 0 where symmetric, and of floats
 
 }  // namespace deepqat

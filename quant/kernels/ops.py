@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quant.kernels import eager
 from quant.kernels.build import ensure_ready
 from quant.packing import pack_nibbles, unpack_nibbles
 from quant.scale import Quantizer
@@ -243,6 +244,18 @@ def kept_gradient_(grad: Tensor, scales: Tensor, mask: Tensor) -> Tensor:
         return masked_(grad, mask)
     grad.view(*scales.shape[:-1], -1).masked_fill_(scales.float().isnan(), 0)
     return grad
+
+
+def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """Sums [T, H] of the ``rows`` [N, H] at each of the ``places`` [T, K], int64 below N, without a gradient.
+
+    Rows are added one by one in the order of their places, each sum rounded to their dtype: fp32, bf16 or fp16. fp64,
+    which is for tests, has no kernel.
+    """
+    if rows.dtype == torch.float64:
+        return eager.sum_rows(rows, places)
+    ensure_ready()
+    return _OPS.sum_rows(rows, places)
 
 
 def _of_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, int, bool]:

@@ -1,4 +1,4 @@
-"""The quantisers as operators of torch (``torch.ops.deepqat``): schemas, shapes, gradients.
+"""The quantisers, and sums of rows, as operators of torch (``torch.ops.deepqat``): schemas, shapes, gradients.
 
 An operator forms the scale itself, ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale costs no
 launch of its own. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive parts of the row-major
@@ -56,6 +56,7 @@ SCHEMAS = (
     f"fake_quantize_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
     f"fake_quantized_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
     f"fake_quantize_tokens_backward(Tensor grad, Tensor x, int grid, bool symmetric, {_OF_TOKENS}) -> Tensor",
+    "sum_rows(Tensor rows, Tensor places) -> Tensor",
 )
 # Those that there are for CPU tensors alone.
 CPU_SCHEMAS = (
@@ -118,6 +119,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
         _like(lora_a, torch.float32),
         _like(lora_b, torch.float32),
     ),
+    "sum_rows": lambda rows, places: rows.new_empty(places.shape[0], rows.shape[1]),
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"deepqat::{_name}", _fake)

@@ -20,6 +20,7 @@ from tests.unit.quant.kernels.test_kernels import (
     assert_same,
     check_theta_gradient,
     random_case,
+    rows_to_sum,
 )
 
 
@@ -97,6 +98,12 @@ def test_random_tensors(seed):  # noqa: F811
         check(random_case())
     for _ in range(20):
         check(random_case(3_000_000))
+
+
+def test_sums_of_rows(seed):  # noqa: F811
+    for _ in range(100):
+        rows, places = rows_to_sum()
+        assert_same(OPS.sum_rows(on_gpu(rows), places.cuda()).cpu(), OPS.sum_rows(rows, places), f"{rows.shape}")
 
 
 def test_every_bf16_and_fp16_value():

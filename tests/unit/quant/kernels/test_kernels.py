@@ -580,7 +580,26 @@ def samples() -> list[tuple[str, tuple]]:
                 ("fake_quantized_tokens", (x, *tokens)),
                 ("fake_quantize_tokens_backward", (grad, x, *tokens)),
             ]
+    for places in (torch.tensor([[0, 2], [1, 1], [2, 0]]), torch.zeros(4, 0, dtype=torch.int64)):
+        found.append(("sum_rows", (torch.randn(5, 3).t(), places.t().contiguous().t())))
     return found
+
+
+def rows_to_sum() -> tuple[Tensor, Tensor]:
+    """Random rows with values that are not finite, and which of them make each of some sums."""
+    count, width, sums, per_sum = (random.randint(low, high) for low, high in ((1, 40), (1, 300), (0, 50), (0, 9)))
+    values = torch.randn(count * width).to(random.choice(DTYPES))
+    rows = random_layout(special_values(values, 1.0) if random.random() < 0.3 else values, (count, width))
+    return rows, torch.randint(count, (sums, per_sum))
+
+
+def test_sums_of_rows(seed):
+    """One addition at a time, each rounded: a CPU's sum over a dimension rounds once."""
+    for _ in range(200):
+        rows, places = rows_to_sum()
+        assert_same(kernels.sum_rows(rows, places), eager.sum_rows(rows, places), f"{rows.shape}, {places.shape}")
+    with pytest.raises(RuntimeError, match="places are Int on cpu, expected int64 on cpu"):
+        kernels.sum_rows(torch.randn(3, 4), torch.zeros(2, 2, dtype=torch.int32))
 
 
 def test_schemas_shapes_and_registrations():

@@ -293,6 +293,19 @@ void test_tokens() {
   grad_x.compare("grad_x", c.dtype);
 }
 
+void test_sum_rows() {
+  Case c("sum_rows");
+  const int64_t sums = below(20), per_sum = below(9);
+  what += " into " + std::to_string(sums) + " x " + std::to_string(per_sum);
+  Buffer places(sums * per_sum, 8, below(3), 0);
+  for (int64_t i = 0; i < sums * per_sum; ++i) static_cast<int64_t*>(places.data())[i] = below(c.count);
+  Result out(sums * c.block, size_of(c.dtype), any_offset());
+  const auto* at = static_cast<int64_t*>(places.data());
+  cpu::sum_rows(c.x.data(), at, c.dtype, sums, per_sum, c.block, out.cpu.data());
+  cuda::sum_rows(c.x.data(), at, c.dtype, sums, per_sum, c.block, out.cuda.data(), stream);
+  out.compare("sums", c.dtype);
+}
+
 // The sum over segments, of tensors that are too large to compute here.
 void test_partials() {
   const int64_t runs = 1 + below(4), per_run = one_of<int64_t>({2, 255, 2048, 2049, 4099, 10000});
@@ -346,7 +359,7 @@ int main(int, char** arguments) {
   const std::pair<int, void (*)()> tests[] = {
       {2, test_effective_scale}, {15, test_quantize}, {10, test_dequantize}, {10, test_fake_quantize},
       {25, test_backward},       {10, test_amax},     {15, test_tokens},     {1, test_partials},
-      {100, test_divisor},       {1, test_errors},
+      {10, test_sum_rows},       {100, test_divisor}, {1, test_errors},
   };
   const int rounds = std::atoi(arguments[2]);
   for (int round = 0; round < rounds; ++round)
