@@ -7,8 +7,9 @@ states of all samples go from layer to layer, and inside one from Linear to Line
 quantised together, then what comes after them sees what they make of it. Inputs are summed up over ranks; each rank
 chooses codes for the rows of which it holds a part.
 
-Weights are moved into the cells of their codes (:mod:`quant.cells`), so that the first step computes with GPTQ's
-weights, and what training sees beside them is the original.
+The weights become what their codes stand for, so that the first step computes with GPTQ's weights. They do not stay as
+near to the original as these codes allow (:mod:`quant.cells`): on the border of a cell the first steps of training take
+every other one of them out again (benchmarks/results/recovery_start_remarks.md).
 """
 
 import re
@@ -35,7 +36,7 @@ from model.zero import (
     whole_values,
 )
 from quant import Quantization, Quantizer, QuantLayer, QuantLinear, Scale, kernels
-from quant.cells import have_codes, into_cells
+from quant.cells import have_codes
 from quant.experts import LinearPart, linears_of
 from quant.gptq import add_inputs, choose, output_error
 from quant.hadamard import rotate
@@ -86,8 +87,8 @@ class _Errors:
 def start_from_gptq(
     model: PreTrainedModel, quantization: Quantization, samples: Sequence[tuple[Tensor, bool]], device: torch.device
 ) -> None:
-    """Move the weights of ``model`` into the cells of the codes that GPTQ chooses, with the scales that they have; a
-    collective, before ``deepspeed.initialize``.
+    """Make the weights of ``model`` what the codes and scales that GPTQ chooses stand for; a collective, before
+    ``deepspeed.initialize``.
 
     Quantised layers outside the decoder layers (lm_head, embeddings) and those that the samples do not reach keep their
     nearest codes.
@@ -246,7 +247,7 @@ def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Mod
 
 
 def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tensor], errors: _Errors) -> None:
-    """Choose codes and scales of some layers by GPTQ and move this rank's weights there; a collective."""
+    """Choose codes and scales of some layers by GPTQ, and make this rank's weights those; a collective."""
     rows: dict[str, list[_Rows]] = {}
     with gathered(block.parameters()), errors_on_all_ranks(ValueError):
         for name, gram in grams.items():
@@ -319,7 +320,7 @@ def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
 
 
 def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors: _Errors) -> Tensor:
-    """This rank's elements of a Linear, flat, in the cells of the codes that were chosen."""
+    """This rank's elements of a Linear, flat: what the codes that were chosen stand for."""
     spec, weight = layer.scheme.weights, found.weight
     scale = scales if found.before.scale.zero is None else scales[0]
     s0 = found.part.scale(scale, spec)[found.rows].contiguous()
@@ -334,7 +335,7 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
     errors.nearest += float(output_error(kernels.fake_quantize(weight, found.before).float() - exact, single))
     errors.chosen += float(output_error(decoded.float() - exact, single))
     errors.squares += float(output_error(exact, single))
-    return into_cells(weight, found.codes, after).flatten()[found.own]
+    return decoded.flatten()[found.own]
 
 
 def _switch_on(quantization: Quantization, names: Sequence[str]) -> None:

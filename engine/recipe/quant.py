@@ -117,8 +117,8 @@ class QuantRecipe:
     computes with the weights of quant.start."""
     first_codes: Literal["nearest", "gptq"] = "nearest"
     """Codes that training starts with. nearest: each weight's own. gptq: those that keep the outputs of each layer on
-    quant.calibration_batches micro-batches per rank (GPTQ), and the weights are moved to where these are the nearest:
-    the best start of 4 bits and fewer that needs no other tool. Takes symmetric and asymmetric weights, scales per
+    quant.calibration_batches micro-batches per rank (GPTQ), and the weights become what they stand for: the best PTQ,
+    and a start for short training at small rates. Takes symmetric and asymmetric weights, scales per
     group or channel, and no stored scales of inputs."""
     weight_range: Literal["auto", "absmax", "mse"] = "auto"
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for

@@ -95,6 +95,15 @@ def test_inputs_that_were_all_0_leave_their_columns_to_the_nearest_codes():
     torch.testing.assert_close(chosen, weight)
 
 
+def test_experts_that_no_token_reached_and_rows_of_zeros_keep_codes_and_scales():
+    spec = TensorSpec("int", 2, "group", 8)
+    weight, scale, gram = problem(spec)
+    codes, scales = choose(weight, Quantizer(scale, spec, torch.float32), torch.zeros_like(gram))
+    assert torch.equal(codes, quantize(weight, scale.s0, spec)) and torch.equal(scales, scale.s0)
+    codes, scales = choose(torch.zeros_like(weight), Quantizer(scale, spec, torch.float32), gram)
+    assert not codes.any() and torch.equal(scales, scale.s0)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_inputs_that_are_not_finite_are_an_error(bad):
     spec = TensorSpec("int", 2, "group", 8)
