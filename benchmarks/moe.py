@@ -8,8 +8,12 @@ The structure of Qwen3-30B-A3B at reduced width, in bf16, with random weights. T
 - ``stacked``: fp8 QAT, static scales, those of weights learned, ``model.experts: stacked``;
 - ``per_expert``: the same with ``model.experts: per_expert``.
 
-Collectives are those that DeepSpeed's comms logger sees in a step after the third, without those within one rank. The
-bar: stacked makes no more of any kind than plain, and takes at most 1.15 of its time. Writes
+Collectives are those that DeepSpeed's comms logger sees in a step after the third, without those within one rank. At
+DeepSpeed's own persistence threshold most are its own: after every step it gathers each trained parameter below it by
+itself (five in a layer here, norms and router, and the last norm), which at a threshold of 0 come with the weights that
+are needed next. Scales are in neither: frozen ones are whole on every rank, trained ones always come with the weights.
+
+The bar: stacked makes no more of any kind than plain, and takes at most 1.10 of its time. Writes
 ``benchmarks/results/moe.md``.
 """
 
@@ -196,8 +200,8 @@ def table(found: list[dict]) -> str:
             for kind in stacked["calls"]
             if stacked["calls"][kind] > plain["calls"].get(kind, 0)
         ]
-        if stacked["ratio"] > 1.15:
-            misses.append(f"- threshold {one['threshold']}: stacked takes {stacked['ratio']:.2f} of plain, bar 1.15")
+        if stacked["ratio"] > 1.10:
+            misses.append(f"- threshold {one['threshold']}: stacked takes {stacked['ratio']:.2f} of plain, bar 1.10")
     return "\n".join(lines) + "\n" + ("Missed:\n\n" + "\n".join(misses) if misses else "The bars are met.") + "\n"
 
 
