@@ -123,6 +123,7 @@ def test_experts_of_their_own_get_one_each(tmp_path, checkpoints):
 BAD = {
     "matches nothing": ({"targets": [".*proj", "nothing"]}, "adapter.targets: 'nothing' matches no linear layer"),
     "lm_head": ({"targets": ["lm_head"]}, "adapter.targets: lm_head: lm_head and embeddings get no adapter"),
+    "embeddings": ({"targets": [".*embed_tokens"]}, "adapter.targets: model.embed_tokens: lm_head and embeddings"),
     "everything": ({"targets": [".*"]}, "adapter.targets: model.embed_tokens, lm_head: lm_head and embeddings"),
     "rank too large": ({"rank": 65}, "rank 65, expected at most 64, the layer's smaller side"),
     "a rank of its own": ({"ranks": {".*k_proj": 17}}, "k_proj: rank 17, expected at most 16"),
