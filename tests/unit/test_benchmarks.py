@@ -177,3 +177,20 @@ def test_recovery_start(tmp_path: Path) -> None:
     assert models[:5] == ["FT", *(f"PTQ, {start}" for start in starts)]
     assert sorted(models[5:]) == sorted(f"QAT, {start}" for start in starts)
     assert lines[0] == lines[1]
+
+
+def test_rotations(tmp_path: Path) -> None:
+    """Planted outliers leave the checkpoint the same function; a row for each scheme and rotation, of both."""
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    source = tiny_checkpoint(tmp_path / "model", "qwen3", wide=True)
+    command = [sys.executable, str(ROOT / "benchmarks" / "rotations.py"), "--model", str(source), "--text"]
+    command += [str(tmp_path / "text.txt"), "--schemes", "nvfp4_w4a4", "--length", "16", "--tokens", "64"]
+    done = subprocess.run(
+        [*command, "--results", str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = (tmp_path / "rotations.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| nvfp4")]
+    assert [one[2] for one in cells] == 2 * ["plain", "weights rotated", "down_proj turned", "both"]
+    assert len({one[3] for one in cells}) == 1, "the checkpoint's own perplexity"
+    assert len({one[4] for one in cells}) > 4
