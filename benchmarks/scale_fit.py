@@ -9,12 +9,15 @@ where the file has codes too, and gives the largest error of what passes.
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import arguments_of, command, machine, write
 from model.scales.codes import add_products, count_of_sums, other_weights

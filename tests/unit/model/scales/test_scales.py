@@ -120,17 +120,20 @@ def test_scales_without_their_global_one_are_refused(tmp_path, seed):
 
 
 def test_a_second_scale_that_multiplies_is_read(tmp_path, seed):
-    """As ModelOpt writes it: the reciprocal, under another name."""
+    """As ModelOpt writes it: the reciprocal, under another name. Global scales here are reciprocals of numbers, since
+    1 / (1 / G) may differ from another G, and a scale of a group that lies between two of e4m3 then be the other."""
     model, quantization = quantized(seed)
     scales = file_scales(quantization)
+    reciprocals = {k.replace("global_scale", "scale_2"): 1 / s for k, s in scales.items() if k.endswith("global_scale")}
+    scales |= {k.replace("scale_2", "global_scale"): 1 / s for k, s in reciprocals.items()}
     save_file(scales, tmp_path / "model.safetensors")
     load_scales(model, quantization, tmp_path)
     expected = {name: layer.weight_scale() for name, layer in quantization.layers.items()}
-    scales |= {k.replace("global_scale", "scale_2"): 1 / s for k, s in scales.items() if k.endswith("global_scale")}
-    save_file({k: s for k, s in scales.items() if not k.endswith("global_scale")}, tmp_path / "model.safetensors")
+    scales = {k: s for k, s in scales.items() if not k.endswith("global_scale")} | reciprocals
+    save_file(scales, tmp_path / "model.safetensors")
     load_scales(model, quantization, tmp_path)
-    for name, layer in quantization.layers.items():  # 1 / (1 / G) has a rounding of its own
-        torch.testing.assert_close(layer.weight_scale(), expected[name], rtol=1e-6, atol=0)
+    for name, layer in quantization.layers.items():
+        assert torch.equal(layer.weight_scale(), expected[name])
 
 
 @pytest.mark.parametrize("writer", ["compressed-tensors", "modelopt"])
