@@ -34,6 +34,7 @@ def main() -> None:
             x, grad = (torch.randn(numel + offset, device=device).bfloat16()[offset:].view(shape) for _ in range(2))
             fixed_grids(x, grad)
             dynamic_grids(x, grad)
+            rows_of_experts(x)
     if device.type == "cuda":
         torch.cuda.synchronize()
     print("ok")
@@ -71,6 +72,12 @@ def dynamic_grids(x: Tensor, grad: Tensor) -> None:
         ops.fake_quantize_tokens(x, *tokens)
         ops.fake_quantized_tokens(x, *tokens)
         ops.fake_quantize_tokens_backward(grad, x, *tokens)
+
+
+def rows_of_experts(x: Tensor) -> None:
+    """Sums of two rows for each token; in the middle of an odd number of them one row comes twice."""
+    places = torch.arange(len(x), device=x.device)
+    torch.ops.deepqat.sum_rows(x, torch.stack([places, places.flip(0)], dim=1))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,7 @@ def test_sanitizers_see_every_operator():
     with Names() as names:
         operators.fixed_grids(x, grad)
         operators.dynamic_grids(x, grad)
+        operators.rows_of_experts(x)
     assert {schema.partition("(")[0] for schema in SCHEMAS} == names.called
 
 
