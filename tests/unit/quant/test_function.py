@@ -532,7 +532,10 @@ def test_autocast_does_not_change_the_gemm(seed):
 @pytest.mark.parametrize(
     ("spec", "shape", "final"),
     [
-        (FP8, (8192, 128), 1.01),
+        # Straight-through takes no notice of values that cross a border of the grid when the scale moves. Where the
+        # largest value lies between two powers of two then decides how much more error the fixed point has: 0% to 1.2%
+        # over 13 draws, one of which a bound of 1% had refused.
+        (FP8, (8192, 128), 1.02),
         (TensorSpec("int", 4, "tensor"), (512, 256), 1.01),
         # 32 elements are too few for the mean error that straight-through reckons with: the best scale of a group owes
         # to luck with its values, and the fixed point of 64 groups has 4% to 10% more error.
