@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from data.teacher_cache import digest_of_checkpoint
 from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.recipe import Recipe
+from model.experts import PerExpertMLPs
 from model.peft import PeftSource, read_adapter
 from model.quantised.config import is_quantised
 from model.ranks import listed, say
@@ -47,17 +48,26 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
         for why, wrong in _problems(model, {name: layers[name] for name in ranks}, schemes, ranks)
         if wrong
     ]
-    stacks = [name for name in ranks if isinstance(layers[name], StackedLinear)]
-    if stacks and (adapter.beside or adapter.start):
-        knob = "merge: false" if adapter.beside else "start"
-        problems.append(
-            f"{listed(stacks, 3)}: experts that lie in one weight, of which no reader of adapters was tried with "
-            f"adapter.{knob}; name other layers, such as .*self_attn.*"
-        )
+    if adapter.beside or adapter.start:
+        problems += _problems_of_experts(model, {name: layers[name] for name in ranks}, adapter)
     if problems:
         raise ValueError("adapter.targets: " + "\nadapter.targets: ".join(problems))
     if adapter.start is not None:
         _check_start(recipe, model, {name: layers[name] for name in ranks}, ranks)
+
+
+def _problems_of_experts(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], adapter: AdapterRecipe
+) -> Iterator[str]:
+    """Of experts whose adapters no reader was seen to compute as they are trained."""
+    knob = "merge: false" if adapter.beside else "start"
+    other = f"of which no reader of adapters was tried with adapter.{knob}; name other layers, such as .*self_attn.*"
+    if stacks := [name for name, layer in layers.items() if isinstance(layer, StackedLinear)]:
+        yield f"{listed(stacks, 3)}: experts that lie in one weight, {other}"
+    apart = [name for name, module in model.named_modules() if isinstance(module, PerExpertMLPs)]
+    if own := [name for name in layers if any(name.startswith(f"{one}.") for one in apart)]:
+        # Where transformers has them in one weight peft 0.21.2 renames such adapters, or refuses them.
+        yield f"{listed(own, 3)}: experts that transformers has in one weight, {other}"
 
 
 def hold_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:

@@ -152,6 +152,8 @@ def test_layers_that_no_adapter_fits_are_refused(tmp_path, checkpoints):
     beside = {"merge": False}
     frozen = {"learnable": {"weight": False, "weight_scale": False}}
     cases.append((recipe(tmp_path, moe, beside, **frozen), "experts that lie in one weight"))
+    apart = {"model": {"path": str(moe), "experts": "per_expert"}}
+    cases.append((recipe(tmp_path, moe, beside, **frozen, **apart), "experts that transformers has in one weight"))
     for settings, said in cases:
         with pytest.raises(RankError) as refused:
             empty_student(settings, DS_CONFIG, CPU)
