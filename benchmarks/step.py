@@ -9,6 +9,7 @@ each step, outside of the time.
 
 - bf16: nn.Linear
 - our schemes, by simulation and by the fp8 GEMM, which the CPU has no fast kernel for: there only with --fp8-gemm
+- 4-bit inputs in groups with scales of their own, also with their codes kept for backward
 - the same fp8 fake quantisation as plain PyTorch writes it, and torchao's QAT where torchao is installed
 
 "kept" is what autograd keeps for backward: every storage once, parameters excluded. "peak" is the most that torch's
@@ -35,16 +36,20 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, initialization
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from benchmarks import timing
-from quant import SCHEMES, combine, partial_stats, prepare, prepare_kernels, scales_from_stats
+from quant import SCHEMES, QuantLinear, combine, partial_stats, prepare, prepare_kernels, scales_from_stats
 from quant.reference import absmax_scale
 from quant.spec import FP8_MAX
 
 MIB = 2**20
 GEMM = ", fp8_gemm"  # ends the names of the ways that multiply codes
+KEPT = ", codes kept"  # ends those that keep codes of dynamic inputs for backward (quant.keep_codes)
+MOST_KEPT = 0.9  # of bf16's bytes, by the latter
 # Of bf16's step, at most: by device, computation and activation checkpointing. The CPU has no fast GEMM of codes.
 BARS = {
     ("cpu", "simulate", False): 1.10,
     ("cpu", "simulate", True): 1.10,
+    ("cpu", "4-bit inputs", False): 1.25,
+    ("cpu", "4-bit inputs", True): 1.25,
     ("cuda", "simulate", False): 1.05,
     ("cuda", "simulate", True): 1.05,
     ("cuda", "fp8_gemm", False): 0.95,
@@ -168,12 +173,22 @@ def make_parts(size: Size, device: torch.device) -> dict[str, Part]:
 
 
 def ours(
-    scheme: str, module: nn.Module, forward: Callable[[], Tensor], *, weight: bool, inputs: bool, fp8_gemm: bool = False
+    scheme: str,
+    module: nn.Module,
+    forward: Callable[[], Tensor],
+    *,
+    weight: bool,
+    inputs: bool,
+    fp8_gemm: bool = False,
+    keep_codes: bool = False,
 ) -> None:
     """QuantLinears with absmax scales of the weights and of the inputs of one batch."""
     chosen = SCHEMES[scheme]
     quantization = prepare(module, chosen, learn_weight_scale=weight, learn_input_scale=inputs, fp8_gemm=fp8_gemm)
     assert not quantization.simulated, quantization.simulated
+    for layer in quantization.layers.values():
+        if isinstance(layer, QuantLinear):
+            layer.dynamic_codes = keep_codes
     with torch.no_grad():
         for group in quantization.weight_groups:
             weights = [quantization.layers[name].weight for name in group.members]
@@ -247,6 +262,8 @@ def make_ways(fp8_gemm: bool) -> dict[str, Callable[[nn.Module, Callable[[], Ten
             ways[f"fp8_static, {name}{GEMM}"] = partial(ours, "fp8_static", **scales, fp8_gemm=True)
     ways["w4a16_g32, learned"] = partial(ours, "w4a16_g32", weight=True, inputs=False)
     ways["w4a16_g32, fixed"] = partial(ours, "w4a16_g32", weight=False, inputs=False)
+    ways["mxfp4_w4a4, fixed"] = partial(ours, "mxfp4_w4a4", weight=False, inputs=False)
+    ways[f"mxfp4_w4a4, fixed{KEPT}"] = partial(ours, "mxfp4_w4a4", weight=False, inputs=False, keep_codes=True)
     ways["plain PyTorch: fp8 static, both learned"] = eager_fp8
     if timing.installed("torchao"):
         ways["torchao: int4 weights in groups of 32"] = partial(torchao, False)
@@ -356,18 +373,26 @@ def table(measured: dict[str, Measured], checkpointing: bool) -> list[str]:
     return rows
 
 
+def how(name: str) -> str:
+    """Which of the bars is for a way of ours."""
+    if name.endswith(GEMM):
+        return "fp8_gemm"
+    return "4-bit inputs" if name.startswith("mxfp4_w4a4") else "simulate"
+
+
 def misses(measured: dict[str, Measured], device: torch.device, checkpointing: bool) -> list[str]:
     """Our ways that are slower than the bar, or keep more than bf16, or on CUDA take more memory."""
     base, found = measured["bf16"], []
     for name, result in measured.items():
         if not name.startswith(tuple(SCHEMES)):
             continue
-        bar = BARS.get((device.type, "fp8_gemm" if name.endswith(GEMM) else "simulate", checkpointing))
+        bar = BARS.get((device.type, how(name), checkpointing))
         ratio = result.time.ratio(base.time)
         if bar is not None and ratio > bar:
             found.append(f"{name}: {ratio:.3f} of bf16's step, bar {bar:.2f}")
-        if not checkpointing and result.kept > base.kept:
-            found.append(f"{name}: keeps {result.kept / base.kept:.3f} of bf16's bytes, bar 1")
+        most = MOST_KEPT if name.endswith(KEPT) else 1
+        if not checkpointing and result.kept > most * base.kept:
+            found.append(f"{name}: keeps {result.kept / base.kept:.3f} of bf16's bytes, bar {most}")
         if device.type == "cuda" and name.endswith(GEMM) and result.peak > base.peak:
             found.append(f"{name}: takes {result.peak / base.peak:.3f} of bf16's peak, bar 1")
     return found
@@ -376,8 +401,8 @@ def misses(measured: dict[str, Measured], device: torch.device, checkpointing: b
 def report(sections: list[str], size: Size, rounds: int, device: torch.device, head: str, remark: str) -> str:
     """The result as Markdown."""
     bars = [
-        f"{how}{', checkpointing' if checkpointing else ''} {bar:.2f}"
-        for (kind, how, checkpointing), bar in BARS.items()
+        f"{computed}{', checkpointing' if checkpointing else ''} {bar:.2f}"
+        for (kind, computed, checkpointing), bar in BARS.items()
         if kind == device.type
     ]
     lines = [
@@ -391,7 +416,7 @@ def report(sections: list[str], size: Size, rounds: int, device: torch.device, h
         "the round that other jobs disturbed least; quartiles: of the ratios of single rounds. kept: by autograd from",
         "forward to backward, parameters excluded; peak: what torch's allocator gave out during a step beyond what was",
         f"there before it. {timing.clock_text(device)}",
-        f"Bars, of bf16's step: {', '.join(bars)}; of the bytes kept: 1.",
+        f"Bars, of bf16's step: {', '.join(bars)}; of the bytes kept: 1, with codes kept {MOST_KEPT}.",
         *sections,
     ]
     return "\n".join(lines) + "\n"

@@ -222,7 +222,7 @@ class QuantLinearFunction(torch.autograd.Function):
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
         if needs.x or (needs.input_theta and ctx.plan.input is not None):
             grad_x, grad_input_theta = _input_gradients(ctx, saved, grad)
-        unmasked = grad_x if ctx.keeps_codes else None
+        unmasked = grad_x if ctx.keeps_codes and saved.scales is None else None
         if needs.weight or (needs.weight_theta and ctx.plan.weight is not None):
             used_x = used_input(ctx, saved, unmasked, after=grad)
             grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad, used_x, needs.weight_theta)
@@ -318,8 +318,8 @@ def used_weight(
 
 
 def _input_gradients(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``. Where codes of the input are
-    kept, its gradient is not masked yet."""
+    """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``. Where codes of an input with a
+    stored scale are kept, its gradient is not masked yet."""
     plan: Plan = ctx.plan
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
     used = used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)

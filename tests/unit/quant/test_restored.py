@@ -74,6 +74,24 @@ def test_restored_once_and_the_same(way, recomputed, seed):
     assert apart - once == (2 if recomputed == "no" or way == "fp8_static" else 4)
 
 
+@pytest.mark.parametrize("recomputed", (False, True))
+@pytest.mark.parametrize("scheme", ("fp8_dynamic", "mxfp4_w4a4"))
+def test_codes_that_are_kept_of_dynamic_inputs_give_the_same(scheme, recomputed, seed):
+    """Whose gradient is masked already when their values are restored."""
+    model, _ = attention(scheme)
+    x, grad = (torch.randn(6, WIDTH).bfloat16() for _ in range(2))
+
+    def gradients(kept: bool) -> dict[str, Tensor]:
+        for layer in model.children():
+            layer.dynamic_codes = kept
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        (checkpoint(model, leaf, use_reentrant=False) if recomputed else model(leaf)).backward(grad)
+        return {"x": leaf.grad, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+    assert_equal(gradients(kept=True), gradients(kept=False))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backward_of_some_of_the_layers_holds_nothing_after_it(way, seed):
     """One layer's backward with the graph kept, then all: each gives what it gives without sharing."""
