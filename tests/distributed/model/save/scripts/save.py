@@ -33,6 +33,8 @@ from model.zero import (
 )
 from quant import SCHEMES, Scheme, TensorSpec, prepare, weights_changed
 from quant.experts import linears_of
+from quant.function import stands_in
+from quant.held import codes_of_stand_in
 from quant.reference import effective_scale, quantize
 from tests.linears import split_stacks
 
@@ -88,9 +90,14 @@ def last_forward(engine, quantization, ids) -> dict[str, dict]:
         def hook(*_):
             spec = layer.scheme.weights
             whole = effective_scale(layer.weight_s0, layer.weight_theta, spec, torch.bfloat16)
+            gathered_codes = codes_of_stand_in(layer.weight, spec) if stands_in(layer.weight) else None
             for part in linears_of(name, layer):
-                weight, scale = part.weight(layer.weight), part.scale(whole, spec).clone()
-                used[part.name] = {"codes": quantize(weight, scale, spec).cpu(), "weight_scale": scale.cpu()}
+                scale = part.scale(whole, spec).clone()
+                if gathered_codes is None:
+                    codes = quantize(part.weight(layer.weight), scale, spec)
+                else:  # what travels are the codes, in the memory that the gather may use again
+                    codes = part.weight(gathered_codes).clone()
+                used[part.name] = {"codes": codes.cpu(), "weight_scale": scale.cpu()}
                 if layer.input_s0 is not None:
                     activations = layer.scheme.activations
                     used[part.name]["input_scale"] = effective_scale(
