@@ -124,8 +124,8 @@ def test_an_export_loads_as_the_class_that_it_names(recipes, name):
 
 @pytest.mark.parametrize("name", AGAIN)
 def test_a_run_from_an_export_that_changes_nothing_writes_the_same_export(recipes, name):
-    """Towers, codes of stacked experts, scales and config.json, byte for byte; but for the sign of a code of zero, which
-    a weight of zero gets that moves by 1e-20."""
+    """Towers, codes of stacked experts, scales and config.json, byte for byte; but for the sign of a code of zero,
+    which a weight of zero gets that moves by 1e-20."""
     export, again = (load_recipe(recipes[each]).export_dir() for each in (AGAIN[name], name))
     files = [file for file in export.iterdir() if file.suffix in (".json", ".safetensors")]
     assert len(files) >= 2
