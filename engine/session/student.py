@@ -93,6 +93,12 @@ def empty_student(
     return model, named
 
 
+def _check_head(model: PreTrainedModel) -> None:
+    """Refuse a turned input of lm_head, whose losses are computed from its weight and an input that nobody turns."""
+    if getattr(model.get_output_embeddings(), "rotation", None) is not None:
+        raise ValueError("quant.rotate: lm_head's input is not turned; leave it out of the patterns")
+
+
 def _check_plain(recipe: Recipe) -> None:
     """Refuse to turn weights that lie as codes in ``model.path``."""
     if is_quantised(Path(recipe.model.path)):
@@ -126,6 +132,7 @@ def quantise_student(
         )
         if recipe.quant.rotate:
             rotate_inputs(quantization, recipe.quant.rotate, recipe.quant.rotate_block)
+            _check_head(model)
         if recipe.adapter.on:
             add_adapters(recipe, model, quantization)
     partition_new_parameters(model, ds_config)
