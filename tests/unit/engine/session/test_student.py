@@ -144,3 +144,10 @@ def test_parameters_are_frozen_by_name(tmp_path: Path):
 def test_a_name_to_freeze_must_be_one(pattern: str, tmp_path: Path):
     with pytest.raises(RankError, match=r"learnable\.freeze: .* matches no parameter.*model\.embed_tokens\.weight"):
         student_of("qwen3", tmp_path, learnable=LearnableRecipe(freeze=[pattern]))
+
+
+def test_a_turned_input_of_lm_head_is_refused(tmp_path):
+    """Its losses are computed from its weight, and an input that no layer turns."""
+    quant = QuantRecipe(scheme="w4a16_channel", lm_head="w8a16_channel", rotate=["lm_head"], rotate_block=64)
+    with pytest.raises((RankError, ValueError), match=r"quant\.rotate: lm_head's input is not turned"):
+        student_of("llama", tmp_path, quant=quant)
