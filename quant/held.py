@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from quant import kernels
+from quant.calibrate import Ranges
 from quant.packing import pack_int32, pack_nibbles, packed_columns, unpack_nibbles, unpack_rows
 from quant.scale import Quantizer
 from quant.spec import TensorSpec
@@ -34,10 +35,12 @@ class HeldCodes:
     Attributes:
         spec: the weight's number format.
         shape: of the weight, ``(out, in)`` or ``(E, out, in)``.
+        ranges: how scales are chosen where the codes are made of weights that are read; None where codes are read.
     """
 
     spec: TensorSpec
     shape: tuple[int, ...]
+    ranges: Ranges | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -91,13 +94,14 @@ def held_codes(parameter: Tensor) -> HeldCodes | None:
     return held
 
 
-def hold_codes(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...]) -> None:
-    """Make the weight of a Linear, or of a stack of them, on the meta device a Parameter for its codes.
+def hold_codes(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ranges: Ranges | None = None) -> None:
+    """Make the weight of a Linear, or of a stack of them, on the meta device a Parameter for its codes; ``spec``,
+    ``shape`` and ``ranges`` as of :class:`HeldCodes`.
 
     Raises:
         ValueError: of :meth:`HeldCodes.packed_shape`.
     """
-    weight, held = layer.weight, HeldCodes(spec, shape)
+    weight, held = layer.weight, HeldCodes(spec, shape, ranges)
     assert isinstance(weight, nn.Parameter) and weight.is_meta and math.prod(shape) == weight.numel()
     packed = torch.empty(held.packed_shape(weight.dtype), dtype=weight.dtype, device="meta")
     layer.weight = nn.Parameter(packed, requires_grad=False)

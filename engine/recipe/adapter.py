@@ -26,8 +26,9 @@ class AdapterRecipe:
     for serving many of them on one model; the export is that model and a folder adapter in it, for peft and vLLM."""
     base: Literal["weights", "codes"] = "weights"
     """How the frozen weights that are quantised lie in memory, beside which adapters stay. weights: in model.dtype.
-    codes: as the codes of a quantised model.path (QLoRA), half a byte per weight at 4 bits, which layers decode as they
-    run: the same bits, and no weight in model.dtype on any rank."""
+    codes: as codes (QLoRA), half a byte per weight at 4 bits, which layers decode as they run: the same bits, and no
+    weight in model.dtype on any rank. They are those of a quantised model.path; of an ordinary one they are made as it
+    is read, where a scheme has scales of rows, groups or blocks."""
     start: str | None = None
     """Folder of an adapter as peft writes it, whose values A and B have at the start. null: B is 0."""
     init: Literal["zeros", "error"] = "zeros"

@@ -67,7 +67,7 @@ RULES_OF_ADAPTERS = (
         "codes come from the checkpoint that is read",
         "adapter.base",
         lambda r: r.adapter.base == "codes" and (r.quant.start or r.quant.scales),
-        "weights with quant.start or quant.scales; or codes with a quantised model.path alone, which has its scales",
+        "weights with quant.start or quant.scales; or codes with model.path alone, whose scales are read or measured",
     ),
     Rule(
         "codes are of the scales that they have",

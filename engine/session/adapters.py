@@ -16,6 +16,7 @@ from engine.recipe.recipe import Recipe
 from model.experts import PerExpertMLPs
 from model.peft import PeftSource, read_adapter
 from model.quantised.config import is_quantised
+from model.quantised.made import can_be_made
 from model.ranks import listed, say
 from model.ranks import rank as this_rank
 from quant import Quantization, QuantLinear, Scheme
@@ -76,14 +77,14 @@ def hold_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
     Args:
         recipe, model, exempt, named: of :func:`check_adapters`; parameters are on the meta device.
 
+    Where ``model.path`` is not quantised the codes are made while it is read (:mod:`model.quantised.made`).
+
     Raises:
-        ValueError: ``model.path`` is not quantised, or a layer's codes cannot be held.
+        ValueError: a layer's codes cannot be held or made, or something needs weights that will not be there.
     """
-    if not is_quantised(Path(recipe.model.path)):
-        raise ValueError(
-            f"adapter.base: codes: model.path {recipe.model.path!r} is not quantised. launch/calibrate.py or "
-            "launch/export.py quantise it; or set adapter.base to weights"
-        )
+    made = not is_quantised(Path(recipe.model.path))
+    if made:
+        _check_made(recipe)
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
     chosen = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named).schemes
     users = Counter(id(own) for module in modules.values() for own in module.parameters(recurse=False))
@@ -92,9 +93,28 @@ def hold_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
         if layer is head or isinstance(layer, nn.Embedding) or users[id(layer.weight)] > 1:
             continue
         try:
-            hold_codes(layer, scheme.weights, tuple(layer.weight.shape))
+            if made and not can_be_made(scheme.weights):
+                raise ValueError(
+                    f"adapter.base: codes: scheme {scheme.name!r} has a scale that a whole weight, or several, must be "
+                    f"seen for, while the codes are made of single rows: {_ELSE}"
+                )
+            hold_codes(layer, scheme.weights, tuple(layer.weight.shape), recipe.quant.ranges() if made else None)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+
+
+_ELSE = "set adapter.base to weights, or model.path to a quantised checkpoint, which launch/export.py makes"
+
+
+def _check_made(recipe: Recipe) -> None:
+    """Refuse what needs the weights of an ordinary ``model.path``, of which there are only codes."""
+    path = f"adapter.base: codes: model.path {recipe.model.path!r} is not quantised, and there are only codes of it: "
+    if recipe.teacher_kind() == "self":
+        raise ValueError(f"{path}set loss.teacher to it, as loss.teacher self would be the quantised model")
+    if any(event.fake_quant in (False, "activations") for event in recipe.schedule):
+        raise ValueError(f"{path}leave fake_quant of weights on in the schedule, as they are quantised for good")
+    if recipe.quant.stores_input_scales() and recipe.quant.initial_input_scale is None:
+        raise ValueError(f"{path}scales of inputs would be measured in another model than it: {_ELSE}")
 
 
 def _check_start(

@@ -25,6 +25,7 @@ from model.gptq import start_from_gptq
 from model.head import output_head
 from model.load import load_weights
 from model.quantised.config import is_quantised
+from model.quantised.made import fill_made_scales
 from model.quantised.scales import take_scales
 from model.quantised.schemes import source_schemes
 from model.quantised.start import take_start
@@ -188,7 +189,8 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
     owners of the input groups whose scales remain to be calibrated in place."""
     if recipe.quant.start or recipe.quant.scales or is_quantised(Path(recipe.model.path)):
         return _scales_of_files(recipe, model, quantization)
-    renew_weight_scales(quantization)
+    made = fill_made_scales(model, quantization) if recipe.adapter.base == "codes" else set()
+    renew_weight_scales(quantization, {group.owner for group in quantization.weight_groups} - made)
     owners = {group.owner for group in quantization.input_groups}
     if recipe.quant.initial_input_scale is None:
         return owners

@@ -85,7 +85,7 @@ class CodedTensor:
         codes, quantizer = self.rows(reader, rows, dtype, device)
         values = kernels.dequantize(codes, quantizer)
         again, _ = kernels.quantize(values, quantizer)
-        self._check(codes, again, values, dtype)
+        check_return(codes, again, values, self.codes)
         return codes, values
 
     def rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
@@ -170,18 +170,27 @@ class CodedTensor:
         begin = first * _TOGETHER
         return unpack_zero_points(words.view(-1, across), bits, rows.stop - begin)[rows.start - begin :].float()
 
-    def _check(self, codes: Tensor, again: Tensor, values: Tensor, dtype: torch.dtype) -> None:
-        """Refuse values that are not finite, or whose codes are not those that they were made of."""
-        differ = codes.view(torch.uint8) ^ again.view(torch.uint8)
-        # A sum is finite only if all of its terms are, and asking each of them costs 40 times as much in bf16.
-        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
-            raise CheckpointError(f"{self.file}: {self.codes.key} holds values that are not finite")
-        if bool(differ.any()):
-            raise CheckpointError(
-                f"{self.file}: {int(differ.count_nonzero())} of {differ.numel()} codes of {self.codes.key} do not come "
-                f"back from its values in {dtype}, so that the model would not be the file's: set model.dtype to "
-                "float32"
-            )
+
+def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTensor) -> None:
+    """Refuse values that are not finite, or whose codes are not those that they were made of.
+
+    Args:
+        codes, again: of the weight, and of ``values``.
+        values: what ``codes`` stand for, in the model's dtype.
+        tensor: where the weight lies.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    differ = codes.view(torch.uint8) ^ again.view(torch.uint8)
+    # A sum is finite only if all of its terms are, and asking each of them costs 40 times as much in bf16.
+    if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+        raise CheckpointError(f"{tensor.file}: {tensor.key} holds values that are not finite")
+    if bool(differ.any()):
+        raise CheckpointError(
+            f"{tensor.file}: {int(differ.count_nonzero())} of {differ.numel()} codes of {tensor.key} do not come back "
+            f"from its values in {values.dtype}, so that the model would not be the file's: set model.dtype to float32"
+        )
 
 
 def chunks_of(
@@ -202,11 +211,12 @@ def fill(source: DiskTensor | CodedTensor, reader: Reader, start: int, into: Ten
         into[offset : offset + values.numel()].copy_(values)
 
 
-def row_chunks(first: int, last: int, columns: int) -> Iterator[slice]:
-    """The rows that hold the elements [first, last), about ``_CHUNK`` elements at a time."""
+def row_chunks(first: int, last: int, columns: int, *, together: int = 1) -> Iterator[slice]:
+    """The rows that hold the elements [first, last), about ``_CHUNK`` elements at a time; each time a multiple of
+    ``together`` rows, if ``first`` and ``last`` say so."""
     if first >= last:
         return
-    step, stop = max(1, _CHUNK // columns), -(-last // columns)
+    step, stop = max(1, _CHUNK // columns // together) * together, -(-last // columns)
     for row in range(first // columns, stop, step):
         yield slice(row, min(row + step, stop))
 

@@ -204,7 +204,8 @@ def test_adapters(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_base_that_is_held_as_codes(tmp_path: Path) -> None:
     """On stages 1 and 3, of int4 in groups of 32: half a byte per weight and four for each scale; and as many
-    collectives as of the same base in bf16, or fewer. An optimizer that has nothing to update hides nothing."""
+    collectives as of the same base in bf16, or fewer. An optimizer that has nothing to update hides nothing. Codes that
+    are made of the original take what those of its export take."""
     checkpoint(tmp_path / "dense", "dense")
     sections = {
         "quant": {"scheme": "source", "initial_input_scale": None},
@@ -217,9 +218,12 @@ def test_a_base_that_is_held_as_codes(tmp_path: Path) -> None:
         coded(tmp_path / "dense", tmp_path / base / "coded")
         for stage in (1, 3):
             paths[base, stage] = recipe(tmp_path / base, "coded", stage, {**sections, "adapter": adapter})
+    made = {"adapter": adapter, "quant": {"scheme": "w4a16_g32", "initial_input_scale": None}}
+    paths["made", 3] = recipe(tmp_path, "dense", 3, {**made, "learnable": sections["learnable"]})
     run_ranks(SCRIPT, *map(str, paths.values()))
     for path in paths.values():
         compare(path)
+    assert measured(paths["made", 3])["items"] == measured(paths["codes", 3])["items"]
     config = Qwen3Config(intermediate_size=416, **SIZES)
     attention, hidden = config.num_attention_heads * config.head_dim, config.hidden_size
     pairs = config.num_key_value_heads * config.head_dim

@@ -1,4 +1,5 @@
-"""Adapters beside a base that is held as codes, on two ranks: against the same base held in the model's dtype."""
+"""Adapters beside a base that is held as codes, on two ranks: against the same base held in the model's dtype, and
+codes that are made of an ordinary checkpoint against those of its export."""
 
 from pathlib import Path
 
@@ -22,6 +23,15 @@ SELF = {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}
 # Fake quant rests for a step: the weights' scales stay those of the codes.
 RESTS = {"schedule": [{"at": 1, "fake_quant": False}, {"at": 2, "fake_quant": True}]}
 TWO = {"train": {**TRAIN, "steps": 2, "checkpoint_every": 2}}
+# A scheme of each kind that can be made of rows.
+MADE = {
+    "quant": {
+        **{"scheme": "w4a16_g32", "schemes": MIXED["schemes"], "calibration_batches": 0},
+        "rules": [rule for rule in MIXED["rules"] if not rule["layers"].endswith("(q|k|v)_proj")]
+        + [{"layers": r".*\.1\..*(q|k|v)_proj", "scheme": "fp8_dynamic"}],
+    }
+}
+MADE_EXPERTS = {"quant": {"scheme": "w3a16_g32", "rules": [{"layers": ".*self_attn.*", "scheme": "w2a16_channel"}]}}
 # name: the checkpoint or the run whose export is read, stage, dtype, what the recipe has beside BESIDE.
 RUNS = {
     "mixed": ("qwen3", 3, "bfloat16", {"quant": MIXED, **MAKE}),
@@ -43,8 +53,20 @@ RUNS = {
             "train": {**TRAIN, "activation_checkpointing": True},
         },
     ),
+    "made_weights_3": ("qwen3", 3, "bfloat16", MADE),
+    "made_codes_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES}),
+    "made_begun_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES, **TWO}),
+    "made_read_3": ("made_weights_3", 3, "bfloat16", {**SOURCE, **CODES}),
+    "made_weights_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": ATTENTION}),
+    "made_codes_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": {**ATTENTION, **CODES["adapter"]}}),
+    "made_rank0_3": (
+        "qwen3_moe",
+        3,
+        "float32",
+        {**MADE_EXPERTS, "adapter": {**ATTENTION, **CODES["adapter"]}, "model": {"load": "rank0"}},
+    ),
 }
-PAIRS = ("mixed_{}_3", "mixed_{}_2", "experts_{}_3")
+PAIRS = ("mixed_{}_3", "mixed_{}_2", "experts_{}_3", "made_{}_3", "made_{}_2")
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +86,11 @@ def paths(tmp_path_factory) -> dict[str, Path]:
 
     for name, (source, stage, dtype, sections) in RUNS.items():
         write(name, source, stage, dtype, sections)
-    source, stage, dtype, sections = RUNS["mixed_codes_3"]
     train = {**TRAIN, "checkpoint_every": 2, "resume": True}
-    goes_on = {**sections, "train": train, "export": {"enabled": True, "dir": str(directory / "resumed")}}
-    write("resumed", source, stage, dtype, goes_on, output_dir=str(directory / "mixed_begun_3"))
+    for kind in ("mixed", "made"):
+        source, stage, dtype, sections = RUNS[f"{kind}_codes_3"]
+        goes_on = {**sections, "train": train, "export": {"enabled": True, "dir": str(directory / f"{kind}_resumed")}}
+        write(f"{kind}_resumed", source, stage, dtype, goes_on, output_dir=str(directory / f"{kind}_begun_3"))
     run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
     return written
 
@@ -97,9 +120,9 @@ def test_training_is_that_beside_the_base_in_the_models_dtype(paths, pair):
 def test_the_export_is_that_of_the_base_in_the_models_dtype(paths, pair):
     """Byte for byte, and the base of it is the checkpoint that was read."""
     weights, codes = (paths[pair.format(base)].with_suffix("") / "export" for base in ("weights", "codes"))
-    source = paths[pair.partition("_")[0]].with_suffix("") / "export"
     assert (weights / "model.safetensors").read_bytes() == (codes / "model.safetensors").read_bytes()
-    if "2" not in pair:  # in fp32 what is not quantised there is written in fp32
+    source = paths.get(pair.partition("_")[0], weights).with_suffix("") / "export"
+    if "2" not in pair and "made" not in pair:  # in fp32 what is not quantised there is written in fp32
         assert (source / "model.safetensors").read_bytes() == (codes / "model.safetensors").read_bytes()
     adapters = [load_file(one / "adapter" / "adapter_model.safetensors") for one in (weights, codes)]
     assert adapters[0].keys() == adapters[1].keys()
@@ -110,7 +133,7 @@ def test_the_export_is_that_of_the_base_in_the_models_dtype(paths, pair):
 def test_a_rank_holds_the_bytes_of_its_codes(paths, pair):
     """Of each weight, by arithmetic; and nothing else is another size."""
     weights, codes = both(paths, pair)
-    ranks = 2 if "3" in pair else 1
+    ranks = 2 if pair.endswith("3") else 1
     total = {"weights": 0, "codes": 0}
     for name, size in codes["seen"]["bytes"].items():
         plain, bits = weights["seen"]["bytes"][name], codes["seen"]["bits"].get(name)
@@ -122,8 +145,25 @@ def test_a_rank_holds_the_bytes_of_its_codes(paths, pair):
     assert 0 < total["codes"] < total["weights"] / 2
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(paths):
-    straight, resumed = load_result(paths["mixed_codes_3"]), load_result(paths["mixed_begun_3"])
+def test_codes_that_are_made_are_those_of_an_export(paths):
+    """Every loss and adapter, and what is held, bit for bit as beside the export that two steps begin with; scales are
+    there as they are stored. And it does not matter who reads the weights."""
+    made, read = (load_result(paths[name]) for name in ("made_codes_3", "made_read_3"))
+    assert made["losses"] == read["losses"] and made["norms"] == read["norms"]
+    assert made["weights"].keys() == read["weights"].keys()
+    for name, value in made["weights"].items():
+        other = read["weights"][name]
+        stored = [value, value.bfloat16().float()] if name.endswith("weight_s0") else [value]
+        assert any(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one in stored), name
+    other, rank0 = (load_result(paths[name]) for name in ("made_codes_2", "made_rank0_3"))
+    for name, value in other["weights"].items():
+        if "lora" not in name:
+            assert torch.equal(value.view(torch.uint8), rank0["weights"][name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("kind", ("mixed", "made"))
+def test_a_resumed_run_goes_on_bit_for_bit(paths, kind):
+    straight, resumed = load_result(paths[f"{kind}_codes_3"]), load_result(paths[f"{kind}_begun_3"])
     assert resumed["losses"] == straight["losses"][2:]
     for name, value in straight["weights"].items():
         assert torch.equal(value.view(torch.uint8), resumed["weights"][name].view(torch.uint8)), name
