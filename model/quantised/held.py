@@ -1,5 +1,5 @@
-"""Reads weights into Parameters that hold their codes (:mod:`quant.held`): those of a quantised checkpoint, or codes that
-are made of an ordinary one (:mod:`model.quantised.made`).
+"""Reads weights into Parameters that hold their codes (:mod:`quant.held`): those of a quantised checkpoint, or codes
+that are made of an ordinary one (:mod:`model.quantised.made`).
 
 A rank reads the rows that its share of the packed codes lies in, and packs them as the Parameter has them. Nowhere is
 there more of a weight's values than of a few rows, which are made to see that their codes come back: what a layer

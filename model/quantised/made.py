@@ -8,8 +8,8 @@ loaded weight, with the same functions, bit for bit: a scale is of one row, of a
 that no rank has to see more than the rows that it reads.
 
 The codes go into partitions when weights are loaded. The scales go into theirs later, when there are layers that have
-any (:func:`fill_made_scales`): they are measured again, of the rows that a rank's range of them belongs to. That reads a
-checkpoint twice, but nobody has to keep scales until then.
+any (:func:`fill_made_scales`): they are measured again, of the rows that a rank's range of them belongs to. That reads
+a checkpoint twice, but nobody has to keep scales until then.
 """
 
 import math
