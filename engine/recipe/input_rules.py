@@ -1,4 +1,4 @@
-"""Rules of inputs that are turned, or kept as codes, each said in one line."""
+"""Rules of inputs that are turned, kept as codes, or multiplied as codes, each said in one line."""
 
 from engine.recipe.quant import SOURCE
 from engine.recipe.rules import Rule
@@ -39,5 +39,17 @@ RULES_OF_INPUTS = (
         "quant.keep_codes",
         lambda r: r.quant.keep_codes and r.quant.known() and not r.quant.has_dynamic_floats(),
         "false: no scheme here has dynamic inputs in fp4 or fp8",
+    ),
+    Rule(
+        "codes with scales per group are NVFP4 or MXFP8",
+        "quant.compute",
+        lambda r: r.quant.compute == "block_gemm" and r.quant.known() and not r.quant.has_block_gemm(),
+        "auto or simulate: quant.scheme {quant.scheme} is not NVFP4 or MXFP8 on both sides",
+    ),
+    Rule(
+        "the GEMM of codes with scales per group gives bfloat16",
+        "quant.compute",
+        lambda r: r.quant.compute == "block_gemm" and r.model.dtype != "bfloat16",
+        "auto or simulate: that GEMM gives bfloat16, model.dtype is {model.dtype}",
     ),
 )

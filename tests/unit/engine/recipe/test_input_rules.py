@@ -1,4 +1,4 @@
-"""The rules of inputs that are turned, or kept as codes: each is broken by a recipe of its own, and only that rule."""
+"""The rules of inputs that are turned, or that are codes: each is broken by a recipe of its own, and only that rule."""
 
 from operator import attrgetter
 
@@ -16,6 +16,12 @@ BROKEN = {
     "adapters are not of turned weights": {**ROTATED, "adapter.kind": "lora", "learnable.weight": False},
     "turned inputs are read from one format": {**ROTATED, "export.format": "dequantized"},
     "codes are kept of dynamic floats": {"quant.keep_codes": True, "quant.scheme": "8da4w"},
+    "codes with scales per group are NVFP4 or MXFP8": {"quant.compute": "block_gemm", "quant.scheme": "mxfp4_w4a4"},
+    "the GEMM of codes with scales per group gives bfloat16": {
+        "quant.compute": "block_gemm",
+        "quant.scheme": "mxfp8",
+        "model.dtype": "float32",
+    },
     "a plain checkpoint has no turned inputs": {**ROTATED, "quant.fake_quant_start": -1},
 }
 
@@ -38,6 +44,6 @@ def test_each_is_broken_alone(rule):
 def test_good_ones_pass(scheme):
     settings = {**ROTATED, "quant.rotate_block": 1024, "quant.scheme": scheme}
     assert list(contradictions(recipe(settings))) == []
-    kept = {"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4"}
+    kept = {"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4", "quant.compute": "block_gemm"}
     assert list(contradictions(recipe(kept))) == []
     assert not list(recipe({"quant.rotate_block": 1024}).quant.problems())
