@@ -174,7 +174,7 @@ class Saved(NamedTuple):
     input_s0: Tensor
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
-    mask: Tensor  # packed: which elements of an input were inside the range, where its codes are kept
+    mask: Tensor  # packed: which elements of an input were inside the range, where its codes are kept; else None
     scales: Tensor | None  # of the codes of a dynamic input
     offsets: Tensor | None
 
@@ -224,7 +224,7 @@ class QuantLinearFunction(torch.autograd.Function):
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
         if needs.x or (needs.input_theta and ctx.plan.input is not None):
             grad_x, grad_input_theta = _input_gradients(ctx, saved, grad)
-        unmasked = grad_x if ctx.keeps_codes and saved.scales is None else None
+        unmasked = grad_x if ctx.keeps_codes and saved.scales is None and saved.mask is not None else None
         if needs.weight or (needs.weight_theta and ctx.plan.weight is not None):
             used_x = used_input(ctx, saved, unmasked, after=grad)
             grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad, used_x, needs.weight_theta)

@@ -1,4 +1,4 @@
-"""Rules of inputs that are turned, kept as codes, or multiplied as codes, each said in one line."""
+"""Rules of inputs that are turned, kept or multiplied as codes, or written as codes by norms, each in one line."""
 
 from engine.recipe.quant import SOURCE
 from engine.recipe.rules import Rule
@@ -51,5 +51,29 @@ RULES_OF_INPUTS = (
         "quant.compute",
         lambda r: r.quant.compute == "block_gemm" and r.model.dtype != "bfloat16",
         "auto or simulate: that GEMM gives bfloat16, model.dtype is {model.dtype}",
+    ),
+    Rule(
+        "norms write codes of static scales",
+        "quant.fuse_norms",
+        lambda r: r.quant.fuse_norms and r.quant.known() and not r.quant.has_static_inputs(),
+        "false: no scheme here has static scales of inputs",
+    ),
+    Rule(
+        "norms write codes of scales that do not learn",
+        "quant.fuse_norms",
+        lambda r: r.quant.fuse_norms and r.learnable.act_scale,
+        "false with learnable.act_scale: the gradient of a scale asks for what was quantised",
+    ),
+    Rule(
+        "adapters read values",
+        "quant.fuse_norms",
+        lambda r: r.quant.fuse_norms and r.adapter.on,
+        "false with adapter.kind {adapter.kind}: adapters were not tried beside inputs that are codes alone",
+    ),
+    Rule(
+        "what is compiled is fused by the compiler",
+        "quant.fuse_norms",
+        lambda r: r.quant.fuse_norms and r.train.compile,
+        "false with train.compile, which fuses norms itself",
     ),
 )

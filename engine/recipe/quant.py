@@ -153,6 +153,10 @@ class QuantRecipe:
     keep_codes: bool = False
     """true: of inputs in fp4 or fp8 with dynamic scales a layer keeps codes and scales for backward, 0.5 to 1.1 bytes
     per element instead of two or four; the same training bit for bit, with a few more passes over these inputs."""
+    fuse_norms: bool = False
+    """true: norms and SwiGLU write the codes of the layers behind them, in one operator, where these have static scales
+    that do not learn; of Llama, Mistral, Qwen2 and Qwen3. Other roundings than torch's norm has, and not tried on a GPU
+    yet. See docs/how_a_layer_computes.md."""
     gather_codes: bool = False
     """true: ZeRO-3 gathers the weights of quantised layers as codes, one byte each instead of two or four, where a
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
@@ -282,6 +286,11 @@ class QuantRecipe:
         """Whether some layer's inputs are floats with scales of their own tokens or groups."""
         inputs = [scheme.activations for scheme in self.linear_schemes() if scheme.activations is not None]
         return any(spec.dynamic and spec.dtype != "int" for spec in inputs)
+
+    def has_static_inputs(self) -> bool:
+        """Whether some layer's inputs have one stored scale, and none below it."""
+        inputs = [scheme.activations for scheme in self.linear_schemes() if scheme.activations is not None]
+        return any(not spec.dynamic for spec in inputs)
 
     def has_fp8_gemm(self) -> bool:
         """Whether some layer's codes can be multiplied by the fp8 GEMM."""

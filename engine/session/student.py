@@ -34,6 +34,7 @@ from model.rotation import rotate_weights
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import full_shape, partition_new_parameters, stage
 from quant import Quantization, QuantLinear, Scheme, prepare
+from quant.fused import fuse
 from quant.held import as_weight
 from quant.rotation import rotate_inputs
 
@@ -137,6 +138,8 @@ def quantise_student(
             _check_head(model)
         if recipe.adapter.on:
             add_adapters(recipe, model, quantization)
+        if recipe.quant.fuse_norms:
+            _fuse(model, device)
     partition_new_parameters(model, ds_config)
     with errors_on_all_ranks(ValueError):
         set_learnable(model, recipe.learnable)
@@ -157,6 +160,13 @@ def quantise_student(
         for layer in quantization.layers.values():
             layer.keeps_weight_codes = layer.held is None
     return quantization
+
+
+def _fuse(model: PreTrainedModel, device: torch.device) -> None:
+    """Have norms and SwiGLU write the codes of the layers behind them."""
+    if device.type == "cuda":
+        raise ValueError("quant.fuse_norms: true, expected false: there is no CUDA kernel of it yet")
+    say(f"fused: {fuse(model).summary()}")
 
 
 def _keep_codes(quantization: Quantization) -> None:

@@ -24,6 +24,7 @@ from model.zero import batches, full_numel, is_partitioned, is_whole
 from quant import SCALE_PARAMETERS, Quantization, QuantLayer, QuantLinear
 from quant.experts import LinearPart, linears_of
 from quant.export import Shapes
+from quant.fused import FusedModule
 from quant.kv_cache import QuantCache
 from quant.layouts import Layout, block_shapes, linear_shapes
 from quant.rotation import KEY
@@ -309,14 +310,14 @@ def _copied_item(tensor: DiskTensor | CodedTensor, dtype: torch.dtype) -> Item:
 
 
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> Item:
-    """A module whose own parameters and persistent buffers are written as they are, but for scales of a QuantLayer."""
+    """A module whose own parameters and persistent buffers are written as they are, but for scales."""
     _fused(names, name, module, ())  # none of its own, or an error
     plain: list[tuple[torch.Tensor, Place]] = []
     if isinstance(module, QuantLayer) and module.adapter is not None:
         raise ValueError(f"{name} has an adapter, which is written with its quantised weight alone")
     own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
     for suffix, tensor in own.items():
-        scale = isinstance(module, QuantLayer) and suffix in SCALE_PARAMETERS
+        scale = isinstance(module, (QuantLayer, FusedModule)) and suffix in SCALE_PARAMETERS
         if tensor is None or scale or suffix in module._non_persistent_buffers_set or id(tensor) in seen:
             continue
         seen.add(id(tensor))

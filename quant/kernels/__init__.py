@@ -3,7 +3,8 @@
 :mod:`quant.kernels.ops` is what the rest of the package calls, and :mod:`quant.kernels.registration` declares the
 operators behind it. ``arithmetic.h`` is the arithmetic that both backends include, ``cpu.cpp`` and ``cuda.cu`` are the
 operations around it, with their loops in the headers that they include, ``bindings.cpp`` makes them operators,
-``clipped.cpp`` has what only the CPU does, and :mod:`quant.kernels.build` compiles these files at first use.
+``clipped.cpp`` has what only the CPU does, files ``fused*`` have norms and SwiGLU with the quantisation of their result
+(:mod:`quant.fused_reference`), and :mod:`quant.kernels.build` compiles these files at first use.
 """
 
 from quant.kernels.build import prepare_kernels
@@ -25,6 +26,10 @@ from quant.kernels.ops import (
     quantize_tokens,
     quantize_with_values,
     restore_tokens,
+    rms_norm_backward,
+    rms_norm_quantize,
+    silu_mul_backward,
+    silu_mul_quantize,
     sum_rows,
 )
 
@@ -47,5 +52,9 @@ __all__ = [
     "quantize_tokens",
     "quantize_with_values",
     "restore_tokens",
+    "rms_norm_backward",
+    "rms_norm_quantize",
+    "silu_mul_backward",
+    "silu_mul_quantize",
     "sum_rows",
 ]

@@ -154,10 +154,11 @@ def _can_build_cuda() -> tuple[bool, str]:
 
 def _compiled(cuda: bool) -> Path:
     """The shared library, built if it is not there yet."""
-    sources = [SOURCES / name for name in ("bindings.cpp", "cpu.cpp", "clipped.cpp")]
+    names = ("bindings.cpp", "cpu.cpp", "clipped.cpp", "fused_bindings.cpp", "fused_cpu.cpp")
+    sources = [SOURCES / name for name in names]
     cxx_flags = [*CXX_FLAGS, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
     if cuda:
-        sources.append(SOURCES / "cuda.cu")
+        sources += [SOURCES / "cuda.cu"]
         cxx_flags.append("-DDEEPQAT_CUDA")
     architectures = _architectures() if cuda else []
     name = f"{LIBRARY}_{_digest([*cxx_flags, *architectures])}"

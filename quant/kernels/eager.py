@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quant import reference
+from quant import fused_reference, reference
 from quant.packing import pack_bits, unpack_bits
 from quant.spec import MX_GROUP, NVFP4_GROUP, Dtype, TensorSpec
 
@@ -241,6 +241,46 @@ def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
     for column in places.unbind(1):
         sums += rows.index_select(0, column)
     return sums
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, s0: Tensor, grid: int, scale_dtype: torch.dtype, mask: bool, values: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, packed mask and values of a norm's result, and the reciprocal root of each row's mean square."""
+    of_tensor = (_scales(s0, None, scale_dtype, None).view(1), _spec_of_tensor(grid))
+    codes, inside, rounded, rstd = fused_reference.rms_norm_quantize(x, weight, eps, *of_tensor)
+    return *_wanted(codes, inside, rounded, mask, values), rstd
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor, weight_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` and the weight (empty where it is not wanted)."""
+    of_x, of_weight = fused_reference.rms_norm_backward(grad, x, weight, rstd, unpack_bits(mask, x.shape))
+    return of_x.contiguous(), of_weight if weight_gradient else weight.new_empty(0)
+
+
+def silu_mul_quantize(
+    gate: Tensor, up: Tensor, s0: Tensor, grid: int, scale_dtype: torch.dtype, mask: bool, values: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, packed mask and values of ``silu(gate) * up``."""
+    of_tensor = (_scales(s0, None, scale_dtype, None).view(1), _spec_of_tensor(grid))
+    return _wanted(*fused_reference.silu_mul_quantize(gate, up, *of_tensor), mask, values)
+
+
+def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up."""
+    of_gate, of_up = fused_reference.silu_mul_backward(grad, gate, up, unpack_bits(mask, gate.shape))
+    return of_gate.contiguous(), of_up.contiguous()
+
+
+def _wanted(codes: Tensor, inside: Tensor, rounded: Tensor, mask: bool, values: bool) -> tuple[Tensor, Tensor, Tensor]:
+    packed = pack_bits(inside if mask else inside.new_empty(0))
+    return codes, packed, rounded.contiguous() if values else rounded.new_empty(0)
+
+
+def _spec_of_tensor(grid: int) -> TensorSpec:
+    return TensorSpec("fp8_e4m3", 8, "tensor") if grid == 0 else TensorSpec("int", abs(grid), "tensor", narrow=grid < 0)
 
 
 def _spec(grid: int) -> TensorSpec:

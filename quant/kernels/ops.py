@@ -258,6 +258,55 @@ def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
     return _OPS.sum_rows(rows, places)
 
 
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, quantizer: Quantizer, *, mask: bool, values: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A norm and the quantisation of its result with one fixed scale, :mod:`quant.fused_reference`; no gradient.
+
+    Args:
+        x, weight: ``[..., n]`` and ``[n]`` of one dtype; n is a multiple of 8 and at most 16,384.
+        eps: what is added to the mean square.
+        quantizer: format and scale, which has no theta.
+        mask, values: whether these are wanted.
+
+    Returns:
+        Codes and mask of :func:`quantize`, the values of :func:`fake_quantize` (both empty where they are not wanted),
+        and what :func:`rms_norm_backward` is to be given as ``rstd``.
+    """
+    ensure_ready()
+    return _OPS.rms_norm_quantize(x, weight, eps, *_of_one(quantizer), mask, values)
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor, *, weight_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of :func:`rms_norm_quantize`: of ``x``, and of the weight where it is wanted."""
+    ensure_ready()
+    of_x, of_weight = _OPS.rms_norm_backward(grad, x, weight, rstd, mask, weight_gradient)
+    return of_x, of_weight if weight_gradient else None
+
+
+def silu_mul_quantize(
+    gate: Tensor, up: Tensor, quantizer: Quantizer, *, mask: bool, values: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``silu(gate) * up`` and its quantisation likewise: codes, mask, values; tensors of one shape and dtype."""
+    ensure_ready()
+    return _OPS.silu_mul_quantize(gate, up, *_of_one(quantizer), mask, values)
+
+
+def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, of :func:`silu_mul_quantize`."""
+    ensure_ready()
+    return _OPS.silu_mul_backward(grad, gate, up, mask)
+
+
+def _of_one(quantizer: Quantizer) -> tuple[Tensor, int, torch.dtype]:
+    """``s0, grid, scale_dtype`` of one scale that does not learn."""
+    (s0, theta, _, _), spec, dtype = quantizer
+    assert theta is None and spec.granularity == "tensor"
+    return s0, grid_of(spec), stored_dtype(spec, dtype)
+
+
 def _of_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, int, bool]:
     """``x, grid, symmetric`` for the operators."""
     return _token_groups(x, spec), grid_of(spec), spec.symmetric

@@ -1,4 +1,4 @@
-"""The quantisers, and sums of rows, as operators of torch (``torch.ops.deepqat``): schemas, shapes, gradients.
+"""Quantisers, sums of rows, norms and SwiGLU as operators of torch (``torch.ops.deepqat``): schemas, shapes, gradients.
 
 An operator forms the scale itself, ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale costs no
 launch of its own. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive parts of the row-major
@@ -57,6 +57,13 @@ SCHEMAS = (
     f"fake_quantized_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
     f"fake_quantize_tokens_backward(Tensor grad, Tensor x, int grid, bool symmetric, {_OF_TOKENS}) -> Tensor",
     "sum_rows(Tensor rows, Tensor places) -> Tensor",
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor s0, int grid, ScalarType scale_dtype, bool mask, "
+    "bool values) -> (Tensor, Tensor, Tensor, Tensor)",
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, Tensor mask, bool weight_gradient) "
+    "-> (Tensor, Tensor)",
+    "silu_mul_quantize(Tensor gate, Tensor up, Tensor s0, int grid, ScalarType scale_dtype, bool mask, bool values) "
+    "-> (Tensor, Tensor, Tensor)",
+    "silu_mul_backward(Tensor grad, Tensor gate, Tensor up, Tensor mask) -> (Tensor, Tensor)",
 )
 # Those that there are for CPU tensors alone.
 CPU_SCHEMAS = (
@@ -81,6 +88,10 @@ def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _quantized(x: Tensor, _s0: Any, _theta: Any, grid: int, _stored: Any, mask: bool, *_: Any) -> tuple[Tensor, Tensor]:
     codes = _like(x, _CODE_DTYPES.get(grid, torch.int8))
     return codes, x.new_empty((x.numel() + 7) // 8 if mask else 0, dtype=torch.uint8)
+
+
+def _written(x: Tensor, grid: int, stored: Any, mask: bool, values: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return *_quantized(x, None, None, grid, stored, mask), _like(x) if values else x.new_empty(0)
 
 
 def _theta_gradient(x: Tensor, theta: Tensor | None, wanted: bool) -> Tensor:
@@ -120,6 +131,16 @@ _FAKES: dict[str, Callable[..., Any]] = {
         _like(lora_b, torch.float32),
     ),
     "sum_rows": lambda rows, places: rows.new_empty(places.shape[0], rows.shape[1]),
+    "rms_norm_quantize": lambda x, weight, eps, s0, *rest: (
+        *_written(x, *rest),
+        x.new_empty(x.shape[:-1].numel(), dtype=torch.float32),
+    ),
+    "rms_norm_backward": lambda grad, x, weight, rstd, mask, wanted: (
+        _like(x),
+        _like(weight) if wanted else weight.new_empty(0),
+    ),
+    "silu_mul_quantize": lambda gate, up, s0, *rest: _written(gate, *rest),
+    "silu_mul_backward": lambda grad, gate, up, mask: (_like(gate), _like(gate)),
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"deepqat::{_name}", _fake)

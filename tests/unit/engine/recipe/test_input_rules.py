@@ -22,6 +22,10 @@ BROKEN = {
         "quant.scheme": "mxfp8",
         "model.dtype": "float32",
     },
+    "norms write codes of static scales": {"quant.fuse_norms": True, "quant.scheme": "fp8_dynamic"},
+    "norms write codes of scales that do not learn": {"quant.fuse_norms": True, "learnable.act_scale": True},
+    "adapters read values": {"quant.fuse_norms": True, "adapter.kind": "lora", "learnable.weight": False},
+    "what is compiled is fused by the compiler": {"quant.fuse_norms": True, "train.compile": True},
     "a plain checkpoint has no turned inputs": {**ROTATED, "quant.fake_quant_start": -1},
 }
 
@@ -46,4 +50,6 @@ def test_good_ones_pass(scheme):
     assert list(contradictions(recipe(settings))) == []
     kept = {"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4", "quant.compute": "block_gemm"}
     assert list(contradictions(recipe(kept))) == []
+    for fused in ("fp8_static", "w8a8_static"):
+        assert list(contradictions(recipe({"quant.fuse_norms": True, "quant.scheme": fused}))) == []
     assert not list(recipe({"quant.rotate_block": 1024}).quant.problems())

@@ -1,0 +1,323 @@
+"""Norms and SwiGLU that write the quantised input of the layers behind them, and nothing else.
+
+With a static scale the input of q, k and v, and of gate and up, is an RMSNorm's output, and that of down is
+``silu(gate) * up``: written in the model's dtype, then read again to be quantised. The modules here stand where a
+model's own did, hold the same Parameters and children under the same names, and give codes instead
+(:mod:`quant.handed`), with the arithmetic of :mod:`quant.fused_reference`. While some reader does not quantise its
+input, or watches it, they compute what the module computed that they replace, bit for bit.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from quant import kernels
+from quant.handed import HandedInput, HandedOver
+from quant.inputs import QuantizedInput, Restored
+from quant.linear import QuantLinear
+from quant.rules import examples
+from quant.scale import Quantizer, Scale
+
+MOST_FEATURES = 16384  # of a norm's rows, which are one segment of the kernels' sums
+
+# The classes of transformers whose forward is known, decoder layers and their MLPs: a norm is read by q, k and v of
+# self_attn, the other one by gate and up of mlp, and nothing else reads either.
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer")
+MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP")
+NORMS: dict[str, tuple[str, ...]] = {"input_layernorm": ("self_attn", "q_proj", "k_proj", "v_proj")}
+NORMS |= {"post_attention_layernorm": ("mlp", "gate_proj", "up_proj")}
+
+
+class FusedModule(nn.Module):
+    """A module that hands over its output, quantised for its readers.
+
+    Attributes:
+        input_s0: the very Parameter of the readers' scale, so that ZeRO-3 gathers it for this module, too.
+        readers: the layers behind it, which are no children.
+        source: its name, for an error.
+    """
+
+    input_s0: nn.Parameter
+
+    def __init__(self, source: str, readers: Sequence[QuantLinear]) -> None:
+        """``readers`` are as :func:`_problem_of_readers` has them."""
+        super().__init__()
+        assert readers[0].input_s0 is not None
+        self.input_s0 = readers[0].input_s0
+        self.source = source
+        self.readers = tuple(readers)  # a tuple of modules registers none
+        shared = HandedInput(sum(reader.input_fake_quant for reader in readers))
+        for reader in readers:
+            reader.shared_input = shared
+
+    def hands_over(self) -> bool:
+        """Whether all readers take codes now. What is compiled stays as it was: the compiler fuses by itself."""
+        taken = all(reader.input_fake_quant and reader.input_observer is None for reader in self.readers)
+        return taken and not torch.compiler.is_compiling()
+
+    def wants_values(self) -> bool:
+        """Whether some reader multiplies fake-quantised values now, not codes."""
+        return not all(reader.fp8_gemm and reader.weight_fake_quant for reader in self.readers)
+
+    def quantizer(self, dtype: torch.dtype) -> Quantizer:
+        """How the readers quantise their input."""
+        spec = self.readers[0].scheme.activations
+        assert spec is not None
+        return Quantizer(Scale(self.input_s0), spec, dtype)
+
+    def handed(self, like: Tensor, values: Tensor, codes: Tensor) -> HandedOver:
+        """The output, of what an operator wrote."""
+        quantized = QuantizedInput(values if values.numel() == codes.numel() else None, codes)
+        return HandedOver(like, quantized, Restored(), self.source)
+
+
+class FusedRMSNorm(FusedModule):
+    """An RMSNorm in the place of ``norm``: ``weight``, and what is added to the mean square."""
+
+    weight: nn.Parameter
+
+    def __init__(self, norm: nn.Module, source: str, readers: Sequence[QuantLinear]) -> None:
+        super().__init__(source, readers)
+        assert isinstance(norm.weight, nn.Parameter) and isinstance(norm.variance_epsilon, float)
+        self.weight = norm.weight
+        self.variance_epsilon = norm.variance_epsilon
+        self.train(norm.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., features]``; the result has its shape, and values only where it is not handed over."""
+        if x.dtype != self.weight.dtype or not self.hands_over():
+            return rms_norm(x, self.weight, self.variance_epsilon)
+        trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        output: Tensor = _NormFunction.apply(self, trains, x, self.weight, self.input_s0)
+        return output
+
+    def extra_repr(self) -> str:
+        return f"eps={self.variance_epsilon}, hands codes to {len(self.readers)} layers"
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What LlamaRMSNorm and its kind compute, bit for bit."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+class _NormFunction(torch.autograd.Function):
+    """``apply(module, trains, x, weight, s0)``. Backward keeps the input, the Parameter, a number per row and a bit per
+    element."""
+
+    @staticmethod
+    def forward(ctx: Any, module: FusedRMSNorm, trains: bool, x: Tensor, weight: Tensor, s0: Tensor) -> Tensor:
+        codes, mask, values, rstd = kernels.rms_norm_quantize(
+            x,
+            weight,
+            module.variance_epsilon,
+            module.quantizer(weight.dtype),
+            mask=trains,
+            values=module.wants_values(),
+        )
+        ctx.save_for_backward(x, weight, rstd, mask)
+        return module.handed(x, values, codes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd, mask = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3]
+        grad_x, grad_weight = kernels.rms_norm_backward(grad, x, weight, rstd, mask, weight_gradient=wanted)
+        return None, None, grad_x if ctx.needs_input_grad[2] else None, grad_weight, None
+
+
+class FusedSwiGLU(FusedModule):
+    """``silu(gate) * up`` in the place of the activation ``act`` of an MLP, which reads it with one layer."""
+
+    def __init__(self, act: nn.Module, source: str, down: QuantLinear) -> None:
+        super().__init__(source, [down])
+        self.act = act
+        self.train(act.training)
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Of two tensors of one shape; the result has it too, and values only where it is not handed over."""
+        if gate.dtype != up.dtype or not self.hands_over():
+            product: Tensor = self.act(gate) * up
+            return product
+        trains = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+        output: Tensor = _SwiGLUFunction.apply(self, trains, gate, up, self.input_s0)
+        return output
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    """``apply(module, trains, gate, up, s0)``. Backward keeps both inputs and a bit per element."""
+
+    @staticmethod
+    def forward(ctx: Any, module: FusedSwiGLU, trains: bool, gate: Tensor, up: Tensor, s0: Tensor) -> Tensor:
+        how = {"mask": trains, "values": module.wants_values()}
+        codes, mask, values = kernels.silu_mul_quantize(gate, up, module.quantizer(gate.dtype), **how)
+        ctx.save_for_backward(gate, up, mask)
+        return module.handed(gate, values, codes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *kernels.silu_mul_backward(grad, *ctx.saved_tensors), None
+
+
+class FusedMLP(nn.Module):
+    """An MLP in the place of ``mlp``, with its children, of which the activation is a :class:`FusedSwiGLU`."""
+
+    def __init__(self, mlp: nn.Module, source: str) -> None:
+        super().__init__()
+        children = dict(mlp.named_children())
+        down = children["down_proj"]
+        assert isinstance(down, QuantLinear)
+        children["act_fn"] = FusedSwiGLU(children["act_fn"], source, down)
+        for name, child in children.items():
+            self.add_module(name, child)
+        self.train(mlp.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., hidden]``, and so is the result."""
+        gate, up, down, act = (self.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+        return down(act(gate(x), up(x)))
+
+
+class Fused(NamedTuple):
+    """What :func:`fuse` did.
+
+    Attributes:
+        norms, mlps: names of the modules that it replaced.
+        left: why others stayed, by name, of layers whose class is known.
+    """
+
+    norms: list[str]
+    mlps: list[str]
+    left: dict[str, str]
+
+    def summary(self) -> str:
+        """In a line."""
+        done = f"{len(self.norms)} norms and {len(self.mlps)} MLPs hand codes to the layers behind them"
+        left = [f"{name} ({why})" for name, why in self.left.items()]
+        return done + (f"; {len(left)} stay: {examples(left, 2)}" if left else "")
+
+
+def fuse(model: nn.Module) -> Fused:
+    """Replace the norms and MLPs of ``model`` whose readers can be handed codes, in place.
+
+    Called when rotations and adapters are there, since their layers read values. Parameters may be partitions.
+
+    Raises:
+        ValueError: there is none.
+    """
+    modules, fused = dict(model.named_modules()), Fused([], [], {})
+    for prefix, layer in modules.items():
+        if type(layer).__name__ not in LAYERS:
+            continue
+        for norm, (parent, *readers) in NORMS.items():
+            name = f"{prefix}.{norm}"
+            problem = _problem_of_norm(modules[name], modules[f"{prefix}.{parent}"], readers)
+            if problem is None:
+                layers = [modules[f"{prefix}.{parent}.{reader}"] for reader in readers]
+                setattr(layer, norm, FusedRMSNorm(modules[name], name, layers))
+                fused.norms.append(name)
+            else:
+                fused.left[name] = problem
+        name = f"{prefix}.mlp"
+        problem = _problem_of_mlp(modules[name])
+        if problem is None:
+            layer.mlp = FusedMLP(modules[name], name)
+            fused.mlps.append(name)
+        else:
+            fused.left[name] = problem
+    if not (fused.norms or fused.mlps):
+        raise ValueError(f"quant.fuse_norms: true, expected false: {_nothing(model, fused)}")
+    return fused
+
+
+def _nothing(model: nn.Module, fused: Fused) -> str:
+    if not fused.left:
+        return f"the layers of {type(model).__name__} are none of {', '.join(LAYERS)}"
+    return f"nothing can be fused: {examples([f'{name} ({why})' for name, why in fused.left.items()], 2)}"
+
+
+def _problem_of_norm(norm: nn.Module, parent: nn.Module, readers: Sequence[str]) -> str | None:
+    """Why a norm stays as it is; None where it does not."""
+    if "gate_proj" in readers and type(parent).__name__ not in MLPS:
+        return f"a {type(parent).__name__} may read it in other ways, experts by their router"
+    layers: list[Any] = [getattr(parent, name, None) for name in readers]
+    if problem := _problem_of_readers(layers):
+        return problem
+    width = layers[0].in_features
+    if width % 8 or width > MOST_FEATURES:
+        return f"its {width} features are no multiple of 8, or more than {MOST_FEATURES}"
+    return None if _computes_rms_norm(norm) else f"a {type(norm).__name__} computes something else"
+
+
+def _problem_of_mlp(mlp: nn.Module) -> str | None:
+    if type(mlp).__name__ not in MLPS:
+        return f"a {type(mlp).__name__} is none of {', '.join(MLPS)}"
+    if problem := _problem_of_readers([getattr(mlp, "down_proj", None)]):
+        return problem
+    return None if _computes_swiglu(mlp) else f"a {type(mlp).__name__} computes something else"
+
+
+def _problem_of_readers(layers: Sequence[nn.Module | None]) -> str | None:
+    """Why layers cannot be handed codes; None where they can."""
+    if not all(isinstance(layer, QuantLinear) and not layer.projections for layer in layers):
+        return "not all layers that read it are quantised Linears"
+    readers: list[Any] = list(layers)
+    spec = readers[0].scheme.activations
+    if spec is None or spec.dynamic or spec.granularity != "tensor" or readers[0].input_s0 is None:
+        return "the layers that read it have no static scale of their input"
+    if any(one.input_s0 is not readers[0].input_s0 or one.scheme.activations != spec for one in readers):
+        return "the layers that read it have several scales"
+    if any(one.input_theta is not None for one in readers):
+        return "the scale of what it gives learns"
+    if any(one.rotation is not None or one.adapter is not None for one in readers):
+        return "a layer that reads it turns its input, or has an adapter"
+    return None
+
+
+def _small(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> Any:
+    """An object of the module's class and attributes with other, small Parameters and children."""
+    small = object.__new__(type(module))
+    small.__dict__ = {**module.__dict__, "_parameters": parameters, "_modules": modules}
+    return small
+
+
+def _computes_rms_norm(norm: nn.Module) -> bool:
+    """Whether a norm computes :func:`rms_norm`, tried on a small weight."""
+    eps = getattr(norm, "variance_epsilon", None)
+    if set(norm._parameters) != {"weight"} or norm._modules or not isinstance(eps, float):
+        return False
+    with torch.device("cpu"), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((2, 3, 8), (8,)))
+        try:
+            found = type(norm).forward(_small(norm, {"weight": weight}, {}), x)
+        except Exception:  # of whatever kind: it wants something else
+            return False
+        return torch.equal(found, rms_norm(x, weight, eps))
+
+
+def _computes_swiglu(mlp: nn.Module) -> bool:
+    """Whether an MLP computes ``down(silu(gate(x)) * up(x))``, tried on small children."""
+    children = dict(mlp.named_children())
+    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or mlp._parameters:
+        return False
+    with torch.device("cpu"), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        x, gate, up, down = (torch.randn(*shape, generator=generator) for shape in ((2, 3, 8), (6, 8), (6, 8), (8, 6)))
+        linears = {
+            name: lambda one, weight=weight: F.linear(one, weight)
+            for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
+        }
+        try:
+            found = type(mlp).forward(_small(mlp, {}, {**linears, "act_fn": children["act_fn"]}), x)
+        except Exception:  # of whatever kind: it wants something else
+            return False
+        expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        return isinstance(found, Tensor) and torch.equal(found, expected)

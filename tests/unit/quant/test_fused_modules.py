@@ -1,0 +1,315 @@
+"""Norms and SwiGLU that hand codes to the layers behind them: in whole models, with every switch, and refused by name
+where somebody else reads them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import quant
+from quant import fused_reference, reference
+from quant.fused import Fused, FusedMLP, FusedRMSNorm, fuse, rms_norm
+from quant.handed import HandedOver
+from quant.kernels import prepare_kernels
+from tests.tiny import tiny_model
+from tests.unit.quant.test_inputs import fill_scales
+
+CLIPS = 2.0 / 448  # of norms' outputs a few in a hundred lie beyond
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 50}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: tiny_model("qwen3", even=True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    prepare_kernels()
+
+
+def quantised(
+    kind: str = "qwen3", *, scheme: str = "fp8_static", fp8_gemm: bool = False, dtype=torch.bfloat16, **learn: bool
+) -> tuple[nn.Module, quant.Quantization]:
+    torch.manual_seed(0)
+    model = (FAMILIES[kind]() if kind in FAMILIES else tiny_model(kind, even=True)).to(dtype)
+    learn = {"learn_weight_scale": False, "learn_input_scale": False, **learn}
+    quantization = quant.prepare(model, quant.SCHEMES[scheme], fp8_gemm=fp8_gemm, **learn)
+    fill_scales(quantization, CLIPS if scheme == "fp8_static" else 0.02)
+    return model, quantization
+
+
+def run(model: nn.Module, tokens: int = 12) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and gradients of a loss that weighs them at random."""
+    generator = torch.Generator().manual_seed(1)
+    model.zero_grad()
+    ids = torch.randint(0, 50, (2, tokens), generator=generator)
+    logits = model(input_ids=ids, use_cache=False).logits
+    (logits.float() * torch.randn(logits.shape, generator=generator)).sum().backward()
+    return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach(), theirs.detach()
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("fp8_gemm", [False, True])
+def test_a_model_computes_the_same_but_for_roundings(kind, fp8_gemm):
+    """In fp32, where a code that differs is rare; and of the same Parameters, by the same names."""
+    dtype = torch.bfloat16 if fp8_gemm else torch.float32
+    (plain, _), (model, _) = (quantised(kind, fp8_gemm=fp8_gemm, dtype=dtype) for _ in range(2))
+    parameters = dict(model.named_parameters())
+    done = fuse(model)
+    layers = model.config.num_hidden_layers
+    assert len(done.norms) == 2 * layers and len(done.mlps) == layers and not done.left
+    again = dict(model.named_parameters())
+    assert list(again) == list(parameters) and all(again[name] is parameters[name] for name in again)
+    assert {name for name in model.state_dict() if "input_s0" not in name} == {
+        name for name in plain.state_dict() if "input_s0" not in name
+    }
+    (logits, gradients), (expected, theirs) = run(model), run(plain)
+    assert distance(logits, expected) < (0.05 if fp8_gemm else 1e-3)
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        assert distance(gradient, theirs[name]) < (0.2 if fp8_gemm else 1e-2), name
+
+
+class Written(nn.Module):
+    """A norm, its readers, and an MLP in plain operators of fp64, whose quantisation is straight-through."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = layer.post_attention_layernorm, layer.mlp
+
+    def forward(self, x: Tensor, weight: Tensor, matrices: list[Tensor]) -> Tensor:
+        gate, up, down = matrices
+        n = weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+        a, b = (self.quantised(n, self.mlp.gate_proj) @ one.t() for one in (gate, up))
+        return self.quantised(nn.functional.silu(a) * b, self.mlp.down_proj) @ down.t()
+
+    @staticmethod
+    def quantised(x: Tensor, reader: nn.Module) -> Tensor:
+        s, spec = reader.input_s0, reader.scheme.activations
+        wide = x.detach().float()
+        values = reference.fake_quant(wide, s, spec).double()
+        return torch.where(reference.inside_range(wide, s, spec), x + (values - x).detach(), values)
+
+
+def test_gradients_of_a_layer_in_fp64(seed):
+    """dx, the norm's weight and the matrices, through clipped elements, against autograd of the written-out formula."""
+    model, quantization = quantised(dtype=torch.float32)
+    quantization.set_fake_quant(weights=False, activations=True)
+    fuse(model)
+    layer = model.model.layers[0]
+    x = (2 * torch.randn(random_tokens(), 64)).requires_grad_()
+    out = layer.mlp(layer.post_attention_layernorm(x))
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    names = ("gate_proj", "up_proj", "down_proj")
+    inputs = [x, layer.post_attention_layernorm.weight, *(getattr(layer.mlp, name).weight for name in names)]
+    wide = [one.detach().double().requires_grad_() for one in inputs]
+    exact = Written(layer)(wide[0], wide[1], wide[2:])
+    assert distance(out, exact) < 2e-3  # codes that roundings of fp32 move to a neighbour
+    expected = torch.autograd.grad(exact, wide, grad.double())
+    for ours, theirs in zip(inputs, expected, strict=True):
+        assert distance(ours.grad, theirs) < 5e-3
+
+
+def random_tokens() -> int:
+    return int(torch.randint(40, 120, ()))
+
+
+def test_codes_are_those_of_the_definition():
+    model, quantization = quantised()
+    fuse(model)
+    norm = model.model.layers[0].input_layernorm
+    x = torch.randn(3, 7, 64).bfloat16()
+    handed = norm(x)
+    codes, _, values, _ = fused_reference.rms_norm_quantize(
+        x,
+        norm.weight.detach(),
+        1e-6,
+        norm.input_s0,
+        quantization.layers["model.layers.0.self_attn.q_proj"].scheme.activations,
+    )
+    assert isinstance(handed, HandedOver) and torch.equal(handed.quantized.codes.float(), codes.float())
+    assert torch.equal(handed.quantized.values, values) and handed.shape == x.shape and handed.dtype == x.dtype
+    assert "input_layernorm" in repr(handed)
+
+
+@pytest.mark.parametrize("fp8_gemm", [False, True])
+def test_recomputed_evaluated_and_empty(fp8_gemm):
+    """Activation checkpointing gives the same gradients bit for bit; so does a forward alone the logits, in inference
+    mode too, whose Linears train afterwards; and no tokens are no error."""
+    model, _ = quantised(fp8_gemm=fp8_gemm, learn_weight_scale=True)
+    fuse(model)
+    logits, gradients = run(model)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 50, (2, 12), generator=generator)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model(input_ids=ids, use_cache=False).logits, logits)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    again, recomputed = run(model)
+    assert torch.equal(again, logits) and gradients.keys() == recomputed.keys()
+    assert all(torch.equal(one, recomputed[name]) for name, one in gradients.items())
+    layer = model.model.layers[0]
+    model.zero_grad()
+    x = torch.randn(0, 64, dtype=torch.bfloat16, requires_grad=True)
+    layer.mlp(layer.post_attention_layernorm(x)).sum().backward()
+    assert x.grad is not None and not layer.post_attention_layernorm.weight.grad.any()
+
+
+def test_what_is_kept_for_backward_is_less():
+    def kept(fused: bool) -> int:
+        model, _ = quantised(fp8_gemm=True)
+        if fused:
+            fuse(model)
+        parameters, found = {p.data_ptr() for p in model.parameters()}, {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.data_ptr() not in parameters:
+                found[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(input_ids=torch.zeros(4, 64, dtype=torch.int64), use_cache=False)
+        return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+    assert kept(True) < 0.9 * kept(False)
+
+
+def test_while_fake_quant_is_off_or_inputs_are_watched_it_is_the_plain_model_bit_for_bit():
+    (plain, theirs), (model, ours) = quantised(), quantised()
+    fuse(model)
+    handed, _ = run(model)
+    for one in (theirs, ours):
+        one.set_fake_quant(weights=False, activations=False)
+        one.observe(True)
+    (logits, gradients), (expected, of_plain) = run(model), run(plain)
+    assert torch.equal(logits, expected) and all(torch.equal(one, of_plain[n]) for n, one in gradients.items())
+    assert [group.observer.absmax for group in ours.input_groups] == [g.observer.absmax for g in theirs.input_groups]
+    for one in (theirs, ours):  # observed while quantised, and one reader alone
+        one.set_fake_quant(weights=True, activations=True)
+    (logits, gradients), (expected, of_plain) = run(model), run(plain)
+    assert torch.equal(logits, expected) and all(torch.equal(one, of_plain[n]) for n, one in gradients.items())
+    for one in (theirs, ours):
+        one.observe(False)
+        one.set_fake_quant(True, False, r".*\.(k_proj|gate_proj|down_proj)")
+    (logits, gradients), (expected, of_plain) = run(model), run(plain)
+    assert torch.equal(logits, expected) and all(torch.equal(one, of_plain[n]) for n, one in gradients.items())
+    ours.set_fake_quant(weights=True, activations=True)
+    assert torch.equal(run(model)[0], handed)
+
+
+def test_weights_as_they_are_beside_inputs_as_codes():
+    """Layers of the fp8 GEMM whose weights are not quantised now multiply values."""
+    (plain, theirs), (model, ours) = (quantised(fp8_gemm=True) for _ in range(2))
+    fuse(model)
+    for one in (theirs, ours):
+        one.set_fake_quant(weights=False, activations=True)
+    assert distance(run(model)[0], run(plain)[0]) < 0.05
+
+
+def test_a_scale_that_nothing_filled_shows_in_the_loss():
+    model, quantization = quantised()
+    fuse(model)
+    quantization.input_groups[0].s0.data.fill_(torch.nan)
+    assert run(model)[0].isnan().any()
+
+
+@pytest.mark.parametrize("reader", ["router", "hook", "residual"])
+def test_who_reads_values_that_are_not_there_is_told(reader):
+    model, _ = quantised()
+    fuse(model)
+    layer = model.model.layers[0]
+    if reader == "router":
+        layer.mlp.register_forward_pre_hook(
+            lambda module, given: nn.functional.linear(given[0], torch.ones(3, 64).bfloat16()) and None
+        )
+    elif reader == "hook":
+        layer.post_attention_layernorm.register_forward_hook(lambda module, given, output: print(output.abs().max()))
+    else:
+        layer.post_attention_layernorm.register_forward_hook(lambda module, given, output: output + given[0])
+    with pytest.raises(
+        RuntimeError, match=r"post_attention_layernorm hands .* has no values.* quant.fuse_norms: false"
+    ):
+        run(model)
+
+
+def test_a_switch_between_norm_and_layer_is_an_error():
+    model, quantization = quantised(fp8_gemm=True)
+    fuse(model)
+    norm, q_proj = model.model.layers[0].input_layernorm, model.model.layers[0].self_attn.q_proj
+    handed = norm(torch.randn(2, 64).bfloat16())
+    quantization.set_fake_quant(weights=False, activations=True)
+    with pytest.raises(RuntimeError, match="fake quant was switched between them"):
+        q_proj(handed)
+    quantization.set_fake_quant(weights=False, activations=False)
+    with pytest.raises(RuntimeError, match="has no values"):
+        q_proj(handed)
+
+
+def test_what_cannot_be_fused_stays_and_is_named():
+    model, _ = quantised("qwen3_moe")
+    done = fuse(model)
+    assert done.norms == [f"model.layers.{i}.input_layernorm" for i in range(2)] and not done.mlps
+    assert "experts by their router" in done.left["model.layers.0.post_attention_layernorm"]
+    assert "2 norms and 0 MLPs" in done.summary() and "stay" in done.summary()
+
+    model, quantization = quantised()
+    quantization.layers["model.layers.0.mlp.down_proj"].rotation = 32
+    assert "turns its input" in fuse(model).left["model.layers.0.mlp"]
+    assert isinstance(model.model.layers[1].mlp, FusedMLP) and not isinstance(model.model.layers[0].mlp, FusedMLP)
+
+
+@pytest.mark.parametrize(
+    ("learn", "scheme", "why"),
+    [
+        (True, "fp8_static", "learns"),
+        (False, "fp8_dynamic", "no static scale"),
+        (False, "w4a16_g32", "no static scale"),
+    ],
+)
+def test_where_nothing_can_be_fused_it_is_an_error(learn, scheme, why):
+    model, _ = quantised(scheme=scheme, learn_input_scale=learn)
+    with pytest.raises(ValueError, match=rf"quant.fuse_norms: true, expected false: nothing can be fused.*{why}"):
+        fuse(model)
+
+
+def test_classes_that_are_unknown_or_compute_something_else():
+    class Odd(type(FAMILIES["llama"]().model.layers[0].input_layernorm)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    model, _ = quantised("llama")
+    model.model.layers[0].input_layernorm.__class__ = Odd
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+    done = fuse(model)
+    assert "computes something else" in done.left["model.layers.0.input_layernorm"]
+    assert "computes something else" in done.left["model.layers.0.mlp"]
+    assert done.norms == ["model.layers.0.post_attention_layernorm"]
+    with pytest.raises(ValueError, match="the layers of Linear are none of LlamaDecoderLayer"):
+        fuse(nn.Linear(2, 2))
+
+
+def test_int8_inputs_are_fused_too():
+    (plain, _), (model, _) = (quantised(scheme="w8a8_static", dtype=torch.float32) for _ in range(2))
+    assert isinstance(fuse(model), Fused) and isinstance(model.model.layers[0].input_layernorm, FusedRMSNorm)
+    assert distance(run(model)[0], run(plain)[0]) < 1e-2
+
+
+def test_the_plain_norm_is_transformers_bit_for_bit(seed):
+    for kind, make in FAMILIES.items():
+        norm = make().model.layers[0].input_layernorm
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            with torch.no_grad():
+                norm.weight.normal_()
+                x = torch.randn(5, 64).to(dtype)
+                norm = norm.to(dtype)
+                assert torch.equal(norm(x), rms_norm(x, norm.weight, norm.variance_epsilon)), kind
