@@ -35,6 +35,7 @@ def main() -> None:
             fixed_grids(x, grad)
             dynamic_grids(x, grad)
             rows_of_experts(x)
+            norms_and_swiglu(x, grad)
     if device.type == "cuda":
         torch.cuda.synchronize()
     print("ok")
@@ -78,6 +79,19 @@ def rows_of_experts(x: Tensor) -> None:
     """Sums of two rows for each token; in the middle of an odd number of them one row comes twice."""
     places = torch.arange(len(x), device=x.device)
     torch.ops.deepqat.sum_rows(x, torch.stack([places, places.flip(0)], dim=1))
+
+
+def norms_and_swiglu(x: Tensor, grad: Tensor) -> None:
+    """With the quantisation of their results; a norm has rows of a multiple of eight, of at most 16,384."""
+    ops, s0 = torch.ops.deepqat, torch.full((1,), 0.01, device=x.device)
+    for grid in (0, 8):
+        for wanted in (False, True):
+            _, mask, _ = ops.silu_mul_quantize(x, grad, s0, grid, torch.float32, True, wanted)
+            ops.silu_mul_backward(grad, x, grad, mask)
+            if x.shape[1] % 8 == 0 and x.shape[1] <= 16384:
+                weight = grad[0].contiguous()
+                _, mask, _, rstd = ops.rms_norm_quantize(x, weight, 1e-6, s0, grid, torch.float32, True, wanted)
+                ops.rms_norm_backward(grad, x, weight, rstd, mask, wanted)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def quantise_student(
         if recipe.adapter.on:
             add_adapters(recipe, model, quantization)
         if recipe.quant.fuse_norms:
-            _fuse(model, device)
+            say(f"fused: {fuse(model).summary()}")
     partition_new_parameters(model, ds_config)
     with errors_on_all_ranks(ValueError):
         set_learnable(model, recipe.learnable)
@@ -160,13 +160,6 @@ def quantise_student(
         for layer in quantization.layers.values():
             layer.keeps_weight_codes = layer.held is None
     return quantization
-
-
-def _fuse(model: PreTrainedModel, device: torch.device) -> None:
-    """Have norms and SwiGLU write the codes of the layers behind them."""
-    if device.type == "cuda":
-        raise ValueError("quant.fuse_norms: true, expected false: there is no CUDA kernel of it yet")
-    say(f"fused: {fuse(model).summary()}")
 
 
 def _keep_codes(quantization: Quantization) -> None:

@@ -158,7 +158,7 @@ def _compiled(cuda: bool) -> Path:
     sources = [SOURCES / name for name in names]
     cxx_flags = [*CXX_FLAGS, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
     if cuda:
-        sources += [SOURCES / "cuda.cu"]
+        sources += [SOURCES / "cuda.cu", SOURCES / "fused.cu"]
         cxx_flags.append("-DDEEPQAT_CUDA")
     architectures = _architectures() if cuda else []
     name = f"{LIBRARY}_{_digest([*cxx_flags, *architectures])}"

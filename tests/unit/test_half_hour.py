@@ -116,6 +116,7 @@ def test_sanitizers_see_every_operator():
         operators.fixed_grids(x, grad)
         operators.dynamic_grids(x, grad)
         operators.rows_of_experts(x)
+        operators.norms_and_swiglu(x, grad)
     assert {schema.partition("(")[0] for schema in SCHEMAS} == names.called
 
 

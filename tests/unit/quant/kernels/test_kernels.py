@@ -580,6 +580,16 @@ def samples() -> list[tuple[str, tuple]]:
                 ("fake_quantized_tokens", (x, *tokens)),
                 ("fake_quantize_tokens_backward", (grad, x, *tokens)),
             ]
+    for x in (torch.randn(16, 5).t(), torch.randn(2, 16, 5).bfloat16().transpose(1, 2), torch.randn(0, 8).half()):
+        how, other, mask = (torch.ones(1), 0, torch.float32), torch.randn_like(x), packing.pack_bits(x < 0.5)
+        weight, rstd = torch.randn(x.shape[-1]).to(x.dtype), torch.rand(x.shape[:-1].numel())
+        for wanted in (False, True):
+            found += [
+                ("rms_norm_quantize", (x, weight, 1e-6, *how, wanted, not wanted)),
+                ("rms_norm_backward", (other, x, weight, rstd, mask, wanted)),
+                ("silu_mul_quantize", (x, other, *how, wanted, wanted)),
+                ("silu_mul_backward", (other, x, x.clone(), mask)),
+            ]
     for places in (torch.tensor([[0, 2], [1, 1], [2, 0]]), torch.zeros(4, 0, dtype=torch.int64)):
         found.append(("sum_rows", (torch.randn(5, 3).t(), places.t().contiguous().t())))
     return found

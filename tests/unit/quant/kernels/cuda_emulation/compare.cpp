@@ -11,6 +11,8 @@
 
 #include "cpu.cpp"
 #include "cuda.cu"
+#include "fused.cu"
+#include "fused_cpu.cpp"
 
 namespace {
 
@@ -306,6 +308,76 @@ void test_sum_rows() {
   out.compare("sums", c.dtype);
 }
 
+// Rows of a multiple of eight, at most a segment, with one scale.
+struct NormCase : ScaledCase {
+  int64_t features = std::min<int64_t>(kSegment, (block + 7) / 8 * 8), rows = numel / features;
+  Buffer weight{features, size_of(dtype), any_offset(), 0};
+
+  explicit NormCase(const char* name) : ScaledCase(name, false) {
+    what += " rows " + std::to_string(rows);
+    scales = {scales.s0, nullptr, Dtype::kFloat32, Stored::kFloat32, 1, rows * features};
+    for (int64_t i = 0; i < features; ++i) put(weight, dtype, i, 1.0 + 0.3 * normal());
+  }
+};
+
+void test_norms() {
+  NormCase c("norms");
+  if (c.rows == 0) return;
+  const int64_t numel = c.rows * c.features, size = size_of(c.dtype);
+  const bool valued = chance(0.5), masked = chance(0.8);
+  Result codes(numel, 1, any_offset()), mask(numel / 8, 1, below(3)), values(numel, size, any_offset());
+  Result rstd(c.rows, 4, below(3));
+  cpu::rms_norm_quantize(c.x.data(), c.weight.data(), c.dtype, c.rows, c.features, 1e-6f, c.scales, c.grid,
+                         codes.cpu.data(), masked ? static_cast<uint8_t*>(mask.cpu.data()) : nullptr,
+                         valued ? values.cpu.data() : nullptr, static_cast<float*>(rstd.cpu.data()));
+  cuda::rms_norm_quantize(c.x.data(), c.weight.data(), c.dtype, c.rows, c.features, 1e-6f, c.scales, c.grid,
+                          codes.cuda.data(), masked ? static_cast<uint8_t*>(mask.cuda.data()) : nullptr,
+                          valued ? values.cuda.data() : nullptr, static_cast<float*>(rstd.cuda.data()), stream);
+  rstd.compare("rstd", Dtype::kFloat32);
+  codes.compare("codes");
+  if (valued) values.compare("values", c.dtype);
+  if (masked) mask.compare("mask");
+
+  Buffer inside(numel / 8, 1, below(3), 0);
+  for (int64_t i = 0; i < numel / 8; ++i) static_cast<uint8_t*>(inside.data())[i] = static_cast<uint8_t>(random_bits());
+  const bool weighted = chance(0.8);
+  Result grad_x(numel, size, any_offset()), partial(sums_of_rows(c.rows) * c.features, 4, below(3));
+  Result grad_weight(c.features, size, any_offset());
+  const auto* r = static_cast<float*>(rstd.cpu.data());
+  const auto* bits = static_cast<uint8_t*>(inside.data());
+  cpu::rms_norm_backward(c.grad.data(), c.x.data(), c.weight.data(), r, bits, c.dtype, c.rows, c.features,
+                         grad_x.cpu.data(), weighted ? static_cast<float*>(partial.cpu.data()) : nullptr,
+                         weighted ? grad_weight.cpu.data() : nullptr);
+  cuda::rms_norm_backward(c.grad.data(), c.x.data(), c.weight.data(), r, bits, c.dtype, c.rows, c.features,
+                          grad_x.cuda.data(), weighted ? static_cast<float*>(partial.cuda.data()) : nullptr,
+                          weighted ? grad_weight.cuda.data() : nullptr, stream);
+  grad_x.compare("grad_x", c.dtype);
+  if (weighted) grad_weight.compare("grad_weight", c.dtype);
+}
+
+void test_swiglu() {
+  ScaledCase c("swiglu", false);
+  const int64_t size = size_of(c.dtype);
+  c.scales = {c.scales.s0, nullptr, Dtype::kFloat32, Stored::kFloat32, 1, c.numel};
+  const bool valued = chance(0.5);
+  Result codes(c.numel, 1, any_offset()), mask((c.numel + 7) / 8, 1, below(3)), values(c.numel, size, any_offset());
+  cpu::silu_mul_quantize(c.x.data(), c.grad.data(), c.dtype, c.scales, c.grid, codes.cpu.data(),
+                         static_cast<uint8_t*>(mask.cpu.data()), valued ? values.cpu.data() : nullptr);
+  cuda::silu_mul_quantize(c.x.data(), c.grad.data(), c.dtype, c.scales, c.grid, codes.cuda.data(),
+                          static_cast<uint8_t*>(mask.cuda.data()), valued ? values.cuda.data() : nullptr, stream);
+  codes.compare("codes");
+  mask.compare("mask");
+  if (valued) values.compare("values", c.dtype);
+  Result grad_gate(c.numel, size, any_offset()), grad_up(c.numel, size, any_offset());
+  const auto* bits = static_cast<uint8_t*>(mask.cpu.data());
+  cpu::silu_mul_backward(c.grad.data(), c.x.data(), c.grad.data(), bits, c.dtype, c.numel, grad_gate.cpu.data(),
+                         grad_up.cpu.data());
+  cuda::silu_mul_backward(c.grad.data(), c.x.data(), c.grad.data(), bits, c.dtype, c.numel, grad_gate.cuda.data(),
+                          grad_up.cuda.data(), stream);
+  grad_gate.compare("grad_gate", c.dtype);
+  grad_up.compare("grad_up", c.dtype);
+}
+
 // The sum over segments, of tensors that are too large to compute here.
 void test_partials() {
   const int64_t runs = 1 + below(4), per_run = one_of<int64_t>({2, 255, 2048, 2049, 4099, 10000});
@@ -359,7 +431,8 @@ int main(int, char** arguments) {
   const std::pair<int, void (*)()> tests[] = {
       {2, test_effective_scale}, {15, test_quantize}, {10, test_dequantize}, {10, test_fake_quantize},
       {25, test_backward},       {10, test_amax},     {15, test_tokens},     {1, test_partials},
-      {10, test_sum_rows},       {100, test_divisor}, {1, test_errors},
+      {10, test_sum_rows},       {25, test_norms},    {10, test_swiglu},    {100, test_divisor},
+      {1, test_errors},
   };
   const int rounds = std::atoi(arguments[2]);
   for (int round = 0; round < rounds; ++round)
