@@ -34,6 +34,7 @@ from quant.kernels.registration import CPU_SCHEMAS, OPERATORS, SCHEMAS
 
 SOURCES = Path(__file__).parent
 LIBRARY = "deepqat_kernels"
+CPP, CUDA = ("bindings.cpp", "cpu.cpp", "clipped.cpp", "fused_bindings.cpp", "fused_cpu.cpp"), ("cuda.cu", "fused.cu")
 
 # Contracting a*b+c to one rounding would part CPU and GPU, and both from the reference, in the last bit.
 CXX_FLAGS = (
@@ -154,12 +155,9 @@ def _can_build_cuda() -> tuple[bool, str]:
 
 def _compiled(cuda: bool) -> Path:
     """The shared library, built if it is not there yet."""
-    names = ("bindings.cpp", "cpu.cpp", "clipped.cpp", "fused_bindings.cpp", "fused_cpu.cpp")
-    sources = [SOURCES / name for name in names]
+    sources = [SOURCES / name for name in (*CPP, *(CUDA if cuda else ()))]
     cxx_flags = [*CXX_FLAGS, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
-    if cuda:
-        sources += [SOURCES / "cuda.cu", SOURCES / "fused.cu"]
-        cxx_flags.append("-DDEEPQAT_CUDA")
+    cxx_flags += ["-DDEEPQAT_CUDA"] if cuda else []
     architectures = _architectures() if cuda else []
     name = f"{LIBRARY}_{_digest([*cxx_flags, *architectures])}"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
