@@ -2,12 +2,17 @@
 
     python benchmarks/recovery_start.py --model DIR --train FILE --text FILE --out DIR [--minutes 10]
 
-All models start from one checkpoint, with the same samples, order, losses and steps. FT trains without fake quant; PTQ
-is FT, quantised; QAT trains as it is served. PTQ and QAT are made from the nearest codes and from those of
-``quant.first_codes: gptq``, each with positive and with signed scales, all in the same bytes. With ``--distil`` all of
-them learn from the checkpoint's logits too, FT as well, so that no figure credits QAT with what distillation gives.
+FT is the checkpoint, trained without fake quant; PTQ is FT, quantised; QAT trains as it is served. PTQ and QAT are made
+from the nearest codes and from those of ``quant.first_codes: gptq``, each with positive and with signed scales, all in
+the same bytes. FT is a fair reference in each of the ways to train (``--losses``):
+
+lm      QAT starts from the checkpoint, with FT's samples, order, losses and steps.
+distil  The same, and all learn from the checkpoint's logits too, FT as well.
+ft      QAT starts from FT and learns FT's logits alone. FT itself would stay as it is under these losses, in however
+        many steps. Rates and steps are those of ``--ft_...``.
+
 ``--ptq NAME=DIR`` adds a PTQ checkpoint of FT that another tool made; ``qat_from_NAME`` is trained from the original
-weights in its cells then.
+weights with its scales then.
 
 The text is cut in two: what is best is chosen by the first half, and figures are of the second. Beside perplexity
 stand KL(FT || model) per token and how often the likeliest token is FT's. The recovered share is (PTQ - QAT) / (PTQ -
@@ -44,7 +49,6 @@ from launch.calibrate import calibrate
 from launch.compare import named
 from quant import SCHEMES
 
-FT = "ft"
 STARTS: dict[str, dict[str, Any]] = {
     "nearest": {},
     "nearest, signed": {"quant.signed_scales": True},
@@ -75,7 +79,7 @@ class Bench:
         ids = tokenizer(arguments.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
         whole = min(arguments.tokens, len(ids)) // (2 * ROWS * arguments.length) * 2 * ROWS * arguments.length
         self.batches = [torch.cat(pieces) for pieces in _by(windows(ids[:whole], arguments.length), ROWS)]
-        self.loss = "kd" if arguments.distil else "lm"
+        self.loss = arguments.losses
         self._end = time.monotonic() + 60 * arguments.minutes
         self._reference: list[Tensor] = []
 
@@ -98,10 +102,29 @@ class Bench:
         print(f"{name}: {found}", flush=True)
         return found
 
+    @property
+    def ft(self) -> str:
+        """The name of FT, which has the same losses as QAT unless QAT learns from it."""
+        return "ft_kd" if self.loss == "distil" else "ft_lm"
+
     def trained(self, scheme: str | None, start: Mapping[str, Any]) -> dict[str, Any]:
         """The recipe of FT, or of QAT of a scheme."""
         arguments = self.arguments
-        distilled = {"loss.kd_weight": 1.0, "loss.kd": "kl", "loss.teacher": str(arguments.model)}
+        losses: dict[str, Any] = {}
+        if self.loss == "distil":
+            losses = {"loss.kd_weight": 1.0, "loss.kd": "kl", "loss.teacher": str(arguments.model)}
+        elif self.loss == "ft" and scheme:
+            reference = str(self.out / self.ft / "export")
+            losses = {
+                "model.path": reference,
+                "train.steps": arguments.ft_steps,
+                "optim.lr": arguments.ft_rate,
+                "optim.scale_lr": arguments.ft_scale_rate,
+                "loss.lm_weight": 0.0,
+                "loss.kd_weight": 1.0,
+                "loss.kd": "kl",
+                "loss.teacher": reference,
+            }
         return {
             **SETTINGS,
             "model.path": str(arguments.model),
@@ -114,13 +137,13 @@ class Bench:
             "optim.warmup_steps": min(10, arguments.steps),
             "optim.lr": arguments.rate,
             **({"quant.scheme": scheme} if scheme else {"quant.fake_quant_start": -1}),
-            **(distilled if arguments.distil else {}),
+            **losses,
             **start,
         }
 
     def quantised(self, scheme: str, start: Mapping[str, Any]) -> dict[str, Any]:
         """The recipe of a PTQ of FT."""
-        return self.trained(scheme, start) | {"model.path": str(self.out / f"{FT}_{self.loss}" / "export")}
+        return self.trained(scheme, start) | {"model.path": str(self.out / self.ft / "export")}
 
     def _make(self, name: str, settings: Mapping[str, Any]) -> None:
         shutil.rmtree(self.out / name, ignore_errors=True)  # of a run that was interrupted
@@ -135,7 +158,7 @@ class Bench:
     @torch.no_grad()
     def _measured(self, export: Path) -> Found:
         if not self._reference:
-            reference = load(self.out / f"{FT}_{self.loss}" / "export")
+            reference = load(self.out / self.ft / "export")
             self._reference = [reference(input_ids=ids, use_cache=False).logits for ids in self.batches]
         model, half = load(export), len(self.batches) // 2
         halves = Comparison(""), Comparison("")
@@ -152,7 +175,7 @@ def _by(pieces: list[Tensor], size: int) -> list[list[Tensor]]:
 def rows_of(bench: Bench, scheme: str) -> list[list[str]]:
     """The lines of a scheme: FT, every PTQ, every QAT; the recovered shares are of the best PTQ."""
     loss, arguments = bench.loss, bench.arguments
-    found: dict[str, Found | None] = {"FT": bench.found(f"{FT}_{loss}", bench.trained(None, {}))}
+    found: dict[str, Found | None] = {"FT": bench.found(bench.ft, bench.trained(None, {}))}
     for start, changes in STARTS.items():
         found[f"PTQ, {start}"] = bench.found(f"ptq_{scheme}_{start}_{loss}", bench.quantised(scheme, changes))
     found |= {
@@ -189,10 +212,13 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["w2a16_g32"])
     parser.add_argument("--ptq", type=named, action="append", default=[], metavar="NAME=DIR", help="repeatable")
     parser.add_argument("--starts", nargs="*", choices=STARTS, default=[], help="of QAT, those that are trained first")
-    parser.add_argument("--distil", action="store_true", help="all learn from the checkpoint's logits too")
+    parser.add_argument("--losses", choices=("lm", "distil", "ft"), default="lm", help="see above")
     parser.add_argument("--rate", type=float, default=1e-3, help="of the weights")
+    parser.add_argument("--ft_rate", type=float, default=3e-4, help="of the weights of QAT that learns FT's logits")
+    parser.add_argument("--ft_scale_rate", type=float, default=1e-3, help="of its scales")
+    parser.add_argument("--ft_steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rows", type=int, default=8, help="of each step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--tokens", type=int, default=16384, help="of the text, at most")
@@ -202,7 +228,12 @@ def main() -> None:
     load_average = os.getloadavg()
     bench = Bench(arguments)
     rows = [row for scheme in arguments.schemes for row in rows_of(bench, scheme)]
-    losses = "LM loss and KL to the checkpoint's logits" if arguments.distil else "LM loss"
+    losses = {
+        "lm": "LM loss",
+        "distil": "LM loss and KL to the checkpoint's logits",
+        "ft": f"LM loss; QAT of FT by KL to FT's logits alone, {arguments.ft_steps} steps at a rate of "
+        f"{arguments.ft_rate:g} (scales {arguments.ft_scale_rate:g})",
+    }[arguments.losses]
     size = f"{arguments.steps} steps of {arguments.rows} x {arguments.length} tokens of {arguments.train.name}"
     head = f"""# What the first codes are worth
 

@@ -7,9 +7,8 @@ states of all samples go from layer to layer, and inside one from Linear to Line
 quantised together, then what comes after them sees what they make of it. Inputs are summed up over ranks; each rank
 chooses codes for the rows of which it holds a part.
 
-The weights become what their codes stand for, so that the first step computes with GPTQ's weights. They do not stay as
-near to the original as these codes allow (:mod:`quant.cells`): on the border of a cell the first steps of training take
-every other one of them out again (benchmarks/results/recovery_start_remarks.md).
+Weights that would be rounded to other codes become what the chosen ones stand for (:mod:`quant.cells`), so that the
+first step computes with GPTQ's weights. The others stay as they are.
 """
 
 import re
@@ -36,7 +35,7 @@ from model.zero import (
     whole_values,
 )
 from quant import Quantization, Quantizer, QuantLayer, QuantLinear, Scale, kernels
-from quant.cells import have_codes
+from quant.cells import have_codes, into_cells
 from quant.experts import LinearPart, linears_of
 from quant.gptq import add_inputs, choose, output_error
 from quant.hadamard import rotate
@@ -87,7 +86,7 @@ class _Errors:
 def start_from_gptq(
     model: PreTrainedModel, quantization: Quantization, samples: Sequence[tuple[Tensor, bool]], device: torch.device
 ) -> None:
-    """Make the weights of ``model`` what the codes and scales that GPTQ chooses stand for; a collective, before
+    """Give the weights of ``model`` the codes and scales that GPTQ chooses; a collective, before
     ``deepspeed.initialize``.
 
     Quantised layers outside the decoder layers (lm_head, embeddings) and those that the samples do not reach keep their
@@ -320,7 +319,7 @@ def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
 
 
 def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors: _Errors) -> Tensor:
-    """This rank's elements of a Linear, flat: what the codes that were chosen stand for."""
+    """This rank's elements of a Linear, flat: weights that are rounded to the codes that were chosen."""
     spec, weight = layer.scheme.weights, found.weight
     scale = scales if found.before.scale.zero is None else scales[0]
     s0 = found.part.scale(scale, spec)[found.rows].contiguous()
@@ -335,7 +334,7 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
     errors.nearest += float(output_error(kernels.fake_quantize(weight, found.before).float() - exact, single))
     errors.chosen += float(output_error(decoded.float() - exact, single))
     errors.squares += float(output_error(exact, single))
-    return decoded.flatten()[found.own]
+    return into_cells(weight, decoded, found.codes, after).flatten()[found.own]
 
 
 def _switch_on(quantization: Quantization, names: Sequence[str]) -> None:

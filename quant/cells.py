@@ -1,8 +1,10 @@
 """Weights moved into the cells of codes. A *cell* is what a code stands for: all numbers that are rounded to it.
 
 Whoever chooses codes otherwise than by rounding (GPTQ, another tool's file) and trains weights, which are rounded,
-moves the weights to where rounding gives the codes: no further than that, for what they are beside it is the
-original's.
+moves those weights that would be rounded to another code. They become what the code stands for, the middle of its cell.
+On its border, which is nearer to the original, the first steps of training take every other one of them out again; and
+weights that are in their cells stay, for what they are beside the code is the original's
+(benchmarks/results/recovery_start_remarks.md).
 """
 
 import torch
@@ -18,31 +20,6 @@ def have_codes(values: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
     return found.view(torch.uint8) == codes.view(torch.uint8)
 
 
-def into_cells(weight: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """``weight``, and where it is rounded to another code the number nearest to it, in its dtype, that is rounded to
-    ``codes``.
-
-    Numbers of a dtype in their order are integers in theirs, and those with one code lie behind one another: a search
-    between the decoded weight, which has the code, and the original.
-    """
-    stays = have_codes(weight, codes, quantizer)
-    good, bad = _ordered(kernels.dequantize(codes, quantizer)), _ordered(weight)
-    for _ in range(8 * weight.element_size() + 1):
-        middle = (good + bad).div(2, rounding_mode="floor")
-        inside = have_codes(_from_ordered(middle, weight.dtype), codes, quantizer)
-        good, bad = torch.where(inside, middle, good), torch.where(inside, bad, middle)
-    return torch.where(stays, weight, _from_ordered(good, weight.dtype))
-
-
-def _ordered(values: Tensor) -> Tensor:
-    """int64 in the order of floating-point numbers."""
-    bits = 8 * values.element_size()
-    integers = values.view(torch.int16 if bits == 16 else torch.int32).long()
-    return torch.where(integers < 0, integers ^ (2 ** (bits - 1) - 1), integers)
-
-
-def _from_ordered(integers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of :func:`_ordered`."""
-    bits = 8 * dtype.itemsize
-    integers = torch.where(integers < 0, integers ^ (2 ** (bits - 1) - 1), integers)
-    return integers.to(torch.int16 if bits == 16 else torch.int32).view(dtype)
+def into_cells(weight: Tensor, decoded: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
+    """``weight``, and where it is rounded to another code what ``codes`` stand for: ``decoded``, in its dtype."""
+    return torch.where(have_codes(weight, codes, quantizer), weight, decoded)

@@ -113,12 +113,12 @@ class QuantRecipe:
     """Directory of a quantised checkpoint of the model in model.path (GPTQ, AWQ, AutoRound, ...): training starts from
     the weights of model.path with its scales. null: none."""
     start_inside: bool = False
-    """true: each weight of model.path is moved to the nearest number that is rounded to its code in quant.start: step 0
+    """true: each weight of model.path that has another code in quant.start becomes what that code stands for: step 0
     computes with the weights of quant.start."""
     first_codes: Literal["nearest", "gptq"] = "nearest"
     """Codes that training starts with. nearest: each weight's own. gptq: those that keep the outputs of each layer on
-    quant.calibration_batches micro-batches per rank (GPTQ), and the weights become what they stand for: the best PTQ,
-    and a start for short training at small rates. Takes symmetric and asymmetric weights, scales per
+    quant.calibration_batches micro-batches per rank (GPTQ), and the weights that have others become what these stand
+    for: the best PTQ, and a better start for training. Takes symmetric and asymmetric weights, scales per
     group or channel, and no stored scales of inputs."""
     weight_range: Literal["auto", "absmax", "mse"] = "auto"
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for

@@ -68,7 +68,7 @@ def take_start(
     Args:
         model, quantization: the quantised model; the weights are loaded.
         directory: of the quantised checkpoint.
-        inside: move each weight into its code's cell, to the nearest number of the model's dtype there.
+        inside: move each weight that is rounded to another code to what its code stands for.
         initial_input_scale, inputs_calibrated_later: as of :func:`model.scales.load_scales`.
 
     Raises:
@@ -203,9 +203,9 @@ def _move(quantization: Quantization, linears: Linears) -> tuple[int, int]:
             for chunk in (chunk for each in parts for chunk in _chunks(layer, *each, reader)):
                 weight = chunk.decoded.clone()
                 weight.view(-1)[chunk.at] = chunk.mine
-                nearest = into_cells(weight, chunk.codes, chunk.quantizer).view(-1)[chunk.at]
-                counts += torch.tensor([int((nearest != chunk.mine).sum()), nearest.numel()])
-                chunk.mine.copy_(nearest)
+                inside = into_cells(weight, chunk.decoded, chunk.codes, chunk.quantizer).view(-1)[chunk.at]
+                counts += torch.tensor([int((inside != chunk.mine).sum()), inside.numel()])
+                chunk.mine.copy_(inside)
     if any(is_partitioned(layer.weight) for layer in quantization.layers.values()):
         counts = reduce_over_ranks(counts)
     return int(counts[0]), int(counts[1])
