@@ -1,25 +1,17 @@
-"""What GEMMs of gradients in fp8 would change: not built; this is the figure that decides whether they should be.
+"""What GEMMs of gradients in fp8 (``quant.fp8_gradients``) change in training; on the CPU, where it saves no time.
 
-    python benchmarks/fp8_gradients.py --model DIR --train FILE --text FILE [--out DIR] [--seeds 2]
+    python benchmarks/fp8_gradients.py --model DIR --train FILE --text FILE [--out DIR] [--seeds 1]
 
-Where the forward of ``fp8_static`` multiplies codes, backward could too: the gradient of a layer's output is quantised
-per tensor, with a scale of its own in every step, and multiplied with the codes of weight and input that the forward
-made, ``dX = (g_q @ W_q) * s_g * s_w`` and ``dW = (g_q^T @ X_q) * s_g * s_x``. Two formats: e4m3 with four bits of
-precision over a range of 2^18, e5m2 with three bits over 2^32::
-
-    s = max|g| / largest of the format (1 of a gradient of zeros),  g_q = cast(g * (1 / s)),  g becomes g_q * s in bf16
-
-A hook on the output of every quantised layer does this to its gradient; the GEMMs stay in bf16, whose products of such
-values differ from those of the codes by the rounding of operands to bf16. First the errors on one batch: of what is
-quantised, the share of it that becomes 0, and those of the weights' gradients, where errors of all layers above have
-come together. Then short runs, with perplexities of their exports. Writes ``benchmarks/results/fp8_gradients.md``.
+Three ways to train ``fp8_static``, all of which multiply codes forward: gradients in bf16, in e4m3 and in e5m2, as
+:mod:`quant.reference_gradient` defines them. First the errors on one batch: of what is quantised, the share of it that
+becomes 0, and those of the weights' gradients, where errors of all layers above have come together. Then short runs,
+with perplexities of their exports. Writes ``benchmarks/results/fp8_gradients.md``.
 """
 
 import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -32,60 +24,30 @@ from benchmarks import timing
 from benchmarks.recovery import Bench, Size
 from engine.loop import Loop
 from engine.state import LoopState
+from quant import kernels
+from quant.reference_gradient import FORMATS
 
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-SIZE = Size(steps=20, rows=4, length=128, warmup=2, tokens=20_000)
+CODES = {"quant.compute": "fp8_gemm"}  # the forward that all have
+WAYS: dict[str, dict[str, str]] = {"bf16": CODES} | {kind: CODES | {"quant.fp8_gradients": kind} for kind in FORMATS}
+SIZE = Size(steps=60, rows=4, length=128, warmup=4, tokens=20_000)
 QUICK = Size(steps=2, rows=2, length=16, warmup=1, tokens=100)
 RATE = 3e-4
 
 
-def quantised(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient through fp8 and back, in its own dtype: per tensor, scaled so that the largest magnitude fits."""
-    largest = torch.finfo(dtype).max
-    scale = grad.abs().max().float() / largest
-    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
-    codes = (grad.float() * (1 / scale)).clamp(-largest, largest).to(dtype)
-    return (codes.float() * scale).to(grad.dtype)
-
-
-def with_gradients(change: Callable[[Tensor], Tensor], loop: Loop) -> None:
-    """Have every quantised layer of a run see its output's gradient changed."""
-
-    @loop.at(step=0)
-    def hook(state: LoopState) -> None:
-        for layer in state.quant.quantization.layers.values():
-            layer.register_forward_hook(partial(_change_gradient, change))
-
-
-def _change_gradient(change: Callable[[Tensor], Tensor], module: nn.Module, inputs: object, output: Tensor) -> None:
-    if output.requires_grad:
-        output.register_hook(change)
-
-
-def in_e4m3(loop: Loop) -> None:
-    """Gradients in e4m3."""
-    with_gradients(partial(quantised, dtype=FORMATS["e4m3"]), loop)
-
-
-def in_e5m2(loop: Loop) -> None:
-    """Gradients in e5m2."""
-    with_gradients(partial(quantised, dtype=FORMATS["e5m2"]), loop)
-
-
 class Errors:
-    """What quantising the gradients of a step does to them, summed over all layers that are hooked."""
+    """What quantising the gradients of a step does to them, summed over all layers; a hook, which changes none."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.off = self.size = self.lost = self.all = 0.0
 
-    def __call__(self, grad: Tensor) -> Tensor:
-        found = quantised(grad, self.dtype)
+    def __call__(self, grad: Tensor) -> None:
+        codes, _, scale = kernels.quantize_gradient(grad.flatten(0, -2), self.dtype)
+        found = (codes.float() * scale).view(grad.shape)
         self.off += (found - grad).double().square().sum().item()
         self.size += grad.double().square().sum().item()
         self.lost += ((found == 0) & (grad != 0)).sum().item()
         self.all += grad.count_nonzero().item()
-        return found
 
     def row(self) -> str:
         """Relative error by norms, and the share of elements that became 0."""
@@ -95,35 +57,38 @@ class Errors:
 def errors(bench: Bench) -> list[str]:
     """Of one batch: what is quantised, and the gradients of the weights that come of it."""
     lines = ["| format | error of a gradient | of it becomes 0 | error of the weights' gradients |", "| --- " * 4 + "|"]
-    exact: dict[str, Tensor] = {}
-    for name, dtype in {"bf16": None, **FORMATS}.items():
-        counted = None if dtype is None else Errors(dtype)
-        found = gradients(bench, counted)
-        exact = exact or found
+    exact = gradients(bench, "bf16")
+    for kind, dtype in FORMATS.items():
+        counted = Errors(dtype)
+        found = gradients(bench, kind, counted)
         off = sum((found[key] - one).double().square().sum().item() for key, one in exact.items())
         size = sum(one.double().square().sum().item() for one in exact.values())
-        if counted is not None:
-            lines.append(f"| {name} | {counted.row()} | {100 * (off / size) ** 0.5:.2f}% |")
+        lines.append(f"| {kind} | {counted.row()} | {100 * (off / size) ** 0.5:.2f}% |")
     return lines
 
 
-def gradients(bench: Bench, change: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:
-    """The weights' gradients in the first step of a run."""
+def gradients(bench: Bench, way: str, watch: Errors | None = None) -> dict[str, Tensor]:
+    """The weights' gradients in the first step of a run; those of outputs are shown to ``watch``."""
     found: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory() as directory:
         one_step = {"train.steps": 1, "optim.warmup_steps": 1, "export.enabled": False}
-        settings = bench._settings("fp8_static", RATE, 0) | one_step
+        settings = bench._settings("fp8_static", RATE, 0) | one_step | WAYS[way]
         loop = Loop(bench._recipe(settings, Path(directory)))
 
         @loop.at(step=0)
         def hook(state: LoopState) -> None:
             for name, layer in state.quant.quantization.layers.items():
-                if change is not None:
-                    layer.register_forward_hook(partial(_change_gradient, change))
+                if watch is not None:
+                    layer.register_forward_hook(partial(_watch, watch))
                 layer.weight.register_hook(partial(_keep, found, name))
 
         loop.run()
     return found
+
+
+def _watch(watch: Errors, module: nn.Module, inputs: object, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(watch)
 
 
 def _keep(found: dict[str, Tensor], name: str, grad: Tensor) -> None:
@@ -136,10 +101,9 @@ def runs(bench: Bench, seeds: int) -> list[str]:
         "| gradients | " + " | ".join(f"seed {seed}" for seed in range(seeds)) + " |",
         "| --- " * (1 + seeds) + "|",
     ]
-    for name, change in (("bf16", None), ("e4m3", in_e4m3), ("e5m2", in_e5m2)):
-        found = [
-            bench.trained("fp8_static", RATE, seed, "" if change is None else name, change) for seed in range(seeds)
-        ]
+    for name, way in WAYS.items():
+        label = "" if name == "bf16" else name
+        found = [bench.trained("fp8_static", RATE, seed, label, way) for seed in range(seeds)]
         lines.append(f"| {name} | " + " | ".join(f"{one:.3f}" for one in found) + " |")
     return lines
 
@@ -150,7 +114,7 @@ def main() -> None:
     for name in ("--model", "--train", "--text"):
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--out", type=Path, help="keep the models there, and what is there already")
-    parser.add_argument("--seeds", type=int, default=2, help="of each run; 0: none is made")
+    parser.add_argument("--seeds", type=int, default=1, help="of each run; 0: none is made")
     parser.add_argument("--quick", action="store_true", help="two tiny steps; write nothing")
     arguments = parser.parse_args()
     size, load = QUICK if arguments.quick else SIZE, os.getloadavg()

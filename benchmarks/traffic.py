@@ -35,7 +35,7 @@ from benchmarks.timing import RESULTS
 from quant import SCHEMES, prepare
 from quant.held import stand_in
 
-META = torch.device("meta")
+META, E4M3 = torch.device("meta"), torch.float8_e4m3fn
 BANDWIDTH = 0.88 * 4.3e12  # bytes per second: elementwise kernels reach that part of an H200's
 # Operations per second of GEMMs: of e4m3 with sums that go to fp32, and with "fast accumulation".
 RATES = {"bf16": 0.74e15, "fp8": 1.05e15, "fp8, fast sums": 1.40e15}
@@ -52,7 +52,10 @@ FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
 FREE |= {"set_"}
 # In place, and without sums, these touch gradients only where something was clipped: nothing, here.
 CLIPPED = {"masked_", "dequantize_and_mask_", "fake_quantize_backward_"}
-WITH_SUMS = "fake_quantize_backward_"  # partial sums, and their sum; launch_reduction in quant/kernels/cuda.cu
+WITH_SUMS = "fake_quantize_backward_"  # of long runs partial sums, and their sum; launch_reduction in cuda.cu
+SEGMENT = 8 * 2048  # elements of a run whose sum is taken at once; kSegment in quant/kernels/kernels.h
+# It reads its gradient twice: for the largest magnitude, which long gradients take two launches for, and for codes.
+TWICE = "quantize_gradient"
 
 
 @dataclass
@@ -91,8 +94,10 @@ class Traffic(TorchDispatchMode):
         if name in CLIPPED and not sums:
             read = [one for one in read if not _among(one, changed)]
             changed = []
-        self.launches[name] += 2 if sums else 1
-        self.bytes[name] += sum(map(_size, [*read, *written, *changed]))
+        parts = written[0].numel() if sums else 1
+        long = (sums or name == TWICE) and read[0].numel() > SEGMENT * parts
+        self.launches[name] += 1 + long + (name == TWICE)
+        self.bytes[name] += sum(map(_size, [*read, *written, *changed])) + (_size(read[0]) if name == TWICE else 0)
         if name in GEMMS:
             left = read[1] if name == "addmm" else read[0]
             fp8 = "fp8, fast sums" if dict(named).get("use_fast_accum") else "fp8"
@@ -152,10 +157,10 @@ def _counted_attention(
 AttentionInterface.register("counted", _counted_attention)
 
 
-def decoder_layer(scheme: str | None, *, learn: bool = True, **compute: bool) -> Callable[[Tensor], Tensor]:
+def decoder_layer(scheme: str | None, *, learn: bool = True, **compute: Any) -> Callable[[Tensor], Tensor]:
     """A layer of Qwen3-8B on the meta device, as a function of its input ``[1, tokens, hidden]``.
 
-    ``compute`` is what :func:`quant.prepare` is told of the fp8 GEMM, and ``codes``: whether codes stand in for the
+    ``compute`` is what :func:`quant.prepare` is told of the fp8 GEMMs, and ``codes``: whether codes stand in for the
     weights, as they do where stage 3 gathers these (``quant.gather_codes``); here and below.
     """
     config = Qwen3Config(num_hidden_layers=1, vocab_size=128, **QWEN3_8B)
@@ -173,7 +178,7 @@ def decoder_layer(scheme: str | None, *, learn: bool = True, **compute: bool) ->
     return forward
 
 
-def _quantise(model: nn.Module, scheme: str, learn: bool, *, codes: bool = False, **compute: bool) -> None:
+def _quantise(model: nn.Module, scheme: str, learn: bool, *, codes: bool = False, **compute: Any) -> None:
     scales = {"learn_weight_scale": learn, "learn_input_scale": False}
     quantization = prepare(model, SCHEMES[scheme], **scales, **compute)
     for layer in quantization.layers.values() if codes else ():
@@ -192,7 +197,7 @@ def counted(forward: Callable[[Tensor], Tensor], tokens: int, *, checkpointed: b
     return there, back
 
 
-def quant_linear(scheme: str | None, features: int, *, learn: bool = True, **compute: bool) -> nn.Module:
+def quant_linear(scheme: str | None, features: int, *, learn: bool = True, **compute: Any) -> nn.Module:
     """A Linear of ``[features, hidden]`` on the meta device; quantised if a scheme is named."""
     with META:
         model = nn.ModuleDict({"up_proj": nn.Linear(QWEN3_8B["hidden_size"], features, False, dtype=torch.bfloat16)})
@@ -211,6 +216,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp8_static, fp8 GEMM, sums in fp32": {"scheme": "fp8_static", "fp8_gemm": True, "fast_accum": False},
     "fp8_static, fp8 GEMM": {"scheme": "fp8_static", "fp8_gemm": True},
     "fp8_static, fp8 GEMM, codes gathered": {"scheme": "fp8_static", "fp8_gemm": True, "codes": True},
+    "fp8_static, fp8 GEMM, gradients in fp8": {"scheme": "fp8_static", "fp8_gemm": True, "fp8_gradients": E4M3},
+    "fp8_static, fp8 GEMM, codes gathered, gradients in fp8": {
+        "scheme": "fp8_static",
+        "fp8_gemm": True,
+        "fp8_gradients": E4M3,
+        "codes": True,
+    },
     "fp8_static, fp8 GEMM, fixed scales": {"scheme": "fp8_static", "fp8_gemm": True, "learn": False},
     **{name: {"scheme": name} for name in SCHEMES if name != "fp8_static"},
 }

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quant import kernels
-from quant.function import lsq_factor
 from quant.linear import QuantLayer
-from quant.scale import Quantizer, Scale
+from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import Scheme
 
 

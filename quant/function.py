@@ -2,7 +2,8 @@
 
 *simulate* multiplies fake-quantised operands in the model's dtype, ``F.linear(fq(x), fq(weight), bias)``; *fp8_gemm*
 multiplies the codes on the fp8 tensor cores and the result by both scales, *block_gemm* codes with scales per group
-(:mod:`quant.block_gemm`). Backward is the same for all: GEMMs of the dequantised operands in the model's dtype.
+(:mod:`quant.block_gemm`). Backward is the same for all: GEMMs of the dequantised operands in the model's dtype; or of
+codes, where that is wanted (:mod:`quant.fp8_gradients`).
 
 What is kept for backward decides whether this can train a model that no device holds: a fake-quantised weight is not a
 leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This function therefore saves
@@ -17,7 +18,6 @@ leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This fu
 Nothing is saved or computed for an operand that needs no gradient.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quant import block_gemm, gemm, kernels
-from quant.held import HeldCodes, codes_of_stand_in
+from quant import block_gemm, fp8_gradients, gemm, kernels
+from quant.fp8_gradients import GradientCodes
+from quant.held import HeldCodes, codes_of_stand_in, stands_in
 from quant.inputs import QuantizedInput, Restored, SharedInput, Wanted, quantize_input
-from quant.scale import Quantizer, Scale
+from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import TensorSpec
 
 
@@ -52,6 +53,7 @@ class Plan:
         restored: where layers with the same input find it in backward, as the forward multiplied it.
         dynamic_codes: keep codes for backward also of floats with dynamic scales: less memory, a few operators more.
         weight_scale: the effective scale of the weight for the fp8 GEMM, if it is known.
+        gradients: with ``fp8_gemm``, of one weight: the format of the gradients that backward multiplies as codes, too.
     """
 
     weight: TensorSpec | None
@@ -65,6 +67,7 @@ class Plan:
     restored: Restored | None = None
     dynamic_codes: bool = False
     weight_scale: Tensor | None = None
+    gradients: torch.dtype | None = None
 
 
 def quant_linear(
@@ -123,11 +126,10 @@ def quant_linear(
 
 
 def apply_function(plan: Plan, *tensors: Tensor | None) -> Tensor:
-    """The product of :func:`quant_linear`, after its input has been quantised, with its gradients.
+    """The product of :func:`quant_linear` of a quantised input, with its gradients; ``tensors`` are :class:`Arguments`.
 
-    ``tensors`` are :class:`Arguments`. What backward keeps is kept before the product is computed: where activations
-    are recomputed, a layer that runs last is not multiplied a second time, since torch stops when all that backward
-    keeps is there again.
+    What backward keeps is kept before the product is computed: where activations are recomputed, a layer that runs last
+    is not multiplied a second time, since torch stops when all that backward keeps is there again.
     """
     if not torch.is_grad_enabled():
         return product(plan, Arguments(*tensors))
@@ -221,13 +223,14 @@ class QuantLinearFunction(torch.autograd.Function):
         needs = Arguments(*ctx.needs_input_grad[1:])
         saved = Saved(*ctx.saved_tensors).unpacked(ctx.plan)  # once: activation checkpointing drops what was asked for
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
+        given = grad if ctx.plan.gradients is None else fp8_gradients.codes_of(grad, ctx.plan.gradients)
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
         if needs.x or (needs.input_theta and ctx.plan.input is not None):
-            grad_x, grad_input_theta = _input_gradients(ctx, saved, grad)
+            grad_x, grad_input_theta = _input_gradients(ctx, saved, given)
         unmasked = grad_x if ctx.keeps_codes and saved.scales is None and saved.mask is not None else None
         if needs.weight or (needs.weight_theta and ctx.plan.weight is not None):
             used_x = used_input(ctx, saved, unmasked, after=grad)
-            grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad, used_x, needs.weight_theta)
+            grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, given, used_x, needs.weight_theta)
         elif unmasked is not None:
             kernels.masked_(unmasked, saved.mask)
         # The theta of an operand that is not quantised now: ZeRO-3 keeps the gradient of the last step of a Parameter
@@ -306,11 +309,6 @@ def _product_of_codes(plan: Plan, saved: Saved, given: Arguments) -> Tensor:
     return gemm.scaled_linear(*scales_and_codes, bias, dtype, offsets, fast_accum=plan.fast_accum)
 
 
-def stands_in(weight: Tensor) -> bool:
-    """Whether it is a :func:`quant.held.stand_in`: no weight that could train has all elements in one place."""
-    return not any(weight.stride()) and weight.numel() > 1
-
-
 def used_weight(
     weight: Tensor, quantizer: Quantizer | None, codes: Tensor | None, *, after: Tensor | None = None
 ) -> Tensor:
@@ -322,58 +320,55 @@ def used_weight(
     return kernels.dequantize(codes, quantizer, after=after)
 
 
-def _input_gradients(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+def _input_gradients(ctx: Any, saved: Saved, grad: Tensor | GradientCodes) -> tuple[Tensor, Tensor | None]:
     """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``. Where codes of an input with a
     stored scale are kept, its gradient is not masked yet."""
     plan: Plan = ctx.plan
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
-    used = used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)
-    grad_used = gemm.input_gradient(grad, used, saved.offsets).reshape(ctx.input_shape)
-    if plan.input is None:
-        return grad_used, None
+    if isinstance(grad, GradientCodes):
+        grad_used = fp8_gradients.of_input(grad, saved, quantizer, plan.weight_scale).reshape(ctx.input_shape)
+    else:
+        used = used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)
+        grad_used = gemm.input_gradient(grad, used, saved.offsets).reshape(ctx.input_shape)
     if saved.scales is not None:
         return kernels.kept_gradient_(grad_used, saved.scales, saved.mask), None
+    if plan.input is None or ctx.keeps_codes:
+        return grad_used, None
     if plan.input.dynamic:
         return kernels.fake_quantize_tokens_backward(grad_used, saved.x, plan.input, saved.input_s0), None
-    if ctx.keeps_codes:
-        return grad_used, None
-    grad_theta = kernels.fake_quantize_backward_(
-        grad_used,
-        saved.x,
-        saved.input_quantizer(plan.input),
-        factor=lsq_factor(plan.input_numel, plan.input),
-        theta_gradient=True,
-    )
-    return grad_used, grad_theta
+    of_input, factor = saved.input_quantizer(plan.input), lsq_factor(plan.input_numel, plan.input)
+    return grad_used, kernels.fake_quantize_backward_(grad_used, saved.x, of_input, factor=factor, theta_gradient=True)
 
 
 def _weight_gradients(
-    ctx: Any, saved: Saved, grad: Tensor, used_x: Tensor, theta_gradient: bool
+    ctx: Any, saved: Saved, grad: Tensor | GradientCodes, used_x: Tensor, theta_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the weight, in its shape, and of its theta where wanted, from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
-    grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
+    if isinstance(grad, GradientCodes):
+        grad_used = fp8_gradients.of_weight(grad, used_x, saved.input_quantizer(ctx.plan.input))
+    else:
+        grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
     if plan.weight is None or stands_in(saved.weight):
         # Of codes that stand in for the weight, whoever has the weight itself does the rest (:mod:`model.coded`).
         return grad_used, None
+    quantizer, factor = saved.weight_quantizer(plan.weight), lsq_factor(plan.weight_numel, plan.weight)
     grad_theta = kernels.fake_quantize_backward_(
-        grad_used,
-        saved.weight,
-        saved.weight_quantizer(plan.weight),
-        factor=lsq_factor(plan.weight_numel, plan.weight),
-        theta_gradient=theta_gradient,
+        grad_used, saved.weight, quantizer, factor=factor, theta_gradient=theta_gradient
     )
     return grad_used, grad_theta
 
 
 def used_input(ctx: Any, saved: Saved, unmasked: Tensor | None = None, *, after: Tensor) -> Tensor:
-    """The input as the forward's GEMM saw it, from what the context of :class:`QuantLinearFunction` kept of it. The
-    input's gradient, if given, is masked in place."""
+    """The input as the forward's GEMM saw it, from what the context of :class:`QuantLinearFunction` kept of it; its
+    transposed codes where gradients are multiplied as codes. The input's gradient, if given, is masked in place."""
     spec: TensorSpec | None = ctx.plan.input
     restored: Restored | None = ctx.plan.restored
     make: Callable[[], Tensor]
     if spec is None:
         return saved.x
+    if ctx.plan.gradients is not None:
+        return fp8_gradients.turned_input(ctx, saved, unmasked, after)
     if unmasked is not None and restored is not None and restored.has(saved.x):
         unmasked = kernels.masked_(unmasked, saved.mask)
     if saved.scales is not None:
@@ -387,8 +382,3 @@ def used_input(ctx: Any, saved: Saved, unmasked: Tensor | None = None, *, after:
         restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
         make = partial(restore, saved.x, saved.input_quantizer(spec), after=after)
     return make() if restored is None else restored.get(saved.x, make)
-
-
-def lsq_factor(numel: int, spec: TensorSpec) -> float:
-    """LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``."""
-    return 1 / math.sqrt(numel * spec.qmax)

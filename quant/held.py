@@ -127,6 +127,11 @@ def stand_in(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     return elements[-1].expand(shape)
 
 
+def stands_in(weight: Tensor) -> bool:
+    """Whether it is a :func:`stand_in`: no weight that could train has all elements in one place."""
+    return not any(weight.stride()) and weight.numel() > 1
+
+
 def codes_of_stand_in(weight: Tensor, spec: TensorSpec) -> Tensor:
     """The codes behind a :func:`stand_in`, in the weight's shape.
 

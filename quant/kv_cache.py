@@ -29,8 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from quant import kernels
 from quant.calibrate import Observer
-from quant.function import lsq_factor
-from quant.scale import Quantizer, Scale
+from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import TensorSpec
 
 KEY, VALUE = "k_cache", "v_cache"

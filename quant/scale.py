@@ -4,6 +4,7 @@ A scale travels as a :class:`Scale` wherever its parts belong together. It is ta
 tensors: in the arguments of an autograd function and of an operator, and where a module registers its Parameters.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -51,3 +52,8 @@ def first_input_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
     """The stored scale of an input whose largest magnitude was ``absmax``, fp32: its own, or the one above dynamic
     scales."""
     return global_scale(absmax, spec) if spec.dynamic else absmax_scale(absmax, spec)
+
+
+def lsq_factor(numel: int, spec: TensorSpec) -> float:
+    """LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``."""
+    return 1 / math.sqrt(numel * spec.qmax)

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quant import kernels
-from quant.function import lsq_factor, stands_in, used_weight
-from quant.held import codes_of_stand_in
-from quant.scale import Quantizer, Scale
+from quant.function import used_weight
+from quant.held import codes_of_stand_in, stands_in
+from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import TensorSpec
 
 

@@ -23,9 +23,8 @@ from model.zero import (
 )
 from model.zero.as_bytes import ByteForm, gather_as_bytes, release_decoded
 from quant import Quantization, QuantLayer, QuantLinear, kernels
-from quant.function import lsq_factor
 from quant.held import stand_in
-from quant.scale import Quantizer, Scale
+from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import FP8_TENSOR
 
 NONE_CODED = (

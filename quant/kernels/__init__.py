@@ -3,8 +3,9 @@
 :mod:`quant.kernels.ops` is what the rest of the package calls, and :mod:`quant.kernels.registration` declares the
 operators behind it. ``arithmetic.h`` is the arithmetic that both backends include, ``cpu.cpp`` and ``cuda.cu`` are the
 operations around it, with their loops in the headers that they include, ``bindings.cpp`` makes them operators,
-``clipped.cpp`` has what only the CPU does, files ``fused*`` have norms and SwiGLU with the quantisation of their result
-(:mod:`quant.fused_reference`), and :mod:`quant.kernels.build` compiles these files at first use.
+``gradients.cpp`` those of gradients in fp8, ``clipped.cpp`` has what only the CPU does, files ``fused*`` have norms and
+SwiGLU with the quantisation of their result (:mod:`quant.fused_reference`), and :mod:`quant.kernels.build` compiles
+these files at first use.
 """
 
 from quant.kernels.build import prepare_kernels
@@ -23,7 +24,9 @@ from quant.kernels.ops import (
     kept_gradient_,
     masked_,
     quantize,
+    quantize_gradient,
     quantize_tokens,
+    quantize_transposed,
     quantize_with_values,
     restore_tokens,
     rms_norm_backward,
@@ -31,6 +34,7 @@ from quant.kernels.ops import (
     silu_mul_backward,
     silu_mul_quantize,
     sum_rows,
+    transpose_codes,
 )
 
 __all__ = [
@@ -49,7 +53,9 @@ __all__ = [
     "masked_",
     "prepare_kernels",
     "quantize",
+    "quantize_gradient",
     "quantize_tokens",
+    "quantize_transposed",
     "quantize_with_values",
     "restore_tokens",
     "rms_norm_backward",
@@ -57,4 +63,5 @@ __all__ = [
     "silu_mul_backward",
     "silu_mul_quantize",
     "sum_rows",
+    "transpose_codes",
 ]

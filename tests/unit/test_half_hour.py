@@ -117,6 +117,7 @@ def test_sanitizers_see_every_operator():
         operators.dynamic_grids(x, grad)
         operators.rows_of_experts(x)
         operators.norms_and_swiglu(x, grad)
+        operators.gradients_in_fp8(grad)
     assert {schema.partition("(")[0] for schema in SCHEMAS} == names.called
 
 

@@ -69,6 +69,10 @@ def results(recipe):
     recomputed = {**THREE["train"], "activation_checkpointing": True}
     add("fused_recomputed", "even", "bfloat16", stage=3, quant=fused, train=recomputed)
     add("fused_switched", "odd", "bfloat16", stage=3, **CLIPS, quant={"fuse_norms": True})
+    gradients = {"compute": "fp8_gemm", "fp8_gradients": "e4m3"}
+    add("gradients_1", "even", "bfloat16", stage=1, quant=gradients)
+    add("gradients_3", "even", "bfloat16", stage=3, quant=gradients)
+    add("gradients_recomputed", "even", "bfloat16", stage=3, quant=gradients, train=recomputed)
     add("gemm_odd", "odd", "bfloat16", stage=3, quant={"compute": "fp8_gemm"})
     for name in ("whole", "coded"):
         add(name, "odd", "bfloat16", stage=3, **CLIPS, quant={"gather_codes": name == "coded"})
@@ -161,8 +165,19 @@ def test_norms_that_write_codes_train_like_those_that_do_not(results):
     assert "fused: 4 norms and 2 MLPs hand codes to the layers behind them" in results[1]
 
 
-def test_activation_checkpointing_changes_nothing_under_the_fp8_gemm(results):
-    stored, recomputed = result(results, "gemm_3"), result(results, "gemm_recomputed")
+def test_gradients_in_fp8_train_like_those_in_bf16(results):
+    """The same first losses, and norms that are off by what the format is; ranks have scales of their own."""
+    for stage in (1, 3):
+        ours, plain = result(results, f"gradients_{stage}"), result(results, f"gemm_{stage}")
+        assert ours["losses"][0] == plain["losses"][0] and ours["losses"][1:] != plain["losses"][1:]
+        assert ours["norms"][0] != plain["norms"][0] and ours["norms"][0] == pytest.approx(plain["norms"][0], rel=0.05)
+        for one, other in zip(ours["losses"], plain["losses"], strict=True):
+            assert one["loss/total"] == pytest.approx(other["loss/total"], rel=2e-2)
+
+
+@pytest.mark.parametrize("way", ["gemm", "gradients"])
+def test_activation_checkpointing_changes_nothing_under_the_fp8_gemm(results, way):
+    stored, recomputed = result(results, f"{way}_3"), result(results, f"{way}_recomputed")
     assert stored["losses"] == recomputed["losses"]
     for name, value in stored["weights"].items():
         assert torch.equal(value, recomputed["weights"][name]), name

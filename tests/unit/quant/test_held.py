@@ -6,8 +6,7 @@ from torch import nn
 
 from quant import SCHEMES, Quantizer, QuantLinear, Scale, TensorSpec, kernels, prepare
 from quant.experts import StackedLinear
-from quant.function import stands_in
-from quant.held import HeldCodes, codes_of_stand_in, held_codes, hold_codes, stand_in
+from quant.held import HeldCodes, codes_of_stand_in, held_codes, hold_codes, stand_in, stands_in
 from quant.used_weight import UsedWeightFunction
 
 OUT, IN, EXPERTS = 128, 256, 3

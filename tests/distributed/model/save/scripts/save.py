@@ -33,8 +33,7 @@ from model.zero import (
 )
 from quant import SCHEMES, Scheme, TensorSpec, prepare, weights_changed
 from quant.experts import linears_of
-from quant.function import stands_in
-from quant.held import codes_of_stand_in
+from quant.held import codes_of_stand_in, stands_in
 from quant.reference import effective_scale, quantize
 from tests.linears import split_stacks
 

@@ -1,0 +1,30 @@
+"""Rules of gradients that are multiplied as fp8 codes, each said in one line."""
+
+from engine.recipe.rules import Rule
+
+RULES_OF_GRADIENTS = (
+    Rule(
+        "gradients in fp8 are of layers that multiply codes",
+        "quant.fp8_gradients",
+        lambda r: r.quant.fp8_gradients and r.quant.compute == "simulate",
+        "null: quant.compute simulate multiplies no codes",
+    ),
+    Rule(
+        "gradients in fp8 are of schemes with an fp8 GEMM",
+        "quant.fp8_gradients",
+        lambda r: r.quant.fp8_gradients and r.quant.known() and not r.quant.has_fp8_gemm(),
+        "null: quant.scheme {quant.scheme} has no fp8 codes per tensor on both sides",
+    ),
+    Rule(
+        "gradients in fp8 come out as bfloat16",
+        "quant.fp8_gradients",
+        lambda r: r.quant.fp8_gradients and r.model.dtype != "bfloat16",
+        "null: the fp8 GEMM gives bfloat16, model.dtype is {model.dtype}",
+    ),
+    Rule(
+        "gradients in fp8 are not of adapters",
+        "quant.fp8_gradients",
+        lambda r: r.quant.fp8_gradients and r.adapter.on,
+        "null: with adapter.kind {adapter.kind} gradients are multiplied in model.dtype",
+    ),
+)

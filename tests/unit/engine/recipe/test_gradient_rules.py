@@ -1,0 +1,28 @@
+"""The rules of gradients in fp8: each is broken by a recipe of its own, and only that rule."""
+
+import pytest
+
+from engine.recipe.contradictions import contradictions
+from engine.recipe.gradient_rules import RULES_OF_GRADIENTS
+from tests.unit.engine.recipe.test_input_rules import recipe
+
+E4M3 = {"quant.fp8_gradients": "e4m3"}
+BROKEN = {
+    "gradients in fp8 are of layers that multiply codes": {**E4M3, "quant.compute": "simulate"},
+    "gradients in fp8 are of schemes with an fp8 GEMM": {**E4M3, "quant.scheme": "w4a16_g128"},
+    "gradients in fp8 come out as bfloat16": {**E4M3, "model.dtype": "float32"},
+    "gradients in fp8 are not of adapters": {**E4M3, "adapter.kind": "lora", "learnable.weight": False},
+}
+
+
+@pytest.mark.parametrize("rule", RULES_OF_GRADIENTS, ids=lambda rule: rule.name)
+def test_each_is_broken_alone(rule):
+    broken = recipe(BROKEN[rule.name])
+    assert list(contradictions(broken)) == [rule.text(broken)]
+
+
+@pytest.mark.parametrize("compute", ["auto", "fp8_gemm"])
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_good_ones_pass(kind, compute):
+    settings = {"quant.fp8_gradients": kind, "quant.compute": compute, "quant.gather_codes": True}
+    assert list(contradictions(recipe(settings))) == []
