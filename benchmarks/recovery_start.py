@@ -12,7 +12,7 @@ ft      QAT starts from FT and learns FT's logits alone. FT itself would stay as
         many steps. Rates and steps are those of ``--ft_...``.
 
 ``--ptq NAME=DIR`` adds a PTQ checkpoint of FT that another tool made; ``qat_from_NAME`` is trained from the original
-weights with its scales then.
+weights with its codes then.
 
 The text is cut in two: what is best is chosen by the first half, and figures are of the second. Beside perplexity
 stand KL(FT || model) per token and how often the likeliest token is FT's. The recovered share is (PTQ - QAT) / (PTQ -

@@ -162,11 +162,12 @@ def test_recovery_start(tmp_path: Path) -> None:
     """FT, PTQ and QAT from four starts, and from another tool's file, which training starts inside of."""
     (tmp_path / "text.txt").write_text(TEXT * 40)
     source = tiny_checkpoint(tmp_path / "model", "qwen3", wide=True)
-    command = [sys.executable, str(ROOT / "benchmarks" / "recovery_start.py"), "--model", str(source), "--distil"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "recovery_start.py"), "--model", str(source)]
+    command += ["--losses", "ft", "--ft_steps", "2"]
     command += ["--train", str(tmp_path / "text.txt"), "--text", str(tmp_path / "text.txt"), "--steps", "2"]
     command += ["--rows", "2", "--length", "16", "--tokens", "256", "--starts", "gptq, signed"]
     command += ["--out", str(tmp_path / "out"), "--results", str(tmp_path)]
-    other = ["--ptq", f"other={tmp_path / 'out' / 'ptq_w2a16_g32_gptq_kd' / 'export'}"]
+    other = ["--ptq", f"other={tmp_path / 'out' / 'ptq_w2a16_g32_gptq_ft' / 'export'}"]
     lines: list[str] = []
     for minutes in ([], ["--minutes", "0", *other]):  # what was measured is known, and nothing else is begun
         done = subprocess.run([*command, *minutes], capture_output=True, text=True, timeout=PATIENCE, check=False)
