@@ -11,6 +11,7 @@ one quantised model.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from quant import kernels
 from quant.function import Arguments, Plan, QuantLinearFunction, Saved, apply_function, keep, product, used_input
-from quant.thin import few_clipped, thin_gradients
-
-# Elements of a weight that are added at a time: few on a CPU, so that they stay in its caches; on a GPU the fp64
-# copies of them take 64 MB.
-CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**22
+from quant.kernels import eager
+from quant.thin import MOST_CLIPPED, thin_gradients
 
 
 def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
@@ -45,20 +43,10 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Ten
     Returns:
         A new tensor like ``weight``, without a gradient.
     """
-    merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    if weight.dim() == 3:
-        for out, one, a, b in zip(merged, weight, lora_a, lora_b, strict=True):
-            _merge_into(out, one, a, b, scaling)
-    else:
-        _merge_into(merged, weight, lora_a, lora_b, scaling)
-    return merged
-
-
-def _merge_into(merged: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> None:
-    a, b = lora_a.detach().double(), lora_b.detach().double() * scaling
-    rows = max(1, (CPU_ELEMENTS if weight.device.type == "cpu" else GPU_ELEMENTS) // max(1, weight.shape[-1]))
-    for out, old, up in zip(merged.split(rows), weight.detach().split(rows), b.split(rows), strict=True):
-        out.copy_(torch.addmm(old.double(), up, a))
+    if weight.device.type == "cpu":
+        return kernels.merge(weight, lora_a, lora_b, scaling)
+    with torch.no_grad():
+        return eager.merge(weight, lora_a, lora_b, scaling)
 
 
 class Adapter:
@@ -174,9 +162,13 @@ class MergedLinearFunction(torch.autograd.Function):
         if needs.weight and not needs.weight_theta:
             thin = plan.weight is None
             if plan.weight is not None and saved.weight.device.type == "cpu":
-                codes, mask = kernels.quantize(saved.weight, saved.weight_quantizer(plan.weight), mask=True)
+                quantizer = saved.weight_quantizer(plan.weight)
+                codes, mask, used = kernels.quantize_with_values(saved.weight, quantizer, mask=True)
+                clipped = kernels.count_clipped(mask, saved.weight.numel())
+                thin, mask = clipped <= MOST_CLIPPED * saved.weight.numel(), mask if clipped else None
                 saved = saved._replace(weight_codes=codes)
-                thin = few_clipped(mask, saved.weight.numel())
+                if thin:  # the gradient of the input is all that still needs the weight: as it was multiplied
+                    saved, inner.plan = saved._replace(weight=used, weight_codes=None), replace(plan, weight=None)
         if thin:
             inner.needs_input_grad = (False, *needs._replace(weight=False))
         inner.save_for_backward(*saved)

@@ -26,12 +26,6 @@ from quant import gemm, kernels
 MOST_CLIPPED = 1 / 24
 
 
-def few_clipped(mask: Tensor, numel: int) -> bool:
-    """Whether so few of a weight's elements are clipped that G is not needed as a whole; ``mask`` on the CPU, see
-    :func:`quant.kernels.quantize`."""
-    return kernels.count_clipped(mask, numel) <= MOST_CLIPPED * numel
-
-
 def thin_gradients(
     grad: Tensor,
     x: Tensor,
@@ -47,14 +41,14 @@ def thin_gradients(
         grad, x: ``[rows, out]`` and ``[rows, in]``, the gradient of the layer's output and its input as it was
             multiplied.
         lora_a, lora_b, scaling: as of :func:`quant.adapter.merge`.
-        mask: what of the sum is inside the range, see :func:`quant.kernels.quantize`; None where it is not quantised.
+        mask: what of the sum is inside the range, see :func:`quant.kernels.quantize`; None where all of it is.
         offsets: of a stack, where the rows of each expert end.
     """
     # A GEMM takes the second operand as it lies in a Linear: [out, in].
     up = gemm.linear(x, lora_a, None, offsets)  # [rows, rank]
     down = gemm.input_gradient(grad, lora_b, offsets)  # [rows, rank]
     of_a, of_b = gemm.weight_gradient(down, x, offsets), gemm.weight_gradient(grad, up, offsets)
-    if mask is None or kernels.count_clipped(mask, lora_a.shape[-1] * lora_b[..., 0].numel()) == 0:
+    if mask is None:
         return of_a.mul_(scaling), of_b.mul_(scaling)
     clipped = kernels.clipped_products(grad, x, mask, lora_a, lora_b, offsets)
     found = [

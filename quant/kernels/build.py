@@ -34,7 +34,7 @@ from quant.kernels.registration import CPU_SCHEMAS, OPERATORS, SCHEMAS
 
 SOURCES = Path(__file__).parent
 LIBRARY = "deepqat_kernels"
-CPP = ("bindings.cpp", "gradients.cpp", "cpu.cpp", "clipped.cpp", "fused_bindings.cpp", "fused_cpu.cpp")
+CPP = ("bindings.cpp", "gradients.cpp", "cpu.cpp", "adapter.cpp", "fused_bindings.cpp", "fused_cpu.cpp")
 CUDA = ("cuda.cu", "fused.cu")
 
 # Contracting a*b+c to one rounding would part CPU and GPU, and both from the reference, in the last bit.

@@ -179,6 +179,13 @@ def clipped_products(
     return of_a, of_b
 
 
+def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+    """``weight + scaling * lora_b @ lora_a``, on the CPU, see :func:`quant.adapter.merge`."""
+    ensure_ready()
+    merged: Tensor = _OPS.merge(weight.detach(), lora_a.detach(), lora_b.detach(), scaling)
+    return merged
+
+
 def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Dynamic codes of ``x [..., features]``, and their fp32 scales and int8 zero points ``[..., n]``, of the ``n``
     groups of a token (one per token). ``above`` is the global scale, fp32 ``(1,)``, where ``spec`` has one; here and

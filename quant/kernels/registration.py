@@ -74,6 +74,7 @@ CPU_SCHEMAS = (
     "count_clipped(Tensor mask, int numel) -> Tensor",
     "clipped_products(Tensor grad, Tensor x, Tensor mask, Tensor lora_a, Tensor lora_b, Tensor? offsets=None) "
     "-> (Tensor, Tensor)",
+    "merge(Tensor weight, Tensor lora_a, Tensor lora_b, float scaling) -> Tensor",
 )
 for _schema in (*SCHEMAS, *CPU_SCHEMAS):
     OPERATORS.define(_schema)
@@ -138,6 +139,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
         _like(lora_a, torch.float32),
         _like(lora_b, torch.float32),
     ),
+    "merge": lambda weight, *_: _like(weight),
     "sum_rows": lambda rows, places: rows.new_empty(places.shape[0], rows.shape[1]),
     "rms_norm_quantize": lambda x, weight, eps, s0, *rest: (
         *_written(x, *rest),

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from quant import get_scheme, prepare, weights_changed
 from quant.adapter import Adapter, AdapterBeside, merge
 from quant.function import quant_linear
+from quant.kernels import eager
 from quant.reference import fake_quantize_tokens_backward, inside_range
 from quant.scale import Scale
 from tests.unit.quant.test_function import SCHEMES, Case
@@ -180,8 +181,9 @@ def test_a_stack_is_its_experts(schemes, seed):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_the_sum_is_the_same_for_any_rows(dtype, seed):
-    """Each row by itself, turned memory, and the exact sum rounded once."""
-    out, in_, rank = random.randint(1, 40), random.randint(1, 40), random.randint(1, 8)
+    """Each row by itself, turned memory, another number of threads, without compiled kernels, and the exact sum rounded
+    once."""
+    out, in_, rank = random.randint(1, 200), random.randint(1, 80), random.randint(1, 20)
     weight, lora_b, lora_a = (torch.randn(*size).to(dtype) for size in ((out, in_), (out, rank), (rank, in_)))
     whole = merge(weight, lora_a, lora_b, 0.7)
     exact = weight.double() + 0.7 * (lora_b.double() @ lora_a.double())
@@ -190,6 +192,27 @@ def test_the_sum_is_the_same_for_any_rows(dtype, seed):
     assert torch.equal(torch.cat(rows), whole)
     assert torch.equal(merge(weight.t().contiguous().t(), lora_a, lora_b, 0.7), whole)
     assert merge(weight[:0], lora_a, lora_b[:0], 0.7).shape == (0, in_)
+    assert torch.equal(eager.merge(weight, lora_a, lora_b, 0.7), whole)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(merge(weight, lora_a, lora_b, 0.7), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_sum_with_what_is_not_finite_or_does_not_fit(seed):
+    """NaN and Inf come through where they are; shapes are checked."""
+    weight, lora_a, lora_b = torch.randn(5, 40), torch.randn(2, 40), torch.randn(5, 2)
+    weight[1, 3], weight[2, 4], lora_a[0, 7] = torch.nan, torch.inf, -torch.inf
+    whole, expected = merge(weight, lora_a, lora_b, 2.0), eager.merge(weight, lora_a, lora_b, 2.0)
+    assert whole[1, 3].isnan() and whole[2, 4] == torch.inf and not whole[:, 7].isfinite().any()
+    torch.testing.assert_close(whole, expected, rtol=0, atol=0, equal_nan=True)
+    for wrong in ((lora_a[:, :-1], lora_b), (lora_a, lora_b[:-1]), (lora_a[:1], lora_b), (lora_a[None], lora_b[None])):
+        with pytest.raises(RuntimeError, match="of a weight"):
+            merge(weight, *wrong, 2.0)
+    with pytest.raises(RuntimeError, match="a weight is"):
+        merge(weight.double(), lora_a.double(), lora_b.double(), 2.0)
 
 
 def adapted_layer(scheme: str, dtype: torch.dtype = torch.bfloat16):

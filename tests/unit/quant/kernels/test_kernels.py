@@ -572,6 +572,7 @@ def samples() -> list[tuple[str, tuple]]:
             packing.pack_bits(torch.rand(35) < 0.5),
         )
         found += [("count_clipped", (mask, x.numel())), ("clipped_products", (*products, lora_a, lora_b))]
+        found.append(("merge", (torch.randn(7, 5).to(x.dtype).t(), lora_a, lora_b, 0.7)))
         found.append(("dequantize_and_mask_", (grad.contiguous(), mask, codes, s0, None, torch.float32)))
         for tokens in ((0, True), (8, False)):
             found += [
