@@ -37,11 +37,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from benchmarks import timing
 from quant import SCHEMES, QuantLinear, combine, partial_stats, prepare, prepare_kernels, scales_from_stats
+from quant.fused import LAYERS, fuse
 from quant.reference import absmax_scale
 from quant.spec import FP8_MAX
 
 MIB = 2**20
 GEMM = ", fp8_gemm"  # ends the names of the ways that multiply codes
+FUSED = ", norms fused"  # ends those whose norms and SwiGLU write codes (quant.fuse_norms)
 KEPT = ", codes kept"  # ends those that keep codes of dynamic inputs for backward (quant.keep_codes)
 MOST_KEPT = 0.9  # of bf16's bytes, by the latter
 # Of bf16's step, at most: by device, computation and activation checkpointing. The CPU has no fast GEMM of codes.
@@ -181,6 +183,7 @@ def ours(
     inputs: bool,
     fp8_gemm: bool = False,
     keep_codes: bool = False,
+    fused: bool = False,
 ) -> None:
     """QuantLinears with absmax scales of the weights and of the inputs of one batch."""
     chosen = SCHEMES[scheme]
@@ -189,6 +192,8 @@ def ours(
     for layer in quantization.layers.values():
         if isinstance(layer, QuantLinear):
             layer.dynamic_codes = keep_codes
+    if fused:
+        fuse(module)
     with torch.no_grad():
         for group in quantization.weight_groups:
             weights = [quantization.layers[name].weight for name in group.members]
@@ -247,8 +252,8 @@ def torchao(activations: bool, module: nn.Module, forward: Callable[[], Tensor])
     quantize_(module, config, filter_fn=lambda m, name: isinstance(m, nn.Linear) and not name.endswith("lm_head"))
 
 
-def make_ways(fp8_gemm: bool) -> dict[str, Callable[[nn.Module, Callable[[], Tensor]], None] | None]:
-    """Name and conversion of each way; None for bf16, which stays as it is."""
+def make_ways(fp8_gemm: bool, norms: bool) -> dict[str, Callable[[nn.Module, Callable[[], Tensor]], None] | None]:
+    """Name and conversion of each way; None for bf16, which stays as it is. ``norms``: whether there are some."""
     learned = {
         "weight scale learned": {"weight": True, "inputs": False},
         "both learned": {"weight": True, "inputs": True},
@@ -260,6 +265,9 @@ def make_ways(fp8_gemm: bool) -> dict[str, Callable[[nn.Module, Callable[[], Ten
     if fp8_gemm:
         for name, scales in learned.items():
             ways[f"fp8_static, {name}{GEMM}"] = partial(ours, "fp8_static", **scales, fp8_gemm=True)
+    for name, gemm in {"": False, **({GEMM: True} if fp8_gemm else {})}.items() if norms else ():
+        way = partial(ours, "fp8_static", weight=True, inputs=False, fp8_gemm=gemm, fused=True)
+        ways[f"fp8_static, weight scale learned{FUSED}{name}"] = way
     ways["w4a16_g32, learned"] = partial(ours, "w4a16_g32", weight=True, inputs=False)
     ways["w4a16_g32, fixed"] = partial(ours, "w4a16_g32", weight=False, inputs=False)
     ways["mxfp4_w4a4, fixed"] = partial(ours, "mxfp4_w4a4", weight=False, inputs=False)
@@ -286,7 +294,8 @@ class Measured:
 def measure(part: Part, checkpointing: bool, fp8_gemm: bool, rounds: int, device: torch.device) -> dict[str, Measured]:
     """All ways in turn."""
     modules = {}
-    for name, convert in make_ways(fp8_gemm).items():
+    norms = any(type(one).__name__ in LAYERS for one in part.module.modules())
+    for name, convert in make_ways(fp8_gemm, norms).items():
         module = part.with_checkpointing() if checkpointing else copy.deepcopy(part.module)
         if convert is not None:
             convert(module, partial(part.forward, module))

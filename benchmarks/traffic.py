@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.timing import RESULTS
 from quant import SCHEMES, prepare
+from quant.fused import fuse
 from quant.held import stand_in
 
 META, E4M3 = torch.device("meta"), torch.float8_e4m3fn
@@ -56,6 +57,7 @@ WITH_SUMS = "fake_quantize_backward_"  # of long runs partial sums, and their su
 SEGMENT = 8 * 2048  # elements of a run whose sum is taken at once; kSegment in quant/kernels/kernels.h
 # It reads its gradient twice: for the largest magnitude, which long gradients take two launches for, and for codes.
 TWICE = "quantize_gradient"
+NORM_BACKWARD = "rms_norm_backward"  # likewise, where the weight has a gradient; quant/kernels/fused.cu
 
 
 @dataclass
@@ -96,8 +98,10 @@ class Traffic(TorchDispatchMode):
             changed = []
         parts = written[0].numel() if sums else 1
         long = (sums or name == TWICE) and read[0].numel() > SEGMENT * parts
-        self.launches[name] += 1 + long + (name == TWICE)
-        self.bytes[name] += sum(map(_size, [*read, *written, *changed])) + (_size(read[0]) if name == TWICE else 0)
+        partial = _partial_sums(written) if name == NORM_BACKWARD else 0
+        self.launches[name] += 1 + long + (name == TWICE) + (partial > 0)
+        self.bytes[name] += sum(map(_size, [*read, *written, *changed])) + partial
+        self.bytes[name] += _size(read[0]) if name == TWICE else 0
         if name in GEMMS:
             left = read[1] if name == "addmm" else read[0]
             fp8 = "fp8, fast sums" if dict(named).get("use_fast_accum") else "fp8"
@@ -110,6 +114,12 @@ class Traffic(TorchDispatchMode):
         """The estimate."""
         moved = sum(count for name, count in self.bytes.items() if name not in GEMMS)
         return moved / BANDWIDTH + sum(count / RATES[kind] for kind, count in self.operations.items())
+
+
+def _partial_sums(written: list[Tensor]) -> int:
+    """Bytes of the sums over 32 rows that a norm's backward writes and reads for its weight's gradient."""
+    of_x, of_weight = written
+    return 2 * 4 * -(-of_x.numel() // (32 * of_x.shape[-1])) * of_weight.numel()
 
 
 def _written(argument: Any) -> bool:
@@ -161,7 +171,8 @@ def decoder_layer(scheme: str | None, *, learn: bool = True, **compute: Any) -> 
     """A layer of Qwen3-8B on the meta device, as a function of its input ``[1, tokens, hidden]``.
 
     ``compute`` is what :func:`quant.prepare` is told of the fp8 GEMMs, and ``codes``: whether codes stand in for the
-    weights, as they do where stage 3 gathers these (``quant.gather_codes``); here and below.
+    weights, as they do where stage 3 gathers these (``quant.gather_codes``); here and below. ``fused``: as with
+    ``quant.fuse_norms``.
     """
     config = Qwen3Config(num_hidden_layers=1, vocab_size=128, **QWEN3_8B)
     with META:
@@ -178,9 +189,13 @@ def decoder_layer(scheme: str | None, *, learn: bool = True, **compute: Any) -> 
     return forward
 
 
-def _quantise(model: nn.Module, scheme: str, learn: bool, *, codes: bool = False, **compute: Any) -> None:
+def _quantise(
+    model: nn.Module, scheme: str, learn: bool, *, codes: bool = False, fused: bool = False, **compute: Any
+) -> None:
     scales = {"learn_weight_scale": learn, "learn_input_scale": False}
     quantization = prepare(model, SCHEMES[scheme], **scales, **compute)
+    if fused:
+        fuse(model)
     for layer in quantization.layers.values() if codes else ():
         weight = layer.weight
         layer.known_weight_scale = torch.empty_like(layer.weight_s0)
@@ -224,6 +239,13 @@ WAYS: dict[str, dict[str, Any]] = {
         "codes": True,
     },
     "fp8_static, fp8 GEMM, fixed scales": {"scheme": "fp8_static", "fp8_gemm": True, "learn": False},
+    "fp8_static, fp8 GEMM, norms fused": {"scheme": "fp8_static", "fp8_gemm": True, "fused": True},
+    "fp8_static, fp8 GEMM, codes gathered, norms fused": {
+        "scheme": "fp8_static",
+        "fp8_gemm": True,
+        "codes": True,
+        "fused": True,
+    },
     **{name: {"scheme": name} for name in SCHEMES if name != "fp8_static"},
 }
 
@@ -246,7 +268,7 @@ def rows(tokens: int) -> Iterator[str]:
 
 
 def _rest(way: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in way.items() if key != "scheme"}
+    return {key: value for key, value in way.items() if key not in ("scheme", "fused")}
 
 
 def main() -> None:

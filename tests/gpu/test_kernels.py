@@ -3,6 +3,8 @@
 The cases are those of the CPU kernels' test, where the CPU's results are compared with the reference.
 """
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from quant.kernels.build import build
 from quant.reference import absmax_scale, asymmetric_grid
 from quant.spec import TensorSpec
 from tests.unit.conftest import seed  # noqa: F401  (a fixture)
+from tests.unit.quant.kernels.test_fused import EPS, random_rows
 from tests.unit.quant.kernels.test_kernels import (
     DTYPES,
     OPS,
@@ -104,6 +107,26 @@ def test_sums_of_rows(seed):  # noqa: F811
     for _ in range(100):
         rows, places = rows_to_sum()
         assert_same(OPS.sum_rows(on_gpu(rows), places.cuda()).cpu(), OPS.sum_rows(rows, places), f"{rows.shape}")
+
+
+def test_norms_and_swiglu(seed):  # noqa: F811
+    """With the quantisation of their results: equal to the CPU's bit for bit."""
+    for _ in range(60):
+        dtype, wild = random.choice(DTYPES), random.random() < 0.3
+        x, up, grad, weight = random_rows(dtype, wild)
+        on_device = [one.cuda() for one in (x, up, grad, weight)]
+        for grid in (0, 8):
+            how, on_gpu_how = ((s0, grid, torch.float32) for s0 in (torch.tensor([0.02]), torch.tensor([0.02]).cuda()))
+            theirs = OPS.rms_norm_quantize(x, weight, EPS, *how, True, True)
+            ours = OPS.rms_norm_quantize(on_device[0], on_device[3], EPS, *on_gpu_how, True, True)
+            theirs += OPS.rms_norm_backward(grad, x, weight, theirs[3], theirs[1], True)
+            ours += OPS.rms_norm_backward(*(on_device[i] for i in (2, 0, 3)), ours[3], ours[1], True)
+            of_swiglu = OPS.silu_mul_quantize(x, up, *how, True, True)
+            on_gpu_swiglu = OPS.silu_mul_quantize(*on_device[:2], *on_gpu_how, True, True)
+            theirs += of_swiglu + OPS.silu_mul_backward(grad, x, up, of_swiglu[1])
+            ours += on_gpu_swiglu + OPS.silu_mul_backward(on_device[2], *on_device[:2], on_gpu_swiglu[1])
+            for a, b in zip(ours, theirs, strict=True):
+                assert_same(a.cpu(), b, f"{tuple(x.shape)} {dtype} grid {grid}")
 
 
 def test_every_bf16_and_fp16_value():

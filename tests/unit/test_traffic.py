@@ -65,6 +65,22 @@ def test_launches_of_the_quantised_linears_of_a_layer():
         assert parts[1].launches["dequantize_and_mask_"] == 4 and parts[1].launches["masked_"] == 3
 
 
+def test_launches_and_bytes_of_norms_and_swiglu_that_write_codes():
+    """Of a layer with two norms and a SwiGLU; elements are read once, and written as a code and a bit."""
+    ways = {"scheme": "fp8_static", "fp8_gemm": True, "codes": True}
+    plain, fused = (counted(decoder_layer(**ways, fused=one), TOKENS) for one in (False, True))
+    there, back = fused
+    assert there.launches.total() <= 40 and back.launches.total() <= 94  # 58 and 127 otherwise
+    assert there.launches["quantize"] == 1 and back.launches["masked_"] == 0  # attention's output is left
+    assert there.launches["rms_norm_quantize"] == 2 and back.launches["rms_norm_backward"] == 4  # two sums of weights
+    assert there.bytes["rms_norm_quantize"] <= 2 * (3 + 1 / 8 + 0.01) * TOKENS * IN
+    assert back.bytes["rms_norm_backward"] <= 2 * (6 + 1 / 8 + 1 / 4 + 0.02) * TOKENS * IN
+    assert there.bytes["silu_mul_quantize"] <= (5 + 1 / 8) * TOKENS * OUT + 64
+    assert back.bytes["silu_mul_backward"] <= (10 + 1 / 8) * TOKENS * OUT + 64
+    assert elementwise_bytes(fused) <= 0.65 * elementwise_bytes(plain)
+    assert not there.waits and not back.waits
+
+
 def test_gradients_of_fixed_scales_are_touched_where_something_was_clipped():
     _, back = counted(quant_linear("fp8_static", OUT, learn=False), TOKENS)
     assert back.bytes["dequantize_and_mask_"] <= (3 + 1 / 8) * TOKENS * IN + 64
