@@ -200,6 +200,14 @@ def test_codes_of_inputs_are_kept_instead_of_these(tmp_path):
     assert peaks[1] < peaks[0]
 
 
+def test_norms_that_write_codes_keep_less(tmp_path):
+    peaks = [
+        Planner(recipe(tmp_path, "qwen3", quant={"fuse_norms": fused})).predict("zero0", 1).peak
+        for fused in (False, True)
+    ]
+    assert peaks[1] < peaks[0]
+
+
 # ---- the whole
 
 
