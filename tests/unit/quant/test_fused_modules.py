@@ -31,12 +31,12 @@ def kernels():
 
 
 def quantised(
-    kind: str = "qwen3", *, scheme: str = "fp8_static", fp8_gemm: bool = False, dtype=torch.bfloat16, **learn: bool
+    kind: str = "qwen3", *, scheme: str = "fp8_static", fp8_gemm: bool = False, dtype=torch.bfloat16, **others
 ) -> tuple[nn.Module, quant.Quantization]:
     torch.manual_seed(0)
     model = (FAMILIES[kind]() if kind in FAMILIES else tiny_model(kind, even=True)).to(dtype)
-    learn = {"learn_weight_scale": False, "learn_input_scale": False, **learn}
-    quantization = quant.prepare(model, quant.SCHEMES[scheme], fp8_gemm=fp8_gemm, **learn)
+    others = {"learn_weight_scale": False, "learn_input_scale": False, **others}
+    quantization = quant.prepare(model, quant.SCHEMES[scheme], fp8_gemm=fp8_gemm, **others)
     fill_scales(quantization, CLIPS if scheme == "fp8_static" else 0.02)
     return model, quantization
 
@@ -214,6 +214,15 @@ def test_weights_as_they_are_beside_inputs_as_codes():
     for one in (theirs, ours):
         one.set_fake_quant(weights=False, activations=True)
     assert distance(run(model)[0], run(plain)[0]) < 0.05
+
+
+def test_gradients_multiplied_as_codes_beside_inputs_as_codes():
+    (plain, _), (model, _) = (quantised(fp8_gemm=True, fp8_gradients=torch.float8_e4m3fn) for _ in range(2))
+    fuse(model)
+    (logits, gradients), (expected, theirs) = run(model), run(plain)
+    assert distance(logits, expected) < 0.05 and gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        assert distance(gradient, theirs[name]) < 0.25, name
 
 
 def test_a_scale_that_nothing_filled_shows_in_the_loss():
