@@ -2,7 +2,8 @@
 
     python benchmarks/traffic.py [--tokens 8192] [--write]
 
-A layer of Qwen3-8B runs forward and backward on the meta device, in bf16 and in each scheme; a dispatch mode sees every
+A layer of Qwen3-8B runs forward and backward on the meta device, in bf16 and in each scheme, and one of Qwen3-30B-A3B,
+whose stacked experts are multiplied at once in bf16 too, in some; a dispatch mode sees every
 operator with the shapes of its tensors. An operator that computes is a launch (some of ours are two on CUDA); it reads
 each of its inputs and writes each of its outputs once. Views and allocations are free. Attention is one operator
 forward and one backward, as flash attention is.
@@ -27,11 +28,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.timing import RESULTS
+from model.arrange_experts import arrange_experts
 from quant import SCHEMES, prepare
 from quant.fused import fuse
 from quant.held import stand_in
@@ -46,6 +48,17 @@ QWEN3_8B: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
+}
+# 128 experts of which each token chooses 8, stacked as a run has them.
+QWEN3_30B_A3B: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
 }
 GEMMS = {"mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique2"}
@@ -105,9 +118,10 @@ class Traffic(TorchDispatchMode):
         if name in GEMMS:
             left = read[1] if name == "addmm" else read[0]
             fp8 = "fp8, fast sums" if dict(named).get("use_fast_accum") else "fp8"
-            self.operations[fp8 if left.itemsize == 1 else "bf16"] += (
-                2 * left.shape[-1] * [*written, *changed][0].numel()
-            )
+            outcome = [*written, *changed][0]
+            # The gradient of a stack has a sum over the rows of each expert, which are all rows together.
+            times = outcome.shape[0] if left.dim() == 2 and outcome.dim() == 3 else 1
+            self.operations[fp8 if left.itemsize == 1 else "bf16"] += 2 * left.shape[-1] * outcome.numel() // times
         return result
 
     def seconds(self) -> float:
@@ -167,16 +181,21 @@ def _counted_attention(
 AttentionInterface.register("counted", _counted_attention)
 
 
-def decoder_layer(scheme: str | None, *, learn: bool = True, **compute: Any) -> Callable[[Tensor], Tensor]:
-    """A layer of Qwen3-8B on the meta device, as a function of its input ``[1, tokens, hidden]``.
+def decoder_layer(
+    scheme: str | None, *, learn: bool = True, experts: bool = False, **compute: Any
+) -> Callable[[Tensor], Tensor]:
+    """A layer of Qwen3-8B, or with ``experts`` of Qwen3-30B-A3B, on the meta device, as a function of its input ``[1,
+    tokens, hidden]``.
 
     ``compute`` is what :func:`quant.prepare` is told of the fp8 GEMMs, and ``codes``: whether codes stand in for the
     weights, as they do where stage 3 gathers these (``quant.gather_codes``); here and below. ``fused``: as with
     ``quant.fuse_norms``.
     """
-    config = Qwen3Config(num_hidden_layers=1, vocab_size=128, **QWEN3_8B)
+    small = {"num_hidden_layers": 1, "vocab_size": 128}
+    config = Qwen3MoeConfig(**small, **QWEN3_30B_A3B) if experts else Qwen3Config(**small, **QWEN3_8B)
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="counted")
+    arrange_experts(model, "stacked")
     if scheme is not None:
         _quantise(model, scheme, learn, **compute)
     layer = model.model.layers[0]
@@ -202,9 +221,15 @@ def _quantise(
         weight.data = stand_in(weight.new_empty(weight.shape, dtype=torch.uint8), weight.shape, weight.dtype)
 
 
-def counted(forward: Callable[[Tensor], Tensor], tokens: int, *, checkpointed: bool = False) -> tuple[Traffic, Traffic]:
+def counted(
+    forward: Callable[[Tensor], Tensor],
+    tokens: int,
+    *,
+    checkpointed: bool = False,
+    hidden: int = QWEN3_8B["hidden_size"],
+) -> tuple[Traffic, Traffic]:
     """Of a forward, and of its backward; the weights have no gradients yet."""
-    x = torch.empty(1, tokens, QWEN3_8B["hidden_size"], dtype=torch.bfloat16, device=META, requires_grad=True)
+    x = torch.empty(1, tokens, hidden, dtype=torch.bfloat16, device=META, requires_grad=True)
     with Traffic() as there:
         output = checkpoint(forward, x, use_reentrant=False) if checkpointed else forward(x)
     with Traffic() as back:
@@ -250,13 +275,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(tokens: int) -> Iterator[str]:
-    """The table: one row for each way."""
+# Of the layer with experts, whose Linears besides are as those of the other.
+WAYS_OF_EXPERTS = {name: WAYS[name] for name in ("fp8_static, simulate", "fp8_static, fp8 GEMM", "w4a16_g32", "8da4w")}
+
+
+def rows(tokens: int, ways: dict[str, dict[str, Any]], *, experts: bool = False) -> Iterator[str]:
+    """The table: one row for each way, and bf16 before them."""
     base = [0.0, 0.0]
-    for name, way in ({"bf16": {"scheme": None}} | WAYS).items():
+    hidden = (QWEN3_30B_A3B if experts else QWEN3_8B)["hidden_size"]
+    for name, way in ({"bf16": {"scheme": None}} | ways).items():
         alone = [one.launches.total() for one in counted(quant_linear(way["scheme"], 12288, **_rest(way)), tokens)]
-        whole = counted(decoder_layer(**way), tokens)
-        again = counted(decoder_layer(**way), tokens, checkpointed=True)
+        whole = counted(decoder_layer(experts=experts, **way), tokens, hidden=hidden)
+        again = counted(decoder_layer(experts=experts, **way), tokens, checkpointed=True, hidden=hidden)
         seconds = [sum(one.seconds() for one in parts) for parts in (whole, again)]
         base = seconds if way["scheme"] is None else base
         launches, moved, waits = (
@@ -279,12 +309,13 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = ["# Traffic of a decoder layer", "", COUNTED, ""]
     for tokens in arguments.tokens:
-        lines += [f"## Qwen3-8B, {tokens} tokens", ""]
-        lines += [
-            "| | launches of a Linear | of the layer | GB | host waits | of bf16 (estimate) | with checkpointing |"
-        ]
-        lines += ["| --- " * 7 + "|"]
-        lines += [*rows(tokens), ""]
+        for model, ways in (("Qwen3-8B", WAYS), ("Qwen3-30B-A3B", WAYS_OF_EXPERTS)):
+            lines += [f"## {model}, {tokens} tokens", ""]
+            lines += [
+                "| | launches of a Linear | of the layer | GB | host waits | of bf16 (estimate) | with checkpointing |"
+            ]
+            lines += ["| --- " * 7 + "|"]
+            lines += [*rows(tokens, ways, experts=ways is WAYS_OF_EXPERTS), ""]
     page = "\n".join(lines)
     print(page)
     if arguments.write:

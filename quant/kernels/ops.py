@@ -98,14 +98,15 @@ def fake_quantize_backward_(
         grad_theta = _OPS.fake_quantize_backward_(grad, x, *operands, factor, theta_gradient, *_beside(quantizer))
         return grad_theta if theta_gradient else None
     assert theta is not None
-    learned = _OPS.effective_scale(s0, theta, torch.float32, grad)
     effective = effective_scale(quantizer, after=grad)
     runs = _per_run(effective, spec)
     # With a theta of 0 the kernel multiplies by the effective scale, where s0 * exp(theta) belongs.
     operands = (runs, torch.zeros_like(runs), grid_of(spec), torch.float32)
     gradient = _OPS.fake_quantize_backward_(grad, x, *operands, factor, True)
     gradient = gradient.unflatten(-2, (effective.shape[-2], -1)).sum(-2)
-    return (gradient * (learned / effective)).to(theta.dtype)
+    if stored_dtype(spec, quantizer.dtype) != torch.float32:  # else this is a product with 1
+        gradient = gradient * (_OPS.effective_scale(s0, theta, torch.float32, grad) / effective)
+    return gradient.to(theta.dtype)
 
 
 def _of_runs(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tensor, Tensor | None, int, torch.dtype]:
