@@ -192,6 +192,26 @@ std::tuple<Tensor, Tensor, Tensor> quantize_tokens(const Tensor& x_, int64_t bit
   return {codes, scale, zero_point};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> keep_tokens(
+    const Tensor& x_, int64_t bits, bool with_mask, std::optional<at::ScalarType> scale_dtype, const OptionalTensor& above) {
+  const Tensor x = x_.contiguous();
+  const Tokens tokens = tokens_of(x, bits, /*symmetric=*/true, scale_dtype, above);
+  const bool four = bits == deepqat::kE2M1Grid, whole = !(four || with_mask) || tokens.features % 8 == 0;
+  TORCH_CHECK(bits <= 1 && whole, "floats are kept, e2m1 and masks in eights; got grid ", bits, " of ", tokens.features);
+  auto shape = x.sizes().vec();
+  shape.back() = four ? tokens.features / 2 : tokens.features;
+  Tensor values = at::empty(x.sizes(), x.options()), codes = at::empty(shape, x.options().dtype(code_dtype(tokens.grid)));
+  shape.back() = 1;
+  Tensor scales = at::empty(shape, x.options().dtype(scale_dtype.value_or(at::kFloat)));
+  Tensor mask = at::empty({with_mask ? x.numel() / 8 : 0}, x.options().dtype(at::kByte));
+  if (x.numel() > 0) {
+    DEEPQAT_CALL(keep_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens, values.mutable_data_ptr(),
+                 static_cast<uint8_t*>(codes.mutable_data_ptr()), with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr,
+                 scales.mutable_data_ptr());
+  }
+  return {values, codes, mask, scales};
+}
+
 Tensor fake_quantize_tokens(const Tensor& x_, int64_t bits, bool symmetric, const OptionalTensor& /*after*/,
                             std::optional<at::ScalarType> scale_dtype, const OptionalTensor& above) {
   const Tensor x = x_.contiguous();
@@ -248,6 +268,7 @@ void implement(torch::Library& library) {
   library.impl("dequantize_and_mask_", TORCH_FN(dequantize_and_mask_));
   library.impl("amax", TORCH_FN(amax));
   library.impl("quantize_tokens", TORCH_FN(quantize_tokens));
+  library.impl("keep_tokens", TORCH_FN(keep_tokens));
   library.impl("fake_quantize_tokens", TORCH_FN(fake_quantize_tokens));
   library.impl("fake_quantized_tokens", TORCH_FN(fake_quantize_tokens));
   library.impl("fake_quantize_tokens_backward", TORCH_FN(fake_quantize_tokens_backward));

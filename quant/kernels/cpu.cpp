@@ -30,18 +30,18 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
     auto* values = static_cast<T*>(values_);
     // A byte of the mask may belong to two runs; then the mask is made in a pass of its own.
     const bool bytes_of_runs = scales.block % 8 == 0 || scales.count == 1;
-    for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
-      const auto g = the_grid.at(s.zero);  // a copy: what is written could alias a reference
+    for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
+      const auto g = grid_at(the_grid, s);  // a copy: what is written could alias a reference
       for (int64_t i = 0; i < length; i += kChunk) {
         const int64_t n = std::min(kChunk, length - i);
         const auto* in = x + offset + i;
         float v[kChunk];
-        unrolled(n, [&](int64_t j) { v[j] = load(in[j]) * s.inverse; });
+        unrolled(n, [&](int64_t j) { v[j] = load(in[j]) * s.inverse_at(j); });
         auto* out = codes + offset + i;
         unrolled(n, [&](int64_t j) { out[j] = g.quantized(v[j]); });
         if (values != nullptr) {
           auto* to = values + offset + i;
-          unrolled(n, [&](int64_t j) { store(g.round(v[j]) * s.value, to + j); });
+          unrolled(n, [&](int64_t j) { store(g.round(v[j]) * s.value_at(j), to + j); });
         }
         if (mask != nullptr && bytes_of_runs) pack_inside(g, v, n, mask + (offset + i) / 8);
       }
@@ -62,11 +62,11 @@ void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype,
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
     const auto* codes = static_cast<const typename decltype(the_grid)::Code*>(codes_);
     auto* out = static_cast<decltype(zero)*>(out_);
-    for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
-      const auto g = the_grid.at(s.zero);  // a copy: what is written could alias a reference
+    for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
+      const auto g = grid_at(the_grid, s);  // a copy: what is written could alias a reference
       const auto* from = codes + offset;
       auto* to = out + offset;
-      unrolled(length, [&](int64_t i) { store(g.decode(from[i]) * s.value, to + i); });
+      unrolled(length, [&](int64_t i) { store(g.decode(from[i]) * s.value_at(i), to + i); });
     });
   });
 }
@@ -81,11 +81,11 @@ void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, 
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* out = static_cast<decltype(zero)*>(out_);
-    for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t, int64_t) {
-      const auto g = the_grid.at(s.zero);  // a copy: what is written could alias a reference
+    for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
+      const auto g = grid_at(the_grid, s);  // a copy: what is written could alias a reference
       const auto* from = x + offset;
       auto* to = out + offset;
-      unrolled(length, [&](int64_t i) { store(g.round(load(from[i]) * s.inverse) * s.value, to + i); });
+      through_grid(from, to, length, g, s);
     });
   });
 }
@@ -98,12 +98,17 @@ void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, cons
     const auto* grad = static_cast<const T*>(grad_);
     const auto* x = static_cast<const T*>(x_);
     auto* grad_x = static_cast<T*>(grad_x_);
+    if (grad_theta == nullptr)
+      return for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
+        const auto g = grid_at(the_grid, s);  // a copy: what is written could alias a reference
+        const auto *from = x + offset, *dy = grad + offset;
+        auto* dx = grad_x + offset;
+        unrolled(length, [&](int64_t i) { dx[i] = kept(dy[i], g.inside(load(from[i]) * s.inverse_at(i))); });
+      });
     for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t run, int64_t segment) {
-      const auto g = the_grid.at(s.zero);  // a copy: what is written could alias a reference
+      const auto g = the_grid.at(s.zero);
       const auto *from = x + offset, *dy = grad + offset;
       auto* dx = grad_x + offset;
-      if (grad_theta == nullptr)
-        return unrolled(length, [&](int64_t i) { dx[i] = kept(dy[i], g.inside(load(from[i]) * s.inverse)); });
       partial_sums[run * segments + segment] = sum_in_order(length, [&](int64_t i) {
         const float v = load(from[i]) * s.inverse;
         const T dy_i = dy[i];
@@ -171,48 +176,71 @@ void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* part
 
 void quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* codes_, float* scale,
                      int8_t* zero_point) {
-  const int64_t features = tokens.features;
   with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* codes = static_cast<typename decltype(grids)::Grid::Code*>(codes_);
-    for_each_token(tokens, [&](int64_t token) {
-      const auto* from = x + token * features;
-      auto* to = codes + token * features;
-      const auto t = token_of(grids, from, features);
-      unrolled(features, [&](int64_t i) { to[i] = t.grid.quantized(load(from[i]) * t.inverse); });
+    const auto known = [&](int64_t token, const auto& t) {
       scale[token] = t.scale;
       zero_point[token] = zero_point_of(t.grid);
+    };
+    for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
+      const auto* from = x + offset;
+      auto* to = codes + offset;
+      unrolled(length, [&](int64_t i) { to[i] = g.quantized(load(from[i]) * s.inverse_at(i)); });
+    });
+  });
+}
+
+void keep_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* values_, uint8_t* codes, uint8_t* mask,
+                 void* scales) {
+  with_dtype_and_float_token_grid(dtype, tokens, [&](auto zero, auto grids) {
+    using Grid = typename decltype(grids)::Grid;
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    auto* values = static_cast<decltype(zero)*>(values_);
+    const auto known = [&](int64_t token, const auto& t) { store_scale(t.scale, tokens, token, scales); };
+    for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
+      for (int64_t i = 0; i < length; i += kChunk) {
+        const int64_t n = std::min(kChunk, length - i);
+        const auto* from = x + offset + i;
+        auto* to = values + offset + i;
+        float v[kChunk];
+        uint8_t code[kChunk];
+        unrolled(n, [&](int64_t j) { v[j] = load(from[j]) * s.inverse_at(j); });
+        unrolled(n, [&](int64_t j) { store(g.round(v[j]) * s.value_at(j), to + j); });
+        auto* its_codes = codes + (offset + i) * Grid::kBits / 8;
+        unrolled(n, [&](int64_t j) { (Grid::kBits == 8 ? its_codes : code)[j] = g.quantized(v[j]); });
+        if (Grid::kBits == 4) pack_pairs(code, n, its_codes);
+        if (mask != nullptr) pack_inside(g, v, n, mask + (offset + i) / 8);
+      }
     });
   });
 }
 
 void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_) {
-  const int64_t features = tokens.features;
   with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* out = static_cast<decltype(zero)*>(out_);
-    for_each_token(tokens, [&](int64_t token) {
-      const auto* from = x + token * features;
-      auto* to = out + token * features;
-      const auto t = token_of(grids, from, features);
-      unrolled(features, [&](int64_t i) { store(t.grid.round(load(from[i]) * t.inverse) * t.scale, to + i); });
+    const auto known = [](int64_t, const auto&) {};
+    for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
+      const auto* from = x + offset;
+      auto* to = out + offset;
+      through_grid(from, to, length, g, s);
     });
   });
 }
 
 void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, const Tokens& tokens,
                                    void* grad_x_) {
-  const int64_t features = tokens.features;
   with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     using T = decltype(zero);
     const auto* x = static_cast<const T*>(x_);
     const auto* grad = static_cast<const T*>(grad_);
     auto* grad_x = static_cast<T*>(grad_x_);
-    for_each_token(tokens, [&](int64_t token) {
-      const auto *from = x + token * features, *dy = grad + token * features;
-      auto* dx = grad_x + token * features;
-      const auto t = token_of(grids, from, features);
-      unrolled(features, [&](int64_t i) { dx[i] = kept(dy[i], t.grid.inside(load(from[i]) * t.inverse)); });
+    const auto known = [](int64_t, const auto&) {};
+    for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
+      const auto *from = x + offset, *dy = grad + offset;
+      auto* dx = grad_x + offset;
+      unrolled(length, [&](int64_t i) { dx[i] = kept(dy[i], g.inside(load(from[i]) * s.inverse_at(i))); });
     });
   });
 }

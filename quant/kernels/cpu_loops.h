@@ -6,6 +6,8 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -42,7 +44,37 @@ DEEPQAT_INLINE void unrolled(int64_t n, Body body) {
 // What one stretch of a run needs to know of its scale. `learned` is s0 * exp(theta), before rounding.
 struct Scale {
   float value, inverse, learned, zero;
+
+  DEEPQAT_INLINE float value_at(int64_t) const { return value; }
+  DEEPQAT_INLINE float inverse_at(int64_t) const { return inverse; }
 };
+
+// The same of each element of several short runs: of loops over one of them the compiler makes no vectors.
+struct ScalesOfChunk {
+  alignas(64) float value[kChunk];
+  alignas(64) float inverse[kChunk];
+
+  DEEPQAT_INLINE void fill(int64_t begin, int64_t n, float its_value, float its_inverse) {
+    std::fill_n(value + begin, n, its_value);
+    std::fill_n(inverse + begin, n, its_inverse);
+  }
+  DEEPQAT_INLINE float value_at(int64_t i) const { return value[i]; }
+  DEEPQAT_INLINE float inverse_at(int64_t i) const { return inverse[i]; }
+};
+
+// The grid of a stretch: several runs have one without a zero point.
+template <typename Grid>
+DEEPQAT_INLINE auto grid_at(const Grid& grid, const Scale& scale) {
+  return grid.at(scale.zero);
+}
+
+template <typename Grid>
+DEEPQAT_INLINE auto grid_at(const Grid& grid, const ScalesOfChunk&) {
+  return grid.at(0.0f);
+}
+
+// Whether runs of so many elements are taken several at a time.
+constexpr bool is_short(int64_t block) { return block > 0 && block < 32 && kChunk % block == 0; }
 
 float zero_of(const Scales& scales, int64_t run) { return scales.zero == nullptr ? 0.0f : scales.zero[run]; }
 
@@ -94,6 +126,37 @@ void for_each_segment(const Scales& scales, Body body) {
         const int64_t i = run - first;
         body(run * scales.block + start, length, Scale{value[i], inverse[i], learned[i], zero_of(scales, run)}, run, segment);
       }
+    }
+  });
+}
+
+// A stretch through its grid and back. Of several runs in two loops, for which the compiler finds faster ones.
+template <typename T, typename G, typename S>
+DEEPQAT_INLINE void through_grid(const T* from, T* to, int64_t n, const G& g, const S& s) {
+  if constexpr (std::is_same_v<S, ScalesOfChunk>) {
+    float v[kChunk];
+    unrolled(n, [&](int64_t i) { v[i] = load(from[i]) * s.inverse[i]; });
+    unrolled(n, [&](int64_t i) { store(g.round(v[i]) * s.value[i], to + i); });
+  } else {
+    unrolled(n, [&](int64_t i) { store(g.round(load(from[i]) * s.inverse) * s.value, to + i); });
+  }
+}
+
+// Calls body(offset, length, scale) for stretches of one run, or of several short ones if the grid has no zero points.
+template <bool kShifted, typename Body>
+void for_each_stretch(const Scales& scales, Body body) {
+  if (kShifted || !is_short(scales.block))
+    return for_each_segment(scales, [&](int64_t offset, int64_t n, const Scale& s, int64_t, int64_t) { body(offset, n, s); });
+  const int64_t runs = kChunk / scales.block, chunks = (scales.count + runs - 1) / runs;
+  at::parallel_for(0, chunks, kSegment / kChunk, [&](int64_t begin, int64_t end) {
+    float value[kChunk], inverse[kChunk], learned[kChunk];
+    ScalesOfChunk of_chunk;
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t first = chunk * runs, last = std::min(first + runs, scales.count);
+      effective_scales(scales, first, last, value, inverse, learned);
+      for (int64_t run = 0; run < last - first; ++run)
+        of_chunk.fill(run * scales.block, scales.block, value[run], inverse[run]);
+      body(first * scales.block, (last - first) * scales.block, of_chunk);
     }
   });
 }
@@ -157,6 +220,18 @@ DEEPQAT_INLINE void pack_inside(const G& grid, const float* v, int64_t n, uint8_
   for (int64_t j = 0; j < n; j += 8) mask[j / 8] = signs_of(flags + j);
 }
 
+// n codes of four bits, a multiple of eight, as pair_of packs them.
+DEEPQAT_INLINE void pack_pairs(const uint8_t* codes, int64_t n, uint8_t* packed) {
+  for (int64_t j = 0; j < n; j += 8) {
+    uint64_t eight;
+    memcpy(&eight, codes + j, sizeof eight);
+    eight = (eight | eight >> 4) & 0x00ff00ff00ff00ffu;
+    eight = (eight | eight >> 8) & 0x0000ffff0000ffffu;
+    const auto four = static_cast<uint32_t>(eight | eight >> 16);
+    memcpy(packed + j / 2, &four, sizeof four);
+  }
+}
+
 // For every byte of a mask: all bits of those of eight elements that it keeps, as words.
 template <size_t kSize>
 struct Kept {
@@ -213,10 +288,31 @@ auto token_of(const Grids& grids, const T* x, int64_t n) {
   return grids.token(low, any_nan ? float_of(0x7fc00000u) : high);
 }
 
-template <typename Body>
-void for_each_token(const Tokens& tokens, Body body) {
-  at::parallel_for(0, tokens.count, 1 + 4 * kSegment / (tokens.features + 1), [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) body(token);
+// Calls known(token, its grid and scale) for every token of x, and body(offset, length, grid, scale) for stretches of one
+// token, or of several short ones whose grids are all the same.
+template <typename Grids, typename T, typename Known, typename Body>
+void for_each_token(const Tokens& tokens, const Grids& grids, const T* x, Known known, Body body) {
+  const int64_t features = tokens.features;
+  const bool together = Grids::kShort && is_short(features);
+  at::parallel_for(0, tokens.count, 1 + 4 * kSegment / (features + 1), [&](int64_t begin, int64_t end) {
+    ScalesOfChunk of_chunk;
+    const int64_t at_once = together ? kChunk / features : 1;
+    for (int64_t token = begin; token < end; token += at_once) {
+      const int64_t count = std::min(at_once, end - token);
+      auto last = token_of(grids, x + token * features, features);
+      known(token, last);
+      if (!together) {
+        body(token * features, features, last.grid, Scale{last.scale, last.inverse, last.scale, 0.0f});
+        continue;
+      }
+      of_chunk.fill(0, features, last.scale, last.inverse);
+      for (int64_t i = 1; i < count; ++i) {
+        last = token_of(grids, x + (token + i) * features, features);
+        known(token + i, last);
+        of_chunk.fill(i * features, features, last.scale, last.inverse);
+      }
+      body(token * features, count * features, last.grid, of_chunk);
+    }
   });
 }
 

@@ -174,6 +174,17 @@ void quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* co
   });
 }
 
+void keep_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* values_, uint8_t* codes, uint8_t* mask,
+                 void* scales, void* stream) {
+  with_dtype_and_float_token_grid(dtype, tokens, [&](auto zero, auto grids) {
+    using Op = KeepTokens<decltype(zero), decltype(grids)>;
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    auto* values = static_cast<decltype(zero)*>(values_);
+    launch_tokens("keep_tokens", Op{x, values, codes, mask, scales, tokens, grids}, tokens, aligned(x, values, codes),
+                  stream);
+  });
+}
+
 void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_, void* stream) {
   with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     using Op = FakeQuantizeTokens<decltype(zero), decltype(grids)>;

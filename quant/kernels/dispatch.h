@@ -4,6 +4,7 @@
 
 #include "arithmetic.h"
 #include "kernels.h"
+#include "token_grids.h"
 
 namespace deepqat {
 
@@ -38,6 +39,15 @@ void with_dtype_and_token_grid(Dtype dtype, const Tokens& tokens, F f) {
     if (tokens.grid == kE2M1Grid) return f(zero, Float4Tokens{tokens.above});
     const float half = static_cast<float>(1 << (tokens.grid - 1));
     f(zero, IntegerTokens{{-half, half - 1.0f}, tokens.symmetric});
+  });
+}
+
+// The same of grids that are floats.
+template <typename F>
+void with_dtype_and_float_token_grid(Dtype dtype, const Tokens& tokens, F f) {
+  with_dtype(dtype, [&](auto zero) {
+    if (tokens.grid == kE4M3Grid) return f(zero, FloatTokens{tokens.stored_as == Stored::kE8M0});
+    f(zero, Float4Tokens{tokens.above});
   });
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quant import fused_reference, reference, reference_gradient
 from quant.kernels.registration import WHOLE_ROW
-from quant.packing import pack_bits, unpack_bits
+from quant.packing import pack_bits, pack_nibbles, unpack_bits
 from quant.spec import MX_GROUP, NVFP4_GROUP, Dtype, TensorSpec
 
 # What has scales that are no numbers of a dtype.
@@ -221,6 +221,17 @@ def quantize_tokens(
         scale = torch.ones((*x.shape[:-1], 1), device=x.device)
         return reference.quantize(x, torch.ones(1, device=x.device), spec), scale, scale.to(torch.int8).zero_()
     return reference.quantize_tokens(x.contiguous(), spec, above)
+
+
+def keep_tokens(
+    x: Tensor, grid: int, mask: bool, scale_dtype: torch.dtype | None = None, above: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values, codes (e2m1: two in a byte), mask, and scales as their format stores them."""
+    _, scale, _ = quantize_tokens(x, grid, True, scale_dtype, above)
+    codes, clipped, values = quantize_with_values(x, scale, None, grid, torch.float32, mask)
+    if grid == 1:
+        codes = pack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
+    return values, codes, clipped, (scale if above is None else scale * above).to(scale_dtype or torch.float32)
 
 
 def fake_quantize_tokens(

@@ -80,6 +80,8 @@ constexpr int64_t whole_row(int64_t n) { return (n + kWholeRow - 1) / kWholeRow 
   void amax(const void* x, Dtype dtype, int64_t count, int64_t block, float* partial, float* out STREAM);              \
   void quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* codes, float* scale,                    \
                        int8_t* zero_point STREAM);                                                                     \
+  void keep_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* values, uint8_t* codes, uint8_t* mask,      \
+                   void* scales STREAM);                                                                               \
   void fake_quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* out STREAM);                       \
   void fake_quantize_tokens_backward(const void* grad, const void* x, Dtype dtype, const Tokens& tokens,               \
                                      void* grad_x STREAM);                                                             \
@@ -117,5 +119,8 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 //   largest        the magnitude of grad's largest element; grid is kE4M3Grid or kE5M2Grid, and scale one
 //   scale          of quantize_transposed the effective one, in e4m3 with one for all of x
 //   transposed     [columns, whole_row(rows)] of codes [rows, columns], from an address that 8 divides
+//   scales         one per token, as stored: float, a byte of E8M0, or one of e4m3, times the global scale
+//   codes          in keep_tokens, of floats alone, two codes of e2m1 in a byte, the first in the low four bits; tokens
+//                  whose mask is wanted, or whose codes are e2m1, have a multiple of eight features
 
 }  // namespace deepqat

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quant.kernels import eager
 from quant.kernels.build import ensure_ready
-from quant.packing import pack_nibbles, unpack_nibbles
+from quant.packing import unpack_nibbles
 from quant.scale import Quantizer
 from quant.spec import TensorSpec
 
@@ -224,13 +224,9 @@ def keep_tokens(
         clip none. A global scale may clip, and e4m3 below it is coarse where it is small.
     """
     ensure_ready()
-    _, scale, _ = _OPS.quantize_tokens(*_of_tokens(x, spec), *_stored(spec, above))
-    operands = (scale, None, grid_of(spec), torch.float32, mask and above is not None)
-    codes, clipped, values = _OPS.quantize_with_values(x, *operands)
-    if spec.dtype == "fp4_e2m1":
-        codes = pack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
-    stored = _STORED.get(spec.scale_format, torch.float32)
-    return values, codes, clipped, (scale if above is None else scale * above).to(stored)
+    groups, clips = _token_groups(x, spec), mask and above is not None
+    values, codes, clipped, scales = _OPS.keep_tokens(groups, grid_of(spec), clips, *_stored(spec, above))
+    return values.view(x.shape), codes.view(*x.shape[:-1], -1), clipped, scales.view(*groups.shape[:-1], 1)
 
 
 def restore_tokens(

@@ -19,6 +19,9 @@ would see the same call as in the forward, make it once there, and keep the resu
 of every weight.
 
 Values that are not finite: a NaN stays a NaN (its code, but for e4m3, is 0) and has no gradient; an infinity clips.
+``keep_tokens`` is ``fake_quantize_tokens`` of floats with all that backward can keep instead of the input: codes (of
+e2m1 two in a byte, the first in the low four bits), the mask, and the scales as their format stores them.
+
 Of :func:`fake_quantize_tokens` a token that holds either becomes NaN as a whole.
 """
 
@@ -53,6 +56,7 @@ SCHEMAS = (
     "-> Tensor",
     "amax(Tensor x, int count) -> Tensor",
     f"quantize_tokens(Tensor x, int grid, bool symmetric, {_OF_TOKENS}) -> (Tensor, Tensor, Tensor)",
+    f"keep_tokens(Tensor x, int grid, bool mask, {_OF_TOKENS}) -> (Tensor, Tensor, Tensor, Tensor)",
     f"fake_quantize_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
     f"fake_quantized_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
     f"fake_quantize_tokens_backward(Tensor grad, Tensor x, int grid, bool symmetric, {_OF_TOKENS}) -> Tensor",
@@ -112,6 +116,15 @@ def _transposed(codes: Tensor) -> Tensor:
     return codes.new_empty(codes.shape[1], (codes.shape[0] + WHOLE_ROW - 1) // WHOLE_ROW * WHOLE_ROW)
 
 
+def _kept_tokens(
+    x: Tensor, grid: int, mask: bool, scale_dtype: torch.dtype | None = None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape, four = x.shape[:-1], grid == 1
+    codes = x.new_empty((*shape, x.shape[-1] // 2 if four else x.shape[-1]), dtype=_CODE_DTYPES[grid])
+    packed = x.new_empty(x.numel() // 8 if mask else 0, dtype=torch.uint8)
+    return _like(x), codes, packed, x.new_empty((*shape, 1), dtype=scale_dtype or torch.float32)
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "effective_scale": lambda s0, *_: _like(s0),
     "quantize": _quantized,
@@ -131,6 +144,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "dequantize_and_mask_": lambda grad, *_: _like(grad),
     "amax": lambda x, count: x.new_empty(count, dtype=torch.float32),
     "quantize_tokens": _quantized_tokens,
+    "keep_tokens": _kept_tokens,
     "fake_quantize_tokens": lambda x, *_: _like(x),
     "fake_quantized_tokens": lambda x, *_: _like(x),
     "fake_quantize_tokens_backward": lambda grad, x, *_: _like(x),

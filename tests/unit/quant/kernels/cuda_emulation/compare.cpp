@@ -284,6 +284,22 @@ void test_tokens() {
   scale.compare("scale", Dtype::kFloat32);
   zero_point.compare("zero point");
 
+  if (grid <= 1 && c.block % 8 == 0) {
+    const bool masked = chance(0.5);
+    const int64_t bytes = grid == 1 ? c.numel / 2 : c.numel, size = tokens.stored_as == Stored::kFloat32 ? 4 : 1;
+    Result values(c.numel, size_of(c.dtype), any_offset()), kept(bytes, 1, any_offset());
+    Result mask(c.numel / 8, 1, below(3)), scales(c.count, size, below(3));
+    const auto byte = [](Buffer& buffer) { return static_cast<uint8_t*>(buffer.data()); };
+    cpu::keep_tokens(c.x.data(), c.dtype, tokens, values.cpu.data(), byte(kept.cpu), masked ? byte(mask.cpu) : nullptr,
+                     scales.cpu.data());
+    cuda::keep_tokens(c.x.data(), c.dtype, tokens, values.cuda.data(), byte(kept.cuda),
+                      masked ? byte(mask.cuda) : nullptr, scales.cuda.data(), stream);
+    values.compare("kept values", c.dtype);
+    kept.compare("kept codes");
+    scales.compare("kept scales");
+    if (masked) mask.compare("kept mask");
+  }
+
   Result out(c.numel, size_of(c.dtype), any_offset()), grad_x(c.numel, size_of(c.dtype), any_offset());
   cpu::fake_quantize_tokens(c.x.data(), c.dtype, tokens, out.cpu.data());
   cuda::fake_quantize_tokens(c.x.data(), c.dtype, tokens, out.cuda.data(), stream);

@@ -1,0 +1,108 @@
+// Dynamic grids, of one token each or of a group of its features, for the CPU and CUDA kernels alike.
+
+#pragma once
+
+#include "arithmetic.h"
+#include "kernels.h"
+
+namespace deepqat {
+
+// Scale and grid of one token. A token that holds a NaN or an infinity has no scale: NaN, and so are all its
+// fake-quantised values.
+template <typename G>
+struct Token {
+  G grid;
+  float scale, inverse;
+};
+
+DEEPQAT_INLINE float token_scale(float range, float steps) {
+  const float scale = range / steps;
+  const float usable = scale < 1.17549435e-38f ? 1.0f : scale;  // of nothing but zeros
+  return usable - usable == 0.0f ? usable : float_of(0x7fc00000u);
+}
+
+DEEPQAT_INLINE float largest_of(float lowest, float highest) { return -lowest > highest ? -lowest : highest; }
+
+// The smallest power of two with absmax / scale <= largest; 1 where that is below 2^-126.
+DEEPQAT_INLINE float smallest_power_of_two(float absmax, float largest) {
+  const uint32_t a = bits_of(absmax), l = bits_of(largest);
+  const int32_t above = (a & 0x007fffffu) > (l & 0x007fffffu) ? 1 : 0;
+  const int32_t exponent = static_cast<int32_t>(a >> 23) - static_cast<int32_t>(l >> 23) + 127 + above;
+  const uint32_t usable = exponent < 1 ? 127u << 23 : static_cast<uint32_t>(exponent) << 23;
+  return float_of(a >= 0x7f800000u ? 0x7fc00000u : usable);
+}
+
+// The scale of NVFP4 inputs whose largest magnitude is absmax: an e4m3 number, 1/8 for 0, below a global scale.
+DEEPQAT_INLINE float below_global_of(float absmax, float above) {
+  const float code = E4M3{}.round(absmax / 6.0f * above);
+  return (code == 0.0f ? 0.125f : code) / above;
+}
+
+// How tokens get their grids; token(lowest, highest) is that of one whose values span these two, 0 included. kShort says
+// that they are groups of at most kShortToken features.
+struct FloatTokens {
+  using Grid = E4M3;
+  static constexpr bool kShort = false, kCentred = true;
+  bool power_of_two;
+
+  DEEPQAT_INLINE Token<Grid> token(float lowest, float highest) const {
+    const float absmax = largest_of(lowest, highest);
+    const float scale = power_of_two ? smallest_power_of_two(absmax, Grid::kMax) : token_scale(absmax, Grid::kMax);
+    return {Grid{}, scale, 1.0f / scale};
+  }
+};
+
+// MXFP4, or below the global scale NVFP4.
+struct Float4Tokens {
+  using Grid = E2M1;
+  static constexpr bool kShort = true, kCentred = true;
+  const float* above;
+
+  DEEPQAT_INLINE Token<Grid> token(float lowest, float highest) const {
+    const float absmax = largest_of(lowest, highest);
+    const float scale = above == nullptr ? smallest_power_of_two(absmax, Grid::kMax) : below_global_of(absmax, *above);
+    return {Grid{}, scale, 1.0f / scale};
+  }
+};
+
+struct IntegerTokens {
+  using Grid = ShiftedInteger;
+  static constexpr bool kShort = false, kCentred = false;
+  Integer codes;
+  bool symmetric;
+
+  DEEPQAT_INLINE Token<Grid> token(float lowest, float highest) const {
+    const float steps = codes.qmax - codes.qmin;
+    if (symmetric) return of_scale(token_scale(largest_of(lowest, highest), 0.5f * steps), 0.0f);
+    const float scale = token_scale(highest - lowest, steps);
+    const float zero_point = codes.round(codes.qmin - rintf(lowest * (1.0f / scale)));
+    return of_scale(scale, scale == scale ? zero_point : 0.0f);
+  }
+
+  DEEPQAT_INLINE Token<Grid> of_scale(float scale, float zero_point) const {
+    return {{codes, zero_point}, scale, 1.0f / scale};
+  }
+};
+
+DEEPQAT_INLINE int8_t zero_point_of(const E4M3&) { return 0; }
+
+DEEPQAT_INLINE int8_t zero_point_of(const E2M1&) { return 0; }
+
+DEEPQAT_INLINE int8_t zero_point_of(const ShiftedInteger& grid) { return static_cast<int8_t>(grid.zero_point); }
+
+// Two codes of four bits in a byte, the first of them below.
+DEEPQAT_INLINE uint8_t pair_of(uint32_t first, uint32_t second) { return static_cast<uint8_t>(first | second << 4); }
+
+// A token's scale as its format stores it: an exponent, an e4m3 number times the global scale, or itself.
+DEEPQAT_INLINE void store_scale(float scale, const Tokens& tokens, int64_t token, void* scales) {
+  auto* bytes = static_cast<uint8_t*>(scales);
+  if (tokens.stored_as == Stored::kE8M0) {
+    bytes[token] = static_cast<uint8_t>(scale != scale ? 0xffu : bits_of(scale) >> 23);
+  } else if (tokens.stored_as == Stored::kE4M3) {
+    bytes[token] = E4M3{}.quantized(scale * *tokens.above);
+  } else {
+    static_cast<float*>(scales)[token] = scale;
+  }
+}
+
+}  // namespace deepqat
