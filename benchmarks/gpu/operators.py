@@ -70,6 +70,7 @@ def fixed_grids(x: Tensor, grad: Tensor) -> None:
 def dynamic_grids(x: Tensor, grad: Tensor) -> None:
     """Scales that are measured of each token."""
     ops = torch.ops.deepqat
+    ops.keep_tokens(x, 0, False)
     for tokens in TOKENS:
         ops.quantize_tokens(x, *tokens)
         ops.fake_quantize_tokens(x, *tokens)

@@ -227,8 +227,11 @@ def keep_tokens(
     x: Tensor, grid: int, mask: bool, scale_dtype: torch.dtype | None = None, above: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Values, codes (e2m1: two in a byte), mask, and scales as their format stores them."""
-    _, scale, _ = quantize_tokens(x, grid, True, scale_dtype, above)
-    codes, clipped, values = quantize_with_values(x, scale, None, grid, torch.float32, mask)
+    codes, scale, _ = quantize_tokens(x, grid, True, scale_dtype, above)
+    values = fake_quantize_tokens(x, grid, True, None, scale_dtype, above)
+    clipped = x.new_empty(0, dtype=torch.uint8)
+    if mask and x.numel() > 0:
+        _, clipped = quantize(x, scale, None, grid, torch.float32, True)
     if grid == 1:
         codes = pack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
     return values, codes, clipped, (scale if above is None else scale * above).to(scale_dtype or torch.float32)

@@ -90,6 +90,7 @@ def check(case: Case) -> None:
         theirs = OPS.fake_quantize_backward_(expected, x, s0, theta, *arguments, zero)
         assert_same(ours.cpu(), theirs, f"gradient of theta in place, {what}")
         assert_same(in_place.cpu(), expected, f"gradient of x in place, {what}")
+    same("keep_tokens", (x, 0, False), (gx, 0, False))
     for tokens in TOKEN_GRIDS:
         same("quantize_tokens", (x, *tokens), (gx, *tokens))
         same("fake_quantize_tokens", (x, *tokens), (gx, *tokens))

@@ -574,6 +574,7 @@ def samples() -> list[tuple[str, tuple]]:
         found += [("count_clipped", (mask, x.numel())), ("clipped_products", (*products, lora_a, lora_b))]
         found.append(("merge", (torch.randn(7, 5).to(x.dtype).t(), lora_a, lora_b, 0.7)))
         found.append(("dequantize_and_mask_", (grad.contiguous(), mask, codes, s0, None, torch.float32)))
+        found.append(("keep_tokens", (x, 0, False)))
         for tokens in ((0, True), (8, False)):
             found += [
                 ("quantize_tokens", (x, *tokens)),
