@@ -29,6 +29,7 @@ from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks
 from model.rotation import rotate_checkpoint
 from model.rotation.learn import Learned, learn_rotations
+from model.zero.accelerator import own_device
 from quant import SCHEMES
 
 ROWS, LENGTH = 4, 256  # of a step
@@ -50,7 +51,7 @@ def learn(arguments: argparse.Namespace) -> Learned | None:
     if arguments.learn is None:
         return None
     rows = rows_of(arguments.model, arguments.learn, arguments.steps, arguments.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = own_device(0)
     learned = learn_rotations(arguments.model, SCHEMES[arguments.scheme], rows, seed=arguments.seed, device=device)
     print(f"learned for {arguments.scheme}: KL {learned.first:.4f} -> {learned.last:.4f} nats per token")
     return learned
