@@ -46,6 +46,18 @@ MIXED = {
 FOLLOWED = {"scheme": "w4a16_g32", "weight_range": "absmax", "scales_follow_weights": True}
 # fp8 attention beside experts in int4.
 STATIC = {"rules": [{"layers": ".*self_attn.*", "scheme": "fp8_static"}], "calibration_batches": 1}
+# Experts in fp8 and in two bits, to which the ranks send different tokens, beside kinds that MIXED has not.
+MORE = {
+    "scheme": "w4a16_channel",
+    "rules": [
+        {"layers": r".*\.0\..*experts.*", "scheme": "fp8_static"},
+        {"layers": r".*\.1\..*experts.*", "scheme": "w2a16_g32"},
+        {"layers": r".*\.0\..*(q|k|v)_proj", "scheme": "fp8_dynamic"},
+        {"layers": r".*\.0\..*o_proj", "scheme": "w3a16_channel"},
+        {"layers": r".*\.1\..*(q|k|v)_proj", "scheme": "int8_dynamic"},
+    ],
+    "calibration_batches": 1,
+}
 EXPORT = {"export": {"enabled": True}}
 INT4 = {"quant": {"scheme": "w4a16_g32"}}
 SELF = {"kd_weight": 1.0, "kd": "kl"}
@@ -62,6 +74,7 @@ RUNS = {
         {"quant": {**FOLLOWED, "scales_follow_weights": False, "fake_quant_start": 2}, "optim": {"scale_lr": 0.0}},
     ),
     "stacked_3": ("qwen3_moe", 3, "bfloat16", {"quant": {**FOLLOWED, **STATIC}, **EXPORT}),
+    "more_3": ("qwen3_moe", 3, "bfloat16", {"quant": MORE, **EXPORT}),
     "plain_moe": ("qwen3_moe", 3, "float32", {}),
     "experts_3": ("qwen3_moe", 3, "bfloat16", {**INT4, "model": {"experts": "per_expert"}, **EXPORT}),
     "recomputed_3": ("qwen3", 3, "bfloat16", {**INT4, "train": {**FEW, "activation_checkpointing": True}}),
@@ -74,7 +87,8 @@ RUNS = {
 # They come with the large counts.
 OTHERS = {
     **{f"plain_{stage}": ("qwen3", stage, "float32", {}) for stage in (1, 2)},
-    **{f"mixed_{stage}": ("qwen3", stage, "bfloat16", {"quant": MIXED, **EXPORT}) for stage in (1, 2)},
+    **{f"mixed_{stage}": ("qwen3", stage, "bfloat16", {"quant": MIXED, **EXPORT}) for stage in (0, 1, 2)},
+    **{f"more_{stage}": ("qwen3_moe", stage, "bfloat16", {"quant": MORE, **EXPORT}) for stage in (0, 1, 2)},
     "stacked_2": ("qwen3_moe", 2, "bfloat16", {"quant": {**FOLLOWED, **STATIC}, **EXPORT}),
 }
 
@@ -126,7 +140,7 @@ def test_training_equals_a_plain_loop_on_every_stage(paths, name):
 def test_the_rest_of_the_stages_are_alike(others):
     for stage in (1, 2):
         assert_equals_plain_loop(others[f"plain_{stage}"])
-    for name in ("mixed_1", "mixed_2", "stacked_2"):
+    for name in ("stacked_2", *(f"{kind}_{stage}" for kind in ("mixed", "more") for stage in (0, 1, 2))):
         assert_export_is_of_the_last_forward(others[name])
     assert_scales_are_those_of_the_sum(others["stacked_2"])
 
@@ -161,7 +175,7 @@ def test_adapters_and_scales_train_and_nothing_else(paths):
     assert trained == 2 * (4 * sum(map(sum, layers)) + 6 * (96 + 64))
 
 
-@pytest.mark.parametrize("name", ("mixed_3", "followed_3", "experts_3", "stacked_3"))
+@pytest.mark.parametrize("name", ("mixed_3", "more_3", "followed_3", "experts_3", "stacked_3"))
 def test_the_export_holds_what_the_last_forward_multiplied(paths, name):
     assert_export_is_of_the_last_forward(paths[name])
 
