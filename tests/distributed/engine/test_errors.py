@@ -49,6 +49,13 @@ EXPECTED = {
     "no_gradient": NO_GRADIENT,
     "unseen_input": ("inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT),
     "fused_experts": ("block_sparse_moe.experts", "input_linear.weight", "no quantised form", "quant.exempt"),
+    # Of weights that cannot be read, so that what is said was found before they are.
+    "adapter_of_nothing": ("adapter.targets: '.*no_proj' matches no linear layer",),
+    "adapter_of_head": ("adapter.targets: lm_head: lm_head and embeddings get no adapter",),
+    "adapter_of_embeddings": ("adapter.targets: model.embed_tokens: lm_head and embeddings get no adapter",),
+    "adapter_too_large": ("q_proj: rank 49, expected at most 48, the layer's smaller side",),
+    "adapter_of_another": ("adapter.start", "{base}/adapter", "it was trained on another checkpoint than model.path"),
+    "codes_not_made": ("model.layers.0.self_attn.q_proj: adapter.base: codes: scheme 'fp8_static' has a scale that a",),
     "samples_seen": ("data.packing: true, expected false: model.path", "{base}/state", "the one before them in a row"),
     "samples_seen_by_teacher": ("data.packing: true, expected false: loss.teacher", "{base}/state", "in a row"),
 }
@@ -72,6 +79,16 @@ def tiny_state_checkpoint(directory: Path) -> Path:
     Lfm2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
+
+
+def write_adapter(directory: Path) -> None:
+    """A folder as our export writes it beside another checkpoint."""
+    directory.mkdir()
+    tensors = {"lora_A": torch.randn(4, 48), "lora_B": torch.randn(48, 4)}
+    keys = {f"base_model.model.model.layers.0.self_attn.q_proj.{key}.weight": one for key, one in tensors.items()}
+    save_file(keys, directory / "adapter_model.safetensors", metadata={"format": "pt", "base": "of another"})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +148,19 @@ def base(tmp_path_factory):
         "samples_seen": {"model": {"path": str(state)}, "loss": NO_TEACHER, **packed},
         "samples_seen_by_teacher": {"loss": {"teacher": str(state)}, **packed},
     }
+    damaged = sections["damaged_weights"] | {"loss": NO_TEACHER, "learnable": {"weight": False, "weight_scale": False}}
+    write_adapter(base / "adapter")
+    beside = {"merge": False, "base": "codes"}
+    given = {"initial_input_scale": 1.0, "calibration_batches": 0}
+    for name, choice in {
+        "adapter_of_nothing": {"targets": [".*no_proj"]},
+        "adapter_of_head": {"targets": ["lm_head"]},
+        "adapter_of_embeddings": {"targets": [".*embed_tokens"]},
+        "adapter_too_large": {"rank": 49},
+        "adapter_of_another": {"rank": 4, "start": str(base / "adapter")},
+        "codes_not_made": beside,
+    }.items():
+        sections[name] = damaged | {"adapter": {"kind": "lora", **choice}, "quant": given}
     assert sections.keys() == EXPECTED.keys()
     for name, values in sections.items():
         write_recipe(base, name, model, chats, stage=3, dtype="bfloat16", **values)
