@@ -8,8 +8,8 @@ RMSNorm, of a row ``x`` of ``n`` features in the model's dtype T, everything in 
 
 These are the roundings of LlamaRMSNorm and its kind in transformers. Not its bits: the sum has an order of its own
 (:func:`sum_in_order`, that of quant/kernels/kernels.h, the same on every device), and the root is not torch's rsqrt.
-vLLM's ``rms_norm_static_fp8_quant`` (csrc/layernorm_quant_kernels.cu; from memory, not read for this) rounds in the
-same places and multiplies by ``1 / scale``, too; its sum is a block's reduction, its root CUDA's approximate one.
+vLLM's ``rms_norm_static_fp8_quant_kernel`` (csrc/layernorm_quant_kernels.cu, commit 0112cf2) rounds in the same places
+and multiplies by ``1 / scale``, too; its sum is a block's reduction, its root CUDA's approximate one.
 
 Its gradients, straight-through where the mask says inside, ``dy`` the gradient of ``y`` and 0 elsewhere::
 
