@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import timing
-from benchmarks.step import MIB, SIZES, Part, make_parts, ours, peak_bytes
+from benchmarks.step import MIB, SIZES, Part, make_parts, peak_bytes
+from benchmarks.step_ways import ours
 from quant import QuantLinear, prepare_kernels
 from quant.adapter import Adapter
 

@@ -115,8 +115,9 @@ def rows_of(model: Path, arguments: argparse.Namespace, first: list[Tensor], bat
         plain = load(model)
         expected = [plain(input_ids=ids, use_cache=False).logits for ids in batches]
     rows = []
-    ways = {"plain": (model, None), "weights rotated": (rotated, None), "down_proj turned": (model, arguments.block)}
-    ways["both"] = (rotated, arguments.block)
+    ways: dict[str, tuple[Path, int | None]] = {"plain": (model, None), "weights rotated": (rotated, None)}
+    if not hasattr(plain.config, "num_experts"):  # whose inputs nothing turns
+        ways |= {"down_proj turned": (model, arguments.block), "both": (rotated, arguments.block)}
     for scheme in arguments.schemes:
         if arguments.learn is not None:
             ways["weights rotated, learned"] = (learned(model, scheme, arguments), None)
@@ -136,7 +137,7 @@ def rows_of(model: Path, arguments: argparse.Namespace, first: list[Tensor], bat
 def main() -> None:
     """Quantise, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a plain dense checkpoint")
+    parser.add_argument("--model", type=Path, required=True, help="a plain checkpoint")
     parser.add_argument("--text", type=Path, required=True, help="text to measure on")
     default = ["nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8"]
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=default)
