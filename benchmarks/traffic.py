@@ -271,6 +271,13 @@ WAYS: dict[str, dict[str, Any]] = {
         "codes": True,
         "fused": True,
     },
+    "fp8_static, fp8 GEMM, codes gathered, gradients in fp8, norms fused": {
+        "scheme": "fp8_static",
+        "fp8_gemm": True,
+        "fp8_gradients": E4M3,
+        "codes": True,
+        "fused": True,
+    },
     **{name: {"scheme": name} for name in SCHEMES if name != "fp8_static"},
 }
 

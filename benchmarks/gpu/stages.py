@@ -77,6 +77,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
 }
 COMPILED = ("--deepspeed", "zero2", "--train.compile", "true")
 MORE_TRAININGS: dict[str, tuple[str, ...]] = {
+    "fp8_fuse_norms": ("--quant.fuse_norms", "true"),
     "bf16_compiled": (*BF16, *COMPILED),
     "fp8_compiled": COMPILED,
     "fp8_accumulated": (
