@@ -592,6 +592,10 @@ def samples() -> list[tuple[str, tuple]]:
                 ("silu_mul_quantize", (x, other, *how, wanted, wanted)),
                 ("silu_mul_backward", (other, x, x.clone(), mask)),
             ]
+        grad = torch.randn(5, 6).to(x.dtype)
+        found.append(("quantize_gradient", (grad, random.choice([torch.float8_e4m3fn, torch.float8_e5m2]))))
+        found.append(("quantize_transposed", (grad, torch.full((1,), 0.1), None)))
+        found.append(("transpose_codes", (grad.to(torch.float8_e4m3fn),)))
     for places in (torch.tensor([[0, 2], [1, 1], [2, 0]]), torch.zeros(4, 0, dtype=torch.int64)):
         found.append(("sum_rows", (torch.randn(5, 3).t(), places.t().contiguous().t())))
     return found
