@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM, initialization
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
@@ -218,6 +219,10 @@ def kept_bytes(forward: Callable[[], Tensor], module: nn.Module) -> int:
     alive = []  # a storage that is freed could give its address to the next
 
     def note(tensor: Tensor) -> Tensor:
+        if is_traceable_wrapper_subclass(tensor):  # torchao's: it has no storage of its own
+            for name in tensor.__tensor_flatten__()[0]:
+                note(getattr(tensor, name))
+            return tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             storages[storage.data_ptr()] = storage.nbytes()
