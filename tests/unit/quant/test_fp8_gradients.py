@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from quant import SCHEMES, kernels, prepare, weights_changed
 from quant.adapter import Adapter
 from quant.experts import StackedLinear
 from quant.function import Plan, quant_linear
+from quant.fused import fuse
 from quant.held import stand_in
 from quant.kernels import eager
 from quant.reference import fake_quant, fake_quant_backward, quantize
@@ -265,6 +267,26 @@ def two_layers() -> nn.Module:
 def prepared(model: nn.Module, **options):
     options = {"fp8_gemm": True, "fp8_gradients": torch.float8_e4m3fn} | options
     return prepare(model, SCHEMES["fp8_static"], learn_weight_scale=True, learn_input_scale=False, **options)
+
+
+def test_codes_that_norms_hand_over_have_such_gradients_too(seed):
+    """The weights' gradients are off from those in bf16 by what the format is, not more."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(vocab_size=64, num_hidden_layers=1, head_dim=16, **sizes)
+    model, ids = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), torch.randint(64, (4, 17))
+    q = prepared(model)
+    with torch.no_grad():
+        for group in (*q.weight_groups, *q.input_groups):
+            largest = [q.layers[name].weight.abs().max().item() for name in group.members if group in q.weight_groups]
+            group.s0.fill_(max(largest, default=3.0) / 448)
+    fuse(model)
+    weights = [layer.weight for layer in q.layers.values()]
+    ours = torch.autograd.grad(model(ids, labels=ids).loss, weights)
+    for layer in q.layers.values():
+        layer.gradients = None
+    plain = torch.autograd.grad(model(ids, labels=ids).loss, weights)
+    for one, other in zip(ours, plain, strict=True):
+        assert 0 < (one.double() - other.double()).norm() / other.double().norm() < 0.15
 
 
 def test_layers_that_simulate_keep_their_gradients():
