@@ -51,7 +51,7 @@ class Plan:
         fast_accum: of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
         held: how ``weight`` holds codes, where it does; it is quantised then, and frozen.
         restored: where layers with the same input find it in backward, as the forward multiplied it.
-        dynamic_codes: keep codes for backward also of floats with dynamic scales: less memory, a few operators more.
+        dynamic_codes: keep codes for backward also of floats with dynamic scales: less memory, decoded in backward.
         weight_scale: the effective scale of the weight for the fp8 GEMM, if it is known.
         gradients: with ``fp8_gemm``, of one weight: the format of the gradients that backward multiplies as codes, too.
     """
