@@ -27,7 +27,7 @@ STAYS = {
     "model": ["dtype", "experts"],
     # Scales of one scheme have shapes that fit another, and each group of the optimizer its parameters. Observers have
     # a histogram or none; a theta corrects a fixed scale or the absmax of its step, of the sign that scales may have.
-    # Weights are turned where inputs are.
+    # Weights are turned where inputs are. Norms that write codes have the scale of their readers under their own names.
     "quant": [
         "scheme",
         "schemes",
@@ -41,6 +41,7 @@ STAYS = {
         "signed_scales",
         "rotate",
         "rotate_block",
+        "fuse_norms",
     ],
     "learnable": ["weight", "embedding", "weight_scale", "act_scale", "norm", "router", "freeze"],
     "adapter": ["kind", "merge", "base", "rank", "alpha", "rslora", "targets", "ranks"],

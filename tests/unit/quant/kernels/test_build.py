@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from quant.kernels.build import _architectures, _cuda_runtime, _loaded, _move, build
+from quant.kernels.build import CPP, _architectures, _cuda_runtime, _loaded, _move, build
 from tests.patience import PATIENCE, until
 from tests.processes import start_python
 
@@ -167,11 +167,11 @@ def test_built_once_by_two_processes_and_loaded_by_the_next(machine):
     for number in both:
         result = machine.result(number)
         assert result["right"] and result["compiled"] and result["said"] == [] and result["remark"] == ""
-    assert (machine.asked("compile"), machine.asked("link")) == (5, 1)
+    assert (machine.asked("compile"), machine.asked("link")) == (len(CPP), 1)
     assert len(machine.libraries()) == 1
     result = machine.run("broken")
     assert result["right"] and result["compiled"] and result["said"] == [] and result["remark"] == ""
-    assert (machine.asked("compile"), machine.asked("link")) == (5, 1)
+    assert (machine.asked("compile"), machine.asked("link")) == (len(CPP), 1)
 
 
 def test_a_build_that_is_killed(machine):
