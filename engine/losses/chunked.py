@@ -355,11 +355,11 @@ def _add_in_fp32(total: Tensor, left: Tensor, right: Tensor) -> None:
 @cache
 def _adds_in_fp32(device: torch.device) -> bool:
     """Whether one GEMM of the device multiplies bf16 and adds to fp32. CUDA's does from torch 2.11 on (before, what it
-    added to had to be bf16 too), a CPU's does not."""
+    added to had to be bf16 too), a CPU's does not. The meta device of 2.11 takes the dtype for a factor: TypeError."""
     total, ones = torch.zeros(16, 16, device=device), torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, TypeError):
         return False
     return True
 

@@ -9,7 +9,7 @@ from benchmarks.traffic import META, QWEN3_8B, Traffic, counted, decoder_layer, 
 from data.device import on_device
 from data.samples import IGNORE
 from engine.faults import nan_unless_finite
-from engine.losses.chunked import chunked_losses
+from engine.losses.chunked import _adds_in_fp32, chunked_losses
 from engine.losses.objective import Objective, tokens_at_a_time
 from model.head import install_head
 from quant import SCHEMES, prepare
@@ -181,7 +181,9 @@ def test_the_counter_counts():
 
 
 def test_the_gradient_of_lm_head_is_one_gemm_for_each_chunk():
-    """Added to an fp32 sum, as CUDA does it; on the meta device, which has the operator too."""
+    """Added to an fp32 sum, as CUDA does it; on the meta device, whose operator torch 2.11 has wrong."""
+    if not _adds_in_fp32(META):
+        pytest.skip("the meta device of this torch does not have CUDA's operator")
     size, tokens, vocabulary = 2048, 300, 2**14  # many slices of the kind that a CPU adds up
     make = {"dtype": torch.bfloat16, "device": META, "requires_grad": True}
     hidden, weight = torch.empty(1, tokens, size, **make), torch.empty(vocabulary, size, **make)
