@@ -26,6 +26,7 @@ class Job:
 
     def __init__(self, ranks: int, action: Callable[[], object], log: Path) -> None:
         self.log = log
+        self._said = log.stat().st_size if log.exists() else 0
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environment |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks whose launcher is gone become children of this one
@@ -44,6 +45,10 @@ class Job:
         os.close(read)
         os.close(write)
         self._codes: list[int] = []
+
+    def text(self) -> str:
+        """What the ranks have printed so far."""
+        return self.log.read_bytes()[self._said :].decode(errors="replace") if self.log.exists() else ""
 
     def over(self) -> bool:
         """Whether every rank has ended."""
