@@ -77,6 +77,7 @@ def poisoned_gradient(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def answer(right: bool) -> str:
+    """For a cell of a table."""
     return "yes" if right else "no"
 
 

@@ -40,6 +40,7 @@ def main() -> None:
 
 
 def layer(device: torch.device) -> nn.Linear:
+    """A Linear in bf16, ``SIDE`` wide on both sides."""
     return nn.Linear(SIDE, SIDE, bias=False, device=device, dtype=torch.bfloat16)
 
 

@@ -191,6 +191,7 @@ def copy_companions(source: Path, directory: Path) -> None:
 
 
 def write_json(value: dict[str, Any], path: Path) -> None:
+    """Write ``value`` to ``path``, and have it on the disk before returning."""
     path.write_text(json.dumps(value, indent=2) + "\n")
     _sync(path)
 

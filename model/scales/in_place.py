@@ -243,6 +243,7 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGr
 
 
 def check_codes(name: str, zero: Tensor, spec: TensorSpec) -> None:
+    """Refuse zero points that are no codes of the grid of ``spec``. Raises ValueError, naming the weight ``name``."""
     if problem := bad_zero_points(zero.float(), spec):
         raise ValueError(f"the zero point beside {name} {problem}")
 
