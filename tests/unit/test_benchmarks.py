@@ -12,7 +12,6 @@ from torch import nn
 
 from benchmarks.recovery import QUICK, Bench, sweep, zero_where_v_is_outside
 from engine.losses.kd import KD_KINDS
-from model.rotation import rotate_checkpoint
 from quant import QuantLinear, Scale, get_scheme
 from tests.patience import PATIENCE
 from tests.root import ROOT
@@ -141,21 +140,23 @@ def test_recovery(tmp_path: Path) -> None:
 
 
 def test_recovery_inputs(tmp_path: Path) -> None:
-    """FT, PTQ and QAT of a checkpoint and of the same one rotated, beside the plain one's FT."""
+    """FT, PTQ of it, and QAT that starts from it, plain and rotated; what was measured is known when time is over."""
     (tmp_path / "text.txt").write_text(TEXT * 40)
     source = tiny_checkpoint(tmp_path / "model", "qwen3", even=True)
-    rotate_checkpoint(source, tmp_path / "rotated", progress=False)
     command = [sys.executable, str(ROOT / "benchmarks" / "recovery_inputs.py"), "--model", str(source), "--rotated"]
-    command += [str(tmp_path / "rotated"), "--train", str(tmp_path / "text.txt"), "--text", str(tmp_path / "text.txt")]
-    command += ["--schemes", "nvfp4_w4a4", "--seeds", "2", "--steps", "2", "--rows", "2", "--length", "16"]
-    command += ["--tokens", "64", "--results", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = (tmp_path / "recovery_inputs.md").read_text().splitlines()
-    assert [line.split("|")[1].strip() for line in lines if line.startswith("| nvfp4")] == [
-        "nvfp4_w4a4",
-        "nvfp4_w4a4, rotated",
-    ]
+    command += ["--train", str(tmp_path / "text.txt"), "--text", str(tmp_path / "text.txt"), "--seeds", "2"]
+    command += ["--tune_steps", "2", "--steps", "2", "--rows", "2", "--length", "16", "--tokens", "64"]
+    command += ["--out", str(tmp_path / "out"), "--results", str(tmp_path), "--schemes", "nvfp4_w4a4"]
+    found = []
+    for more in ([], ["mxfp4_w4a4", "--minutes", "0"]):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append((tmp_path / "recovery_inputs.md").read_text().partition("| scheme")[2].splitlines()[2:])
+    assert found[0] == found[1]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found[0]]
+    assert [(row[0], row[-1]) for row in cells] == [("nvfp4_w4a4", "2"), ("nvfp4_w4a4, rotated", "2")]
+    made = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
+    assert {"ft_none_plain_0", "ft_rotated", "qat_nvfp4_w4a4_rotated_1"} <= made
 
 
 def test_recovery_start(tmp_path: Path) -> None:
