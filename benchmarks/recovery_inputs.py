@@ -51,6 +51,7 @@ DEVICE = torch.device("cpu")
 FT, PTQ, QAT = "ft", "ptq", "qat"
 CLOSE = 0.002  # of FT's perplexity: of a smaller loss a share says nothing
 ROWS = 8  # of a forward that measures
+WEIGHTS_ALONE = ("gptq", "awq", "auto-round")  # methods whose files other tools write
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,10 @@ class Bench:
 
 
 def load(export: Path) -> PreTrainedModel:
-    """An export, plain or compressed, that computes in fp32 as in training."""
-    if "quantization_config" in json.loads((export / "config.json").read_text(encoding="utf-8")):
+    """An export, plain or compressed, that computes in fp32 as in training; of other writers' files, which quantise
+    weights alone, a model of what the codes stand for."""
+    quantised = json.loads((export / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    if quantised is not None and quantised.get("quant_method") not in WEIGHTS_ALONE:
         return load_compressed(export)[0]
     model = build_model(export, {}, dtype=torch.float32, device=DEVICE)
     load_weights(model, export, progress=False)

@@ -1,6 +1,7 @@
 """What the first codes are worth: PTQ and QAT of one scheme from the nearest codes and from GPTQ's, fairly compared.
 
     python benchmarks/recovery_start.py --model DIR --train FILE --text FILE --out DIR [--minutes 10]
+    python benchmarks/recovery_start.py --text FILE --known DIR ... [--other FILE ...]
 
 FT is the checkpoint, trained without fake quant; PTQ is FT, quantised; QAT trains as it is served. PTQ and QAT are made
 from the nearest codes and from those of ``quant.first_codes: gptq``, each with positive and with signed scales, all in
@@ -12,13 +13,14 @@ ft      QAT starts from FT and learns FT's logits alone. FT itself would stay as
         many steps. Rates and steps are those of ``--ft_...``.
 
 ``--ptq NAME=DIR`` adds a PTQ checkpoint of FT that another tool made; ``qat_from_NAME`` is trained from the original
-weights with its codes then.
+weights with its codes then. ``--torchao`` adds torchao's QAT, trained by the same losses (see recovery_torchao.py).
 
-The text is cut in two: what is best is chosen by the first half, and figures are of the second. Beside perplexity
-stand KL(FT || model) per token and how often the likeliest token is FT's. The recovered share is (PTQ - QAT) / (PTQ -
-FT) of the best PTQ of the table, and the same of KL.
+The text is cut in two: what is best is chosen by the first half, and figures are of the second and of both. Beside
+perplexity stand KL(FT || model) per token and how often the likeliest token is FT's; with ``--other`` these two on
+other texts, too. The recovered share is (PTQ - QAT) / (PTQ - FT) of the best PTQ of the table, and the same of KL.
 
 With ``--minutes`` no run begins after so many, and what is missing is blank: what is in ``--out`` is not made again.
+With ``--known`` nothing is made at all: the tables are of all that these folders hold, one for each FT.
 Writes ``benchmarks/results/recovery_start.md``; remarks stand beside it.
 """
 
@@ -28,8 +30,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +42,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks import timing
-from benchmarks.recovery import SETTINGS, table
+from benchmarks import recovery_torchao, timing
+from benchmarks.recovery import SETTINGS
 from benchmarks.recovery_inputs import load
+from benchmarks.recovery_start_table import Found, Run, read_runs, tables
 from engine.loop import Loop
 from engine.recipe.reading import parse_recipe
 from engine.verify.check import Comparison, windows
@@ -58,15 +62,35 @@ STARTS: dict[str, dict[str, Any]] = {
 ROWS = 8  # of a forward that measures
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a model makes of the text: perplexity of the half to choose by, and of the other; there also KL(FT || model)
-    and the share of tokens for which it has FT's likeliest."""
+class Text:
+    """A text in windows, cut in two halves, and what FT makes of it."""
 
-    choose: float
-    report: float
-    kl: float
-    top1: float
+    def __init__(self, file: Path, model: Path, tokens: int, length: int) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+        whole = min(tokens, len(ids)) // (2 * ROWS * length) * 2 * ROWS * length
+        self.batches = [torch.cat(pieces) for pieces in _by(windows(ids[:whole], length), ROWS)]
+        self._reference: tuple[Path, list[Tensor]] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many it has."""
+        return sum(ids.numel() for ids in self.batches)
+
+    @torch.no_grad()
+    def halves(self, export: Path, reference: Path) -> tuple[Comparison, Comparison]:
+        """A model compared with FT on both halves."""
+        if self._reference is None or self._reference[0] != reference.resolve():
+            model = load(reference)
+            self._reference = (
+                reference.resolve(),
+                [model(input_ids=ids, use_cache=False).logits for ids in self.batches],
+            )
+        model, half = load(export), len(self.batches) // 2
+        compared = Comparison(""), Comparison("")
+        for index, (ids, theirs) in enumerate(zip(self.batches, self._reference[1], strict=True)):
+            compared[index >= half].add(model(input_ids=ids, use_cache=False).logits, theirs, ids)
+        return compared
 
 
 class Bench:
@@ -75,13 +99,9 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.out = arguments, arguments.out
         self.out.mkdir(parents=True, exist_ok=True)
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-        ids = tokenizer(arguments.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
-        whole = min(arguments.tokens, len(ids)) // (2 * ROWS * arguments.length) * 2 * ROWS * arguments.length
-        self.batches = [torch.cat(pieces) for pieces in _by(windows(ids[:whole], arguments.length), ROWS)]
+        self.text = Text(arguments.text, arguments.model, arguments.tokens, arguments.length)
         self.loss = arguments.losses
         self._end = time.monotonic() + 60 * arguments.minutes
-        self._reference: list[Tensor] = []
 
     def found(self, name: str, settings: Mapping[str, Any]) -> Found | None:
         """Make a model unless it is there, measure it unless it was; None where the time is over. Settings that are a
@@ -92,6 +112,7 @@ class Bench:
             known = json.loads(file.read_text())
             if known["settings"] == settings:
                 return Found(**known["found"])
+            shutil.rmtree(self.out / name, ignore_errors=True)  # of another recipe
         if time.monotonic() > self._end:
             return None
         directory = Path(settings.get("directory", self.out / name / "export"))
@@ -152,19 +173,15 @@ class Bench:
         recipe = parse_recipe([f"--{key}={word}" for key, word in words.items()])
         if name.startswith("ptq"):
             calibrate(recipe)
+        elif name.startswith("torchao"):
+            model = recovery_torchao.train(recipe, learned="_learned_" in name)
+            recovery_torchao.settle(model)
+            model.save_pretrained(self.out / name / "export")
         elif Loop(recipe).run().step < settings["train.steps"]:
             raise SystemExit("a signal ended the run: nothing is written of it")
 
-    @torch.no_grad()
     def _measured(self, export: Path) -> Found:
-        if not self._reference:
-            reference = load(self.out / self.ft / "export")
-            self._reference = [reference(input_ids=ids, use_cache=False).logits for ids in self.batches]
-        model, half = load(export), len(self.batches) // 2
-        halves = Comparison(""), Comparison("")
-        for index, (ids, theirs) in enumerate(zip(self.batches, self._reference, strict=True)):
-            halves[index >= half].add(model(input_ids=ids, use_cache=False).logits, theirs, ids)
-        choose, report = halves
+        choose, report = self.text.halves(export, self.out / self.ft / "export")
         return Found(choose.perplexity("ours"), report.perplexity("ours"), report.kl, report.top1)
 
 
@@ -172,45 +189,92 @@ def _by(pieces: list[Tensor], size: int) -> list[list[Tensor]]:
     return [pieces[index : index + size] for index in range(0, len(pieces), size)]
 
 
-def rows_of(bench: Bench, scheme: str) -> list[list[str]]:
-    """The lines of a scheme: FT, every PTQ, every QAT; the recovered shares are of the best PTQ."""
+def run_all(bench: Bench, scheme: str) -> None:
+    """Make and measure FT, every PTQ and every QAT of a scheme, as far as time allows."""
     loss, arguments = bench.loss, bench.arguments
-    found: dict[str, Found | None] = {"FT": bench.found(bench.ft, bench.trained(None, {}))}
+    bench.found(bench.ft, bench.trained(None, {}))
     for start, changes in STARTS.items():
-        found[f"PTQ, {start}"] = bench.found(f"ptq_{scheme}_{start}_{loss}", bench.quantised(scheme, changes))
-    found |= {
-        f"PTQ, {name}": bench.found(f"ptq_{scheme}_{name}_{loss}", {"directory": directory})
-        for name, directory in arguments.ptq
-    }
+        bench.found(f"ptq_{scheme}_{start}_{loss}", bench.quantised(scheme, changes))
+    for name, directory in arguments.ptq:
+        bench.found(f"ptq_{scheme}_{name}_{loss}", {"directory": directory})
     for start in (*reversed(arguments.starts), *STARTS):
-        found[f"QAT, {start}"] = bench.found(f"qat_{scheme}_{start}_{loss}", bench.trained(scheme, STARTS[start]))
+        bench.found(f"qat_{scheme}_{start}_{loss}", bench.trained(scheme, STARTS[start]))
     for name, directory in arguments.ptq:
         inside = {"quant.start": directory, "quant.start_inside": True}
-        found[f"QAT, {name}"] = bench.found(f"qat_{scheme}_from_{name}_{loss}", bench.trained(scheme, inside))
-    known = {name: one for name, one in found.items() if one is not None}
-    ptqs = {name: one for name, one in known.items() if name.startswith("PTQ")}
-    best = min(ptqs, key=lambda name: ptqs[name].choose) if ptqs else None
-    lines = []
-    for name, one in known.items():
-        shares = ["", ""]
-        if best is not None and name.startswith("QAT"):
-            lost = ptqs[best].report - known["FT"].report
-            shares = [f"{(ptqs[best].report - one.report) / lost:.2f}", f"{1 - one.kl / ptqs[best].kl:.2f}"]
-        mark = " (best PTQ)" if name == best else ""
-        figures = [f"{one.choose:.2f}", f"{one.report:.2f}", f"{one.kl:.4f}", f"{one.top1:.1%}"]
-        lines.append([scheme, name + mark, *figures, *shares])
-    return lines
+        bench.found(f"qat_{scheme}_from_{name}_{loss}", bench.trained(scheme, inside))
+    for way in arguments.torchao if recovery_torchao.takes(scheme) else ():
+        bench.found(f"torchao_{scheme}_{way}_{loss}", bench.trained(scheme, {}))
+
+
+def report(folders: Sequence[Path], others: Sequence[Path], tokens: int, length: int) -> Iterator[str]:
+    """The tables of what some folders hold, for each FT; on other texts what was not measured there is."""
+    groups: dict[Path, list[Path]] = {}
+    for folder in folders:
+        for ft in sorted(folder.glob("ft_*/export")):
+            groups.setdefault(ft.resolve(), []).append(folder)
+    for ft, holding in groups.items():
+        for file in others:
+            measure_elsewhere(holding, ft, Text(file, ft, tokens, length), file.stem)
+        runs: dict[str, Run] = {}
+        for run in (run for folder in holding for run in read_runs(folder)):
+            runs.setdefault(run.label + run.scheme, run)
+        yield tables(list(runs.values()))
+
+
+def measure_elsewhere(folders: Sequence[Path], ft: Path, text: Text, name: str) -> None:
+    """KL and top token of all exports on another text, kept beside what is known of them."""
+    for folder in folders:
+        for run in read_runs(folder):
+            kept = folder / f"{run.name}.on_{name}.json"
+            export = Path(run.settings.get("directory", folder / run.name / "export"))
+            if run.part == "ft" or kept.exists() or not export.is_dir():
+                continue
+            halves = text.halves(export, ft)
+            kl, top1 = (sum(getattr(half, key) for half in halves) / 2 for key in ("kl", "top1"))
+            kept.write_text(json.dumps({"found": {"kl": kl, "top1": top1}, "tokens": text.tokens}, indent=1))
 
 
 def main() -> None:
     """Train, measure, write."""
+    arguments = options()
+    load_average = os.getloadavg()
+    if arguments.known:
+        folders, tokens = arguments.known, f"at most {arguments.tokens:,}"
+    else:
+        bench = Bench(arguments)
+        for scheme in arguments.schemes:
+            run_all(bench, scheme)
+        folders, tokens = [arguments.out], f"the first {bench.text.tokens:,}"
+    found = "\n".join(report(folders, arguments.other, arguments.other_tokens, arguments.length))
+    times = [file.stat().st_mtime for folder in folders for file in folder.glob("*.json")]
+    first, last = (datetime.fromtimestamp(one).strftime("%Y-%m-%d %H:%M") for one in (min(times), max(times)))
+    beside = "".join(f" Beside it {file.name}, {arguments.other_tokens:,} tokens at most." for file in arguments.other)
+    head = f"""# What the first codes are worth
+
+Measured on {tokens} tokens of {arguments.text.name}, in windows of {arguments.length}, one half to
+choose by, one to report.{beside} The runs are of {first} to {last}.
+{timing.machine(torch.device("cpu"), load_average, "transformers", "deepspeed", "torchao")}
+`{timing.command()}`
+
+"""
+    timing.write(arguments.results, "recovery_start", torch.device("cpu"), head + found)
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint that all training starts from")
-    parser.add_argument("--train", type=Path, required=True, help="text to train on")
+    parser.add_argument("--model", type=Path, help="checkpoint that all training starts from")
+    parser.add_argument("--train", type=Path, help="text to train on")
     parser.add_argument("--text", type=Path, required=True, help="text to measure on")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the models and of what was found")
+    parser.add_argument("--out", type=Path, help="folder of the models and of what was found")
+    parser.add_argument("--known", type=Path, nargs="+", help="make nothing: write the tables of these folders")
+    parser.add_argument("--other", type=Path, nargs="*", default=[], help="more texts, for KL and the likeliest token")
+    parser.add_argument("--other_tokens", type=int, default=16384, help="of each of them, at most")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["w2a16_g32"])
     parser.add_argument("--ptq", type=named, action="append", default=[], metavar="NAME=DIR", help="repeatable")
+    parser.add_argument(
+        "--torchao", nargs="*", choices=("absmax", "learned"), default=[], help="scales of torchao's QAT"
+    )
     parser.add_argument("--starts", nargs="*", choices=STARTS, default=[], help="of QAT, those that are trained first")
     parser.add_argument("--losses", choices=("lm", "distil", "ft"), default="lm", help="see above")
     parser.add_argument("--rate", type=float, default=1e-3, help="of the weights")
@@ -225,27 +289,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e6, help="after which no run begins")
     parser.add_argument("--results", type=Path, default=timing.RESULTS, help="folder that the table is written to")
     arguments = parser.parse_args()
-    load_average = os.getloadavg()
-    bench = Bench(arguments)
-    rows = [row for scheme in arguments.schemes for row in rows_of(bench, scheme)]
-    losses = {
-        "lm": "LM loss",
-        "distil": "LM loss and KL to the checkpoint's logits",
-        "ft": f"LM loss; QAT of FT by KL to FT's logits alone, {arguments.ft_steps} steps at a rate of "
-        f"{arguments.ft_rate:g} (scales {arguments.ft_scale_rate:g})",
-    }[arguments.losses]
-    size = f"{arguments.steps} steps of {arguments.rows} x {arguments.length} tokens of {arguments.train.name}"
-    head = f"""# What the first codes are worth
-
-{arguments.model.name}, {size}, {losses};
-measured on the first {sum(ids.numel() for ids in bench.batches):,} tokens of {arguments.text.name}, in windows of
-{arguments.length}, one half to choose by, one to report.
-{timing.machine(torch.device("cpu"), load_average, "transformers", "deepspeed")}
-`{timing.command()}`
-
-"""
-    names = ("scheme", "model", "perplexity: to choose by", "reported", "KL", "top token", "recovered", "of KL")
-    timing.write(arguments.results, "recovery_start", torch.device("cpu"), head + table(names, rows) + "\n")
+    if not arguments.known and None in (arguments.model, arguments.train, arguments.out):
+        parser.error("expected --model, --train and --out, or --known")
+    return arguments
 
 
 if __name__ == "__main__":

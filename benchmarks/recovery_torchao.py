@@ -1,18 +1,22 @@
-"""torchao's QAT in a plain loop, for benchmarks/recovery.py: as our runs, but for the fake quantisation.
+"""torchao's QAT in a plain loop, for the recovery benchmarks: as our runs, but for the fake quantisation.
 
-Same checkpoint, samples, order, steps and rates; AdamW over fp32 copies of all parameters, gradients clipped. torchao
-quantises with the largest magnitude of each step's weights, and learns no scales.
+Same checkpoint, samples, order, steps, rates and losses, which our own functions compute; AdamW over fp32 copies of
+all parameters, gradients clipped. torchao quantises with the largest magnitude of each step's weights, and learns no
+scales; or (``learned``, its prototype of range learning) learns those of the first step, at the weights' rate.
 """
 
+from collections.abc import Mapping
+
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks import timing
 from data.loader import Loader, model_inputs
 from data.samples import IGNORE
 from data.text import read_text
+from engine.losses.chunked import TeacherHidden, chunked_losses
+from engine.recipe.loss import LossRecipe
 from engine.recipe.recipe import Recipe
 from engine.session.optimizer import lr_factor
 from quant import SCHEMES
@@ -25,7 +29,7 @@ def takes(scheme: str) -> bool:
     return timing.installed("torchao") and integers
 
 
-def train(recipe: Recipe) -> PreTrainedModel:
+def train(recipe: Recipe, *, learned: bool = False) -> PreTrainedModel:
     """The model after training, fake quantisation still in it."""
     settings, optim, steps = recipe.data, recipe.optim, recipe.train.steps
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
@@ -39,14 +43,16 @@ def train(recipe: Recipe) -> PreTrainedModel:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.bfloat16).train()
-    fake_quantize(model, recipe.quant.scheme)
+    teacher = None
+    if recipe.loss.kd_weight:
+        teacher = AutoModelForCausalLM.from_pretrained(recipe.loss.teacher, dtype=torch.bfloat16).eval()
+    fake_quantize(model, recipe.quant.scheme, learned=learned)
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     for step in range(steps):
         (batch,) = loader.step(step)
-        logits = model(**model_inputs(batch), use_cache=False).logits
-        F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE).backward()
+        loss_of(model, teacher, batch, recipe.loss).backward()
         for master, parameter in zip(masters, parameters, strict=True):
             assert parameter.grad is not None
             master.grad, parameter.grad = parameter.grad.float(), None
@@ -62,17 +68,54 @@ def train(recipe: Recipe) -> PreTrainedModel:
     return model
 
 
-def fake_quantize(model: nn.Module, scheme: str) -> None:
+def loss_of(
+    model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Mapping[str, Tensor], recipe: LossRecipe
+) -> Tensor:
+    """What a recipe minimises, as the engine computes it; fp32 scalar, a mean over the tokens with a label."""
+    inputs, labels = model_inputs(batch), batch["labels"]
+    seen = None
+    if teacher is not None:
+        with torch.no_grad():
+            seen = TeacherHidden(_hidden(teacher, inputs), teacher.get_output_embeddings().weight)
+    head, valid = model.get_output_embeddings(), int((labels != IGNORE).sum())
+    objective = recipe.objective(lm=recipe.lm_weight, kd=recipe.kd_weight)
+    return chunked_losses(
+        _hidden(model, inputs), head.weight, head.bias, labels, seen, objective, scale=1 / valid
+    ).total
+
+
+def _hidden(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
+    hidden: Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
+    return hidden
+
+
+def fake_quantize(model: nn.Module, scheme: str, *, learned: bool = False) -> None:
     """torchao's fake quantisation of every Linear but lm_head."""
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis, PerGroup
-    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig, initialize_fake_quantizers
 
     weights = SCHEMES[scheme].weights
     granularity = PerGroup(weights.group_size) if weights.granularity == "group" else PerAxis(0)
-    config = IntxFakeQuantizeConfig(getattr(torch, f"int{weights.bits}"), granularity, is_symmetric=True)
+    ranges = {"is_dynamic": False, "range_learning": True} if learned else {}
+    dtype = getattr(torch, f"int{weights.bits}")
+    config = IntxFakeQuantizeConfig(dtype, granularity, is_symmetric=True, **ranges)
     quantize_(
         model,
         QATConfig(weight_config=config, step="prepare"),
         filter_fn=lambda module, name: isinstance(module, nn.Linear) and not name.endswith("lm_head"),
     )
+    if learned:
+        initialize_fake_quantizers(model, (torch.zeros(1, 1, dtype=torch.int64),))
+
+
+@torch.no_grad()
+def settle(model: PreTrainedModel) -> None:
+    """Give each weight the value that it is multiplied as, so that the model computes the same without torchao."""
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
+
+    for module in model.modules():
+        if isinstance(module, FakeQuantizedLinear) and module.weight_fake_quantizer is not None:
+            module.weight.copy_(module.weight_fake_quantizer(module.weight))
+    quantize_(model, QATConfig(step="convert"))

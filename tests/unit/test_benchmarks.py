@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.recovery import QUICK, Bench, sweep, zero_where_v_is_outside
+from benchmarks.recovery_torchao import loss_of
+from data.samples import IGNORE
 from engine.losses.kd import KD_KINDS
+from engine.recipe.loss import LossRecipe
 from quant import QuantLinear, Scale, get_scheme
 from tests.patience import PATIENCE
 from tests.root import ROOT
@@ -169,16 +174,53 @@ def test_recovery_start(tmp_path: Path) -> None:
     command += ["--rows", "2", "--length", "16", "--tokens", "256", "--starts", "gptq, signed"]
     command += ["--out", str(tmp_path / "out"), "--results", str(tmp_path)]
     other = ["--ptq", f"other={tmp_path / 'out' / 'ptq_w2a16_g32_gptq_ft' / 'export'}"]
-    lines: list[str] = []
-    for minutes in ([], ["--minutes", "0", *other]):  # what was measured is known, and nothing else is begun
-        done = subprocess.run([*command, *minutes], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    tables: list[str] = []
+    known = [*command[:2], "--text", str(tmp_path / "text.txt"), "--known", str(tmp_path / "out"), "--length", "16"]
+    known += ["--other", str(tmp_path / "other.txt"), "--results", str(tmp_path)]
+    (tmp_path / "other.txt").write_text(TEXT[::-1] * 40)
+    # What was measured is known, and nothing else is begun; the last makes nothing at all.
+    for words in (command, [*command, "--minutes", "0", *other], known):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
-        lines.append((tmp_path / "recovery_start.md").read_text().partition("| scheme")[2])
-    models = [line.split("|")[2].strip().removesuffix(" (best PTQ)") for line in lines[0].splitlines()[2:]]
-    starts = ["nearest", "nearest, signed", "gptq", "gptq, signed"]
-    assert models[:5] == ["FT", *(f"PTQ, {start}" for start in starts)]
-    assert sorted(models[5:]) == sorted(f"QAT, {start}" for start in starts)
-    assert lines[0] == lines[1]
+        tables.append((tmp_path / "recovery_start.md").read_text().partition("\n## ")[2])
+    lines = tables[0].partition("All of them:")[2].strip().splitlines()[2:]
+    models = [line.split("|")[2].strip().removesuffix(" (best PTQ)") for line in lines]
+    starts = ["gptq", "gptq, signed", "nearest", "nearest, signed"]
+    trained = [f"QAT from FT, {start}, 2 steps" for start in starts]
+    assert models == ["FT", *(f"PTQ, {start}" for start in starts), *trained]
+    assert tables[0] == tables[1]
+    elsewhere = [line.split("|")[-2].strip() for line in tables[2].partition("All of them:")[2].strip().splitlines()]
+    assert elsewhere[0] == "other: KL, top token"
+    assert len(set(elsewhere[3:])) > 2, "figures of the other text"
+    assert [line.rsplit("|", 2)[0] for line in tables[2].partition("All of them:")[2].strip().splitlines()[2:]] == [
+        line.rsplit("|", 1)[0] for line in lines
+    ]
+
+
+def test_torchaos_loss_is_the_recipes() -> None:
+    """KL to the teacher's logits alone, a mean over tokens, with its gradient; as torch has it."""
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model, teacher = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
+    ids = torch.randint(0, 50, (2, 9))
+    labels = torch.cat([ids[:, 1:], torch.full((2, 1), IGNORE)], 1)
+    batch = {"input_ids": ids, "labels": labels}
+    loss = loss_of(model, teacher, batch, LossRecipe(lm_weight=0.0, kd_weight=1.0, kd="kl", teacher="there"))
+    (found,) = torch.autograd.grad(loss, [model.model.norm.weight])
+    with torch.no_grad():
+        theirs = teacher(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    ours = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    wanted = F.kl_div(ours, theirs, log_target=True, reduction="sum") / ours.shape[:-1].numel()
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(found, *torch.autograd.grad(wanted, [model.model.norm.weight]))
 
 
 def test_rotations(tmp_path: Path) -> None:
