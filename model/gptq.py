@@ -103,13 +103,13 @@ def start_from_gptq(
             Inf; a dtype that cannot hold all steps of the codes.
     """
     model.eval()
-    blocks = _decoder_layers(model, quantization)
+    blocks = decoder_layers(model, quantization)
     with quantization.paused():
         found = _record(model, blocks, samples, device)
         errors = _Errors()
         done: list[str] = []
         for name in found.layers:
-            for sets in _steps(model, quantization, name, blocks[name]):
+            for sets in quantised_together(model, quantization, name):
                 grams = _grams(quantization, blocks[name], sets, found, name)
                 _choose(quantization, blocks[name], grams, errors)
                 done += [member for names in sets for member in names]
@@ -125,7 +125,7 @@ def start_from_gptq(
     say(f"gptq: {len(done)} layers, {count} samples, {errors.text()}{kept}")
 
 
-def _decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn.Module]:
+def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn.Module]:
     """The outermost layers that transformers checkpoints by themselves, where they hold something quantised."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -190,7 +190,7 @@ def _record(
     return found
 
 
-def _steps(model: nn.Module, quantization: Quantization, name: str, block: nn.Module) -> Iterator[Sets]:
+def quantised_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
     """Layers of a decoder layer that are quantised together, in module order: those that read one tensor, and of
     experts that are modules of their own the same ones of all."""
     schemes = {one: layer.scheme for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.losses.objective import tokens_at_a_time
 from engine.memory.coded import CodedWeights
+from engine.memory.first_codes import bytes_of_first_codes
 from engine.memory.meta_model import (
     META,
     MetaStudent,
@@ -46,6 +47,8 @@ class Prediction:
         moments: the worst moments of forward, backward and the optimizer's step.
         cost: what one step costs, its collectives included.
         largest_micro_batch: how many rows per rank still fit; None where nothing was asked, 0 where not even one does.
+        first_codes: bytes on the device while GPTQ chooses the first codes, before there is an optimizer; 0 where
+            nothing asks for it.
     """
 
     strategy: str
@@ -54,11 +57,12 @@ class Prediction:
     moments: dict[str, Moment]
     cost: StepCost
     largest_micro_batch: int | None = None
+    first_codes: int = 0
 
     @property
     def peak(self) -> int:
         """Bytes on the device at the worst moment."""
-        return max(moment.total for moment in self.moments.values())
+        return max(self.first_codes, *(moment.total for moment in self.moments.values()))
 
     @property
     def host(self) -> int:
@@ -70,7 +74,8 @@ class Prediction:
         """Bytes at the worst moment where device and host share one memory, as on the CPU."""
         copies = self.held.host.get(STEP_COPIES, 0)
         step = self.moments["step"].total + copies
-        return self.host - copies + max(self.moments["forward"].total, self.moments["backward"].total, step)
+        training = self.host - copies + max(self.moments["forward"].total, self.moments["backward"].total, step)
+        return max(training, self.first_codes)
 
 
 class Planner:
@@ -140,7 +145,15 @@ class Planner:
             own_teacher=self.events(rows)[0] if self.teacher is None else (),
         )
         cost.traffic.add(before.traffic, settings.accumulation)
-        found = Prediction(strategy, settings, held, cost.moments(self._all(rows, before)), cost)
+        chosen = bytes_of_first_codes(self.student, settings)
+        found = Prediction(
+            strategy,
+            settings,
+            held,
+            cost.moments(self._all(rows, before)),
+            cost,
+            first_codes=chosen and chosen + held.device["parameters"],
+        )
         if gpu_bytes is None:
             return found
         return dataclasses.replace(found, largest_micro_batch=self._largest(found, before, gpu_bytes - RESERVE))
@@ -196,6 +209,9 @@ class Planner:
         chunks = -(-tokens_at_a_time(self.recipe.loss.chunk_tokens, META) // self.recipe.data.max_length)
         few, many = chunks, 2 * chunks
         first, second = (own_bytes(self._all(rows, teacher)).astype(float) for rows in (few, many))
+
+        if found.first_codes > limit:
+            return 0
 
         def peak(rows: int) -> int:
             own = first + (second - first) * ((rows - few) / (many - few))

@@ -1,0 +1,100 @@
+"""Memory of ``quant.first_codes: gptq``: what choosing the first codes holds beside the weights, before there is an
+optimizer.
+
+For each decoder layer in turn (:mod:`model.gptq`) these live at a time:
+
+- the hidden states of all samples of the rank, and the position embeddings that each is called with;
+- under stage 3 the layer, gathered, or what lies outside the layers while the samples are recorded;
+- of Linears that are quantised together a Gram matrix in fp64 for each tensor that they read, of stacked experts for
+  each expert: ``8 in^2`` bytes;
+- of the rows that were chosen their weights, codes and scales;
+- for one Linear at a time either what ``quant.gptq.choose`` works in, five more matrices of that size and its rows in
+  fp32, or the errors of its rows in fp64.
+
+The last two were counted by torch's profiler (tests/unit/engine/memory/test_first_codes.py); a forward of one sample
+through one layer is taken to hold the widest of its tensors four times.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from engine.memory.meta_model import MetaStudent
+from engine.memory.zero_states import FP32, Settings
+from engine.recipe.recipe import Recipe
+from model.gptq import decoder_layers, quantised_together
+from quant import QuantLayer
+from quant.experts import linears_of
+
+FP64 = 8
+MATRICES = 5  # of the size of a Gram matrix, in which codes are chosen
+CHOOSING, ERRORS = 6, 26  # bytes per element of a Linear that are chosen at once, whose errors are measured
+KEPT = 3  # bytes per element of a row that was chosen: its bf16 weight and its code
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Of one rank: how many tokens, and the most of one sample."""
+
+    tokens: int
+    longest: int
+
+
+def bytes_of_first_codes(student: MetaStudent, settings: Settings) -> int:
+    """The most bytes that a rank holds beside its parameters while GPTQ chooses; 0 where nothing asks for it.
+
+    Args:
+        student: the model and its quantised layers, on the meta device.
+        settings: of ZeRO.
+    """
+    recipe = student.recipe
+    if recipe.quant.first_codes != "gptq":
+        return 0
+    blocks = decoder_layers(student.model, student.quantization)
+    samples, config = _samples(recipe), student.model.config.get_text_config()
+    size = next(student.model.parameters()).element_size()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    hidden = samples.tokens * (config.hidden_size + 2 * head) * size
+    partitioned = settings.stage == 3 and settings.ranks > 1
+    inside = {id(parameter) for block in blocks.values() for parameter in block.parameters()}
+    outside = sum(_bytes(p) for p in student.model.parameters() if id(p) not in inside) if partitioned else 0
+    most = 0
+    for name, block in blocks.items():
+        gathered = sum(map(_bytes, block.parameters())) if partitioned else 0
+        running = 4 * samples.longest * _widest(block) * size
+        share = settings.ranks if partitioned else 1
+        steps = [
+            _of_step([[student.quantization.layers[one] for one in names] for names in sets], share)
+            for sets in quantised_together(student.model, student.quantization, name)
+        ]
+        most = max(most, gathered + max(running + outside, running + max(steps, default=0)))
+    return hidden + most
+
+
+def _samples(recipe: Recipe) -> _Samples:
+    rows = max(1, recipe.quant.calibration_batches) * recipe.data.micro_batch_size
+    return _Samples(rows * recipe.data.max_length, recipe.data.max_length)
+
+
+def _of_step(sets: list[list[QuantLayer]], share: int) -> int:
+    """Gram matrices of some sets of layers, the rows that were chosen, and the worst moment of choosing one more
+    Linear, of which a rank has one of ``share`` parts."""
+    grams = kept = worst = 0
+    for layers in sets:
+        experts = layers[0].num_experts if layers[0].projections else 1
+        grams += FP64 * experts * layers[0].in_features ** 2
+        for layer in layers:
+            kept += KEPT * layer.weight.numel() // share
+            for part in linears_of("", layer):
+                own, gram = part.out_features * part.in_features // share, part.in_features**2
+                worst = max(worst, MATRICES * FP64 * gram + CHOOSING * own, FP32 * gram + ERRORS * own)
+    return grams + kept + worst
+
+
+def _widest(block: nn.Module) -> int:
+    """The most features of a tensor inside a decoder layer."""
+    return max((max(p.shape[-1], p.shape[-2]) for p in block.parameters() if p.dim() > 1), default=0)
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
