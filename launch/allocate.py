@@ -9,7 +9,9 @@ that serving runs as one, or the experts of a MoE layer) is quantised alone: wha
 ``--batches`` micro-batches per rank is its cost. The parts get the schemes with which the costs add up to least, while
 the weights have at most ``--budget_bits`` bits on average, scales included. Then the recipe is measured as it is.
 
-As many forwards per scheme and sample as there are parts, and a reading of the model for each scheme.
+As many forwards per scheme and sample as there are parts, and a reading of the model for each scheme. All of it is with
+the nearest codes: ``quant.first_codes: gptq`` moves weights, so that the original would not be there to compare with.
+It is for the run that the recipe is written for.
 """
 
 import sys
@@ -42,12 +44,13 @@ from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
 
 MIXED = "mixed"  # the row of the recipe that is written
+NEAREST = ["--quant.first_codes", "nearest"]  # GPTQ moves the weights that costs are measured from
 
 
 def main() -> None:
     """Check options and recipes, then measure, choose and write."""
     arguments, rest = options()
-    recipes = {name: recipe_or_exit([*rest, "--quant.scheme", name]) for name in arguments.schemes}
+    recipes = {name: recipe_or_exit([*rest, "--quant.scheme", name, *NEAREST]) for name in arguments.schemes}
     with clean_exit():
         context = start_ranks(recipes[arguments.schemes[0]])
         check_options(recipes, arguments.budget_bits)
@@ -61,7 +64,7 @@ def main() -> None:
             schemes = allocate(parts, arguments.budget_bits)
         most, rules = rules_of(parts, schemes)
         say("measuring the recipe")
-        mixed = recipe_or_exit([*rest, "--quant.scheme", most, "--quant.rules", yaml.safe_dump(rules)])
+        mixed = recipe_or_exit([*rest, "--quant.scheme", most, "--quant.rules", yaml.safe_dump(rules), *NEAREST])
         costs[MIXED] = cost_of_all(*opened(mixed, context), arguments.batches)
         text = table(parts, schemes, costs)
         say(text)

@@ -43,6 +43,7 @@ from engine.recipe.reading import load_recipe, save_recipe
 from engine.recipe.recipe import Recipe
 from launch.exits import clean_exit, recipe_or_exit
 from launch.launcher import ROOT, environment, program
+from model.quantised.config import is_quantised
 
 FT, PTQ, QAT = "ft", "ptq", "qat"
 SCRIPTS = {FT: "launch/train.py", PTQ: "launch/calibrate.py", QAT: "launch/train.py"}
@@ -56,13 +57,16 @@ def main() -> None:
     out = Path(recipe.output_dir)
     with clean_exit():
         check_recipe(recipe)
-        changes = {part: changes_of(part, recipe) for part in SCRIPTS}
+        scripts = {part: script for part, script in SCRIPTS.items() if part != FT or not teaches_itself(recipe)}
+        changes = {part: changes_of(part, recipe) for part in scripts}
         recipes = {}
         for part, changed in changes.items():
             # FT's export, which PTQ reads, is not there yet.
             recipes[part] = recipe_or_exit([*words, *changed], check_files=part != PTQ)
             check_part(out / part, recipes[part])
-    for part, script in SCRIPTS.items():
+    if FT not in scripts:
+        print(f"{FT}: {recipe.model.path} as it is: its own logits teach it nothing", flush=True)
+    for part, script in scripts.items():
         if (out / part / "export").is_dir():
             print(f"{part}: {out / part / 'export'} is there", flush=True)
             continue
@@ -72,7 +76,7 @@ def main() -> None:
         resume = ["--train.resume", "true"] if begun and script == SCRIPTS[QAT] else []
         call([*arguments.launcher, script, *words, *changes[part], *resume])
     names = [f"{recipe.quant.scheme}={out / part / 'export'}" for part in (PTQ, QAT)]
-    sides = ["--bf16", str(out / FT / "export"), "--ptq", names[0], "--qat", names[1]]
+    sides = ["--bf16", str(reference(recipe)), "--ptq", names[0], "--qat", names[1]]
     asked = ["--text", str(arguments.text), "--dtype", recipe.model.dtype, "--out", str(out)]
     call([*arguments.launcher, "launch/compare.py", *sides, *asked])
 
@@ -119,12 +123,26 @@ def check_recipe(recipe: Recipe) -> None:
         raise RecipeError("\n".join(problems))
 
 
+def teaches_itself(recipe: Recipe) -> bool:
+    """Whether the unquantised model learns its own logits alone, so that training it without fake quant would leave it
+    as it is."""
+    loss, path = recipe.loss, Path(recipe.model.path)
+    itself = recipe.teacher_kind() == "model" and Path(str(loss.teacher)).resolve() == path.resolve()
+    others = recipe.learnable.router or recipe.optim.weight_decay or any(event.loss for event in recipe.schedule)
+    return itself and loss.lm_weight == 0 and not others and not is_quantised(path)
+
+
+def reference(recipe: Recipe) -> Path:
+    """The model that PTQ quantises, and that both are compared with."""
+    return Path(recipe.model.path) if teaches_itself(recipe) else Path(recipe.output_dir) / FT / "export"
+
+
 def changes_of(part: str, recipe: Recipe) -> list[str]:
     """The words with which a part's recipe differs from ``recipe``."""
     out = Path(recipe.output_dir)
     words = ["--output_dir", str(out / part)]
     if part == PTQ:
-        words += ["--model.path", str(out / FT / "export")]
+        words += ["--model.path", str(reference(recipe))]
     if part == FT:
         words += ["--quant.fake_quant_start", "-1"]
         words += ["--quant.first_codes", "nearest"] if recipe.quant.first_codes != "nearest" else []

@@ -270,6 +270,12 @@ def test_recipes_are_read(block: Block, tmp_path: Path) -> None:
     load_recipe(path)
 
 
+def test_the_recipe_of_low_bits_is_the_one_that_ships() -> None:
+    (block,) = [one for one in blocks("yaml") if one.page.name == "low_bits.md"]
+    shipped = (ROOT / "launch" / "recipes" / "low_bits.yaml").read_text(encoding="utf-8")
+    assert shipped.partition("\n\n")[2] == block.text
+
+
 @pytest.mark.parametrize("block", blocks("json"), ids=block_name)
 def test_json_is_json(block: Block) -> None:
     for line in block.text.splitlines():

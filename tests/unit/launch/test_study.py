@@ -8,10 +8,11 @@ import pytest
 from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.checks import RecipeError
 from engine.recipe.events import EventRecipe
+from engine.recipe.loss import LossRecipe
 from engine.recipe.quant import QuantRecipe, SchemeRecipe, TensorRecipe
 from engine.recipe.reading import parse_recipe, save_recipe
 from engine.recipe.recipe import Recipe
-from engine.recipe.sections import DataRecipe, ExportRecipe, LearnableRecipe, ModelRecipe, TrainRecipe
+from engine.recipe.sections import DataRecipe, ExportRecipe, LearnableRecipe, ModelRecipe, OptimRecipe, TrainRecipe
 from launch import study
 
 OF_FILES = SchemeRecipe(TensorRecipe("int", bits=4, granularity="channel"))
@@ -75,6 +76,19 @@ def test_ptq_and_qat_begin_with_the_same_codes(tmp_path):
         "ptq": "gptq",
         "qat": "gptq",
     }
+
+
+def test_a_model_that_teaches_itself_is_its_own_ft(tmp_path):
+    """PTQ is of the model as it is; whatever else would move FT has one trained."""
+    itself = LossRecipe(lm_weight=0.0, kd_weight=1.0, kd="kl", teacher="./model")
+    recipe = recipe_of(tmp_path, loss=itself)
+    assert study.teaches_itself(recipe) and study.reference(recipe) == Path("model")
+    assert study.changes_of("ptq", recipe)[-2:] == ["--model.path", "model"]
+    moving = {"loss": [replace(itself, lm_weight=0.1), replace(itself, teacher="other")]}
+    moving |= {"schedule": [[EventRecipe(at=2, loss={"lm": 0.5})]], "optim": [OptimRecipe(weight_decay=0.1)]}
+    for section, values in moving.items():
+        for value in values:
+            assert not study.teaches_itself(replace(recipe, **{section: value})), (section, value)
 
 
 @pytest.mark.parametrize(

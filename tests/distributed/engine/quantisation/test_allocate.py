@@ -22,9 +22,10 @@ def written(tmp_path_factory):
     model = tiny_checkpoint(directory / "model", "qwen3_moe", wide=True)
     settings = {"stage": 3, "dtype": "bfloat16", "loss": {"kd_weight": 0.0, "teacher": None}}
     recipe = write_recipe(directory, "base", model, write_chats(directory / "chats.jsonl"), **settings)
-    words = ["--config", str(recipe), "--quant.calibration_batches", "0"]
+    words = ["--config", str(recipe), "--quant.calibration_batches", "1", "--quant.first_codes", "gptq"]
     options = ["--schemes", "w2a16_g32", "w4a16_g32", "--budget_bits", str(BUDGET), "--batches", "1"]
     output = run_ranks(ROOT / "launch" / "allocate.py", *words, *options, "--out", directory / "mixed.yaml")
+    assert "gptq:" not in output, "costs would be those of weights that have been moved"
     return directory, words, output
 
 
@@ -33,7 +34,7 @@ def test_the_recipe_keeps_the_budget_in_the_files_that_come_of_it(written):
     words = [*words, "--config", str(directory / "mixed.yaml"), "--export.dir", str(directory / "ptq")]
     recipe = parse_recipe(words)
     assert {recipe.quant.scheme, *(rule.scheme for rule in recipe.quant.rules)} == {"w2a16_g32", "w4a16_g32"}
-    run_ranks(ROOT / "launch" / "calibrate.py", *words)
+    assert "gptq:" in run_ranks(ROOT / "launch" / "calibrate.py", *words)
     tensors = load_file(directory / "ptq" / "model.safetensors")
     shapes = [tensor for key, tensor in tensors.items() if key.endswith("weight_shape")]
     stored = [tensor for key, tensor in tensors.items() if key.endswith(("weight_packed", "weight_scale"))]
