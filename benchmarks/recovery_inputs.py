@@ -45,13 +45,13 @@ from launch.launcher import ROOT
 from model.build import build_model
 from model.compressed import load_compressed
 from model.load import load_weights
+from model.quantised.config import is_quantised, weights_alone
 from quant import SCHEMES
 
 DEVICE = torch.device("cpu")
 FT, PTQ, QAT = "ft", "ptq", "qat"
 CLOSE = 0.002  # of FT's perplexity: of a smaller loss a share says nothing
 ROWS = 8  # of a forward that measures
-WEIGHTS_ALONE = ("gptq", "awq", "auto-round")  # methods whose files other tools write
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,7 @@ class Bench:
 def load(export: Path) -> PreTrainedModel:
     """An export, plain or compressed, that computes in fp32 as in training; of other writers' files, which quantise
     weights alone, a model of what the codes stand for."""
-    quantised = json.loads((export / "config.json").read_text(encoding="utf-8")).get("quantization_config")
-    if quantised is not None and quantised.get("quant_method") not in WEIGHTS_ALONE:
+    if is_quantised(export) and not weights_alone(export):
         return load_compressed(export)[0]
     model = build_model(export, {}, dtype=torch.float32, device=DEVICE)
     load_weights(model, export, progress=False)

@@ -27,6 +27,7 @@ from engine.evaluation.score import ScoringModel, rolling_windows, score_windows
 from model.build import build_model
 from model.compressed import load_compressed
 from model.load import load_weights
+from model.quantised.config import weights_alone
 from model.ranks import RankError, errors_on_all_ranks, is_main
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ def load_for_evaluation(
     """A checkpoint, plain or compressed; a collective.
 
     Args:
-        directory: the checkpoint. A compressed one computes with codes and scales as in training.
+        directory: the checkpoint. A compressed one computes with codes and scales as in training; of GPTQ's, AWQ's
+            and AutoRound's files, and gpt-oss as published, the weights are what the codes stand for.
         dtype: of weights and computation.
         device: where the model or its partitions go.
         sharded: partition the weights over the ranks (ZeRO-3); plain checkpoints only.
@@ -148,7 +150,7 @@ def load_for_evaluation(
     """
     with errors_on_all_ranks(OSError, ValueError):
         config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-        compressed = "quantization_config" in config
+        compressed = "quantization_config" in config and not weights_alone(Path(directory))
         if compressed and sharded:
             raise ValueError(
                 f"{directory} is compressed: evaluate it without sharding, every rank holds the whole of it"

@@ -145,6 +145,17 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
     return known[name]
 
 
+def weights_alone(directory: Path) -> bool:
+    """Whether a checkpoint directory is another writer's, in a method that quantises weights and nothing else: then
+    the model is what its codes stand for. False of one that is not quantised.
+
+    Raises:
+        ValueError: as :func:`find_quantization_config`.
+    """
+    config = find_quantization_config(directory)
+    return config is not None and (config.get("quant_method") in _LAYOUTS or config.get("quant_method") == "mxfp4")
+
+
 # By method: the key that says how codes are packed, what it is where it is missing, and what is read.
 _LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
     "gptq": ("checkpoint_format", "gptq", {"gptq": "gptq", "gptq_v2": "gptq_v2"}),

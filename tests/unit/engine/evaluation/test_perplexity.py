@@ -19,6 +19,7 @@ from model.scales import measure_weight_scales, write_scales
 from quant import get_scheme, prepare
 from quant.linear import QuantLinear
 from tests.tiny import tiny_checkpoint, tiny_config, tiny_model, tiny_tokenizer
+from tests.unit.model.quantised.test_columns import gptq_checkpoint
 
 TEXT = "The quick brown fox.\n  It jumps — twice!  Then 12 plus 30\tis 42.\n"
 CPU = torch.device("cpu")
@@ -228,6 +229,23 @@ def test_an_export_with_a_quantised_head(tmp_path, text, kind):
     # What was evaluated is not what it was made of, which is further away than any rounding.
     plain = evaluate_text(load_for_evaluation(source, torch.float32, CPU), text, length=16)
     assert abs(plain.log_likelihood / result.log_likelihood - 1) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "auto-round"])
+def test_a_file_of_another_writer_is_what_its_codes_stand_for(tmp_path, text, kind):
+    """In fp32, which holds every product of a code and an fp16 scale."""
+    directory, weights = gptq_checkpoint(tmp_path, kind)
+    plain = build_model(tmp_path / "source", {}, dtype=torch.float32, device=CPU)
+    load_weights(plain, tmp_path / "source", progress=False)
+    before = evaluate_text(scoring_model(plain, CPU), text, length=16).log_likelihood
+    plain = build_model(tmp_path / "source", {}, dtype=torch.float32, device=CPU)
+    load_weights(plain, tmp_path / "source", progress=False)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            plain.get_submodule(name).weight.copy_(weight)
+    expected = evaluate_text(scoring_model(plain, CPU), text, length=16).log_likelihood
+    found = evaluate_text(load_for_evaluation(directory, torch.float32, CPU), text, length=16).log_likelihood
+    assert found == pytest.approx(expected, rel=1e-6) and abs(before / expected - 1) > 1e-4
 
 
 def test_first_tokens_only(tmp_path, text):

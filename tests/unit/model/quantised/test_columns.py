@@ -65,6 +65,8 @@ def written(kind: str, bits: int, rows: int, columns: int, size: int, symmetric:
     if symmetric:
         zero = torch.full((groups, rows), 2 ** (bits - 1))
     scale = (torch.rand(groups, rows) * 0.01 + 0.001).half()
+    if kind == "auto-round" and symmetric:  # half of its scales are negative, so that the lowest code is used
+        scale *= torch.randint(0, 2, scale.shape) * 2 - 1
     index = torch.arange(columns) // size
     weight = (codes - zero[index]).float() * scale.float()[index]
     tensors = {f"{NAME}.scales": scale}
