@@ -20,9 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.names import module_name_on_disk
+from model.ranks import say
 from quant.patterns import pattern_problem
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FOLDER = "adapter"  # inside the export of the model that it stays beside
 PREFIX = "base_model.model."
 # Keys of the configuration that say nothing about what is computed, or are looked at one by one.
 KNOWN = {
@@ -176,3 +178,10 @@ def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
     if said != rank:
         raise ValueError(f"{file}: {name}: r is {said}, and its lora_A has {rank} rows")
     return own("alpha_pattern", config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def say_left_out(directory: str | Path) -> None:
+    """Say that the adapter beside an exported model is not part of it, where there is one: what reads the model by
+    itself measures what all its adapters share."""
+    if (folder := Path(directory) / FOLDER / CONFIG).is_file():
+        say(f"{directory}: the quantised model without the adapter in {folder.parent}, which is not merged into it")

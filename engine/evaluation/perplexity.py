@@ -27,6 +27,7 @@ from engine.evaluation.score import ScoringModel, rolling_windows, score_windows
 from model.build import build_model
 from model.compressed import load_compressed
 from model.load import load_weights
+from model.peft import say_left_out
 from model.quantised.config import weights_alone
 from model.ranks import RankError, errors_on_all_ranks, is_main
 
@@ -148,6 +149,7 @@ def load_for_evaluation(
     Raises:
         RankError: on every rank: a damaged checkpoint, or a compressed one that is to be sharded.
     """
+    say_left_out(directory)
     with errors_on_all_ranks(OSError, ValueError):
         config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
         compressed = "quantization_config" in config and not weights_alone(Path(directory))

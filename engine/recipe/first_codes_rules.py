@@ -1,4 +1,5 @@
-"""Rules of ``quant.first_codes: gptq`` beside other knobs, in the form of :mod:`engine.recipe.rules`."""
+"""Rules of what moves weights before the first step (``quant.first_codes: gptq``, ``quant.start_inside``) beside other
+knobs, in the form of :mod:`engine.recipe.rules`."""
 
 from engine.recipe.quant import SOURCE
 from engine.recipe.rules import Rule, Sections
@@ -27,6 +28,13 @@ RULES_OF_FIRST_CODES = (
         "quant.first_codes",
         lambda r: _gptq(r) and r.adapter.on,
         "nearest: adapters leave the weights where they are",
+    ),
+    Rule(
+        "a student that teaches itself starts as the original",
+        "loss.teacher",
+        lambda r: r.teacher_kind() == "self" and (_gptq(r) or r.quant.start_inside),
+        "a directory: quant.first_codes gptq and quant.start_inside move the weights before the first step, so that "
+        "the student would be taught by what it has become",
     ),
     Rule(
         "codes are chosen by samples",

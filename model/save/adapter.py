@@ -20,8 +20,6 @@ from model.towers import text_part
 from model.zero import full_shape, whole_values
 from quant import Quantization, QuantLinear
 
-FOLDER = "adapter"  # inside the export of the model that it stays beside
-
 
 @dataclass(frozen=True)
 class PeftFolder:

@@ -25,9 +25,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from model.load import garbage_kept
+from model.peft import FOLDER
 from model.quantised.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
-from model.save.adapter import FOLDER, PeftFolder
+from model.save.adapter import PeftFolder
 from model.save.executorch import check_executorch, torchao_files
 from model.save.finish import check_destination, configuration, copy_companions, publish, write_config, write_index
 from model.save.gguf_file import FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf

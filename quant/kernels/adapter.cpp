@@ -30,6 +30,7 @@
 
 #include "dispatch.h"
 #include "merge.h"
+#include "merge_bf16.h"
 
 namespace {
 
@@ -173,13 +174,15 @@ __attribute__((target("avx512bf16"))) void products_of_bf16(const BFloat16* a, c
   const __m256 both = _mm256_add_ps(_mm512_castps512_ps256(of_all), _mm512_extractf32x8_ps(of_all, 1));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
 }
+
+bool multiplies_bf16() { return __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 template <typename T>
 auto fastest_products() {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, BFloat16>)
-    if (__builtin_cpu_supports("avx512bf16")) return &products_of_bf16;
+    if (multiplies_bf16()) return &products_of_bf16;
 #endif
   return &products_of<T>;
 }
@@ -298,6 +301,30 @@ std::tuple<Tensor, Tensor> clipped_products(const Tensor& grad_, const Tensor& x
   return {of_a.transpose(-2, -1).contiguous(), of_b};
 }
 
+// Whether the sum was formed in bf16's own products (merge_bf16.h), of contiguous tensors whose shapes fit.
+bool merge_bf16(const Tensor& weight, const Tensor& lora_a, const Tensor& lora_b, double scaling, Tensor& merged) {
+#if defined(__AVX512F__)
+  for (const Tensor& one : {weight, lora_a, lora_b})
+    if (one.scalar_type() != at::kBFloat16) return false;
+  if (!multiplies_bf16()) return false;
+  const int64_t rank = lora_a.size(-2), in = weight.size(-1), out = weight.size(-2);
+  const int64_t experts = weight.dim() == 3 ? weight.size(0) : 1;
+  const auto of = [](const Tensor& one, int64_t first) { return static_cast<const BFloat16*>(one.const_data_ptr()) + first; };
+  for (int64_t e = 0; e < experts; ++e) {
+    const BFloat16 *a = of(lora_a, e * rank * in), *b = of(lora_b, e * out * rank), *w = of(weight, e * out * in);
+    auto* to = static_cast<BFloat16*>(merged.mutable_data_ptr()) + e * out * in;
+    const deepqat::cpu::Pairs pairs(a, b, scaling, rank, in, out);
+    if (!pairs.fits) return false;
+    at::parallel_for(0, out, 64, [&](int64_t begin, int64_t end) {
+      deepqat::cpu::merge_rows_bf16(pairs, w, a, b, scaling, rank, begin, end, to);
+    });
+  }
+  return true;
+#else
+  return false;
+#endif
+}
+
 // Shapes as in quant/kernels/ops.py.
 Tensor merge(const Tensor& weight_, const Tensor& lora_a, const Tensor& lora_b, double scaling) {
   const Tensor weight = weight_.contiguous();
@@ -311,8 +338,9 @@ Tensor merge(const Tensor& weight_, const Tensor& lora_a, const Tensor& lora_b, 
   };
   TORCH_CHECK(fits(lora_a, rank, in) && fits(lora_b, out, rank), "lora_a is ", lora_a.sizes(), ", lora_b ",
               lora_b.sizes(), " of a weight ", weight.sizes());
-  const Tensor a = lora_a.to(at::kDouble).contiguous(), b = lora_b.to(at::kDouble).contiguous() * scaling;
   Tensor merged = at::empty_like(weight, at::MemoryFormat::Contiguous);
+  if (merge_bf16(weight, lora_a.contiguous(), lora_b.contiguous(), scaling, merged)) return merged;
+  const Tensor a = lora_a.to(at::kDouble).contiguous(), b = lora_b.to(at::kDouble).contiguous() * scaling;
   deepqat::with_dtype(dtype_of(weight, "a weight"), [&](auto zero) {
     using T = decltype(zero);
     for (int64_t e = 0; e < experts; ++e) {

@@ -1,6 +1,7 @@
 """Adapters that are merged before the weight is quantised, trained on two ranks on every ZeRO stage: against a plain
 loop, and the codes of the export against what the last forward multiplied."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from model.compressed import load_compressed
+from quant import SCHEMES
 from quant.adapter import merge
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import assert_equals_plain_loop, load_result
@@ -58,6 +60,23 @@ MORE = {
     ],
     "calibration_batches": 1,
 }
+MANY = 8  # decoder layers, each with a scheme of its own
+
+
+def every_scheme(names: Iterable[str] = SCHEMES) -> list[dict]:
+    """Sections ``quant`` that together have all schemes of these names, each of them in a decoder layer of its own."""
+    names = list(names)
+    parts = [names[begin : begin + MANY] for begin in range(0, len(names), MANY)]
+    return [
+        {
+            "scheme": part[0],
+            "rules": [{"layers": rf"model\.layers\.{layer}\..*", "scheme": name} for layer, name in enumerate(part)],
+            "calibration_batches": 1,
+        }
+        for part in parts
+    ]
+
+
 EXPORT = {"export": {"enabled": True}}
 INT4 = {"quant": {"scheme": "w4a16_g32"}}
 SELF = {"kd_weight": 1.0, "kd": "kl"}
@@ -90,6 +109,16 @@ OTHERS = {
     **{f"mixed_{stage}": ("qwen3", stage, "bfloat16", {"quant": MIXED, **EXPORT}) for stage in (0, 1, 2)},
     **{f"more_{stage}": ("qwen3_moe", stage, "bfloat16", {"quant": MORE, **EXPORT}) for stage in (0, 1, 2)},
     "stacked_2": ("qwen3_moe", 2, "bfloat16", {"quant": {**FOLLOWED, **STATIC}, **EXPORT}),
+    **{
+        f"every_{part}_{stage}": (
+            ("wide", "wide_moe")[(part + stage) % 2],
+            stage,
+            "bfloat16",
+            {"quant": quant, "train": {"steps": 2}, **EXPORT},
+        )
+        for part, quant in enumerate(every_scheme())
+        for stage in range(4)
+    },
 }
 
 
@@ -118,6 +147,10 @@ def others(tmp_path_factory):
 def write_runs(directory, runs):
     """A recipe of each."""
     models = {kind: tiny_checkpoint(directory / kind, kind, even=True) for kind in ("qwen3", "qwen3_moe")}
+    if any(kind.startswith("wide") for kind, *_ in runs.values()):
+        for kind in ("qwen3", "qwen3_moe"):
+            wide = kind.replace("qwen3", "wide")
+            models[wide] = tiny_checkpoint(directory / wide, kind, wide=True, layers=MANY)
     chats = write_chats(directory / "chats.jsonl")
     written = {}
     for name, (kind, stage, dtype, sections) in runs.items():
@@ -140,7 +173,8 @@ def test_training_equals_a_plain_loop_on_every_stage(paths, name):
 def test_the_rest_of_the_stages_are_alike(others):
     for stage in (1, 2):
         assert_equals_plain_loop(others[f"plain_{stage}"])
-    for name in ("stacked_2", *(f"{kind}_{stage}" for kind in ("mixed", "more") for stage in (0, 1, 2))):
+    every = [name for name in others if name.startswith("every_")]
+    for name in ("stacked_2", *(f"{kind}_{stage}" for kind in ("mixed", "more") for stage in (0, 1, 2)), *every):
         assert_export_is_of_the_last_forward(others[name])
     assert_scales_are_those_of_the_sum(others["stacked_2"])
 

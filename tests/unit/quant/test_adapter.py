@@ -201,6 +201,32 @@ def test_the_sum_is_the_same_for_any_rows(dtype, seed):
         torch.set_num_threads(threads)
 
 
+def test_a_sum_in_bf16_is_that_in_fp64(seed):
+    """Processors that multiply bf16 sum in fp32 where that says what to round to: over sizes of the adapter from none
+    to far larger than the weight, sums that nearly cancel or lie between two numbers, and both ends of bf16."""
+    out, in_ = 4 * random.randint(1, 9) + random.randint(0, 3), 32 * random.randint(1, 4) + random.randint(0, 31)
+    ends = torch.tensor([0.0, -0.0, 1e-40, -9e-39, 1.2e-38, 3e38, 1e-30])
+    for size in (0.0, 1e-38, 1e-12, 1e-4, 1.0, 1e6, 1e30):
+        for scaling in (2.0, -0.3, 32 / 7, 1e-7, 3e6):
+            rank = random.randint(1, 40)
+            weight, lora_a, lora_b = torch.randn(out, in_), torch.randn(rank, in_), size * torch.randn(out, rank)
+            weight[random.randrange(out)] = 0
+            lora_b[random.randrange(out)] = 0
+            for one in (weight, lora_a, lora_b):
+                places = torch.randint(one.numel(), (3,))
+                one.view(-1)[places] = ends[torch.randint(len(ends), (3,))]
+            weight, lora_a, lora_b = (one.bfloat16() for one in (weight, lora_a, lora_b))
+            if random.random() < 0.5:  # half-way between two numbers, and next to it
+                product = scaling * (lora_b.double() @ lora_a.double())
+                weight = (-product * random.choice([1, 1 + 2**-9])).float().bfloat16()
+            found = merge(weight, lora_a, lora_b, scaling).double()
+            # fp64 adds in some order, which shows where terms cancel, or in an exact tie.
+            whole = weight.double() + scaling * (lora_b.double() @ lora_a.double())
+            terms = weight.double().abs() + abs(scaling) * (lora_b.double().abs() @ lora_a.double().abs())
+            least, most = ((whole + side * 2**-48 * terms).float().bfloat16().double() for side in (-1, 1))
+            assert bool(((least <= found) & (found <= most) | ~whole.isfinite()).all())
+
+
 def test_a_sum_with_what_is_not_finite_or_does_not_fit(seed):
     """NaN and Inf come through where they are; shapes are checked."""
     weight, lora_a, lora_b = torch.randn(5, 40), torch.randn(2, 40), torch.randn(5, 2)

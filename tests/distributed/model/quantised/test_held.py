@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.engine.test_adapters import MIXED
+from model.quantised.made import can_be_made
+from quant import SCHEMES
+from tests.distributed.engine.test_adapters import MANY, MIXED, every_scheme
 from tests.distributed.launcher import run_ranks
 from tests.distributed.model.save.test_adapter import BESIDE, SCRIPT
 from tests.distributed.plain import load_result
@@ -191,3 +193,29 @@ def test_other_configurations_train_as_beside_weights(tmp_path, paths):
             assert torch.equal(used, codes["seen"]["used"][name]), (shipped, name)
         for name, value in codes["weights"].items():
             assert "lora" not in name or torch.equal(weights["weights"][name], value), (shipped, name)
+
+
+@pytest.mark.full
+def test_codes_of_every_scheme_are_made_on_every_stage(tmp_path):
+    """Of whichever can be made of rows, without a scale of inputs that is measured; dense layers and experts."""
+    names = [name for name, one in SCHEMES.items() if can_be_made(one.weights) and one.stored_input is None]
+    kinds = {kind: tiny_checkpoint(tmp_path / kind, kind, wide=True, layers=MANY) for kind in ("qwen3", "qwen3_moe")}
+    chats, written = write_chats(tmp_path / "chats.jsonl"), {}
+    for part, quant in enumerate(every_scheme(names)):
+        for stage in range(4):
+            kind = ("qwen3", "qwen3_moe")[(part + stage) % 2]
+            for base in ("weights", "codes"):
+                adapter = {**BESIDE["adapter"], "base": base, **(ATTENTION if "moe" in kind else {})}
+                sections = {**BESIDE, "adapter": adapter, "quant": {**quant, "calibration_batches": 0}, **MAKE}
+                name = f"{base}_{part}_{stage}"
+                written[name] = write_recipe(
+                    tmp_path, name, kinds[kind], chats, stage=stage, dtype="bfloat16", **sections
+                )
+    run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
+    for name in [name for name in written if name.startswith("codes")]:
+        weights, codes = both(written, name.replace("codes", "{}"))
+        assert weights["losses"] == codes["losses"] and len(codes["seen"]["bits"]) > MANY, name
+        for layer, used in weights["seen"]["used"].items():
+            assert torch.equal(used, codes["seen"]["used"][layer]), (name, layer)
+        for key, value in codes["weights"].items():
+            assert "lora" not in key or torch.equal(weights["weights"][key], value), (name, key)

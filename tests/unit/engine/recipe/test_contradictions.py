@@ -81,6 +81,13 @@ BROKEN = {
     "codes that are chosen stay": {**GPTQ, "quant.fake_quant_start": 2},
     "weights below adapters do not move": {**GPTQ, "adapter.kind": "lora", "learnable.weight": False},
     "codes are chosen by samples": {**GPTQ, "quant.calibration_batches": 0},
+    "a student that teaches itself starts as the original": {
+        **GPTQ,
+        "learnable.weight": False,
+        "learnable.norm": False,
+        "loss.kd_weight": 1.0,
+        "loss.teacher": "self",
+    },
     "codes are chosen before inputs are measured": {"quant.first_codes": "gptq", "quant.scheme": "w8a8_static"},
     "codes are chosen row by row": {**GPTQ, "quant.scheme": "fp8_block"},
     "weights that have scales are followed by them": {**FOLLOW, "quant.scheme": "fp8_kv"},
