@@ -64,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
     from data.samples import DataError, load_tokenizer
     from engine.verify import executorch, gguf, mlx
     from engine.verify.check import Report, compare_with_transformers, windows
-    from model.peft import say_left_out
     from model.quantised.config import find_quantization_config
     from model.ranks import RankError
 
@@ -81,7 +80,6 @@ def main(argv: list[str] | None = None) -> int:
         text = arguments.text or "(the sample)"
         parser.error(f"--text {text} has {len(ids)} tokens with this tokenizer, at least 2 are needed")
     batches, trust = windows(ids, arguments.window), arguments.trust_remote_code
-    say_left_out(arguments.export)
     report: Report | gguf.GGUFReport | mlx.MLXReport | executorch.ExecuTorchReport
     try:
         if engine is not None:

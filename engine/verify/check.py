@@ -32,6 +32,7 @@ from torch import Tensor
 from engine.verify.files import check_files
 from engine.verify.reader import inputs_of_experts_left, load_theirs, their_arithmetic
 from model.compressed import load_compressed
+from model.peft import say_left_out
 from model.save import fused_there, is_expert, not_loaded
 
 # Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels see
@@ -180,6 +181,7 @@ def compare_with_transformers(
         RankError: the directory is no compressed checkpoint or its keys or shapes are wrong (see ``load_compressed``).
     """
     directory = Path(export_dir)
+    say_left_out(directory)
     model, quantization = load_compressed(directory, trust_remote_code=trust_remote_code)
     problems = check_files(directory, model, quantization)
     theirs, loading = load_theirs(directory, model, quantization, trust_remote_code=trust_remote_code)
