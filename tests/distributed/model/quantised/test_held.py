@@ -202,15 +202,15 @@ def test_codes_of_every_scheme_are_made_on_every_stage(tmp_path):
     kinds = {kind: tiny_checkpoint(tmp_path / kind, kind, wide=True, layers=MANY) for kind in ("qwen3", "qwen3_moe")}
     chats, written = write_chats(tmp_path / "chats.jsonl"), {}
     for part, quant in enumerate(every_scheme(names)):
+        # Of eight bits and a zero point bf16 does not give all codes back, which is refused.
+        dtype = "float32" if any(rule["scheme"] == "w8a16_asym" for rule in quant["rules"]) else "bfloat16"
         for stage in range(4):
             kind = ("qwen3", "qwen3_moe")[(part + stage) % 2]
             for base in ("weights", "codes"):
                 adapter = {**BESIDE["adapter"], "base": base, **(ATTENTION if "moe" in kind else {})}
                 sections = {**BESIDE, "adapter": adapter, "quant": {**quant, "calibration_batches": 0}, **MAKE}
                 name = f"{base}_{part}_{stage}"
-                written[name] = write_recipe(
-                    tmp_path, name, kinds[kind], chats, stage=stage, dtype="bfloat16", **sections
-                )
+                written[name] = write_recipe(tmp_path, name, kinds[kind], chats, stage=stage, dtype=dtype, **sections)
     run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
     for name in [name for name in written if name.startswith("codes")]:
         weights, codes = both(written, name.replace("codes", "{}"))

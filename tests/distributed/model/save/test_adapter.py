@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from engine.evaluation.perplexity import load_for_evaluation
 from model.compressed import load_compressed
 from model.peft import read_adapter
 from quant.adapter import AdapterBeside
@@ -155,6 +156,13 @@ def test_the_base_without_adapter_is_the_teacher_that_it_was(paths):
     assert "loss/kd/kl" in own[0] and own[-1]["loss/kd/kl"] > 0
     for mine, theirs in zip(own, other, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_what_reads_the_model_alone_says_so(paths, capsys):
+    """Where there is an adapter beside it, and nowhere else."""
+    for name, said in (("int4_3", True), ("merged_3", False)):
+        load_for_evaluation(export_of(paths, name), torch.bfloat16, torch.device("cpu"))
+        assert ("without the adapter in" in capsys.readouterr().out) == said, name
 
 
 def test_the_base_does_not_depend_on_what_the_adapter_learnt(paths):
