@@ -6,7 +6,7 @@ They are measured by forward passes of the unquantised model, under whatever ZeR
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from model.ranks import RankError, reduce_over_ranks, say
 from model.scales import follow_weights, renew_weight_scales, write_scales
 from model.zero import forward_only, reset_moments, reset_optimizer_state, zero_parameters
 from quant import Quantization, Ranges, ScaleGroup, exempt_line, scale_from_histogram, weights_changed
+from quant.adapter import without_adapters
 from quant.scale import first_input_scale
 
 
@@ -230,7 +231,7 @@ class FakeQuant:
         active = self._active()
         for kind, group in THETA_GROUPS.items():
             self.scale_steps[group] += bool(active[kind])
-            if self.session.recipe.outgrows(kind):
+            if self.session.recipe.outgrows():
                 self.stale[kind] |= set(self._groups(kind)) - active[kind]
 
     def calibrate(self, batches: Iterable[MicroBatch]) -> None:
@@ -314,7 +315,9 @@ class FakeQuant:
         weights_changed(self.session.model)
 
     def _calibrate(self, owners: set[str], batches: Iterable[MicroBatch]) -> None:
-        calibrate_inputs(self.session.engine, self.quantization, owners, batches, self.session.device)
+        base = self.session.recipe.adapter.beside  # which other adapters are served on, too
+        with without_adapters(self.quantization) if base else nullcontext():
+            calibrate_inputs(self.session.engine, self.quantization, owners, batches, self.session.device)
 
     def _thetas(self, kind: str, owners: set[str]) -> list[Parameter]:
         groups = self._groups(kind)

@@ -92,11 +92,11 @@ class Recipe:
         """Whether fake quant is off from the first step to the last: nothing in the recipe switches it on."""
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
 
-    def outgrows(self, kind: str) -> bool:
-        """Whether resting scales of a kind (weight, input) come to be those of another model while it trains. The
-        weights beside which adapters stay are what they were."""
-        learn, stays = self.learnable, kind == "weight" and self.adapter.beside
-        return not stays and any((learn.weight, learn.norm, learn.router, self.adapter.on))
+    def outgrows(self) -> bool:
+        """Whether resting scales come to be those of another model while it trains. The model beside which adapters
+        stay is what it was, inputs included: other adapters are served on it, too."""
+        learn = self.learnable
+        return not self.adapter.beside and any((learn.weight, learn.norm, learn.router, self.adapter.on))
 
     def validate(self) -> None:
         """Check every value, and values against each other; no file is touched. Call it again after an assignment.

@@ -368,7 +368,8 @@ RULES_OF_SCHEMES = (
             and r.quant.scales is r.quant.start is None
             and r.quant.scheme != SOURCE  # or the files have none, which is an error when they are read
             and r.quant.initial_input_scale is None
-            and r.quant.calibration_batches == r.quant.fake_quant_start == 0
+            and r.quant.calibration_batches == 0
+            and (r.quant.fake_quant_start == 0 or r.adapter.beside)
         ),
         "1 or more (or quant.scales, or quant.initial_input_scale): nothing gives the activation scales of "
         "{quant.scheme}",

@@ -11,7 +11,7 @@ from model.quantised.made import can_be_made
 from quant import SCHEMES
 from tests.distributed.engine.test_adapters import MANY, MIXED, every_scheme
 from tests.distributed.launcher import run_ranks
-from tests.distributed.model.save.test_adapter import BESIDE, SCRIPT
+from tests.distributed.model.save.test_adapter import BESIDE, RESTS, SCRIPT
 from tests.distributed.plain import load_result
 from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
 from tests.tiny import tiny_checkpoint
@@ -22,8 +22,6 @@ ATTENTION = {"targets": [".*self_attn.*"]}
 CODES = {"adapter": {"base": "codes"}}
 SOURCE = {"quant": {"scheme": "source"}}
 SELF = {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}
-# Fake quant rests for a step: the weights' scales stay those of the codes.
-RESTS = {"schedule": [{"at": 1, "fake_quant": False}, {"at": 2, "fake_quant": True}]}
 TWO = {"train": {**TRAIN, "steps": 2, "checkpoint_every": 2}}
 # A scheme of each kind that can be made of rows.
 MADE = {

@@ -36,12 +36,15 @@ BESIDE = {
 SOURCE, PEFT = {"quant": {"scheme": "source"}}, {"export": {"enabled": True, "format": "peft"}}
 STATIC, EXPERTS = {"scheme": "fp8_static"}, [".*experts.*"]
 ATTENTION = {"targets": [".*self_attn.*"], "rslora": True}
+RESTS = {"schedule": [{"at": 1, "fake_quant": False}, {"at": 2, "fake_quant": True}]}
 # name: kind, stage, dtype, what the recipe has beside BESIDE; a path in braces is that of an earlier run's output.
 RUNS = {
     "plain_2": ("qwen3", 2, "float32", {}),
     "int4_3": ("qwen3", 3, "bfloat16", {}),
     "again_3": ("qwen3", 3, "bfloat16", {"optim": {"lr": 2e-2}}),
     "fp8_1": ("qwen3", 1, "bfloat16", {"quant": STATIC}),
+    "rests_1": ("qwen3", 1, "bfloat16", {"quant": STATIC, **RESTS}),
+    "later_3": ("qwen3", 3, "bfloat16", {"quant": {**STATIC, "fake_quant_start": 2}, "adapter": {"init": "error"}}),
     "moe_3": ("qwen3_moe", 3, "bfloat16", {"adapter": ATTENTION, "quant": {**STATIC, "exempt_more": EXPERTS}}),
     "alone_3": ("{int4_3}", 3, "bfloat16", {**SOURCE, **PEFT}),
     "whole_3": ("{int4_3}", 3, "bfloat16", SOURCE),
@@ -175,6 +178,13 @@ def test_the_base_does_not_depend_on_what_the_adapter_learnt(paths):
     adapters = [load_file(one / "adapter" / "adapter_model.safetensors") for one in (first, second)]
     assert adapters[0].keys() == adapters[1].keys()
     assert not any(torch.equal(adapters[0][key], adapters[1][key]) for key in adapters[0])
+
+
+@pytest.mark.parametrize("name", ("rests_1", "later_3"))
+def test_static_scales_of_inputs_are_those_of_the_model_without_adapters(paths, name):
+    """Also where fake quant rests while the adapter trains, starts after it has, or the adapter starts with values."""
+    first, other = (export_of(paths, one) / "model.safetensors" for one in ("fp8_1", name))
+    assert other.read_bytes() == first.read_bytes()
 
 
 @pytest.mark.parametrize("name", ("int4_3", "fp8_1", "moe_3", "alone_3", "goes_on_2"))
