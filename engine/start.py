@@ -56,8 +56,7 @@ def start_run(
         if is_main():
             save_recipe(recipe, output / "recipe.yaml")
     quant = FakeQuant(session)
-    # Else observers watch until fake quant starts; but what adapters stay beside is the model as it begins.
-    if checkpoint is None and (recipe.quant.fake_quant_start == 0 or recipe.adapter.beside):
+    if checkpoint is None and (recipe.quant.fake_quant_start == 0 or recipe.adapter.beside):  # else observers watch
         quant.calibrate(loader.first(recipe.quant.calibration_batches))
         check_inputs(session, loader.first)
     session.engine.train()
