@@ -59,10 +59,16 @@ class Run:
             return "FT"
         match = _NAME.fullmatch(self.name.removeprefix(f"{self.part}_{self.scheme}_"))
         start, loss, tag = match.group("start", "loss", "tag") if match else (self.name, "", None)
-        start = start.replace("_signed", ", signed") + (tag or "").replace("_", ", ")
+        start = start.replace("_signed", ", signed").replace("from_", "codes of ") + (tag or "").replace("_", ", ")
         if self.part == "ptq":
             return f"PTQ, {start}"
         return f"{'torchao' if self.part == 'torchao' else 'QAT'}{' from FT' if loss == 'ft' else ''}, {start}"
+
+    @property
+    def changed(self) -> bool:
+        """Whether its name says more than scheme, start and losses."""
+        match = _NAME.fullmatch(self.name)
+        return match is not None and match["tag"] is not None
 
     @property
     def steps(self) -> int:
@@ -125,9 +131,10 @@ def _heading(settings: Mapping[str, Any]) -> str:
 
 
 def _side_by_side(of: Mapping[str, Sequence[Run]]) -> str:
-    """KL, and perplexity of both halves, by scheme and way; ways that one scheme alone has are left to the lines."""
-    labels = sorted({run.label for runs in of.values() for run in runs}, key=_order)
-    labels = [label for label in labels if len(of) == 1 or sum(label in map(_label, runs) for runs in of.values()) > 1]
+    """KL, and perplexity of both halves, by scheme and way; runs in which something else was changed are left to the
+    lines."""
+    plain = [run for runs in of.values() for run in runs if not run.changed]
+    labels = sorted({run.label for run in plain}, key=_order)
     rows = []
     for scheme, runs in of.items():
         found = {run.label: f"{run.found.kl:.4f} / {run.found.both:.2f}" for run in runs}
@@ -135,15 +142,12 @@ def _side_by_side(of: Mapping[str, Sequence[Run]]) -> str:
     return f"KL to FT / perplexity:\n\n{table(['scheme', *labels], rows)}\n"
 
 
-def _label(run: Run) -> str:
-    return run.label
-
-
-def _order(label: str) -> tuple[int, int, str]:
-    """PTQ, torchao, QAT from the checkpoint, QAT from FT; fewer steps first."""
+def _order(label: str) -> tuple[int, int, bool, bool, str]:
+    """PTQ, torchao, QAT from the checkpoint, QAT from FT; fewer steps first, and nearest codes."""
     parts = ("PTQ", "torchao", "QAT,", "QAT from")
     steps = re.search(r"(\d+) steps$", label)
-    return next(i for i, part in enumerate(parts) if label.startswith(part)), int(steps[1]) if steps else 0, label
+    part = next(index for index, one in enumerate(parts) if label.startswith(one))
+    return part, int(steps[1]) if steps else 0, ", nearest" not in label, ", gptq" not in label, label
 
 
 def _won_back(ft: Run, of: Mapping[str, Sequence[Run]]) -> str:

@@ -185,7 +185,7 @@ def test_recovery_start(tmp_path: Path) -> None:
         tables.append((tmp_path / "recovery_start.md").read_text().partition("\n## ")[2])
     lines = tables[0].partition("All of them:")[2].strip().splitlines()[2:]
     models = [line.split("|")[2].strip().removesuffix(" (best PTQ)") for line in lines]
-    starts = ["gptq", "gptq, signed", "nearest", "nearest, signed"]
+    starts = ["nearest", "nearest, signed", "gptq", "gptq, signed"]
     trained = [f"QAT from FT, {start}, 2 steps" for start in starts]
     assert models == ["FT", *(f"PTQ, {start}" for start in starts), *trained]
     assert tables[0] == tables[1]
