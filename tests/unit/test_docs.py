@@ -271,7 +271,7 @@ def test_recipes_are_read(block: Block, tmp_path: Path) -> None:
 
 
 def test_the_recipe_of_low_bits_is_the_one_that_ships() -> None:
-    (block,) = [one for one in blocks("yaml") if one.page.name == "low_bits.md"]
+    block = next(one for one in blocks("yaml") if one.page.name == "low_bits.md")
     shipped = (ROOT / "launch" / "recipes" / "low_bits.yaml").read_text(encoding="utf-8")
     assert shipped.partition("\n\n")[2] == block.text
 
