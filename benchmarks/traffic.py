@@ -65,10 +65,13 @@ WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias"}
 FREE |= {"set_"}
 # In place, and without sums, these touch gradients only where something was clipped: nothing, here.
-CLIPPED = {"masked_", "dequantize_and_mask_", "fake_quantize_backward_"}
-WITH_SUMS = "fake_quantize_backward_"  # of long runs partial sums, and their sum; launch_reduction in cuda.cu
+CLIPPED = {"masked_", "dequantize_and_mask_", "fake_quantize_backward_", "fake_quantize_tokens_and_mask_"}
+# Of long runs partial sums, and their sum; of more runs than are counted on the device in a launch of its own, see
+# launch_reduction in quant/kernels/cuda_reductions.h.
+WITH_SUMS = "fake_quantize_backward_"
 SEGMENT = 8 * 2048  # elements of a run whose sum is taken at once; kSegment in quant/kernels/kernels.h
-# It reads its gradient twice: for the largest magnitude, which long gradients take two launches for, and for codes.
+COUNTED_RUNS = 1024  # kCountedRuns in cuda_reductions.h
+# It reads its gradient twice, in two launches: for the largest magnitude, and for codes.
 TWICE = "quantize_gradient"
 NORM_BACKWARD = "rms_norm_backward"  # likewise, where the weight has a gradient; quant/kernels/fused.cu
 
@@ -110,7 +113,7 @@ class Traffic(TorchDispatchMode):
             read = [one for one in read if not _among(one, changed)]
             changed = []
         parts = written[0].numel() if sums else 1
-        long = (sums or name == TWICE) and read[0].numel() > SEGMENT * parts
+        long = sums and parts > COUNTED_RUNS and read[0].numel() > SEGMENT * parts
         partial = _partial_sums(written) if name == NORM_BACKWARD else 0
         self.launches[name] += 1 + long + (name == TWICE) + (partial > 0)
         self.bytes[name] += sum(map(_size, [*read, *written, *changed])) + partial

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from quant import kernels
-from quant.function import Arguments, Plan, QuantLinearFunction, Saved, apply_function, keep, product, used_input
+from quant.function import Arguments, Plan, QuantLinearFunction, Saved, apply_function, keep, product
+from quant.inputs import used_input
 from quant.kernels import eager
 from quant.thin import MOST_CLIPPED, thin_gradients
 

@@ -41,9 +41,10 @@ class BlockCodes(NamedTuple):
     above: Tensor | None
 
 
-def weight_codes(codes: Tensor, quantizer: Quantizer) -> BlockCodes:
-    """The operand that a weight ``[out, in]`` is, of its codes as :func:`quant.kernels.quantize` gives them."""
-    scale, above = kernels.effective_scale(quantizer), quantizer.scale.global_
+def weight_codes(codes: Tensor, scale: Tensor, quantizer: Quantizer) -> BlockCodes:
+    """The operand that a weight ``[out, in]`` is, of its codes and effective scales as
+    :func:`quant.kernels.quantize_with_scale` gives them."""
+    above = quantizer.scale.global_
     four = quantizer.spec.dtype == "fp4_e2m1"
     stored = scale.to(torch.float8_e8m0fnu) if above is None else (scale * above).to(torch.float8_e4m3fn)
     return BlockCodes(pack_nibbles(codes) if four else codes, stored, above)
@@ -62,8 +63,10 @@ def product(
     if x.numel() == 0:
         return x.new_zeros(*x.shape[:-1], len(weight))
     if codes is None:
-        codes, _ = kernels.quantize(weight, quantizer)
-    operand = weight_codes(codes, quantizer)
+        codes, scale = kernels.quantize_with_scale(weight, quantizer)
+    else:
+        scale = kernels.effective_scale(quantizer)
+    operand = weight_codes(codes, scale, quantizer)
     width, groups = operand.codes.shape[-1], operand.scales.shape[-1]
     rows = BlockCodes(kept.codes.reshape(-1, width), kept.scales.reshape(-1, groups), kept.above)
     output = block_scaled_linear(rows, operand, bias, quantizer.spec, weight.dtype)

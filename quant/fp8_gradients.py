@@ -60,7 +60,7 @@ def of_input(grad: GradientCodes, saved: Any, quantizer: Quantizer | None, scale
 
 
 def turned_input(ctx: Any, saved: Any, unmasked: Tensor | None, after: Tensor) -> Tensor:
-    """The input's codes ``[in, tokens]``, made once for all layers that share it; as :func:`quant.function.used_input`,
+    """The input's codes ``[in, tokens]``, made once for all layers that share it; as :func:`quant.inputs.used_input`,
     whose arguments these are."""
     if unmasked is not None:
         kernels.masked_(unmasked, saved.mask)

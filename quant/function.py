@@ -31,7 +31,15 @@ from torch.autograd.function import once_differentiable
 from quant import block_gemm, fp8_gradients, gemm, kernels
 from quant.fp8_gradients import GradientCodes
 from quant.held import HeldCodes, codes_of_stand_in, stands_in
-from quant.inputs import QuantizedInput, Restored, SharedInput, Wanted, quantize_input
+from quant.inputs import (
+    QuantizedInput,
+    Restored,
+    SharedInput,
+    Wanted,
+    mask_,
+    quantize_input,
+    used_input,
+)
 from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import TensorSpec
 
@@ -224,21 +232,24 @@ class QuantLinearFunction(torch.autograd.Function):
         saved = Saved(*ctx.saved_tensors).unpacked(ctx.plan)  # once: activation checkpointing drops what was asked for
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
         given = grad if ctx.plan.gradients is None else fp8_gradients.codes_of(grad, ctx.plan.gradients)
-        grad_x = grad_input_theta = grad_weight = grad_weight_theta = None
+        grad_x = grad_input_theta = grad_weight = grad_weight_theta = zeros = None
         if needs.x or (needs.input_theta and ctx.plan.input is not None):
-            grad_x, grad_input_theta = _input_gradients(ctx, saved, given)
-        unmasked = grad_x if ctx.keeps_codes and saved.scales is None and saved.mask is not None else None
+            grad_x, grad_input_theta, zeros = _input_gradients(ctx, saved, given, needs.weight_theta)
+        dynamic = ctx.plan.input is not None and ctx.plan.input.dynamic
+        unmasked = (
+            grad_x if saved.scales is None and (dynamic or (ctx.keeps_codes and saved.mask is not None)) else None
+        )
         if needs.weight or (needs.weight_theta and ctx.plan.weight is not None):
             used_x = used_input(ctx, saved, unmasked, after=grad)
             grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, given, used_x, needs.weight_theta)
         elif unmasked is not None:
-            kernels.masked_(unmasked, saved.mask)
+            mask_(ctx, saved, unmasked)
         # The theta of an operand that is not quantised now: ZeRO-3 keeps the gradient of the last step of a Parameter
         # that gets none, and would apply it again in every step.
         if saved.input_theta is not None and needs.input_theta and grad_input_theta is None:
             grad_input_theta = torch.zeros_like(saved.input_theta)
         if saved.weight_theta is not None and needs.weight_theta and grad_weight_theta is None:
-            grad_weight_theta = torch.zeros_like(saved.weight_theta)
+            grad_weight_theta = torch.zeros_like(saved.weight_theta) if zeros is None else zeros
         gradients = Arguments(*[None] * len(Arguments._fields))._replace(
             x=grad_x if needs.x else None,
             weight=grad_weight if needs.weight else None,
@@ -300,10 +311,11 @@ def _product_of_codes(plan: Plan, saved: Saved, given: Arguments) -> Tensor:
         x = block_gemm.BlockCodes(codes, given.scales, given.input_s0)
         return block_gemm.product(given.x, x, saved.weight, quantizer, saved.weight_codes, bias)
     input_scale = kernels.effective_scale(saved.input_quantizer(plan.input))
-    weight_codes = saved.weight_codes
+    weight_codes, weight_scale = saved.weight_codes, plan.weight_scale
     if weight_codes is None:
-        weight_codes, _ = kernels.quantize(saved.weight, quantizer)
-    weight_scale = kernels.effective_scale(quantizer) if plan.weight_scale is None else plan.weight_scale
+        weight_codes, weight_scale = kernels.quantize_with_scale(saved.weight, quantizer)
+    elif weight_scale is None:
+        weight_scale = kernels.effective_scale(quantizer)
     scales_and_codes = (codes, input_scale, weight_codes, weight_scale)
     dtype, offsets = saved.weight.dtype, saved.offsets
     return gemm.scaled_linear(*scales_and_codes, bias, dtype, offsets, fast_accum=plan.fast_accum)
@@ -320,24 +332,26 @@ def used_weight(
     return kernels.dequantize(codes, quantizer, after=after)
 
 
-def _input_gradients(ctx: Any, saved: Saved, grad: Tensor | GradientCodes) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``. Where codes of an input with a
-    stored scale are kept, its gradient is not masked yet."""
-    plan: Plan = ctx.plan
+def _input_gradients(ctx: Any, saved: Saved, grad: Tensor | GradientCodes, wanted: bool) -> tuple[Tensor | None, ...]:
+    """Gradients of the input ``[..., in]``, not masked yet where :func:`mask_` does it, and of its theta, from
+    ``grad [tokens, out]``; and zeros like the weight's theta, if these are ``wanted`` and cost no launch."""
+    plan, zeros = ctx.plan, None
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
     if isinstance(grad, GradientCodes):
         grad_used = fp8_gradients.of_input(grad, saved, quantizer, plan.weight_scale).reshape(ctx.input_shape)
     else:
-        used = used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)
+        if quantizer is not None and wanted and saved.weight_codes is not None and stands_in(saved.weight):
+            used, zeros = kernels.dequantize_with_zeros(saved.weight_codes, quantizer, after=grad)
+        else:
+            used = used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)
         grad_used = gemm.input_gradient(grad, used, saved.offsets).reshape(ctx.input_shape)
     if saved.scales is not None:
-        return kernels.kept_gradient_(grad_used, saved.scales, saved.mask), None
-    if plan.input is None or ctx.keeps_codes:
-        return grad_used, None
-    if plan.input.dynamic:
-        return kernels.fake_quantize_tokens_backward(grad_used, saved.x, plan.input, saved.input_s0), None
+        return kernels.kept_gradient_(grad_used, saved.scales, saved.mask), None, zeros
+    if plan.input is None or ctx.keeps_codes or plan.input.dynamic:
+        return grad_used, None, zeros
     of_input, factor = saved.input_quantizer(plan.input), lsq_factor(plan.input_numel, plan.input)
-    return grad_used, kernels.fake_quantize_backward_(grad_used, saved.x, of_input, factor=factor, theta_gradient=True)
+    of_theta = kernels.fake_quantize_backward_(grad_used, saved.x, of_input, factor=factor, theta_gradient=True)
+    return grad_used, of_theta, zeros
 
 
 def _weight_gradients(
@@ -352,33 +366,6 @@ def _weight_gradients(
     if plan.weight is None or stands_in(saved.weight):
         # Of codes that stand in for the weight, whoever has the weight itself does the rest (:mod:`model.coded`).
         return grad_used, None
-    quantizer, factor = saved.weight_quantizer(plan.weight), lsq_factor(plan.weight_numel, plan.weight)
-    grad_theta = kernels.fake_quantize_backward_(
-        grad_used, saved.weight, quantizer, factor=factor, theta_gradient=theta_gradient
-    )
-    return grad_used, grad_theta
-
-
-def used_input(ctx: Any, saved: Saved, unmasked: Tensor | None = None, *, after: Tensor) -> Tensor:
-    """The input as the forward's GEMM saw it, from what the context of :class:`QuantLinearFunction` kept of it; its
-    transposed codes where gradients are multiplied as codes. The input's gradient, if given, is masked in place."""
-    spec: TensorSpec | None = ctx.plan.input
-    restored: Restored | None = ctx.plan.restored
-    make: Callable[[], Tensor]
-    if spec is None:
-        return saved.x
-    if ctx.plan.gradients is not None:
-        return fp8_gradients.turned_input(ctx, saved, unmasked, after)
-    if unmasked is not None and restored is not None and restored.has(saved.x):
-        unmasked = kernels.masked_(unmasked, saved.mask)
-    if saved.scales is not None:
-        above, dtype = saved.input_s0, saved.weight.dtype
-        make = partial(kernels.restore_tokens, saved.x, saved.scales, spec, dtype, above, after=after)
-    elif spec.dynamic:
-        make = partial(kernels.fake_quantize_tokens, saved.x, spec, saved.input_s0, after=after)
-    elif unmasked is not None:
-        make = partial(kernels.dequantize_and_mask_, unmasked, saved.mask, saved.x, saved.input_quantizer(spec))
-    else:
-        restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
-        make = partial(restore, saved.x, saved.input_quantizer(spec), after=after)
-    return make() if restored is None else restored.get(saved.x, make)
+    quantizer = saved.weight_quantizer(plan.weight)
+    how: dict[str, Any] = {"factor": lsq_factor(plan.weight_numel, plan.weight), "theta_gradient": theta_gradient}
+    return grad_used, kernels.fake_quantize_backward_(grad_used, saved.weight, quantizer, **how)

@@ -13,12 +13,13 @@ operators are one.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quant import kernels
+from quant import fp8_gradients, kernels
 from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 
@@ -189,3 +190,46 @@ def _same_memory(seen: Tensor, x: Tensor) -> bool:
         and seen.dtype == x.dtype
         and x._version == seen._version
     )
+
+
+def mask_(ctx: Any, saved: Any, grad: Tensor) -> None:
+    """Mask an input's gradient as :func:`used_input` would, of a :class:`quant.function.Saved` and its context."""
+    if ctx.keeps_codes:
+        kernels.masked_(grad, saved.mask)
+    else:
+        kernels.fake_quantize_tokens_and_mask_(grad, saved.x, ctx.plan.input, saved.input_s0, values=False)
+
+
+def used_input(ctx: Any, saved: Any, unmasked: Tensor | None = None, *, after: Tensor) -> Tensor:
+    """The input as the forward's GEMM saw it, from what was kept of it; its transposed codes where gradients are
+    multiplied as codes. The input's gradient, if given, is masked in place."""
+    spec: TensorSpec | None = ctx.plan.input
+    restored: Restored | None = ctx.plan.restored
+    make: Callable[[], Tensor]
+    if spec is None:
+        return saved.x
+    if ctx.plan.gradients is not None:
+        return fp8_gradients.turned_input(ctx, saved, unmasked, after)
+    if unmasked is not None and restored is not None and restored.has(saved.x):
+        mask_(ctx, saved, unmasked)
+    if saved.scales is not None:
+        above, dtype = saved.input_s0, saved.weight.dtype
+        make = partial(kernels.restore_tokens, saved.x, saved.scales, spec, dtype, above, after=after)
+    elif spec.dynamic:
+        make = partial(_dynamic_values, saved, spec, unmasked, after)
+    elif unmasked is not None:
+        make = partial(kernels.dequantize_and_mask_, unmasked, saved.mask, saved.x, saved.input_quantizer(spec))
+    else:
+        restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
+        make = partial(restore, saved.x, saved.input_quantizer(spec), after=after)
+    return make() if restored is None else restored.get(saved.x, make)
+
+
+def _dynamic_values(saved: Any, spec: TensorSpec, unmasked: Tensor | None, after: Tensor) -> Tensor:
+    """A dynamic input as it was multiplied; ``unmasked`` is masked in the same launch."""
+    x, above = saved.x, saved.input_s0
+    if unmasked is None:
+        return kernels.fake_quantize_tokens(x, spec, above, after=after)
+    values = kernels.fake_quantize_tokens_and_mask_(unmasked, x, spec, above, values=True)
+    assert values is not None
+    return values

@@ -55,9 +55,11 @@ def fixed_grids(x: Tensor, grad: Tensor) -> None:
             ops.effective_scale(s0, theta, torch.float32)
             codes, mask = ops.quantize(x, *arguments, True)
             ops.quantize_with_values(x, *arguments, True)
+            ops.quantize_with_scale(x, *arguments)
             ops.fake_quantize(x, *arguments)
             ops.fake_quantized(x, *arguments)
             ops.dequantize(codes, s0, theta, torch.float32, torch.bfloat16)
+            ops.dequantize_with_zeros(codes, s0, theta, torch.float32, torch.bfloat16)
             ops.masked(grad, mask)
             ops.masked_(grad.clone(), mask)
             ops.dequantize_and_mask_(grad.clone(), mask, codes, s0, theta, torch.float32)
@@ -76,6 +78,7 @@ def dynamic_grids(x: Tensor, grad: Tensor) -> None:
         ops.fake_quantize_tokens(x, *tokens)
         ops.fake_quantized_tokens(x, *tokens)
         ops.fake_quantize_tokens_backward(grad, x, *tokens)
+        ops.fake_quantize_tokens_and_mask_(grad.clone(), x, *tokens, True)
 
 
 def rows_of_experts(x: Tensor) -> None:

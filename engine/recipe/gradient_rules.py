@@ -22,6 +22,12 @@ RULES_OF_GRADIENTS = (
         "null: the fp8 GEMM gives bfloat16, model.dtype is {model.dtype}",
     ),
     Rule(
+        "gradients in fp8 are of layers that quantise at some time",
+        "quant.fp8_gradients",
+        lambda r: r.quant.fp8_gradients and r.never_quantises(),
+        "null: with quant.fake_quant_start -1, and no event that switches fake quant on, no codes are multiplied",
+    ),
+    Rule(
         "gradients in fp8 are not of adapters",
         "quant.fp8_gradients",
         lambda r: r.quant.fp8_gradients and r.adapter.on,

@@ -15,7 +15,7 @@ Tensor effective_scale(const Tensor& s0, const OptionalTensor& theta, at::Scalar
 std::tuple<Tensor, Tensor, Tensor> quantize_all(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta,
                                                 int64_t bits, at::ScalarType scale_dtype, bool with_mask,
                                                 bool with_values, const OptionalTensor& zero,
-                                                const OptionalTensor& above) {
+                                                const OptionalTensor& above, float* effective = nullptr) {
   const Tensor x = x_.contiguous();
   const int grid = checked_grid(bits);
   const Scales scales = scales_of(x.numel(), s0, theta, scale_dtype, x, zero, grid, above);
@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_all(const Tensor& x_, const Tensor& 
   if (x.numel() > 0) {
     DEEPQAT_CALL(quantize, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), scales, grid,
                  codes.mutable_data_ptr(), with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr,
-                 with_values ? values.mutable_data_ptr() : nullptr);
+                 with_values ? values.mutable_data_ptr() : nullptr, effective);
   }
   return {codes, mask, values};
 }
@@ -43,18 +43,46 @@ std::tuple<Tensor, Tensor, Tensor> quantize_with_values(const Tensor& x, const T
   return quantize_all(x, s0, theta, bits, scale_dtype, with_mask, true, zero, above);
 }
 
-Tensor dequantize(const Tensor& codes_, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
-                  at::ScalarType dtype, const OptionalTensor& /*after*/, const OptionalTensor& zero,
-                  const OptionalTensor& above) {
+std::tuple<Tensor, Tensor> quantize_with_scale(const Tensor& x, const Tensor& s0, const OptionalTensor& theta,
+                                               int64_t bits, at::ScalarType scale_dtype, const OptionalTensor& zero,
+                                               const OptionalTensor& above) {
+  if (x.numel() == 0) {
+    const auto [codes, mask] = quantize(x, s0, theta, bits, scale_dtype, false, zero, above);
+    return {codes, effective_scale(s0, theta, scale_dtype, std::nullopt, above)};
+  }
+  Tensor scale = at::empty(s0.sizes(), s0.options());
+  TORCH_CHECK(scale.scalar_type() == at::kFloat, "s0 is ", s0.scalar_type(), ", expected float32");
+  const auto [codes, mask, values] = quantize_all(x, s0, theta, bits, scale_dtype, false, false, zero, above,
+                                                  scale.mutable_data_ptr<float>());
+  return {codes, scale};
+}
+
+Tensor dequantized(const Tensor& codes_, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
+                   at::ScalarType dtype, const OptionalTensor& zero, const OptionalTensor& above, void* zeros) {
   const Tensor codes = codes_.contiguous();
   const int grid = grid_of_codes(codes.scalar_type());
   const Scales scales = scales_of(codes.numel(), s0, theta, scale_dtype, codes, zero, grid, above);
   Tensor out = at::empty(codes.sizes(), codes.options().dtype(dtype));
   if (codes.numel() > 0) {
     DEEPQAT_CALL(dequantize, codes, codes.const_data_ptr(), scales, grid, dtype_of(dtype, "dtype"),
-                 out.mutable_data_ptr());
+                 out.mutable_data_ptr(), zeros);
   }
   return out;
+}
+
+Tensor dequantize(const Tensor& codes, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
+                  at::ScalarType dtype, const OptionalTensor& /*after*/, const OptionalTensor& zero,
+                  const OptionalTensor& above) {
+  return dequantized(codes, s0, theta, scale_dtype, dtype, zero, above, nullptr);
+}
+
+std::tuple<Tensor, Tensor> dequantize_with_zeros(const Tensor& codes, const Tensor& s0, const Tensor& theta,
+                                                 at::ScalarType scale_dtype, at::ScalarType dtype,
+                                                 const OptionalTensor& /*after*/, const OptionalTensor& zero,
+                                                 const OptionalTensor& above) {
+  Tensor zeros = at::empty(theta.sizes(), theta.options());
+  Tensor out = dequantized(codes, s0, theta, scale_dtype, dtype, zero, above, zeros.mutable_data_ptr());
+  return {out, codes.numel() == 0 ? zeros.zero_() : zeros};
 }
 
 Tensor fake_quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& theta, int64_t bits,
@@ -219,7 +247,23 @@ Tensor fake_quantize_tokens(const Tensor& x_, int64_t bits, bool symmetric, cons
   Tensor out = at::empty(x.sizes(), x.options());
   if (x.numel() > 0) {
     DEEPQAT_CALL(fake_quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens,
-                 out.mutable_data_ptr());
+                 out.mutable_data_ptr(), nullptr);
+  }
+  return out;
+}
+
+Tensor fake_quantize_tokens_and_mask_(Tensor& grad, const Tensor& x_, int64_t bits, bool symmetric, bool with_values,
+                                      std::optional<at::ScalarType> scale_dtype, const OptionalTensor& above) {
+  TORCH_CHECK(grad.sizes() == x_.sizes() && grad.scalar_type() == x_.scalar_type() && grad.device() == x_.device(),
+              "grad is ", grad.sizes(), " ", grad.scalar_type(), " on ", grad.device(), ", x is ", x_.sizes(), " ",
+              x_.scalar_type(), " on ", x_.device());
+  TORCH_CHECK(grad.is_contiguous(), "what is overwritten must be contiguous, grad has strides ", grad.strides());
+  const Tensor x = x_.contiguous();
+  const Tokens tokens = tokens_of(x, bits, symmetric, scale_dtype, above);
+  Tensor out = with_values ? at::empty(x.sizes(), x.options()) : at::empty({0}, x.options());
+  if (x.numel() > 0) {
+    DEEPQAT_CALL(fake_quantize_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens,
+                 with_values ? out.mutable_data_ptr() : nullptr, grad.mutable_data_ptr());
   }
   return out;
 }
@@ -258,7 +302,9 @@ void implement(torch::Library& library) {
   library.impl("effective_scale", TORCH_FN(effective_scale));
   library.impl("quantize", TORCH_FN(quantize));
   library.impl("quantize_with_values", TORCH_FN(quantize_with_values));
+  library.impl("quantize_with_scale", TORCH_FN(quantize_with_scale));
   library.impl("dequantize", TORCH_FN(dequantize));
+  library.impl("dequantize_with_zeros", TORCH_FN(dequantize_with_zeros));
   library.impl("fake_quantize", TORCH_FN(fake_quantize));
   library.impl("fake_quantized", TORCH_FN(fake_quantize));
   library.impl("fake_quantize_backward", TORCH_FN(fake_quantize_backward));
@@ -271,6 +317,7 @@ void implement(torch::Library& library) {
   library.impl("keep_tokens", TORCH_FN(keep_tokens));
   library.impl("fake_quantize_tokens", TORCH_FN(fake_quantize_tokens));
   library.impl("fake_quantized_tokens", TORCH_FN(fake_quantize_tokens));
+  library.impl("fake_quantize_tokens_and_mask_", TORCH_FN(fake_quantize_tokens_and_mask_));
   library.impl("fake_quantize_tokens_backward", TORCH_FN(fake_quantize_tokens_backward));
   library.impl("sum_rows", TORCH_FN(sum_rows));
 }

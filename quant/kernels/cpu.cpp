@@ -21,8 +21,9 @@ void effective_scale(const Scales& scales, float* out) {
   });
 }
 
-void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask,
-              void* values_) {
+void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask, void* values_,
+              float* effective) {
+  if (effective != nullptr) effective_scale(scales, effective);
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
     using T = decltype(zero);
     const auto* x = static_cast<const T*>(x_);
@@ -58,7 +59,12 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
   });
 }
 
-void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_) {
+void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* zeros) {
+  if (zeros != nullptr) {
+    with_dtype(scales.theta_dtype, [&](auto zero) {
+      std::fill_n(static_cast<decltype(zero)*>(zeros), scales.count, decltype(zero){});
+    });
+  }
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
     const auto* codes = static_cast<const typename decltype(the_grid)::Code*>(codes_);
     auto* out = static_cast<decltype(zero)*>(out_);
@@ -73,7 +79,7 @@ void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype,
 
 void dequantize_and_mask(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out, void* grad,
                          const uint8_t* mask) {
-  dequantize(codes, scales, grid, dtype, out);
+  dequantize(codes, scales, grid, dtype, out, nullptr);
   masked(grad, mask, dtype, scales.numel(), grad);
 }
 
@@ -216,15 +222,17 @@ void keep_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* values
   });
 }
 
-void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_) {
+void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_, void* grad_) {
   with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
-    auto* out = static_cast<decltype(zero)*>(out_);
+    auto *out = static_cast<decltype(zero)*>(out_), *grad = static_cast<decltype(zero)*>(grad_);
     const auto known = [](int64_t, const auto&) {};
     for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
       const auto* from = x + offset;
-      auto* to = out + offset;
-      through_grid(from, to, length, g, s);
+      if (out != nullptr) through_grid(from, out + offset, length, g, s);
+      if (grad == nullptr) return;
+      auto* dx = grad + offset;
+      unrolled(length, [&](int64_t i) { dx[i] = kept(dx[i], g.inside(load(from[i]) * s.inverse_at(i))); });
     });
   });
 }

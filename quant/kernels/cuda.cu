@@ -3,7 +3,8 @@
 
 #include "cuda_launch.h"
 #include "cuda_loops.h"
-#include "cuda_operations.h"
+#include "cuda_reductions.h"
+#include "cuda_token_operations.h"
 #include "cuda_transposed.h"
 #include "dispatch.h"
 
@@ -36,22 +37,6 @@ __global__ void __launch_bounds__(kLanes, 2) summed_rows(const T* rows, const in
     T* to = out + sum_of * width + at;
     wide ? store_vector<true>(stored<T>(sum), to, n) : store_vector<false>(stored<T>(sum), to, n);
   }
-}
-
-template <typename Op>
-void launch_reduction(const char* name, const Op& op, const Scales& scales, bool wide, void* stream) {
-  const DeviceScales on_device(scales);
-  wide = wide && scales.block % kVector == 0;
-  if (scales.block <= kWarpStep) {
-    int shift = 0;
-    while (kVector << shift < scales.block) ++shift;
-    const int64_t per_block = kInFlight * (kLanes >> shift);
-    launch<short_runs<Op>>(name, stream, divided_up(scales.count, per_block), op, on_device, shift, wide);
-    return;
-  }
-  const int64_t per_run = segments_of(scales.block);
-  launch<segments<Op>>(name, stream, scales.count * per_run, op, on_device, Divisor(per_run), per_run, wide);
-  if (per_run > 1) launch<partials<Op>>(name, stream, scales.count, op, on_device, per_run);
 }
 
 template <typename Op>
@@ -90,23 +75,24 @@ void effective_scale(const Scales& scales, float* out, void* stream) {
 }
 
 void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask, void* values_,
-              void* stream) {
+              float* effective, void* stream) {
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
     using Op = Quantize<decltype(zero), decltype(g)>;
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* codes = static_cast<typename decltype(g)::Code*>(codes_);
     auto* values = static_cast<decltype(zero)*>(values_);
     const bool wide = aligned(x, codes, values);  // null is
-    launch_elementwise("quantize", Op{x, codes, mask, values, g}, scales, scales.numel(), wide, stream);
+    launch_elementwise("quantize", Op{x, codes, mask, values, g, effective}, scales, scales.numel(), wide, stream);
   });
 }
 
-void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* stream) {
+void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* zeros,
+                void* stream) {
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
     using Op = Dequantize<decltype(zero), decltype(g)>;
     const auto* codes = static_cast<const typename decltype(g)::Code*>(codes_);
     auto* out = static_cast<decltype(zero)*>(out_);
-    launch_elementwise("dequantize", Op{codes, out, g}, scales, scales.numel(), aligned(codes, out), stream);
+    launch_elementwise("dequantize", Op{codes, out, g, zeros}, scales, scales.numel(), aligned(codes, out), stream);
   });
 }
 
@@ -185,12 +171,12 @@ void keep_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* values
   });
 }
 
-void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_, void* stream) {
+void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_, void* grad_, void* stream) {
   with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     using Op = FakeQuantizeTokens<decltype(zero), decltype(grids)>;
     const auto* x = static_cast<const decltype(zero)*>(x_);
-    auto* out = static_cast<decltype(zero)*>(out_);
-    launch_tokens("fake_quantize_tokens", Op{x, out, grids}, tokens, aligned(x, out), stream);
+    auto *out = static_cast<decltype(zero)*>(out_), *grad = static_cast<decltype(zero)*>(grad_);
+    launch_tokens("fake_quantize_tokens", Op{x, out, grad, grids}, tokens, aligned(x, out, grad), stream);
   });
 }
 

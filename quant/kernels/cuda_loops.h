@@ -1,13 +1,10 @@
 // The loops of the CUDA kernels, over the operations of cuda_operations.h:
 //
 //     elementwise   a warp takes tiles of kTile elements, whatever runs they belong to
-//     short_runs    a few lanes of a warp take a run of up to kWarpStep elements, and reduce it
-//     segments      a block takes a segment of a longer run and reduces it
-//     partials      a block takes a run and reduces its segments' results
 //     tokens        a warp or a block takes a token: first its range, then its elements
 //     short_tokens  a few lanes of a warp take a token of up to kWarpStep features, which they read once
 //
-// All stride by the grid, which holds no more blocks than the device runs at once, and load several vectors per thread
+// and what the loops of cuda_reductions.h share with them. All stride by the grid, which holds no more blocks than the device runs at once, and load several vectors per thread
 // before they use the first. The order of every addition is that of kernels.h.
 
 #pragma once
@@ -35,6 +32,11 @@ __global__ void __launch_bounds__(kLanes, 2) elementwise(Op op, DeviceScales sca
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock * kTile;
   const bool one_scale = Op::kScaled && scales.count() == 1;
   const Scale the_scale = one_scale ? scales.of_run<Op::kShifted>(0) : Scale{};
+  if constexpr (requires { op.take_run(int64_t{}, scales); }) {
+    const int64_t threads = static_cast<int64_t>(gridDim.x) * kLanes;
+    for (int64_t run = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x; run < scales.count(); run += threads)
+      op.take_run(run, scales);
+  }
   for (int64_t begin = warp_index() * kTile; begin < numel; begin += stride) {
     if (wide && begin + kTile <= numel) {
       const auto position = [&](int u) { return u * kWarpStep + lane * kVector; };
@@ -94,46 +96,6 @@ DEEPQAT_DEVICE typename Op::Value over_block(const typename Op::Value (&mine)[kV
   return over_lanes<Op>(by_halves<Op>(apart), kWarp);
 }
 
-// Neighbouring runs from `first` on, 2^shift lanes each, kSteps vectors per lane in flight. If full, all of these lanes
-// have a run and eight of its elements.
-template <bool kFull, int kSteps, typename Op>
-DEEPQAT_DEVICE void short_runs_of_warp(const Op& op, const DeviceScales& scales, int64_t first, int shift) {
-  const int lane = threadIdx.x % kWarp, at_once = kWarp >> shift, block = static_cast<int>(scales.block());
-  const int position = (lane & ((1 << shift) - 1)) * kVector;
-  const int runs = static_cast<int>(min(scales.count() - first, static_cast<int64_t>(kSteps * kWarp)));
-  const int64_t begin = first * block + position;
-  const auto run_of = [&](int u) { return u * at_once + (lane >> shift); };
-  const auto n = [&](int u) { return kFull ? kVector : run_of(u) < runs ? elements_in(block - position) : 0; };
-  typename Op::In in[kSteps];
-  unrolled<kSteps>([&](int u) { in[u] = op.template load<kFull>(begin + run_of(u) * block, n(u)); });
-  Scale scale[kSteps] = {};
-  if constexpr (Op::kScaled) scales.of_runs<Op::kShifted>(first, kSteps * at_once, run_of, scale);
-  typename Op::Value total[kSteps];
-  unrolled<kSteps>([&](int u) {
-    typename Op::Value mine[kVector] = {};
-    op.template apply<kFull>(in[u], begin + run_of(u) * block, n(u), scale[u], mine);
-    total[u] = by_halves<Op>(mine);
-  });
-  unrolled<kSteps>([&](int u) {
-    total[u] = over_lanes<Op>(total[u], 1 << shift);
-    if (position == 0 && n(u) > 0) op.finish(first + run_of(u), total[u], scales, scale[u]);
-  });
-}
-
-template <typename Op>
-__global__ void __launch_bounds__(kLanes, 2) short_runs(Op op, DeviceScales scales, int shift, bool wide) {
-  const int at_once = kWarp >> shift, tile = kInFlight * at_once;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock * tile;
-  for (int64_t first = warp_index() * tile; first < scales.count(); first += stride) {
-    if (wide && kVector << shift == scales.block() && first + tile <= scales.count()) {
-      short_runs_of_warp<true, kInFlight>(op, scales, first, shift);
-    } else {
-#pragma unroll 1
-      for (int u = 0; u < kInFlight; ++u) short_runs_of_warp<false, 1>(op, scales, first + u * at_once, shift);
-    }
-  }
-}
-
 // use(in, i, n) for one of every `threads` vectors of [0, length), kInFlight of them loaded before the first is used.
 template <bool kWide, typename Load, typename Use>
 DEEPQAT_DEVICE void for_vectors(int64_t length, int thread, int threads, Load load, Use use) {
@@ -146,73 +108,6 @@ DEEPQAT_DEVICE void for_vectors(int64_t length, int thread, int threads, Load lo
       const int n = elements_in(length - base - u * stride);
       if (n > 0) use(in[u], base + u * stride, n);
     });
-  }
-}
-
-template <bool kWide, typename Op>
-DEEPQAT_DEVICE void take_segment(const Op& op, int64_t offset, int length, const Scale& scale,
-                                 typename Op::Value (&mine)[kVector]) {
-  for_vectors<kWide>(
-      length, threadIdx.x, kLanes, [&](int64_t i, int n) { return op.template load<kWide>(offset + i, n); },
-      [&](const auto& in, int64_t i, int n) { op.template apply<kWide>(in, offset + i, n, scale, mine); });
-}
-
-template <typename Op>
-__global__ void __launch_bounds__(kLanes, 2) segments(Op op, DeviceScales scales, Divisor by_segments,
-                                                      int64_t per_run, bool wide) {
-  __shared__ typename Op::Value shared[2][kLanes];
-  const int64_t tasks = scales.count() * per_run;
-  const int lane = threadIdx.x % kWarp;
-  Scale of_next_tasks{};
-  int64_t task = blockIdx.x;
-  for (int turn = 0; task < tasks; ++turn, task += gridDim.x) {
-    Scale scale{};
-    if constexpr (Op::kScaled) {
-      // Each lane prepares the scale of another one of the block's next tasks.
-      if (turn % kWarp == 0) {
-        const int64_t mine = min(task + static_cast<int64_t>(gridDim.x) * lane, tasks - 1);
-        of_next_tasks = scales.of_run<Op::kShifted>(by_segments.quotient(mine));
-      }
-      scale = from_lane<Op::kShifted>(of_next_tasks, turn % kWarp);
-    }
-    const int64_t run = by_segments.quotient(task), start = (task - run * per_run) * kSegment;
-    const int64_t offset = run * scales.block() + start;
-    const int length = static_cast<int>(min(scales.block() - start, static_cast<int64_t>(kSegment)));
-    typename Op::Value mine[kVector] = {};
-    if (wide) {
-      take_segment<true>(op, offset, length, scale, mine);
-    } else {
-      take_segment<false>(op, offset, length, scale, mine);
-    }
-    const auto total = over_block<Op>(mine, shared[turn % 2]);
-    if (threadIdx.x == 0) {
-      if (per_run == 1) {
-        op.finish(run, total, scales, scale);
-      } else {
-        op.partial[task] = Op::to_partial(total);
-      }
-    }
-  }
-}
-
-template <typename Op>
-__global__ void __launch_bounds__(kLanes, 2) partials(Op op, DeviceScales scales, int64_t per_run) {
-  __shared__ typename Op::Value shared[2][kLanes];
-  int64_t run = blockIdx.x;
-  for (int turn = 0; run < scales.count(); ++turn, run += gridDim.x) {
-    typename Op::Value mine[kVector] = {};
-    const float* partial = op.partial + run * per_run;
-    for_vectors<false>(
-        per_run, threadIdx.x, kLanes, [&](int64_t i, int n) { return load_vector<false>(partial + i, n); },
-        [&](const Vector<float>& in, int64_t, int) {
-          unrolled<kVector>([&](int j) { mine[j] = Op::combine(mine[j], Op::of_partial(in.at[j])); });
-        });
-    const auto total = over_block<Op>(mine, shared[turn % 2]);
-    if (threadIdx.x == 0) {
-      Scale scale{};
-      if constexpr (Op::kScaled) scale = scales.of_run<Op::kShifted>(run);
-      op.finish(run, total, scales, scale);
-    }
   }
 }
 

@@ -87,6 +87,21 @@ def dequantize(
     return reference.dequantize(_rows(codes, s0), scale, spec, dtype, _zeros(zero)).reshape(codes.shape)
 
 
+def quantize_with_scale(
+    x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, *beside: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Codes of ``x``, and the scales, fp32, in s0's shape; ``beside`` are ``zero`` and ``above``."""
+    codes, _ = quantize(x, s0, theta, grid, scale_dtype, False, *beside)
+    return codes, effective_scale(s0, theta, scale_dtype, None, *beside[1:])
+
+
+def dequantize_with_zeros(
+    codes: Tensor, s0: Tensor, theta: Tensor, *others: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    """:func:`dequantize`, and zeros like theta."""
+    return dequantize(codes, s0, theta, *others, **named), torch.zeros_like(theta)
+
+
 def fake_quantize(
     x: Tensor,
     s0: Tensor,
@@ -267,6 +282,14 @@ def fake_quantize_tokens_backward(
         return x.new_empty(x.shape)
     spec = _token_spec(grid, symmetric, scale_dtype)
     return reference.fake_quantize_tokens_backward(grad.contiguous(), x.contiguous(), spec, above)
+
+
+def fake_quantize_tokens_and_mask_(
+    grad: Tensor, x: Tensor, grid: int, symmetric: bool, values: bool, *stored: Any
+) -> Tensor:
+    """:func:`fake_quantize_tokens` where values are wanted, else nothing; its gradient takes the place of ``grad``."""
+    grad.copy_(fake_quantize_tokens_backward(grad, x, grid, symmetric, *stored))
+    return fake_quantize_tokens(x, grid, symmetric, None, *stored) if values else x.new_empty(0)
 
 
 def sum_rows(rows: Tensor, places: Tensor) -> Tensor:

@@ -69,8 +69,8 @@ constexpr int64_t whole_row(int64_t n) { return (n + kWholeRow - 1) / kWholeRow 
 #define DEEPQAT_DECLARE_KERNELS(STREAM)                                                                                \
   void effective_scale(const Scales& scales, float* out STREAM);                                                       \
   void quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* codes, uint8_t* mask,                \
-                void* values STREAM);                                                                                  \
-  void dequantize(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out STREAM);                   \
+                void* values, float* effective STREAM);                                                                \
+  void dequantize(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out, void* zeros STREAM);      \
   void dequantize_and_mask(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out, void* grad,      \
                            const uint8_t* mask STREAM);                                                                \
   void fake_quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* out STREAM);                    \
@@ -82,7 +82,7 @@ constexpr int64_t whole_row(int64_t n) { return (n + kWholeRow - 1) / kWholeRow 
                        int8_t* zero_point STREAM);                                                                     \
   void keep_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* values, uint8_t* codes, uint8_t* mask,      \
                    void* scales STREAM);                                                                               \
-  void fake_quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* out STREAM);                       \
+  void fake_quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* out, void* grad STREAM);           \
   void fake_quantize_tokens_backward(const void* grad, const void* x, Dtype dtype, const Tokens& tokens,               \
                                      void* grad_x STREAM);                                                             \
   void sum_rows(const void* rows, const int64_t* places, Dtype dtype, int64_t count, int64_t per_sum, int64_t width,   \
@@ -109,6 +109,9 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 //   grad_x, out    may be grad: an element is read before it is written; in dequantize_and_mask it is not
 //   codes          uint8 (e4m3, or e2m1 in the low four bits) or int8
 //   values         the result of fake_quantize; may be null
+//   effective      the result of effective_scale; may be null
+//   zeros          one per run, in theta's dtype; may be null
+//   grad           in fake_quantize_tokens made in place what its backward makes of it; it or out may be null
 //   mask           one bit per element, element i at bit i % 8 of byte i / 8: whether it is inside the range; may be
 //                  null in quantize
 //   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype

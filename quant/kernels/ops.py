@@ -64,11 +64,29 @@ def quantize_with_values(x: Tensor, quantizer: Quantizer, *, mask: bool = False)
     return _OPS.quantize_with_values(x, s0, theta, grid, stored, mask, *_beside(quantizer))
 
 
+def quantize_with_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Codes of :func:`quantize`, and what :func:`effective_scale` gives, in one launch; not with scales per block."""
+    s0, theta, grid, stored = _of_runs(quantizer)
+    if theta is None and stored == torch.float32:
+        return quantize(x, quantizer)[0], s0
+    ensure_ready()
+    codes, scale = _OPS.quantize_with_scale(x, s0, theta, grid, stored, *_beside(quantizer))
+    return codes, scale
+
+
 def dequantize(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
     """``(codes - zero) * scale`` in the model's dtype, in the shape of ``codes``."""
     ensure_ready()
     s0, theta, _, stored = _of_runs(quantizer, after)
     return _OPS.dequantize(codes, s0, theta, stored, quantizer.dtype, after, *_beside(quantizer))
+
+
+def dequantize_with_zeros(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """:func:`dequantize`, and zeros in the shape and dtype of theta, in one launch; not with scales per block."""
+    ensure_ready()
+    s0, theta, _, stored = _of_runs(quantizer, after)
+    values, zeros = _OPS.dequantize_with_zeros(codes, s0, theta, stored, quantizer.dtype, after, *_beside(quantizer))
+    return values, zeros
 
 
 def fake_quantize(x: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
@@ -92,11 +110,16 @@ def fake_quantize_backward_(
     ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends on the shape alone.
     """
     ensure_ready()
-    (s0, theta, *_), spec, _ = quantizer
-    if not theta_gradient or spec.granularity != "block":
+    if not theta_gradient or quantizer.spec.granularity != "block":
         operands = _of_runs(quantizer, grad)
         grad_theta = _OPS.fake_quantize_backward_(grad, x, *operands, factor, theta_gradient, *_beside(quantizer))
         return grad_theta if theta_gradient else None
+    return _block_gradients_(grad, x, quantizer, factor)
+
+
+def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: float) -> Tensor:
+    """:func:`fake_quantize_backward_` with scales per block that learn."""
+    (s0, theta, *_), spec, _ = quantizer
     assert theta is not None
     effective = effective_scale(quantizer, after=grad)
     runs = _per_run(effective, spec)
@@ -210,6 +233,17 @@ def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, abo
     ensure_ready()
     grads, of_x = _token_groups(grad, spec), _of_tokens(x, spec)
     return _OPS.fake_quantize_tokens_backward(grads, *of_x, *_stored(spec, above)).view(x.shape)
+
+
+def fake_quantize_tokens_and_mask_(
+    grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, values: bool
+) -> Tensor | None:
+    """:func:`fake_quantize_tokens` where ``values`` are wanted, without a gradient, and its backward in one launch: the
+    gradient of ``x`` takes the place of ``grad``, which is contiguous, in the shape and dtype of ``x``."""
+    ensure_ready()
+    groups, of_x = _token_groups(grad, spec), _of_tokens(x, spec)
+    found: Tensor = _OPS.fake_quantize_tokens_and_mask_(groups, *of_x, values, *_stored(spec, above))
+    return found.view(x.shape) if values else None
 
 
 def keep_tokens(

@@ -42,8 +42,11 @@ SCHEMAS = (
     f"quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask, {_BESIDE}) -> (Tensor, Tensor)",
     f"quantize_with_values(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, bool mask, {_BESIDE}) "
     "-> (Tensor, Tensor, Tensor)",
+    f"quantize_with_scale(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, {_BESIDE}) -> (Tensor, Tensor)",
     f"dequantize(Tensor codes, {_SCALE}, ScalarType scale_dtype, ScalarType dtype, Tensor? after=None, "
     f"{_BESIDE}) -> Tensor",
+    "dequantize_with_zeros(Tensor codes, Tensor s0, Tensor theta, ScalarType scale_dtype, ScalarType dtype, "
+    f"Tensor? after=None, {_BESIDE}) -> (Tensor, Tensor)",
     f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, {_BESIDE}) -> Tensor",
     f"fake_quantized(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, {_BESIDE}) -> Tensor",
     f"fake_quantize_backward(Tensor grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
@@ -60,6 +63,8 @@ SCHEMAS = (
     f"fake_quantize_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
     f"fake_quantized_tokens(Tensor x, int grid, bool symmetric, Tensor? after=None, {_OF_TOKENS}) -> Tensor",
     f"fake_quantize_tokens_backward(Tensor grad, Tensor x, int grid, bool symmetric, {_OF_TOKENS}) -> Tensor",
+    "fake_quantize_tokens_and_mask_(Tensor(a!) grad, Tensor x, int grid, bool symmetric, bool values, "
+    f"{_OF_TOKENS}) -> Tensor",
     "sum_rows(Tensor rows, Tensor places) -> Tensor",
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor s0, int grid, ScalarType scale_dtype, bool mask, "
     "bool values) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -129,7 +134,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "effective_scale": lambda s0, *_: _like(s0),
     "quantize": _quantized,
     "quantize_with_values": lambda x, *rest: (*_quantized(x, *rest), _like(x)),
+    "quantize_with_scale": lambda x, s0, _theta, grid, *_: (_like(x, _CODE_DTYPES.get(grid, torch.int8)), _like(s0)),
     "dequantize": lambda codes, _s0, _theta, _stored, dtype, *_: _like(codes, dtype),
+    "dequantize_with_zeros": lambda codes, _s0, theta, _stored, dtype, *_: (_like(codes, dtype), _like(theta)),
     "fake_quantize": lambda x, *_: _like(x),
     "fake_quantized": lambda x, *_: _like(x),
     "fake_quantize_backward": lambda grad, x, s0, theta, grid, stored, factor, wanted, *_: (
@@ -148,6 +155,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "fake_quantize_tokens": lambda x, *_: _like(x),
     "fake_quantized_tokens": lambda x, *_: _like(x),
     "fake_quantize_tokens_backward": lambda grad, x, *_: _like(x),
+    "fake_quantize_tokens_and_mask_": lambda grad, x, grid, symmetric, values, *_: (
+        _like(x) if values else x.new_empty(0)
+    ),
     "count_clipped": lambda mask, numel: mask.new_empty((), dtype=torch.int64),
     "clipped_products": lambda grad, x, mask, lora_a, lora_b, *_: (
         _like(lora_a, torch.float32),

@@ -65,6 +65,7 @@ def check(case: Case) -> None:
         arguments = (grid, stored, mask)
         same("quantize", (x, s0, theta, *arguments, zero), (gx, gs, gt, *arguments, gz))
         same("quantize_with_values", (x, s0, theta, *arguments, zero), (gx, gs, gt, *arguments, gz))
+    same("quantize_with_scale", (x, s0, theta, grid, stored, zero), (gx, gs, gt, grid, stored, gz))
     codes, mask = OPS.quantize(x, s0, theta, grid, stored, True, zero)
     overwritten = grad.cuda().contiguous().clone()
     OPS.masked_(overwritten, mask.cuda())
@@ -76,6 +77,8 @@ def check(case: Case) -> None:
     for dtype in DTYPES:
         last = (stored, dtype, None)
         same("dequantize", (codes, s0, theta, *last, zero), (on_gpu(codes), gs, gt, *last, gz))
+        if theta is not None:
+            same("dequantize_with_zeros", (codes, s0, theta, *last, zero), (on_gpu(codes), gs, gt, *last, gz))
     same("masked", (grad, mask), (gg, mask.cuda()))
     same("amax", (x, s0.numel()), (gx, s0.numel()))
     for wanted in (False, True) if theta is not None else (False,):
@@ -95,6 +98,11 @@ def check(case: Case) -> None:
         same("quantize_tokens", (x, *tokens), (gx, *tokens))
         same("fake_quantize_tokens", (x, *tokens), (gx, *tokens))
         same("fake_quantize_tokens_backward", (grad, x, *tokens), (gg, gx, *tokens))
+        ours, theirs = (g.contiguous().clone() for g in (grad.cuda(), grad))
+        values = OPS.fake_quantize_tokens_and_mask_(ours, gx, *tokens, True)
+        expected = OPS.fake_quantize_tokens_and_mask_(theirs, x, *tokens, True)
+        assert_same(values.cpu(), expected, f"values of tokens while masking, {what}")
+        assert_same(ours.cpu(), theirs, f"gradient of tokens in place, {what}")
 
 
 def test_random_tensors(seed):  # noqa: F811

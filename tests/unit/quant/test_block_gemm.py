@@ -120,7 +120,7 @@ def test_the_product_is_that_of_the_values_in_fp64(name, dtype, seed):
     above = None if layer.input_s0 is None else layer.input_s0
     with torch.no_grad():
         _, codes, _, scales = kernels.keep_tokens(x, layer.scheme.activations, above, mask=False)
-        weight = block_gemm.weight_codes(kernels.quantize(layer.weight, quantizer)[0], quantizer)
+        weight = block_gemm.weight_codes(*kernels.quantize_with_scale(layer.weight, quantizer), quantizer)
         operand = BlockCodes(codes, scales.flatten(1), above)
         output = block_gemm.block_scaled_linear(operand, weight, layer.bias, spec, dtype)
         left, right = values_of(operand, four), values_of(weight, four)

@@ -80,12 +80,15 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "deepqat":
-            self.calls[func.overloadpacket.__name__, tuple(args[0].shape)] += 1
+            name = func.overloadpacket.__name__
+            alone = name == "fake_quantize_tokens_and_mask_" and not args[4]
+            self.calls["masked" if alone else name, tuple(args[0].shape)] += 1
         return func(*args, **(kwargs or {}))
 
     def quantised(self, shape: tuple[int, ...]) -> int:
         """How often a tensor of this shape was."""
-        names = ("quantize", "quantize_with_values", "fake_quantized", "fake_quantized_tokens")
+        names = ("quantize", "quantize_with_values", "quantize_with_scale", "fake_quantized", "fake_quantized_tokens")
+        names += ("fake_quantize_tokens_and_mask_",)
         return sum(self.calls[name, shape] for name in names)
 
 

@@ -12,7 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from quant.inputs import Restored
 from tests.unit.quant.test_inputs import WIDTH, Attention, assert_equal, attention, results, unshared
 
-MAKERS = ("dequantize", "dequantize_and_mask_", "fake_quantized", "fake_quantized_tokens")
+MAKERS = (
+    "dequantize",
+    "dequantize_and_mask_",
+    "fake_quantized",
+    "fake_quantized_tokens",
+    "fake_quantize_tokens_and_mask_",
+)
 WAYS = {
     "fp8_static": {"fp8_gemm": True},
     "learned": {"learn_input": True},

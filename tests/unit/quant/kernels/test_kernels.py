@@ -288,6 +288,9 @@ def check(case: Case) -> None:
     scale = OPS.effective_scale(*scales, case.scale_dtype, None, case.above)
     assert_same(scale, eager.effective_scale(*scales, case.scale_dtype, None, case.above), f"scale, {what}")
 
+    codes_too, scale_too = OPS.quantize_with_scale(x, *scales, grid, case.scale_dtype, *beside)
+    assert_same(codes_too, expected_codes, f"codes beside scales, {what}")
+    assert_same(scale_too, scale, f"scales beside codes, {what}")
     expected_values = eager.fake_quantize(x, *scales, grid, case.scale_dtype, None, *beside)
     for masked in (True, False):
         codes_too, mask_too, values = OPS.quantize_with_values(x, *scales, grid, case.scale_dtype, masked, *beside)
@@ -302,6 +305,10 @@ def check(case: Case) -> None:
         values = OPS.dequantize(some, *scales, case.scale_dtype, out_dtype, None, *beside)
         expected = eager.dequantize(some, *scales, case.scale_dtype, out_dtype, None, *beside)
         assert_same(values, expected, f"dequantised to {out_dtype}, {what}")
+        if case.theta is not None:
+            values, zeros = OPS.dequantize_with_zeros(some, *scales, case.scale_dtype, out_dtype, None, *beside)
+            assert_same(values, expected, f"dequantised to {out_dtype} beside zeros, {what}")
+            assert_same(zeros, torch.zeros_like(case.theta), f"zeros, {what}")
 
     for wanted in (False, True) if case.theta is not None else (False,):
         arguments = (case.grad, x, *scales, grid, case.scale_dtype, case.factor, wanted, *beside)
@@ -337,6 +344,12 @@ def check_tokens(x: Tensor, grad: Tensor, what: str, grids: Sequence[tuple[int, 
         assert_same(OPS.fake_quantize_tokens(x, *grid), eager.fake_quantize_tokens(x, *grid), about)
         grad_x = OPS.fake_quantize_tokens_backward(grad, x, *grid)
         assert_same(grad_x, eager.fake_quantize_tokens_backward(grad, x, *grid), f"gradient, {about}")
+        for wanted in (True, False):
+            overwritten = grad.clone(memory_format=torch.contiguous_format)
+            values = OPS.fake_quantize_tokens_and_mask_(overwritten, x, *grid, wanted)
+            expected = eager.fake_quantize_tokens(x, *grid) if wanted else x.new_empty(0)
+            assert_same(values, expected, f"values while masking, {about}")
+            assert_same(overwritten, grad_x, f"masked, {about}")
 
 
 def test_random_tensors(seed):
@@ -557,7 +570,9 @@ def samples() -> list[tuple[str, tuple]]:
                 ("effective_scale", (s0, t, stored)),
                 ("quantize", (x, s0, t, grid, stored, wanted)),
                 ("quantize_with_values", (x, s0, t, grid, stored, wanted)),
+                ("quantize_with_scale", (x, s0, t, grid, stored)),
                 ("dequantize", (codes, s0, t, stored, x.dtype)),
+                ("dequantize_with_zeros", (codes, s0, theta, stored, x.dtype)),
                 ("fake_quantize", (x, s0, t, grid, stored)),
                 ("fake_quantized", (x, s0, t, grid, stored)),
                 ("fake_quantize_backward", (grad, x, s0, t, grid, stored, 0.5, wanted)),
@@ -581,6 +596,7 @@ def samples() -> list[tuple[str, tuple]]:
                 ("fake_quantize_tokens", (x, *tokens)),
                 ("fake_quantized_tokens", (x, *tokens)),
                 ("fake_quantize_tokens_backward", (grad, x, *tokens)),
+                ("fake_quantize_tokens_and_mask_", (grad.contiguous(), x, *tokens, tokens[1])),
             ]
     for x in (torch.randn(16, 5).t(), torch.randn(2, 16, 5).bfloat16().transpose(1, 2), torch.randn(0, 8).half()):
         how, other, mask = (torch.ones(1), 0, torch.float32), torch.randn_like(x), packing.pack_bits(x < 0.5)
@@ -808,6 +824,9 @@ def test_the_number_of_threads_changes_nothing(rows, columns, count, seed):
             *OPS.quantize_tokens(x, 8, False),
             OPS.fake_quantize_tokens(x, 0, True),
             OPS.fake_quantize_tokens_backward(grad, x, 8, False),
+            *OPS.quantize_with_scale(x, s0, theta, 4, torch.bfloat16),
+            *OPS.dequantize_with_zeros(codes, s0, theta, torch.float32, torch.bfloat16),
+            OPS.fake_quantize_tokens_and_mask_(grad.clone(memory_format=torch.contiguous_format), x, 8, False, True),
         ]
 
     threads = torch.get_num_threads()
@@ -903,6 +922,9 @@ def changed(arguments: tuple, position: int, value) -> tuple:
         ("fake_quantize", (X, ONE, None, 1, torch.float32, None, None, ONE), "scales in e4m3, and no others, lie"),
         ("fake_quantize_tokens", (X, 0, False), "codes of tokens that are floats are symmetric"),
         ("fake_quantize_tokens_backward", (X[:, :3], X, 8, True), r"grad is \[4, 3\] Float, x is \[4, 6\] Float"),
+        ("fake_quantize_tokens_and_mask_", (X[:3], X, 8, True, True), r"grad is \[3, 6\] Float on cpu, x is \[4, 6\]"),
+        ("fake_quantize_tokens_and_mask_", (X.t(), X.t(), 8, True, True), "must be contiguous, grad has strides"),
+        ("quantize_with_scale", (X, ONE.double(), None, 8, torch.float32), "s0 is Double, expected float32"),
     ],
 )
 def test_errors_name_what_is_wrong(name, arguments, message):

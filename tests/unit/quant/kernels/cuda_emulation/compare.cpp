@@ -198,11 +198,15 @@ void test_quantize() {
   Result values(c.numel, size_of(c.dtype), any_offset());
   auto* cpu_mask = masked ? static_cast<uint8_t*>(mask.cpu.data()) : nullptr;
   auto* cuda_mask = masked ? static_cast<uint8_t*>(mask.cuda.data()) : nullptr;
+  Result effective(c.count, 4, below(3));
+  const bool scaled = chance(0.5);
   cpu::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cpu.data(), cpu_mask,
-                valued ? values.cpu.data() : nullptr);
+                valued ? values.cpu.data() : nullptr, scaled ? static_cast<float*>(effective.cpu.data()) : nullptr);
   cuda::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cuda.data(), cuda_mask,
-                 valued ? values.cuda.data() : nullptr, stream);
+                 valued ? values.cuda.data() : nullptr, scaled ? static_cast<float*>(effective.cuda.data()) : nullptr,
+                 stream);
   codes.compare("codes");
+  if (scaled) effective.compare("scales beside codes", Dtype::kFloat32);
   if (valued) values.compare("values", c.dtype);
   if (!masked) return;
   mask.compare("mask");
@@ -227,9 +231,15 @@ void test_dequantize() {
   Buffer codes(c.numel, 1, any_offset(), 0);
   for (int64_t i = 0; i < c.numel; ++i) static_cast<uint8_t*>(codes.data())[i] = static_cast<uint8_t>(below(256));
   Result out(c.numel, size_of(c.dtype), any_offset());
-  cpu::dequantize(codes.data(), c.scales, c.grid, c.dtype, out.cpu.data());
-  cuda::dequantize(codes.data(), c.scales, c.grid, c.dtype, out.cuda.data(), stream);
+  Result zeros(c.count, size_of(c.theta_dtype), below(3));
+  const bool zeroed = c.scales.theta != nullptr && chance(0.5);
+  cpu::dequantize(codes.data(), c.scales, c.grid, c.dtype, out.cpu.data(), zeroed ? zeros.cpu.data() : nullptr);
+  cuda::dequantize(codes.data(), c.scales, c.grid, c.dtype, out.cuda.data(), zeroed ? zeros.cuda.data() : nullptr, stream);
   out.compare("dequantized", c.dtype);
+  if (!zeroed) return;
+  zeros.compare("zeros");
+  for (int64_t i = 0; i < c.count; ++i)
+    if (bits_of(get(zeros.cpu, c.theta_dtype, i)) != 0) fail("a zero is none");
 }
 
 void test_fake_quantize() {
@@ -240,6 +250,22 @@ void test_fake_quantize() {
   out.compare("fake-quantised", c.dtype);
 }
 
+// Of the runs of a case, on a stream that is sometimes captured: the number of launches since `before` is to be one, but
+// where counts that outlive a launch cannot be used.
+struct Reduction {
+  bool captured = emulation::machine.capturing = chance(0.2);
+  int before = emulation::machine.launches;
+
+  void check(const Case& c) {
+    emulation::machine.capturing = false;
+    const int expected = c.block > kSegment && captured ? 2 : 1, found = emulation::machine.launches - before;
+    if (found != expected) fail(std::to_string(found) + " launches, expected " + std::to_string(expected));
+    for (const auto& counts : cuda::segments_done)
+      for (uint32_t count : counts)
+        if (count != 0) fail("a count is left");
+  }
+};
+
 void test_backward() {
   const bool learned = chance(0.8);
   ScaledCase c("fake_quantize_backward", learned);
@@ -248,9 +274,11 @@ void test_backward() {
   Result grad_theta(c.count, size_of(c.theta_dtype), below(3)), partial(sums, 4, below(3));
   cpu::fake_quantize_backward(c.grad.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, grad_x.cpu.data(),
                               static_cast<float*>(partial.cpu.data()), learned ? grad_theta.cpu.data() : nullptr);
+  Reduction reduction;
   cuda::fake_quantize_backward(c.grad.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, grad_x.cuda.data(),
                                static_cast<float*>(partial.cuda.data()), learned ? grad_theta.cuda.data() : nullptr,
                                stream);
+  if (learned) reduction.check(c);
   grad_x.compare("grad_x", c.dtype);
   if (learned) grad_theta.compare("grad_theta", c.theta_dtype);
 }
@@ -260,8 +288,10 @@ void test_amax() {
   Result out(c.count, 4, below(3)), partial(c.count * segments_of(c.block), 4, below(3));
   cpu::amax(c.x.data(), c.dtype, c.count, c.block, static_cast<float*>(partial.cpu.data()),
             static_cast<float*>(out.cpu.data()));
+  Reduction reduction;
   cuda::amax(c.x.data(), c.dtype, c.count, c.block, static_cast<float*>(partial.cuda.data()),
              static_cast<float*>(out.cuda.data()), stream);
+  reduction.check(c);
   out.compare("amax", Dtype::kFloat32);
 }
 
@@ -301,14 +331,25 @@ void test_tokens() {
   }
 
   Result out(c.numel, size_of(c.dtype), any_offset()), grad_x(c.numel, size_of(c.dtype), any_offset());
-  cpu::fake_quantize_tokens(c.x.data(), c.dtype, tokens, out.cpu.data());
-  cuda::fake_quantize_tokens(c.x.data(), c.dtype, tokens, out.cuda.data(), stream);
+  cpu::fake_quantize_tokens(c.x.data(), c.dtype, tokens, out.cpu.data(), nullptr);
+  cuda::fake_quantize_tokens(c.x.data(), c.dtype, tokens, out.cuda.data(), nullptr, stream);
   out.compare("fake-quantised", c.dtype);
   cpu::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, tokens,
                                      grad_x.cpu.data());
   cuda::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, tokens,
                                       grad_x.cuda.data(), stream);
   grad_x.compare("grad_x", c.dtype);
+
+  const bool valued = chance(0.5);
+  Result values(c.numel, size_of(c.dtype), any_offset()), grad(c.numel, size_of(c.dtype), any_offset());
+  for (Buffer* one : {&grad.cpu, &grad.cuda}) memcpy(one->data(), c.grad.data(), c.numel * size_of(c.dtype));
+  cpu::fake_quantize_tokens(c.x.data(), c.dtype, tokens, valued ? values.cpu.data() : nullptr, grad.cpu.data());
+  cuda::fake_quantize_tokens(c.x.data(), c.dtype, tokens, valued ? values.cuda.data() : nullptr, grad.cuda.data(), stream);
+  grad.compare("masked", c.dtype);
+  if (memcmp(grad.cpu.data(), grad_x.cpu.data(), grad.cpu.bytes()) != 0) fail("both masked gradients differ");
+  if (!valued) return;
+  values.compare("fake-quantised while masking", c.dtype);
+  if (memcmp(values.cpu.data(), out.cpu.data(), out.cpu.bytes()) != 0) fail("both values differ");
 }
 
 void test_sum_rows() {
@@ -450,6 +491,24 @@ void test_partials() {
   grad_theta.compare("sum", Dtype::kFloat32);
 }
 
+// Each stream has counts of its own, as long as there are some.
+void test_counts() {
+  what = "counts of streams";
+  const auto of = [](uintptr_t handle) { return cuda::counts_of("counts", reinterpret_cast<void*>(handle)); };
+  const int ours = cuda::counts_of("counts", stream);
+  std::vector<int> found{ours};
+  for (uintptr_t handle = 0; static_cast<int>(found.size()) < cuda::kCountedStreams; handle += 16)
+    found.push_back(of(handle));
+  for (uintptr_t handle = 0; handle < 160; handle += 16)
+    if (of(handle) != found[1 + handle / 16]) fail("a stream has others the second time");
+  std::sort(found.begin(), found.end());
+  for (int i = 0; i < cuda::kCountedStreams; ++i)
+    if (found[i] != i) fail("two streams have the same");
+  if (of(0x9990) != -1) fail("there are more than there is memory");
+  if (cuda::counts_of("counts", cudaStreamPerThread) != -1 || cuda::counts_of("counts", stream) != ours)
+    fail("of the wrong stream");
+}
+
 // Of indices that no tensor here reaches.
 void test_divisor() {
   const int64_t divisor = 1 + static_cast<int64_t>(random_bits() >> (1 + below(62)));
@@ -484,6 +543,7 @@ int main(int, char** arguments) {
       {25, test_backward},       {10, test_amax},     {15, test_tokens},     {1, test_partials},
       {10, test_sum_rows},       {25, test_norms},    {10, test_swiglu},    {100, test_divisor},
       {1, test_errors},          {15, test_quantize_gradient},              {15, test_quantize_transposed},
+      {1, test_counts},
   };
   const int rounds = std::atoi(arguments[2]);
   for (int round = 0; round < rounds; ++round)

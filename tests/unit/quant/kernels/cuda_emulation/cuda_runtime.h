@@ -77,6 +77,8 @@ struct Machine {
   std::function<void()> kernel;
   std::mt19937 random;
   void* stream = nullptr;  // of the last launch
+  int launches = 0;
+  bool capturing = false;  // the stream, into a graph
   int device = 0;
   int processors = 1;
   int error = 0;  // of the next launch
@@ -213,12 +215,31 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value, int line = __bu
   });
 }
 
+// Blocks run one after the other: what they write is there for the next.
+inline void __threadfence() {}
+
+inline unsigned atomicAdd(unsigned* to, unsigned value) { return std::exchange(*to, *to + value); }
+
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+
 // ---- the host's side
 
 using cudaError_t = int;
 using cudaStream_t = void*;
 constexpr int cudaSuccess = 0;
 constexpr int cudaDevAttrMultiProcessorCount = 16;
+
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+
+inline const cudaStream_t cudaStreamPerThread = reinterpret_cast<cudaStream_t>(2);
+
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = emulation::machine.capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -254,6 +275,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   emulation::Machine& machine = emulation::machine;
   if (machine.error != cudaSuccess) return machine.last_error = std::exchange(machine.error, cudaSuccess);
   machine.stream = config->stream;
+  ++machine.launches;
   machine.kernel = [&] { kernel(Parameters(arguments)...); };
   gridDim = config->gridDim;
   blockDim = config->blockDim;
