@@ -180,10 +180,11 @@ def check_calls(way: str, layer: Layer, graph) -> None:
     wanted = layer.inputs + layer.weights
     for run in (graph, layer.layer):
         calls = layer.forward_calls(run)
-        weights = calls["quantize"] + calls["quantize_with_values"] + calls["fake_quantized"]
+        codes = calls["quantize"] + calls["quantize_with_scale"]
+        weights = codes + calls["quantize_with_values"] + calls["fake_quantized"]
         assert weights + calls["fake_quantized_tokens"] == wanted, calls
         if WAYS[way][2]:
-            assert calls["quantize"] == wanted, f"inputs and weights as codes: {calls}"
+            assert codes == wanted, f"inputs and weights as codes: {calls}"
 
 
 @pytest.mark.full
