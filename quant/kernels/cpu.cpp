@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu_loops.h"
+#include "cpu_tokens.h"
 #include "dispatch.h"
 
 namespace deepqat::cpu {
@@ -185,9 +186,9 @@ void quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* co
   with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* codes = static_cast<typename decltype(grids)::Grid::Code*>(codes_);
-    const auto known = [&](int64_t token, const auto& t) {
-      scale[token] = t.scale;
-      zero_point[token] = zero_point_of(t.grid);
+    const auto known = [&](int64_t first, int64_t count, const float* its_scales, const auto& grid) {
+      std::copy_n(its_scales, count, scale + first);
+      std::fill_n(zero_point + first, count, zero_point_of(grid));
     };
     for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
       const auto* from = x + offset;
@@ -203,7 +204,9 @@ void keep_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* values
     using Grid = typename decltype(grids)::Grid;
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* values = static_cast<decltype(zero)*>(values_);
-    const auto known = [&](int64_t token, const auto& t) { store_scale(t.scale, tokens, token, scales); };
+    const auto known = [&](int64_t first, int64_t count, const float* its_scales, const auto&) {
+      store_scales(its_scales, tokens, first, count, scales);
+    };
     for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
       for (int64_t i = 0; i < length; i += kChunk) {
         const int64_t n = std::min(kChunk, length - i);
@@ -226,7 +229,7 @@ void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, voi
   with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto *out = static_cast<decltype(zero)*>(out_), *grad = static_cast<decltype(zero)*>(grad_);
-    const auto known = [](int64_t, const auto&) {};
+    const auto known = [](int64_t, int64_t, const float*, const auto&) {};
     for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
       const auto* from = x + offset;
       if (out != nullptr) through_grid(from, out + offset, length, g, s);
@@ -244,7 +247,7 @@ void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtyp
     const auto* x = static_cast<const T*>(x_);
     const auto* grad = static_cast<const T*>(grad_);
     auto* grad_x = static_cast<T*>(grad_x_);
-    const auto known = [](int64_t, const auto&) {};
+    const auto known = [](int64_t, int64_t, const float*, const auto&) {};
     for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
       const auto *from = x + offset, *dy = grad + offset;
       auto* dx = grad_x + offset;

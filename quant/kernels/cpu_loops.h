@@ -100,7 +100,12 @@ void effective_scales(const Scales& scales, int64_t begin, int64_t end, float* v
       for (int64_t i = 0; i < n; ++i) value[i] = power_of_two(learned[i]);
       break;
     case Stored::kE4M3:
-      for (int64_t i = 0; i < n; ++i) value[i] = below_global(learned[i], scales.above[(begin + i) / scales.per_above]);
+      for (int64_t i = 0; i < n;) {
+        const int64_t which = (begin + i) / scales.per_above;
+        const int64_t last = std::min(n, (which + 1) * scales.per_above - begin);
+        const float above = scales.above[which];
+        for (; i < last; ++i) value[i] = below_global(learned[i], above);
+      }
       break;
   }
   for (int64_t i = 0; i < n; ++i) inverse[i] = 1.0f / value[i];
@@ -142,21 +147,37 @@ DEEPQAT_INLINE void through_grid(const T* from, T* to, int64_t n, const G& g, co
   }
 }
 
+// Calls body(offset, length, scales) for the chunks of `count` runs of `block` elements each, with their scales.
+template <typename Body>
+DEEPQAT_INLINE void for_each_chunk(int64_t count, int64_t block, const float* value, const float* inverse, Body body) {
+  ScalesOfChunk of_chunk;
+  const auto chunks = [&](auto known) {  // the runs of NVFP4 and MX are of a length that the compiler knows
+    const int64_t length = known.value > 0 ? known.value : block, runs = kChunk / length;
+    for (int64_t first = 0; first < count; first += runs) {
+      const int64_t n = std::min(runs, count - first);
+      for (int64_t run = 0; run < n; ++run) of_chunk.fill(run * length, length, value[first + run], inverse[first + run]);
+      body(first * length, n * length, of_chunk);
+    }
+  };
+  if (block == 16) return chunks(std::integral_constant<int64_t, 16>{});
+  if (block == 32) return chunks(std::integral_constant<int64_t, 32>{});
+  chunks(std::integral_constant<int64_t, 0>{});
+}
+
 // Calls body(offset, length, scale) for stretches of one run, or of several short ones if the grid has no zero points.
 template <bool kShifted, typename Body>
 void for_each_stretch(const Scales& scales, Body body) {
   if (kShifted || !is_short(scales.block))
     return for_each_segment(scales, [&](int64_t offset, int64_t n, const Scale& s, int64_t, int64_t) { body(offset, n, s); });
-  const int64_t runs = kChunk / scales.block, chunks = (scales.count + runs - 1) / runs;
-  at::parallel_for(0, chunks, kSegment / kChunk, [&](int64_t begin, int64_t end) {
-    float value[kChunk], inverse[kChunk], learned[kChunk];
-    ScalesOfChunk of_chunk;
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t first = chunk * runs, last = std::min(first + runs, scales.count);
+  const int64_t batches = (scales.count + kScalesAtOnce - 1) / kScalesAtOnce;
+  at::parallel_for(0, batches, 4, [&](int64_t begin, int64_t end) {
+    float value[kScalesAtOnce], inverse[kScalesAtOnce], learned[kScalesAtOnce];
+    for (int64_t batch = begin; batch < end; ++batch) {
+      const int64_t first = batch * kScalesAtOnce, last = std::min(first + kScalesAtOnce, scales.count);
       effective_scales(scales, first, last, value, inverse, learned);
-      for (int64_t run = 0; run < last - first; ++run)
-        of_chunk.fill(run * scales.block, scales.block, value[run], inverse[run]);
-      body(first * scales.block, (last - first) * scales.block, of_chunk);
+      for_each_chunk(last - first, scales.block, value, inverse, [&](int64_t offset, int64_t n, const auto& s) {
+        body(first * scales.block + offset, n, s);
+      });
     }
   });
 }
@@ -260,60 +281,6 @@ uint32_t largest_magnitude(const T* x, int64_t n) {
   for (int half = 8; half > 0; half /= 2)
     for (int j = 0; j < half; ++j) lanes[j] = std::max(lanes[j], lanes[j + half]);
   return lanes[0];
-}
-
-// Of a grid that lies about 0, and so asks for the largest magnitude alone.
-template <typename Grids, typename T>
-  requires Grids::kCentred
-auto token_of(const Grids& grids, const T* x, int64_t n) {
-  return grids.token(0.0f, float_of(largest_magnitude(x, n)));
-}
-
-// Range of one token, extended to 0. NaN where the token holds a NaN: a comparison with one would drop it.
-template <typename Grids, typename T>
-auto token_of(const Grids& grids, const T* x, int64_t n) {
-  float lowest[16] = {}, highest[16] = {};
-  uint32_t nan[16] = {};
-  const auto take = [&](int lane, float value) {
-    lowest[lane] = value < lowest[lane] ? value : lowest[lane];
-    highest[lane] = value > highest[lane] ? value : highest[lane];
-    nan[lane] |= value != value ? 1u : 0u;
-  };
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16)
-    for (int j = 0; j < 16; ++j) take(j, load(x[i + j]));
-  for (; i < n; ++i) take(0, load(x[i]));
-  const float low = *std::min_element(lowest, lowest + 16), high = *std::max_element(highest, highest + 16);
-  const bool any_nan = *std::max_element(nan, nan + 16) != 0;
-  return grids.token(low, any_nan ? float_of(0x7fc00000u) : high);
-}
-
-// Calls known(token, its grid and scale) for every token of x, and body(offset, length, grid, scale) for stretches of one
-// token, or of several short ones whose grids are all the same.
-template <typename Grids, typename T, typename Known, typename Body>
-void for_each_token(const Tokens& tokens, const Grids& grids, const T* x, Known known, Body body) {
-  const int64_t features = tokens.features;
-  const bool together = Grids::kShort && is_short(features);
-  at::parallel_for(0, tokens.count, 1 + 4 * kSegment / (features + 1), [&](int64_t begin, int64_t end) {
-    ScalesOfChunk of_chunk;
-    const int64_t at_once = together ? kChunk / features : 1;
-    for (int64_t token = begin; token < end; token += at_once) {
-      const int64_t count = std::min(at_once, end - token);
-      auto last = token_of(grids, x + token * features, features);
-      known(token, last);
-      if (!together) {
-        body(token * features, features, last.grid, Scale{last.scale, last.inverse, last.scale, 0.0f});
-        continue;
-      }
-      of_chunk.fill(0, features, last.scale, last.inverse);
-      for (int64_t i = 1; i < count; ++i) {
-        last = token_of(grids, x + (token + i) * features, features);
-        known(token + i, last);
-        of_chunk.fill(i * features, features, last.scale, last.inverse);
-      }
-      body(token * features, count * features, last.grid, of_chunk);
-    }
-  });
 }
 
 }  // namespace

@@ -93,13 +93,20 @@ DEEPQAT_INLINE int8_t zero_point_of(const ShiftedInteger& grid) { return static_
 // Two codes of four bits in a byte, the first of them below.
 DEEPQAT_INLINE uint8_t pair_of(uint32_t first, uint32_t second) { return static_cast<uint8_t>(first | second << 4); }
 
-// A token's scale as its format stores it: an exponent, an e4m3 number times the global scale, or itself.
+// A scale of a token as its format stores it: a power of two as its exponent, one of NVFP4 as an e4m3 number times the
+// global scale.
+DEEPQAT_INLINE uint8_t exponent_of(float scale) {
+  return static_cast<uint8_t>(scale != scale ? 0xffu : bits_of(scale) >> 23);
+}
+
+DEEPQAT_INLINE uint8_t code_below(float scale, float above) { return E4M3{}.quantized(scale * above); }
+
 DEEPQAT_INLINE void store_scale(float scale, const Tokens& tokens, int64_t token, void* scales) {
   auto* bytes = static_cast<uint8_t*>(scales);
   if (tokens.stored_as == Stored::kE8M0) {
-    bytes[token] = static_cast<uint8_t>(scale != scale ? 0xffu : bits_of(scale) >> 23);
+    bytes[token] = exponent_of(scale);
   } else if (tokens.stored_as == Stored::kE4M3) {
-    bytes[token] = E4M3{}.quantized(scale * *tokens.above);
+    bytes[token] = code_below(scale, *tokens.above);
   } else {
     static_cast<float*>(scales)[token] = scale;
   }
