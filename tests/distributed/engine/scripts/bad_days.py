@@ -104,7 +104,9 @@ def uncurved(loop: Loop) -> None:
     @loop.at(1)
     def remove(state: LoopState) -> None:
         if is_main():
-            shutil.rmtree(Path(loop.recipe.output_dir) / "tensorboard")
+            curves = Path(loop.recipe.output_dir) / "tensorboard"
+            while curves.exists():  # their own thread may write another file while they are removed
+                shutil.rmtree(curves, ignore_errors=True)
         barrier()
 
 
