@@ -40,18 +40,19 @@ class _Samples:
     longest: int
 
 
-def bytes_of_first_codes(student: MetaStudent, settings: Settings) -> int:
+def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) -> int:
     """The most bytes that a rank holds beside its parameters while GPTQ chooses; 0 where nothing asks for it.
 
     Args:
         student: the model and its quantised layers, on the meta device.
         settings: of ZeRO.
+        rows: of a micro-batch, of which ``quant.calibration_batches`` are the samples.
     """
     recipe = student.recipe
     if recipe.quant.first_codes != "gptq":
         return 0
     blocks = decoder_layers(student.model, student.quantization)
-    samples, config = _samples(recipe), student.model.config.get_text_config()
+    samples, config = _samples(recipe, rows), student.model.config.get_text_config()
     size = next(student.model.parameters()).element_size()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     hidden = samples.tokens * (config.hidden_size + 2 * head) * size
@@ -71,9 +72,9 @@ def bytes_of_first_codes(student: MetaStudent, settings: Settings) -> int:
     return hidden + most
 
 
-def _samples(recipe: Recipe) -> _Samples:
-    rows = max(1, recipe.quant.calibration_batches) * recipe.data.micro_batch_size
-    return _Samples(rows * recipe.data.max_length, recipe.data.max_length)
+def _samples(recipe: Recipe, rows: int) -> _Samples:
+    length = recipe.data.max_length
+    return _Samples(max(1, recipe.quant.calibration_batches) * rows * length, length)
 
 
 def _of_step(sets: list[list[QuantLayer]], share: int) -> int:

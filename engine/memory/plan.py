@@ -145,18 +145,22 @@ class Planner:
             own_teacher=self.events(rows)[0] if self.teacher is None else (),
         )
         cost.traffic.add(before.traffic, settings.accumulation)
-        chosen = bytes_of_first_codes(self.student, settings)
         found = Prediction(
             strategy,
             settings,
             held,
             cost.moments(self._all(rows, before)),
             cost,
-            first_codes=chosen and chosen + held.device["parameters"],
+            first_codes=self._first_codes(settings, held, rows),
         )
         if gpu_bytes is None:
             return found
         return dataclasses.replace(found, largest_micro_batch=self._largest(found, before, gpu_bytes - RESERVE))
+
+    def _first_codes(self, settings: Settings, held: Held, rows: int) -> int:
+        """Bytes on the device while GPTQ chooses, of micro-batches of ``rows``; 0 where nothing asks for it."""
+        chosen = bytes_of_first_codes(self.student, settings, rows)
+        return chosen and chosen + held.device["parameters"]
 
     def _teacher(self, config: dict[str, Any], settings: Settings, held: Held) -> "_OfTeacher":
         """Add what the teacher holds to ``held``; return what its forward gathers and sends."""
@@ -210,12 +214,10 @@ class Planner:
         few, many = chunks, 2 * chunks
         first, second = (own_bytes(self._all(rows, teacher)).astype(float) for rows in (few, many))
 
-        if found.first_codes > limit:
-            return 0
-
         def peak(rows: int) -> int:
             own = first + (second - first) * ((rows - few) / (many - few))
-            return max(found.cost.step.total, found.cost.additions.most(own))
+            training = max(found.cost.step.total, found.cost.additions.most(own))
+            return max(training, self._first_codes(found.settings, found.held, rows))
 
         if peak(1) > limit:
             return 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from engine.memory.plan import Planner
+from engine.memory.plan import RESERVE, Planner
 from engine.recipe.quant import QuantRecipe
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
@@ -72,3 +72,24 @@ def test_nothing_without_it_and_shares_with_stage_3(tmp_path: Path) -> None:
     whole, shared = (planner.predict(name, 4).first_codes for name in ("zero1", "zero3"))
     assert 6 * 8 * 480**2 < shared < whole
     assert Planner(replace(recipe, quant=replace(quant, first_codes="nearest"))).predict("zero1", 4).first_codes == 0
+
+
+def test_the_largest_micro_batch_leaves_room_for_its_samples(tmp_path: Path) -> None:
+    """Samples are micro-batches, so that larger ones hold more hidden states while codes are chosen."""
+    KINDS["dense"][1].save_pretrained(tmp_path)
+    recipe = Recipe(
+        model=ModelRecipe(path=str(tmp_path)),
+        data=DataRecipe(train=["text.txt"], max_length=LENGTH, micro_batch_size=1),
+        train=TrainRecipe(steps=100, activation_checkpointing=True),
+        output_dir="out",
+        quant=QuantRecipe(scheme="w2a16_g32", first_codes="gptq", calibration_batches=2000),
+    )
+
+    def peak(rows: int) -> int:
+        one = replace(recipe, data=replace(recipe.data, micro_batch_size=rows))
+        found = Planner(one).predict("zero1", 1)
+        assert found.peak == found.first_codes
+        return found.peak
+
+    limit = (peak(3) + peak(4)) // 2
+    assert Planner(recipe).predict("zero1", 1, gpu_bytes=limit + RESERVE).largest_micro_batch == 3
