@@ -7,6 +7,9 @@ states of all samples go from layer to layer, and inside one from Linear to Line
 quantised together, then what comes after them sees what they make of it. Inputs are summed up over ranks; each rank
 chooses codes for the rows of which it holds a part.
 
+Inputs with dynamic scales are quantised by then as in training. Those with a stored scale, keys and values are not: their
+scales are measured afterwards, in the model that has these codes.
+
 Weights that would be rounded to other codes become what the chosen ones stand for (:mod:`quant.cells`), so that the
 first step computes with GPTQ's weights. The others stay as they are.
 """
@@ -93,7 +96,7 @@ def start_from_gptq(
     nearest codes.
 
     Args:
-        model, quantization: the quantised model; weights and their scales are loaded, inputs have no stored scales.
+        model, quantization: the quantised model; weights and their scales are loaded.
         samples: ``input_ids [1, T]``, as many on every rank, and whether each counts: one that does not goes along
             with other ranks' samples.
         device: where the samples go.
@@ -227,7 +230,8 @@ def _zeros(layer: QuantLayer) -> Tensor:
 
 def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     """A hook that adds the inputs of a layer, as they are multiplied."""
-    spec, block = layer.scheme.activations, layer.rotation if isinstance(layer, QuantLinear) else None
+    block = layer.rotation if isinstance(layer, QuantLinear) else None
+    spec = layer.scheme.activations if _quantises_inputs(layer) else None
 
     def add(module: nn.Module, args: tuple[Any, ...]) -> None:
         x = args[0] if block is None else rotate(args[0], block)
@@ -299,7 +303,8 @@ def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
     whole = Quantizer(layer.scale_of_weight, spec, weight.dtype)
     scale = part.of_scale(layer.scale_of_weight._replace(s0=kernels.effective_scale(whole), theta=None), spec)
     zero = None if scale.zero is None else scale.zero.detach()[rows].clone()
-    before = Quantizer(Scale(scale.s0.detach()[rows].clone(), None, scale.global_, zero), spec, weight.dtype)
+    above = None if scale.global_ is None else scale.global_.detach().clone()  # it is read once nothing is gathered
+    before = Quantizer(Scale(scale.s0.detach()[rows].clone(), None, above, zero), spec, weight.dtype)
     own = slice(low - rows.start * columns, high - rows.start * columns)
     return _Rows(part, rows, own, weight, before, *choose(weight, before, gram))
 
@@ -339,7 +344,15 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
 
 def _switch_on(quantization: Quantization, names: Sequence[str]) -> None:
     """Fake-quantise these layers, and no others."""
-    quantization.set_fake_quant(True, True, "|".join(map(re.escape, names)))
+    for inputs in (False, True):
+        alike = [name for name in names if _quantises_inputs(quantization.layers[name]) == inputs]
+        if alike:
+            quantization.set_fake_quant(True, inputs, "|".join(map(re.escape, alike)))
+
+
+def _quantises_inputs(layer: QuantLayer) -> bool:
+    """Whether the layer's input is quantised by now: only then has it scales."""
+    return layer.scheme.activations is not None and layer.scheme.stored_input is None
 
 
 def _run(block: nn.Module, hidden: Tensor, inputs: Inputs) -> Any:

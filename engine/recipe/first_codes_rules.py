@@ -43,12 +43,6 @@ RULES_OF_FIRST_CODES = (
         "1 or more: quant.first_codes gptq looks at so many micro-batches per rank",
     ),
     Rule(
-        "codes are chosen before inputs are measured",
-        "quant.first_codes",
-        lambda r: _gptq(r) and r.quant.known() and r.quant.stores_input_scales(),
-        "nearest: quant.scheme {quant.scheme} stores scales of inputs, which are measured later",
-    ),
-    Rule(
         "codes are chosen row by row",
         "quant.first_codes",
         lambda r: (

@@ -119,7 +119,7 @@ class QuantRecipe:
     """Codes that training starts with. nearest: each weight's own. gptq: those that keep the outputs of each layer on
     quant.calibration_batches micro-batches per rank (GPTQ), and the weights that have others become what these stand
     for: the best PTQ, and a better start for training. Takes symmetric and asymmetric weights, scales per
-    group or channel, and no stored scales of inputs."""
+    group or channel. Inputs with stored scales, keys and values are not quantised meanwhile."""
     weight_range: Literal["auto", "absmax", "mse"] = "auto"
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
     integers of 3 bits and fewer, absmax for the others."""

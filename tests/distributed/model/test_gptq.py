@@ -33,6 +33,7 @@ def made(tmp_path_factory):
         "two": ("calibrate.py", two),
         "trained": ("train.py", two | {"optim": still, "train": {"steps": 2}}),
         "nearest": ("calibrate.py", two | {"quant": {"scheme": "w2a16_g32"}}),
+        "inputs": ("calibrate.py", two | {"quant": quant | {"scheme": "nvfp4_w4a4_kv"}}),
     }
     found = {}
     for name, (script, sections) in scripts.items():
@@ -66,3 +67,10 @@ def test_codes_and_scales_are_others_than_the_nearest(made):
     ours, nearest = made["two"][0], made["nearest"][0]
     kinds = {key.rpartition(".")[2] for key in ours if not torch.equal(ours[key], nearest[key])}
     assert kinds == {"weight_packed", "weight_scale"}
+
+
+def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made):
+    tensors, said = made["inputs"]
+    scales = [key for key in tensors if key.endswith(("input_global_scale", "k_scale", "v_scale"))]
+    assert len(scales) > 8 and all(0 < float(tensors[key]) < float("inf") for key in scales)
+    assert said.index("gptq: ") < said.index("calibrat")

@@ -77,7 +77,9 @@ def inputs_of(model: nn.Module, layer: nn.Module, given: list[tuple[Tensor, bool
     return seen
 
 
-@pytest.mark.parametrize(("kind", "scheme"), [("qwen3", "w2a16_g32"), ("qwen3_moe", "w3a16_channel")])
+@pytest.mark.parametrize(
+    ("kind", "scheme"), [("qwen3", "w2a16_g32"), ("qwen3_moe", "w3a16_channel"), ("qwen3", "w8a8_static")]
+)
 def test_each_layer_is_chosen_by_what_the_quantised_ones_before_it_give(tmp_path, kind, scheme):
     """The model is quantised here by whole forwards, one layer after the other in the order of its data. Some turn
     their inputs first."""
@@ -112,7 +114,7 @@ def test_each_layer_is_chosen_by_what_the_quantised_ones_before_it_give(tmp_path
             expected.layers[name].weight.copy_(layer.weight)
             expected.layers[name].weight_s0.copy_(layer.weight_s0)
         done.append(name.replace(".", r"\."))
-        expected.set_fake_quant(True, True, "|".join(done))
+        expected.set_fake_quant(True, scheme != "w8a8_static", "|".join(done))
 
 
 def test_the_first_step_computes_with_weights_that_keep_the_outputs(tmp_path):
@@ -144,6 +146,18 @@ def test_other_formats_go_too(tmp_path, scheme):
         moved = layer.weight != weight
         with torch.no_grad():
             assert moved.any() and torch.equal(layer.quantised_weight()[moved], layer.weight[moved])
+
+
+def test_inputs_that_are_not_measured_yet_are_left_as_they_are(tmp_path):
+    """The codes are those of the scheme that quantises weights alone, bit for bit. Scales are NaN until measured."""
+    model, quantization = quantised(tmp_path, "qwen3", "nvfp4_w4a4")
+    other, expected = quantised(tmp_path, "qwen3", "nvfp4")
+    given = samples(model)
+    start_from_gptq(model, quantization, given, CPU)
+    start_from_gptq(other, expected, given, CPU)
+    for name, layer in quantization.layers.items():
+        assert torch.equal(layer.weight, expected.layers[name].weight), name
+        assert layer.weight_fake_quant and layer.input_fake_quant
 
 
 def test_experts_as_modules_are_the_same_as_stacked_ones(tmp_path):

@@ -88,7 +88,6 @@ BROKEN = {
         "loss.kd_weight": 1.0,
         "loss.teacher": "self",
     },
-    "codes are chosen before inputs are measured": {"quant.first_codes": "gptq", "quant.scheme": "w8a8_static"},
     "codes are chosen row by row": {**GPTQ, "quant.scheme": "fp8_block"},
     "weights that have scales are followed by them": {**FOLLOW, "quant.scheme": "fp8_kv"},
     "symmetric integers alone have signed scales": {"quant.signed_scales": True},
