@@ -7,8 +7,8 @@ states of all samples go from layer to layer, and inside one from Linear to Line
 quantised together, then what comes after them sees what they make of it. Inputs are summed up over ranks; each rank
 chooses codes for the rows of which it holds a part.
 
-Inputs with dynamic scales are quantised by then as in training. Those with a stored scale, keys and values are not: their
-scales are measured afterwards, in the model that has these codes.
+Inputs with dynamic scales are quantised by then as in training. Those with a stored scale, keys and values are not:
+their scales are measured afterwards, in the model that has these codes.
 
 Weights that would be rounded to other codes become what the chosen ones stand for (:mod:`quant.cells`), so that the
 first step computes with GPTQ's weights. The others stay as they are.

@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quant import SCHEMES
+from quant.gptq import takes
+from tests.distributed.engine.test_adapters import MANY, every_scheme
 from tests.distributed.launcher import run_ranks
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.patience import PATIENCE
@@ -74,3 +77,28 @@ def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made):
     scales = [key for key in tensors if key.endswith(("input_global_scale", "k_scale", "v_scale"))]
     assert len(scales) > 8 and all(0 < float(tensors[key]) < float("inf") for key in scales)
     assert said.index("gptq: ") < said.index("calibrat")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_every_scheme_is_the_same_on_two_ranks(tmp_path, kind):
+    """Each has a decoder layer of its own. In bfloat16 asymmetric codes of 8 bits are refused."""
+    model = tiny_checkpoint(tmp_path / "model", kind, wide=True, layers=MANY)
+    chats = write_chats(tmp_path / "chats.jsonl")
+    common = {"dtype": "float32", "loss": {"kd_weight": 0.0, "teacher": None}, "export": {"enabled": True}}
+    sizes = {"one": {"data": {"micro_batch_size": 2}, "stage": 0}, "two": {"data": {"micro_batch_size": 1}, "stage": 3}}
+    for part, quant in enumerate(every_scheme(name for name, one in SCHEMES.items() if takes(one.weights))):
+        for name, sections in sizes.items():
+            sections = sections | {"quant": quant | {"first_codes": "gptq", "calibration_batches": 3}}
+            words = ["--config", str(write_recipe(tmp_path, f"{name}{part}", model, chats, **common, **sections))]
+            if name == "one":
+                command = [sys.executable, str(ROOT / "launch" / "calibrate.py"), *words]
+                subprocess.run(command, check=True, text=True, capture_output=True, timeout=PATIENCE)
+            else:
+                run_ranks(ROOT / "launch" / "calibrate.py", *words)
+        ours, theirs = (
+            load_file(tmp_path / f"{name}{part}" / "export" / "model.safetensors") for name in ("two", "one")
+        )
+        assert ours.keys() == theirs.keys()
+        share = {key: float((ours[key] == theirs[key]).float().mean()) for key in ours}
+        assert {key: one for key, one in share.items() if one < 0.99} == {}
