@@ -33,6 +33,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from operator import attrgetter
 
 from engine.checkpoint.find import LATEST
 from engine.export import check_export
@@ -41,11 +42,14 @@ from engine.recipe.events import EventRecipe
 from engine.recipe.quant import SOURCE
 from engine.recipe.reading import load_recipe, save_recipe
 from engine.recipe.recipe import Recipe
+from engine.recipe.unquantised_rules import UNQUANTISED
 from launch.exits import clean_exit, recipe_or_exit
 from launch.launcher import ROOT, environment, program
 from model.quantised.config import is_quantised
 
 FT, PTQ, QAT = "ft", "ptq", "qat"
+# What FT leaves out where the recipe has it: without fake quant it is refused, for it would never act, or move weights.
+PLAIN = {**UNQUANTISED, "quant.first_codes": "nearest", "quant.rotate": [], "quant.rotate_block": 256}
 SCRIPTS = {FT: "launch/train.py", PTQ: "launch/calibrate.py", QAT: "launch/train.py"}
 MADE_BY = "study.yaml"  # in the folder of a part: the recipe that it was made by
 
@@ -145,7 +149,9 @@ def changes_of(part: str, recipe: Recipe) -> list[str]:
         words += ["--model.path", str(reference(recipe))]
     if part == FT:
         words += ["--quant.fake_quant_start", "-1"]
-        words += ["--quant.first_codes", "nearest"] if recipe.quant.first_codes != "nearest" else []
+        for key, value in PLAIN.items():
+            if attrgetter(key)(recipe) != value:
+                words += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
         words += ["--schedule", json.dumps(without_fake_quant(recipe.schedule))] if recipe.schedule else []
     return words
 

@@ -101,7 +101,7 @@ class Planner:
         codes = sum(layer.weight.numel() for layer in layers if layer.held is None)
         self.inventory: Inventory = dataclasses.replace(inventory, quantised=codes)
         self._coded: CodedWeights | None = None
-        if recipe.quant.gather_codes and not recipe.never_quantises():
+        if recipe.quant.gather_codes:
             self._coded = CodedWeights.of(self.student.model, layers)
             self.inventory = self._coded.replace_in(self.inventory)
         self._events: dict[int, tuple[list[Event], Step]] = {}

@@ -1,8 +1,27 @@
-"""Rules of gradients that are multiplied as fp8 codes, each said in one line."""
+"""Rules of fp8 codes that are multiplied: how their products add up, and gradients that are codes too, each said in one
+line."""
 
 from engine.recipe.rules import Rule
 
 RULES_OF_GRADIENTS = (
+    Rule(
+        "fast sums are of layers that multiply codes",
+        "quant.fp8_fast_accum",
+        lambda r: not r.quant.fp8_fast_accum and r.quant.compute in ("simulate", "block_gemm"),
+        "true: quant.compute {quant.compute} has no fp8 GEMM",
+    ),
+    Rule(
+        "fast sums are of schemes with an fp8 GEMM",
+        "quant.fp8_fast_accum",
+        lambda r: not r.quant.fp8_fast_accum and r.quant.known() and not r.quant.has_fp8_gemm(),
+        "true: quant.scheme {quant.scheme} has no fp8 codes per tensor on both sides",
+    ),
+    Rule(
+        "fast sums are of bfloat16",
+        "quant.fp8_fast_accum",
+        lambda r: not r.quant.fp8_fast_accum and r.model.dtype != "bfloat16",
+        "true: the fp8 GEMM gives bfloat16, model.dtype is {model.dtype}",
+    ),
     Rule(
         "gradients in fp8 are of layers that multiply codes",
         "quant.fp8_gradients",
@@ -20,12 +39,6 @@ RULES_OF_GRADIENTS = (
         "quant.fp8_gradients",
         lambda r: r.quant.fp8_gradients and r.model.dtype != "bfloat16",
         "null: the fp8 GEMM gives bfloat16, model.dtype is {model.dtype}",
-    ),
-    Rule(
-        "gradients in fp8 are of layers that quantise at some time",
-        "quant.fp8_gradients",
-        lambda r: r.quant.fp8_gradients and r.never_quantises(),
-        "null: with quant.fake_quant_start -1, and no event that switches fake quant on, no codes are multiplied",
     ),
     Rule(
         "gradients in fp8 are not of adapters",

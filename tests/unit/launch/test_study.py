@@ -62,6 +62,29 @@ def test_parts_differ_in_quantisation_alone(tmp_path):
     study.check_recipe(recipe)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"quant": {"gather_codes": True, "fp8_gradients": "e5m2", "fp8_fast_accum": False, "compute": "fp8_gemm"}},
+        {"quant": {"fuse_norms": True, "rotate": [r".*\.down_proj"], "rotate_block": 64}},
+        {"quant": {"scheme": "nvfp4_w4a4", "keep_codes": True}},
+        {"quant": {"scales_follow_weights": True, "weight_range": "absmax"}, "learnable": {"act_scale": True}},
+    ],
+)
+def test_ft_leaves_out_what_never_acts_without_fake_quant(tmp_path, changed):
+    recipe = recipe_of(tmp_path)
+    sections = {name: replace(getattr(recipe, name), **knobs) for name, knobs in changed.items()}
+    recipe = replace(recipe, **sections)
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    words = ["--config", str(tmp_path / "recipe.yaml")]
+    with pytest.raises(RecipeError, match="-1"):
+        parse_recipe([*words, "--quant.fake_quant_start", "-1"], check_files=False)
+    plain = parse_recipe([*words, *study.changes_of("ft", recipe)], check_files=False)
+    kept = {"scheme": recipe.quant.scheme, "weight_range": recipe.quant.weight_range}
+    assert plain.quant == QuantRecipe(fake_quant_start=-1, **kept) and plain.learnable == LearnableRecipe()
+    study.check_recipe(recipe)
+
+
 def test_ptq_and_qat_begin_with_the_same_codes(tmp_path):
     recipe = recipe_of(tmp_path, quant=QuantRecipe(scheme="w2a16_g32", first_codes="gptq"))
     save_recipe(recipe, tmp_path / "recipe.yaml")

@@ -1,18 +1,20 @@
-"""The rules of gradients in fp8: each is broken by a recipe of its own, and only that rule."""
+"""The rules of products of fp8 codes: each is broken by a recipe of its own, and only that rule."""
 
 import pytest
 
 from engine.recipe.contradictions import contradictions
-from engine.recipe.events import EventRecipe
 from engine.recipe.gradient_rules import RULES_OF_GRADIENTS
 from tests.unit.engine.recipe.test_input_rules import recipe
 
 E4M3 = {"quant.fp8_gradients": "e4m3"}
+SLOW = {"quant.fp8_fast_accum": False}
 BROKEN = {
+    "fast sums are of layers that multiply codes": {**SLOW, "quant.compute": "simulate"},
+    "fast sums are of schemes with an fp8 GEMM": {**SLOW, "quant.scheme": "w4a16_g128"},
+    "fast sums are of bfloat16": {**SLOW, "model.dtype": "float32"},
     "gradients in fp8 are of layers that multiply codes": {**E4M3, "quant.compute": "simulate"},
     "gradients in fp8 are of schemes with an fp8 GEMM": {**E4M3, "quant.scheme": "w4a16_g128"},
     "gradients in fp8 come out as bfloat16": {**E4M3, "model.dtype": "float32"},
-    "gradients in fp8 are of layers that quantise at some time": {**E4M3, "quant.fake_quant_start": -1},
     "gradients in fp8 are not of adapters": {**E4M3, "adapter.kind": "lora", "learnable.weight": False},
 }
 
@@ -21,15 +23,6 @@ BROKEN = {
 def test_each_is_broken_alone(rule):
     broken = recipe(BROKEN[rule.name])
     assert list(contradictions(broken)) == [rule.text(broken)]
-
-
-@pytest.mark.parametrize(("start", "later"), [(0, False), (2, False), (-1, True)])
-def test_fake_quant_may_begin_late(start, later):
-    """At a step of its own, or by an event; and without it there is no contradiction but with gradients in fp8."""
-    good = recipe({**E4M3, "quant.fake_quant_start": start})
-    good.schedule = [EventRecipe(at=1, fake_quant=True)] if later else []
-    assert list(contradictions(good)) == []
-    assert list(contradictions(recipe({"quant.fake_quant_start": -1}))) == []
 
 
 @pytest.mark.parametrize("compute", ["auto", "fp8_gemm"])
