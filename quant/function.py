@@ -13,7 +13,8 @@ leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This fu
 * the scale Parameters, a few bytes,
 * of the input: the 1-byte codes and a 1-bit mask of what was not clipped, when its scale is stored and does not learn;
   of dynamic floats, where that is wanted, packed codes and scales (:func:`quant.kernels.keep_tokens`); the input itself
-  otherwise. Layers that read the same tensor share one copy of it.
+  otherwise, and where attention keeps it anyway (:mod:`quant.kept_by_attention`). Layers that read the same tensor
+  share one copy of it.
 
 Nothing is saved or computed for an operand that needs no gradient.
 """

@@ -19,6 +19,7 @@ from quant.function import Plan, quant_linear
 from quant.hadamard import rotate
 from quant.held import held_codes
 from quant.inputs import SharedInput
+from quant.kept_by_attention import kept_by_attention
 from quant.scale import Quantizer, Scale
 from quant.spec import Scheme
 from quant.used_weight import UsedWeightFunction
@@ -213,10 +214,13 @@ class QuantLinear(QuantLayer):
 
     Attributes:
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
-        dynamic_codes: as of :class:`quant.function.Plan`.
+        dynamic_codes: as of :class:`quant.function.Plan`, for inputs that attention does not keep anyway.
+        aliases: as of :func:`quant.kept_by_attention.kept_by_attention`; none unless somebody wraps modules in such.
         rotation: in blocks of how many features the input is turned before anything else (:mod:`quant.hadamard`), for a
             weight that was turned likewise; None where it is not.
     """
+
+    aliases: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -276,7 +280,7 @@ class QuantLinear(QuantLayer):
             fast_accum=self.fast_accum,
             gradients=self.gradients if both else None,
             held=self.held,
-            dynamic_codes=self.dynamic_codes,
+            dynamic_codes=self.dynamic_codes and not kept_by_attention(x, self.aliases),
             weight_scale=self.known_weight_scale,
         )
         return quant_linear(

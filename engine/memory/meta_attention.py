@@ -4,6 +4,7 @@ torch chooses an attention kernel by the device and has no fused one for meta te
 with [T, T] weights that no GPU keeps. The one here makes the tensors that fused kernels make, in forward and backward.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import AttentionMaskInterface
 
 NAME = "deepqat_on_meta"
+# Implementations whose output layers know in the graph (:mod:`quant.kept_by_attention`).
+KNOWN = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
 class _Attention(torch.autograd.Function):
@@ -32,8 +35,18 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
+class ScaledDotProductFlashAttention(_Attention):
+    """The same, whose node in the graph has the name by which layers know torch's."""
+
+
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    function: type[_Attention],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls. It makes the copies that transformers' own function for sdpa makes.
 
@@ -45,13 +58,16 @@ def _attention(
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         if attention_mask.dtype == torch.bool:
             attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype)
-    return _Attention.apply(query, key, value, attention_mask).transpose(1, 2).contiguous(), None
+    return function.apply(query, key, value, attention_mask).transpose(1, 2).contiguous(), None
 
 
 def attention_on_meta(implementation: str) -> str:
     """Register an implementation that stands in for one of transformers' on the meta device; return its name."""
     if implementation == "eager":  # it consists of operators that the meta device has
         return implementation
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
-    return NAME
+    known = implementation in KNOWN
+    name = NAME if known else f"{NAME}_unknown"
+    function = ScaledDotProductFlashAttention if known else _Attention
+    AttentionInterface.register(name, partial(_attention, function))
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    return name

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from engine.losses.chunked import Teacher, TeacherHidden, TeacherTopK, chunked_losses
 from engine.losses.kd import CACHED_KINDS, TopK
 from engine.memory.meta_attention import attention_on_meta
-from engine.memory.meta_step import Event, record_step, representatives
+from engine.memory.meta_step import MARKS, Event, record_step, representatives
 from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES
 from engine.session.student import empty_student, quantise_student
@@ -70,6 +70,9 @@ def meta_student(recipe: Recipe) -> MetaStudent:
     head = install_head(model)
     if isinstance(head, QuantHead):
         quantization.layers[output_head(model)[0]] = head
+    for layer in quantization.layers.values():
+        if isinstance(layer, QuantLinear):
+            layer.aliases = MARKS  # as in the run, where either nothing or ZeRO-3's own Function stands there
     model.train()
     if recipe.never_quantises():
         quantization.set_fake_quant(weights=False, activations=False)

@@ -251,7 +251,7 @@ def _drop(note: Callable[[str, str], None], name: str, parameter: nn.Parameter) 
 
 
 class _Mark(torch.autograd.Function):
-    """The identity. It calls a function when its gradient passes."""
+    """The identity, in the same memory. It calls a function when its gradient passes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, passes: Callable[[], None]) -> Tensor:
@@ -262,6 +262,9 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.passes()
         return grad, None
+
+
+MARKS = frozenset({_Mark.__name__})  # of the Functions that :func:`record_step` puts around inputs
 
 
 def _on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -156,7 +156,8 @@ class QuantRecipe:
     multiplied in model.dtype. See docs/how_a_layer_computes.md."""
     keep_codes: bool = False
     """true: of inputs in fp4 or fp8 with dynamic scales a layer keeps codes and scales for backward, 0.5 to 1.1 bytes
-    per element instead of two or four; the same training bit for bit, and decoded once more in backward."""
+    per element instead of two or four; the same training bit for bit, and decoded once more in backward. Inputs that
+    fused attention keeps anyway (o_proj's) stay as they are."""
     fuse_norms: bool = False
     """true: norms and SwiGLU write the codes of the layers behind them, in one operator, where these have static scales
     that do not learn; of Llama, Mistral, Qwen2 and Qwen3. Other roundings than torch's norm has, and not tried on a GPU

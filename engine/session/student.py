@@ -32,7 +32,7 @@ from model.quantised.start import take_start
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, say
 from model.rotation import rotate_weights
 from model.scales import load_scales, renew_weight_scales, write_scales
-from model.zero import full_shape, partition_new_parameters, stage
+from model.zero import INPUT_ALIASES, full_shape, partition_new_parameters, stage
 from quant import Quantization, QuantLinear, Scheme, prepare
 from quant.fused import fuse
 from quant.held import as_weight
@@ -182,10 +182,10 @@ def quantise_student(
 
 
 def _keep_codes(quantization: Quantization) -> None:
-    """Have layers keep codes of inputs with dynamic scales for backward."""
+    """Have layers keep codes of inputs with dynamic scales for backward, but of those that attention keeps anyway."""
     for layer in quantization.layers.values():
         if isinstance(layer, QuantLinear):
-            layer.dynamic_codes = True
+            layer.dynamic_codes, layer.aliases = True, INPUT_ALIASES
 
 
 def _has_router_logits(model: PreTrainedModel) -> bool:

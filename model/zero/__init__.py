@@ -31,6 +31,7 @@ from model.zero.optimizer import (
     zero_parameters,
 )
 from model.zero.parameters import (
+    INPUT_ALIASES,
     WHOLE_ELEMENTS,
     WHOLE_ELEMENTS_IN_ALL,
     forget_secondary_copies,
@@ -58,6 +59,7 @@ from model.zero.parameters import (
 __all__ = [
     "CHECKPOINT_CLASSES",
     "CHECKPOINT_GLOBALS",
+    "INPUT_ALIASES",
     "WHOLE_ELEMENTS",
     "WHOLE_ELEMENTS_IN_ALL",
     "LeftOut",

@@ -73,6 +73,10 @@ def results(recipe):
     add("gradients_1", "even", "bfloat16", stage=1, quant=gradients)
     add("gradients_3", "even", "bfloat16", stage=3, quant=gradients)
     add("gradients_recomputed", "even", "bfloat16", stage=3, quant=gradients, train=recomputed)
+    for name in ("values", "codes"):
+        dynamic = {"scheme": "mxfp4_w4a4", "keep_codes": name == "codes"}
+        add(f"{name}_3", "even", "bfloat16", stage=3, quant=dynamic)
+    add("codes_recomputed", "even", "bfloat16", stage=3, quant=dynamic, train=recomputed)
     add("gemm_odd", "odd", "bfloat16", stage=3, quant={"compute": "fp8_gemm"})
     for name in ("whole", "coded"):
         add(name, "odd", "bfloat16", stage=3, **CLIPS, quant={"gather_codes": name == "coded"})
@@ -96,6 +100,19 @@ def test_kept_weight_codes_change_nothing_but_the_number_of_passes(results, name
     passes = 3 * 2 * LAYERS  # micro-batches, forward and backward
     assert unkept["seen"]["calls"] == [{"deepqat.fake_quantized": passes}] * STEPS
     assert kept["seen"]["left"] == [0] * STEPS, "codes of the weights before the step would be used after it"
+
+
+def test_kept_codes_of_inputs_change_nothing_and_spare_what_attention_keeps(results):
+    """On stage 3 a Function of DeepSpeed's lies between o_proj and attention, in the same memory. Bit for bit the same
+    training as without kept codes, where layers are recomputed too."""
+    shown = result(results, "codes_3")["seen"]["shown"]
+    assert len(shown) == LAYERS and all(shown[layer] == layer.endswith("o_proj") for layer in shown)
+    plain = result(results, "values_3")
+    assert not plain["seen"]["shown"]
+    for name in ("codes_3", "codes_recomputed"):
+        kept = result(results, name)
+        assert kept["losses"] == plain["losses"]
+        assert all(torch.equal(value, kept["weights"][key]) for key, value in plain["weights"].items())
 
 
 def test_stage_3_keeps_no_codes(results):

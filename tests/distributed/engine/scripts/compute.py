@@ -8,15 +8,19 @@ A recipe whose name begins with ``unkept`` quantises its weights in every forwar
 
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.loop import Loop, LoopState
 from engine.recipe.reading import load_recipe
 from model.ranks import is_main
+from quant import QuantLinear
+from quant.kept_by_attention import kept_by_attention
 from tests.distributed.engine.scripts.train import run
 from tests.distributed.garbage import collect
 
@@ -40,6 +44,21 @@ class CountWeightPasses(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def note_shown(shown: dict[str, bool], name: str, layer: QuantLinear, inputs: tuple[Tensor, ...]) -> None:
+    """Whether a layer's input lies in memory that attention saved; asked of the node, and of the layer's own rule."""
+    node, saved = inputs[0].grad_fn, None
+    for _ in range(6):  # a Function, some views, attention
+        if saved is None and node is not None and node.next_functions:
+            saved = getattr(node, "_raw_saved_output", None)
+            node = node.next_functions[0][0]
+    found = None if saved is None else saved.data
+    if saved is not None and not isinstance(found, Tensor):
+        return  # a place that activation checkpointing fills in backward
+    at = inputs[0].untyped_storage().data_ptr()
+    shown[name] = found is not None and found.untyped_storage().data_ptr() == at
+    assert shown[name] == (torch.is_grad_enabled() and kept_by_attention(inputs[0], layer.aliases)), name
+
+
 def main() -> None:
     """Recipes in the order given, one process group for all of them."""
     for path in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
@@ -59,6 +78,10 @@ def main() -> None:
             counter.shapes = {torch.Size((layer.out_features, layer.in_features)) for layer in layers.values()}
             seen["fp8_gemm"] = [name for name, layer in layers.items() if layer.fp8_gemm]
             seen["keeps"] = all(layer.keeps_weight_codes for layer in layers.values())
+            seen["shown"] = {}
+            for name, layer in layers.items():
+                if layer.dynamic_codes:  # behind ZeRO-3's hooks, so that it sees what the layer sees
+                    layer.register_forward_pre_hook(partial(note_shown, seen["shown"], name))
             if unkept:
                 for layer in layers.values():
                     layer.keeps_weight_codes = False

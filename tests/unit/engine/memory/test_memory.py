@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.step import kept_bytes
 from engine.memory import meta_step
 from engine.memory.meta_model import meta_student, student_events
 from engine.memory.plan import RESERVE, Planner
@@ -20,7 +21,7 @@ from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
 from launch.memory import main
 from model.zero import WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL, to_be_whole
-from quant import SCALE_PARAMETERS
+from quant import SCALE_PARAMETERS, SCHEMES, prepare
 from tests.tiny import tiny_config
 
 REAL = Path(__file__).parent / "configs" / "qwen3_30b_a3b.json"
@@ -189,13 +190,36 @@ def test_codes_travel_as_bytes(tmp_path):
         planner(True).predict("zero3", 2)  # all persist
 
 
-def test_codes_of_inputs_are_kept_instead_of_these(tmp_path):
-    """What the model on the meta device keeps for backward is less where quant.keep_codes says so."""
-    peaks = [
-        Planner(recipe(tmp_path, "qwen3", quant={"scheme": "fp8_dynamic", "keep_codes": kept})).predict("zero0", 1).peak
-        for kept in (False, True)
-    ]
-    assert peaks[1] < peaks[0]
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_codes_of_inputs_are_kept_instead_of_these(tmp_path, attention):
+    """quant.keep_codes saves what it saves in a model that computes: of o_proj nothing where attention keeps its input
+    anyway, which it does behind the Functions that stand around modules here and on stage 3, too."""
+    predicted, counted = [], []
+    for kept in (False, True):
+        own = {"path": str(tmp_path / "model"), "attn_implementation": attention}
+        settings = recipe(tmp_path, "qwen3", model=own, quant={"scheme": "fp8_dynamic", "keep_codes": kept})
+        student = meta_student(settings)
+        events = student_events(student, None, 2).events
+        predicted.append(events[[event.kind for event in events].index("backward") - 1].live)
+        config = tiny_config("qwen3", layers=6)
+        config._attn_implementation = attention
+        model = Qwen3ForCausalLM(config).bfloat16().train()
+        for layer in prepare(model, SCHEMES["fp8_dynamic"], learn_weight_scale=True, learn_input_scale=False).layers:
+            model.get_submodule(layer).dynamic_codes = kept
+        counted.append(kept_bytes(lambda model=model: model(torch.zeros(2, 64, dtype=torch.int64)).logits, model))
+    assert predicted[0] - predicted[1] == counted[0] - counted[1] > 0
+
+
+def test_attention_whose_node_nobody_knows_is_not_looked_for(tmp_path):
+    """flex_attention's, as its output is a graph of its own in a run: the codes of o_proj's inputs are counted."""
+    own = {"path": str(tmp_path / "model")}
+    quant = {"scheme": "fp8_dynamic", "keep_codes": True}
+
+    def most(attention: str) -> int:
+        settings = recipe(tmp_path, "qwen3", model={**own, "attn_implementation": attention}, quant=quant)
+        return int(own_bytes(student_events(meta_student(settings), None, 2).events).max())
+
+    assert most("flex_attention") > most("flash_attention_2") == most("sdpa")
 
 
 def test_norms_that_write_codes_keep_less(tmp_path):
