@@ -29,9 +29,10 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 
@@ -45,12 +46,17 @@ from engine.recipe.recipe import Recipe
 from engine.recipe.unquantised_rules import UNQUANTISED
 from launch.exits import clean_exit, recipe_or_exit
 from launch.launcher import ROOT, environment, program
+from model.build import read_config
 from model.quantised.config import is_quantised
+from model.ranks import errors_on_all_ranks
 
 FT, PTQ, QAT = "ft", "ptq", "qat"
 # What FT leaves out where the recipe has it: without fake quant it is refused, for it would never act, or move weights.
 PLAIN = {**UNQUANTISED, "quant.first_codes": "nearest", "quant.rotate": [], "quant.rotate_block": 256}
 SCRIPTS = {FT: "launch/train.py", PTQ: "launch/calibrate.py", QAT: "launch/train.py"}
+# Keys of config.json that act in training alone, where they are above 0: attention_dropout, resid_pdrop, layerdrop,
+# router_jitter_noise, moe_jitter_eps, ...
+TRAINING = re.compile("drop|jitter|noise|altup_coef_clip")
 MADE_BY = "study.yaml"  # in the folder of a part: the recipe that it was made by
 
 
@@ -70,6 +76,9 @@ def main() -> None:
             check_part(out / part, recipes[part])
     if FT not in scripts:
         print(f"{FT}: {recipe.model.path} as it is: its own logits teach it nothing", flush=True)
+    elif learns_itself(recipe):
+        acts = ", ".join(training_differs(recipe))
+        print(f"{FT}: trained, though its own logits teach it: in training they differ ({acts})", flush=True)
     for part, script in scripts.items():
         if (out / part / "export").is_dir():
             print(f"{part}: {out / part / 'export'} is there", flush=True)
@@ -130,10 +139,34 @@ def check_recipe(recipe: Recipe) -> None:
 def teaches_itself(recipe: Recipe) -> bool:
     """Whether the unquantised model learns its own logits alone, so that training it without fake quant would leave it
     as it is."""
+    return learns_itself(recipe) and not training_differs(recipe)
+
+
+def learns_itself(recipe: Recipe) -> bool:
+    """Whether the teacher of the unquantised model is that model, and nothing else trains it."""
     loss, path = recipe.loss, Path(recipe.model.path)
     itself = recipe.teacher_kind() == "model" and Path(str(loss.teacher)).resolve() == path.resolve()
     others = recipe.learnable.router or recipe.optim.weight_decay or any(event.loss for event in recipe.schedule)
     return itself and loss.lm_weight == 0 and not others and not is_quantised(path)
+
+
+def training_differs(recipe: Recipe) -> list[str]:
+    """What makes a model in training give other logits than its teacher, which is not in training: dropout, noise that
+    spreads tokens over experts, clipped coefficients (``altup_coef_clip``), and compiled layers, which round otherwise.
+    """
+    with errors_on_all_ranks(ValueError):
+        config = read_config(Path(recipe.model.path), recipe.model.trust_remote_code).get_text_config()
+    acting = [f"{key} {value}" for key, value in shares(config.to_dict()) if TRAINING.search(key)]
+    return acting + ["train.compile"] * recipe.train.compile
+
+
+def shares(part: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """The numbers above 0 in a configuration and the parts of it, by key."""
+    for key, value in part.items():
+        if isinstance(value, dict):
+            yield from shares(value)
+        elif isinstance(value, int | float) and value > 0:
+            yield key, value
 
 
 def reference(recipe: Recipe) -> Path:

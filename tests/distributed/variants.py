@@ -1,5 +1,6 @@
 """Many small runs in one launch: recipes that differ from the defaults, each with the actions that its loop gets."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.tiny import tiny_checkpoint
 SCRIPT = Path(__file__).parent / "engine" / "scripts" / "variants.py"
 TINY = ("qwen3", "llama", "qwen3_moe")
 EVEN = "even"  # a model whose sizes are multiples of 32
+DROPOUT = "dropout"  # a model whose attention drops in training
 NO_TEACHER = {"kd_weight": 0.0, "teacher": None}
 
 
@@ -42,6 +44,8 @@ def run_variants(directory: Path, variants: Mapping[str, Variant]) -> dict[str, 
     models = {
         kind: VARIANTS[kind].checkpoint(directory / f"model-{kind}")
         if kind in VARIANTS and kind not in TINY
+        else dropping(tiny_checkpoint(directory / f"model-{kind}"))
+        if kind == DROPOUT
         else tiny_checkpoint(directory / f"model-{kind}", "qwen3" if kind == EVEN else kind, even=kind == EVEN)
         for kind in dict.fromkeys(variant.model for variant in variants.values())
     }
@@ -52,6 +56,13 @@ def run_variants(directory: Path, variants: Mapping[str, Variant]) -> dict[str, 
     }
     run_ranks(SCRIPT, *(f"{variants[name].action}:{path}" for name, path in written.items()))
     return written
+
+
+def dropping(checkpoint: Path, share: float = 0.1) -> Path:
+    """The checkpoint, with dropout of attention in its configuration."""
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": share}))
+    return checkpoint
 
 
 def start_of(path: Path) -> dict[str, torch.Tensor]:

@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from data.loader import valid_tokens
 from engine.recipe.reading import load_recipe
+from launch import study
 from tests.distributed.plain import inputs_of, load_result, plain_loaders
-from tests.distributed.variants import NO_TEACHER, Variant, changed, run_variants
+from tests.distributed.variants import DROPOUT, NO_TEACHER, Variant, changed, run_variants
 from tests.root import ROOT
 
 FIXED = {"weight": False, "weight_scale": False}
@@ -21,6 +22,14 @@ ROUTER = {
     "quant": {"fake_quant_start": -1},
     "train": {"steps": 3},
     "loss": NO_TEACHER,
+}
+# What launch/study.py takes as it is, without training: a plain model that learns its own logits alone.
+ITSELF = {
+    "stage": 2,
+    "quant": {"fake_quant_start": -1},
+    "optim": {"weight_decay": 0.0, "warmup_steps": 0},
+    "loss": {"lm_weight": 0.0},
+    "train": {"steps": 2},
 }
 
 
@@ -52,6 +61,8 @@ RUNS = {
     ),
     "recomputed": Variant({"stage": 2, "train": {"activation_checkpointing": True, "steps": 3}}),
     "stored": Variant({"stage": 2, "train": {"steps": 3}}),
+    "itself": Variant(ITSELF, dtype="bfloat16"),
+    "itself_dropping": Variant(ITSELF, DROPOUT, dtype="bfloat16"),
 }
 
 
@@ -105,6 +116,15 @@ def test_a_trainable_router_adds_the_auxiliary_loss_of_transformers(paths):
     assert first["loss/router_aux"] == pytest.approx(aux / valid, rel=1e-5)
     assert first["loss/lm"] == pytest.approx(lm / valid, rel=1e-5)
     assert first["loss/total"] == pytest.approx((lm + aux) / valid, rel=1e-5)
+
+
+def test_a_model_that_learns_its_own_logits_moves_where_training_drops_values_alone(paths):
+    """The student is in training mode, the teacher is not."""
+    assert not changed(paths["itself"]) and load_result(paths["itself"])["losses"][0]["loss/total"] == 0
+    assert changed(paths["itself_dropping"])
+    for name in ("itself", "itself_dropping"):
+        recipe = load_recipe(paths[name])
+        assert study.teaches_itself(recipe) == (name == "itself")
 
 
 @pytest.mark.parametrize(("stored", "recomputed"), [("router", "router_recomputed"), ("stored", "recomputed")])

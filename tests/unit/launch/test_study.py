@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import DbrxConfig, GPT2Config, LlamaConfig, MixtralConfig
 
 from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.checks import RecipeError
@@ -14,6 +15,7 @@ from engine.recipe.reading import parse_recipe, save_recipe
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, ExportRecipe, LearnableRecipe, ModelRecipe, OptimRecipe, TrainRecipe
 from launch import study
+from tests.tiny import tiny_config
 
 OF_FILES = SchemeRecipe(TensorRecipe("int", bits=4, granularity="channel"))
 EVENTS = [
@@ -103,15 +105,34 @@ def test_ptq_and_qat_begin_with_the_same_codes(tmp_path):
 
 def test_a_model_that_teaches_itself_is_its_own_ft(tmp_path):
     """PTQ is of the model as it is; whatever else would move FT has one trained."""
-    itself = LossRecipe(lm_weight=0.0, kd_weight=1.0, kd="kl", teacher="./model")
-    recipe = recipe_of(tmp_path, loss=itself)
-    assert study.teaches_itself(recipe) and study.reference(recipe) == Path("model")
-    assert study.changes_of("ptq", recipe)[-2:] == ["--model.path", "model"]
+    model = tmp_path / "model"
+    tiny_config("llama").save_pretrained(model)
+    itself = LossRecipe(lm_weight=0.0, kd_weight=1.0, kd="kl", teacher=f"{model}/.")
+    recipe = recipe_of(tmp_path, loss=itself, model=ModelRecipe(str(model)))
+    assert study.teaches_itself(recipe) and study.reference(recipe) == model
+    assert study.changes_of("ptq", recipe)[-2:] == ["--model.path", str(model)]
     moving = {"loss": [replace(itself, lm_weight=0.1), replace(itself, teacher="other")]}
     moving |= {"schedule": [[EventRecipe(at=2, loss={"lm": 0.5})]], "optim": [OptimRecipe(weight_decay=0.1)]}
+    moving |= {"train": [TrainRecipe(steps=8, compile=True)]}
     for section, values in moving.items():
         for value in values:
             assert not study.teaches_itself(replace(recipe, **{section: value})), (section, value)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (LlamaConfig(), []),
+        (LlamaConfig(attention_dropout=0.25), ["attention_dropout 0.25"]),
+        (GPT2Config(resid_pdrop=0.0, attn_pdrop=0.0), ["embd_pdrop 0.1", "summary_first_dropout 0.1"]),
+        (MixtralConfig(router_jitter_noise=0.01), ["router_jitter_noise 0.01"]),
+        (DbrxConfig(ffn_config={"moe_jitter_eps": 0.02}), ["moe_jitter_eps 0.02"]),
+    ],
+)
+def test_what_acts_in_training_alone_is_named(tmp_path, config, said):
+    """Also where it is the class's default, which no file names."""
+    config.save_pretrained(tmp_path / "model")
+    assert study.training_differs(recipe_of(tmp_path, model=ModelRecipe(str(tmp_path / "model")))) == said
 
 
 @pytest.mark.parametrize(
