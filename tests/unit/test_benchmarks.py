@@ -197,6 +197,18 @@ def test_recovery_start(tmp_path: Path) -> None:
     ]
 
 
+def test_low_bit_costs(tmp_path: Path) -> None:
+    """A teacher is held, GPTQ's codes are there once the start is over: each knob costs where it acts."""
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    source = tiny_checkpoint(tmp_path / "model", "qwen3", wide=True)
+    words = ["--rounds", "1", "--model", str(source), "--train", str(tmp_path / "text.txt")]
+    rows = run("low_bit_costs", *words, results=tmp_path)
+    held = {row["what it learns from"]: float(row["bytes"]) for row in rows}
+    assert next(iter(held.values())) == 1.0 < held["labels"] < held["its own logits"]
+    assert held["the recipe, scales fixed"] < held["its own logits, from GPTQ's codes, signed: the recipe"]
+    assert all(float(row["ms"]) > 0 and float(row["start"]) > 0 for row in rows)
+
+
 def test_torchaos_loss_is_the_recipes() -> None:
     """KL to the teacher's logits alone, a mean over tokens, with its gradient; as torch has it."""
     config = AutoConfig.for_model(
