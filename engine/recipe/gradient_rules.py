@@ -25,8 +25,8 @@ RULES_OF_GRADIENTS = (
     Rule(
         "gradients in fp8 are of layers that multiply codes",
         "quant.fp8_gradients",
-        lambda r: r.quant.fp8_gradients and r.quant.compute == "simulate",
-        "null: quant.compute simulate multiplies no codes",
+        lambda r: r.quant.fp8_gradients and r.quant.compute in ("simulate", "block_gemm"),
+        "null: quant.compute {quant.compute} has no fp8 GEMM",
     ),
     Rule(
         "gradients in fp8 are of schemes with an fp8 GEMM",

@@ -1,4 +1,5 @@
-"""Rules of inputs that are turned, kept or multiplied as codes, or written as codes by norms, each in one line."""
+"""Rules of inputs that are turned, kept or multiplied as codes, or written as codes by norms, and of weights that are
+gathered as codes, each in one line."""
 
 from engine.recipe.quant import SOURCE
 from engine.recipe.rules import Rule
@@ -51,6 +52,12 @@ RULES_OF_INPUTS = (
         "quant.compute",
         lambda r: r.quant.compute == "block_gemm" and r.model.dtype != "bfloat16",
         "auto or simulate: that GEMM gives bfloat16, model.dtype is {model.dtype}",
+    ),
+    Rule(
+        "weights that travel as codes have one scale per tensor or row",
+        "quant.gather_codes",
+        lambda r: r.quant.gather_codes and r.quant.known() and not r.quant.has_weights_to_gather_as_codes(),
+        "false: quant.scheme {quant.scheme} has scales per group or block, or zero points, which no rank has whole",
     ),
     Rule(
         "norms write codes of static scales",

@@ -301,6 +301,13 @@ class QuantRecipe:
         """Whether some layer's codes can be multiplied by the fp8 GEMM."""
         return any(scheme.has_fp8_gemm for scheme in self.linear_schemes())
 
+    def has_weights_to_gather_as_codes(self) -> bool:
+        """Whether some layer's weights have so few scales that every rank knows them all (quant.gather_codes)."""
+        chosen = [self.preset().linear, *(rule.scheme for rule in self.chosen_rules())] if self.known() else []
+        chosen += [self._scheme(name) for name in self.schemes] if self.scheme == SOURCE else []
+        weights = [scheme.weights for scheme in chosen if scheme is not None]
+        return any(spec.granularity in ("tensor", "channel") and spec.symmetric for spec in weights)
+
     def has_block_gemm(self) -> bool:
         """Whether some layer's codes can be multiplied with the scales of their groups."""
         return any(scheme.has_block_gemm for scheme in self.linear_schemes())

@@ -24,14 +24,19 @@ def filled(quantization: quant.Quantization) -> None:
         group.s0.fill_(448.0)
 
 
-def layer_of(name: str, rows: int, columns: int, dtype: torch.dtype, bias: bool = True) -> QuantLinear:
-    """A layer with its scales."""
+def layer_of(
+    name: str, rows: int, columns: int, dtype: torch.dtype, bias: bool = True, learns: bool = False
+) -> QuantLinear:
+    """A layer with its scales; those that learn have moved, some of them so far that weights are clipped."""
     model = nn.Sequential(nn.Linear(columns, rows, bias=bias)).to(dtype)
     quantization = quant.prepare(
-        model, SCHEMES[name], learn_weight_scale=False, learn_input_scale=False, exempt=(), block_gemm=True
+        model, SCHEMES[name], learn_weight_scale=learns, learn_input_scale=False, exempt=(), block_gemm=True
     )
     assert not quantization.simulated
     filled(quantization)
+    if learns:
+        with torch.no_grad():
+            model[0].weight_theta.normal_(0, 0.5)
     return model[0]
 
 
@@ -110,11 +115,12 @@ def values_of(operand: BlockCodes, four: bool) -> Tensor:
     return values if operand.above is None else values / operand.above.double()
 
 
+@pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_product_is_that_of_the_values_in_fp64(name, dtype, seed):
+def test_the_product_is_that_of_the_values_in_fp64(name, dtype, learns, seed):
     tokens, out, width = random_sides()
-    layer, four = layer_of(name, out, width, dtype), name == "nvfp4_w4a4"
+    layer, four = layer_of(name, out, width, dtype, learns=learns), name == "nvfp4_w4a4"
     spec, quantizer = layer.scheme.weights, layer._weight_quantizer()
     x = (torch.randn(tokens, width) * torch.randn(tokens, 1).exp()).to(dtype)
     above = None if layer.input_s0 is None else layer.input_s0
@@ -135,11 +141,12 @@ def test_the_product_is_that_of_the_values_in_fp64(name, dtype, seed):
     assert torch.equal(output, layer(x).detach())
 
 
+@pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_gradients_are_those_of_simulation(name, seed):
-    """Bit for bit, also of an input in two dimensions more, without tokens, and of a frozen weight."""
+def test_gradients_are_those_of_simulation(name, learns, seed):
+    """Bit for bit, also of an input in two dimensions more, without tokens, of a frozen weight, and of its theta."""
     _, out, width = random_sides()
-    layer = layer_of(name, out, width, torch.bfloat16)
+    layer = layer_of(name, out, width, torch.bfloat16, learns=learns)
     for shape in ((2, 5, width), (0, width)):
         for trains in (True, False):
             layer.weight.requires_grad_(trains)
@@ -149,7 +156,8 @@ def test_gradients_are_those_of_simulation(name, seed):
                 leaf = x.clone().requires_grad_()
                 output = layer(leaf)
                 output.backward(grad)
-                found.append((output.detach(), leaf.grad, layer.bias.grad, layer.weight.grad))
+                of_theta = layer.weight_theta.grad if learns else None
+                found.append((output.detach(), leaf.grad, layer.bias.grad, layer.weight.grad, of_theta))
                 layer.zero_grad()
             (simulated, *expected), (output, *gradients) = found
             for ours, theirs in zip(gradients, expected, strict=True):

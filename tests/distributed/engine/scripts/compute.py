@@ -77,10 +77,11 @@ def main() -> None:
             layers = state.session.quantization.layers
             counter.shapes = {torch.Size((layer.out_features, layer.in_features)) for layer in layers.values()}
             seen["fp8_gemm"] = [name for name, layer in layers.items() if layer.fp8_gemm]
+            seen["blocks"] = [name for name, layer in layers.items() if layer.block_gemm]
             seen["keeps"] = all(layer.keeps_weight_codes for layer in layers.values())
             seen["shown"] = {}
             for name, layer in layers.items():
-                if layer.dynamic_codes:  # behind ZeRO-3's hooks, so that it sees what the layer sees
+                if getattr(layer, "dynamic_codes", False):  # behind ZeRO-3's hooks, so that it sees what the layer sees
                     layer.register_forward_pre_hook(partial(note_shown, seen["shown"], name))
             if unkept:
                 for layer in layers.values():

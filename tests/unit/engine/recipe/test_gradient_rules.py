@@ -4,6 +4,7 @@ import pytest
 
 from engine.recipe.contradictions import contradictions
 from engine.recipe.gradient_rules import RULES_OF_GRADIENTS
+from engine.recipe.quant import RuleRecipe
 from tests.unit.engine.recipe.test_input_rules import recipe
 
 E4M3 = {"quant.fp8_gradients": "e4m3"}
@@ -23,6 +24,14 @@ BROKEN = {
 def test_each_is_broken_alone(rule):
     broken = recipe(BROKEN[rule.name])
     assert list(contradictions(broken)) == [rule.text(broken)]
+
+
+def test_codes_with_scales_per_group_have_no_gradients_in_fp8():
+    """Also where another layer's scheme would."""
+    rules = [RuleRecipe("fp8_static", first=1)]
+    mixed = {**E4M3, "quant.compute": "block_gemm", "quant.scheme": "mxfp8", "quant.rules": rules}
+    (said,) = contradictions(recipe(mixed))
+    assert said == "quant.fp8_gradients: 'e4m3', expected null: quant.compute block_gemm has no fp8 GEMM"
 
 
 @pytest.mark.parametrize("compute", ["auto", "fp8_gemm"])

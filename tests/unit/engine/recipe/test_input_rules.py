@@ -6,6 +6,7 @@ import pytest
 
 from engine.recipe.contradictions import contradictions
 from engine.recipe.input_rules import RULES_OF_INPUTS
+from engine.recipe.quant import RuleRecipe
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 
@@ -21,6 +22,11 @@ BROKEN = {
         "quant.compute": "block_gemm",
         "quant.scheme": "mxfp8",
         "model.dtype": "float32",
+    },
+    "weights that travel as codes have one scale per tensor or row": {
+        "quant.gather_codes": True,
+        "quant.scheme": "nvfp4_w4a4",
+        "quant.compute": "block_gemm",
     },
     "norms write codes of static scales": {"quant.fuse_norms": True, "quant.scheme": "fp8_dynamic"},
     "norms write codes of scales that do not learn": {"quant.fuse_norms": True, "learnable.act_scale": True},
@@ -50,6 +56,11 @@ def test_good_ones_pass(scheme):
     assert list(contradictions(recipe(settings))) == []
     kept = {"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4", "quant.compute": "block_gemm"}
     assert list(contradictions(recipe(kept))) == []
+    for gathered in ("fp8_dynamic", "int8_dynamic", "w4a16_channel"):
+        assert list(contradictions(recipe({"quant.gather_codes": True, "quant.scheme": gathered}))) == []
+    rules = [RuleRecipe("fp8_static", first=1)]
+    mixed = {"quant.gather_codes": True, "quant.scheme": "mxfp8", "quant.compute": "block_gemm", "quant.rules": rules}
+    assert list(contradictions(recipe(mixed))) == []
     for fused in ("fp8_static", "w8a8_static"):
         assert list(contradictions(recipe({"quant.fuse_norms": True, "quant.scheme": fused}))) == []
     assert not list(recipe({"quant.rotate_block": 1024}).quant.problems())
