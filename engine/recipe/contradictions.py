@@ -1,8 +1,8 @@
 """What no knob of a recipe shows alone: values that are each in bounds and do not go together.
 
 engine/recipe/rules.py lists what is said in one line; adapter_rules.py, input_rules.py, gradient_rules.py,
-first_codes_rules.py and unquantised_rules.py those of one feature each. Here are the rules of events, which take more
-than one: functions whose name and docstring say what must hold, and which yield a line per violation.
+first_codes_rules.py, unquantised_rules.py and idle_rules.py those of one feature each. Here are the rules of events,
+which take more than one: functions whose name and docstring say what must hold, and which yield a line per violation.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,11 +11,19 @@ from engine.recipe.adapter_rules import RULES_OF_ADAPTERS
 from engine.recipe.checks import need
 from engine.recipe.first_codes_rules import RULES_OF_FIRST_CODES
 from engine.recipe.gradient_rules import RULES_OF_GRADIENTS
+from engine.recipe.idle_rules import RULES_OF_IDLE
 from engine.recipe.input_rules import RULES_OF_INPUTS
 from engine.recipe.rules import RULES, RULES_OF_SCHEMES, Sections
 from engine.recipe.unquantised_rules import RULES_OF_UNQUANTISED
 
-FEATURES = (*RULES_OF_ADAPTERS, *RULES_OF_INPUTS, *RULES_OF_GRADIENTS, *RULES_OF_FIRST_CODES, *RULES_OF_UNQUANTISED)
+FEATURES = (
+    *RULES_OF_ADAPTERS,
+    *RULES_OF_INPUTS,
+    *RULES_OF_GRADIENTS,
+    *RULES_OF_FIRST_CODES,
+    *RULES_OF_UNQUANTISED,
+    *RULES_OF_IDLE,
+)
 
 
 def contradictions(recipe: Sections) -> Iterator[str]:

@@ -35,4 +35,13 @@ def _rule(key: str, value: object) -> Rule:
     )
 
 
-RULES_OF_UNQUANTISED = tuple(_rule(key, value) for key, value in UNQUANTISED.items())
+RULES_OF_UNQUANTISED = (
+    *(_rule(key, value) for key, value in UNQUANTISED.items()),
+    Rule(
+        "a plain checkpoint has the plain format",
+        "export.format",
+        lambda r: r.never_quantises() and r.export.format not in ("compressed", "dequantized", "peft", "gguf"),
+        "compressed or dequantized: with quant.fake_quant_start -1, and no event that switches fake quant on, the "
+        "export is a plain checkpoint",
+    ),
+)

@@ -385,7 +385,7 @@ def test_required_keys_are_named() -> None:
         (f"{CACHED} --loss.kd r_kl_top_k", "loss.kd: 'r_kl_top_k', expected kl_top_k"),
         (f"{CACHED} --loss.diagnostics_every 5", "loss.diagnostics_every: 5, expected 0"),
         (
-            f"{CACHED} --eval.best total",
+            f"{CACHED} --eval.every 2 --data.held_out 5 --eval.best total",
             "eval.best: 'total', expected lm: loss.teacher_cache holds no held-out samples",
         ),
         (f"{CACHED} --loss.teacher_cache=", "loss.teacher_cache: ''"),

@@ -20,6 +20,7 @@ BROKEN = {
     "quant.keep_codes": [{"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4"}],
     "quant.fuse_norms": [{"quant.fuse_norms": True}],
     "quant.gather_codes": [{"quant.gather_codes": True}],
+    "export.format": [{"export.format": "vllm_fp8"}, {"export.format": "mlx", "quant.scheme": "w4a16_g32"}],
     "learnable.act_scale": [{"learnable.act_scale": True}],
 }
 CASES = [(rule, settings) for rule in RULES_OF_UNQUANTISED for settings in BROKEN[rule.key]]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from data.held_out import HeldOut
 from data.loader import Loader
 from engine.recipe.recipe import Recipe
-from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
+from engine.recipe.sections import DataRecipe, EvalRecipe, ModelRecipe, TrainRecipe
 from engine.session.context import build_loader
 from model.ranks import RankError
 from tests.tiny import TEXT, tiny_checkpoint
@@ -36,6 +36,7 @@ def build(
         data=DataRecipe([str(folder / file) for file in files], **({"max_length": 128} | data)),
         train=TrainRecipe(steps=10),
         output_dir="out",
+        eval=EvalRecipe(every=int("eval" in data)),
     )
     return build_loader(recipe, AutoTokenizer.from_pretrained(folder / "model"))
 
