@@ -83,8 +83,8 @@ DEEPQAT_INLINE auto grid_at(const Grid& grid, const ScalesOfChunk&) {
   return grid.at(0.0f);
 }
 
-// Whether runs of so many elements are taken several at a time.
-constexpr bool is_short(int64_t block) { return block > 0 && block < 32 && kChunk % block == 0; }
+// Whether runs of so many elements are taken several at a time: a loop over a whole chunk is the faster one.
+constexpr bool is_short(int64_t block) { return block > 0 && block <= 32 && kChunk % block == 0; }
 
 float zero_of(const Scales& scales, int64_t run) { return scales.zero == nullptr ? 0.0f : scales.zero[run]; }
 

@@ -280,7 +280,10 @@ def kept_gradient_(grad: Tensor, scales: Tensor, mask: Tensor) -> Tensor:
         return grad
     if mask.numel() > 0:
         return masked_(grad, mask)
-    grad.view(*scales.shape[:-1], -1).masked_fill_(scales.float().isnan(), 0)
+    nan = scales.float().isnan()
+    # Few numbers say that there is nothing to do. On a GPU the host would have to wait for them.
+    if grad.device.type != "cpu" or torch.compiler.is_compiling() or nan.any():
+        grad.view(*scales.shape[:-1], -1).masked_fill_(nan, 0)
     return grad
 
 

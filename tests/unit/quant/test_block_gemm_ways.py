@@ -142,6 +142,27 @@ def test_stacked_experts_simulate(name, seed):
     assert torch.equal(*outputs)
 
 
+def test_layers_that_read_one_input_and_compute_in_two_ways(seed):
+    """The height of one does not divide: it simulates, beside one that shares the input's codes with no one."""
+    found = []
+    for shares in (True, False):
+        torch.manual_seed(4)
+        model = nn.ModuleDict({"gate_proj": nn.Linear(64, 32), "up_proj": nn.Linear(64, 24)}).bfloat16()
+        quantization = quant.prepare(model, SCHEMES["nvfp4_w4a4"], **SCALES, block_gemm=True)
+        filled(quantization)
+        assert quantization.simulated == ["up_proj"] and model["gate_proj"].block_gemm
+        assert model["gate_proj"].shared_input is model["up_proj"].shared_input is not None
+        if not shares:
+            model["gate_proj"].shared_input = model["up_proj"].shared_input = None
+        x = torch.randn(9, 64).bfloat16().requires_grad_()
+        outputs = [layer(x) for layer in model.values()]
+        torch.cat(outputs, -1).float().square().sum().backward()
+        found.append(
+            [*(one.detach() for one in outputs), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+        )
+    assert_equal(*found)
+
+
 # ---- a model
 
 

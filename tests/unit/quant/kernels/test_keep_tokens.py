@@ -35,6 +35,10 @@ def test_the_kernel_is_the_operators_one_by_one(scheme, dtype, seed):
         grad = torch.randn(shape).to(dtype)
         expected = kernels.fake_quantize_tokens_backward(grad, x, spec, above)
         assert torch.equal(kernels.kept_gradient_(grad, scales, mask), expected)
+        x = torch.randn(shape).to(dtype)  # no group of which is masked as a whole
+        _, _, mask, scales = kernels.keep_tokens(x, spec, above, mask=True)
+        expected = kernels.fake_quantize_tokens_backward(grad, x, spec, above)
+        assert torch.equal(kernels.kept_gradient_(grad, scales, mask), expected)
 
 
 def test_what_it_does_not_take(seed):
