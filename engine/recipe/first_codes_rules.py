@@ -12,6 +12,12 @@ def _gptq(recipe: Sections) -> bool:
 
 RULES_OF_FIRST_CODES = (
     Rule(
+        "codes are chosen of weights that are quantised",
+        "quant.first_codes",
+        lambda r: _gptq(r) and r.quant.known() and not r.quant.linear_schemes(),
+        "nearest: quant.scheme {quant.scheme} quantises no weights",
+    ),
+    Rule(
         "codes that are read are not chosen",
         "quant.first_codes",
         lambda r: _gptq(r) and (r.quant.start or r.quant.scales or r.quant.scheme == SOURCE),

@@ -34,6 +34,12 @@ RULES_OF_IDLE = (
         lambda r: r.quant.percentile != 99.99 and r.quant.input_range != "percentile",
         "99.99 with quant.input_range {quant.input_range}, or quant.input_range percentile",
     ),
+    Rule(
+        "scales that are given are used before they are measured",
+        "quant.initial_input_scale",
+        lambda r: r.quant.initial_input_scale is not None and r.quant.fake_quant_start > 0 and r.outgrows(),
+        "null with quant.fake_quant_start {quant.fake_quant_start}: what trains until then measures the scales again",
+    ),
     _of_adapters("rank", 16),
     _of_adapters("alpha", 32.0),
     _of_adapters("rslora", False),
@@ -72,6 +78,12 @@ RULES_OF_IDLE = (
         "loss.diagnostics_every",
         lambda r: r.loss.diagnostics_every > 0 and not r.distils(),
         "0, or a loss.kd_weight above 0: there is no teacher to compare with",
+    ),
+    Rule(
+        "plain text is cut into samples",
+        "data.too_long",
+        lambda r: r.data.kind != "chat" and r.data.too_long != "drop",
+        "drop with data.kind {data.kind}, whose samples have data.max_length tokens",
     ),
     Rule(
         "files to evaluate on are evaluated on",

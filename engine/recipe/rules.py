@@ -45,6 +45,8 @@ class Sections(Protocol):
 
     def never_quantises(self) -> bool: ...
 
+    def outgrows(self) -> bool: ...
+
 
 class Rule(NamedTuple):
     """What must hold between several knobs.

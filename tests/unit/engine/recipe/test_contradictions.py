@@ -94,6 +94,7 @@ BROKEN = {
         "loss.kd_weight": 1.0,
         "loss.teacher": "self",
     },
+    "codes are chosen of weights that are quantised": {**GPTQ, "quant.scheme": "fp8_kv"},
     "codes are chosen row by row": {**GPTQ, "quant.scheme": "fp8_block"},
     "weights that have scales are followed by them": {**FOLLOW, "quant.scheme": "fp8_kv"},
     "symmetric integers alone have signed scales": {"quant.signed_scales": True},

@@ -19,6 +19,10 @@ BROKEN = {
         {"quant.percentile": 99.0},
         {"quant.input_range": "percentile"},
     ),
+    "scales that are given are used before they are measured": (
+        {"quant.initial_input_scale": 0.1, "quant.calibration_batches": 0, "quant.fake_quant_start": 2},
+        {"quant.fake_quant_start": 0},
+    ),
     "rank is of adapters": ({"adapter.rank": 4}, LORA),
     "alpha is of adapters": ({"adapter.alpha": 8.0}, LORA),
     "rslora is of adapters": ({"adapter.rslora": True}, LORA),
@@ -37,6 +41,7 @@ BROKEN = {
         {"optim.schedule": "linear"},
     ),
     "student and teacher are compared where there is a teacher": ({"loss.diagnostics_every": 2}, DISTILLED),
+    "plain text is cut into samples": ({"data.kind": "text", "data.too_long": "truncate"}, {"data.kind": "chat"}),
     "files to evaluate on are evaluated on": ({"data.eval": ["heldout.jsonl"]}, {"eval.every": 2}),
     "the best checkpoint has been evaluated": ({**DISTILLED, "eval.best": "kd"}, EVALUATED),
 }
