@@ -68,12 +68,6 @@ RULES_OF_IDLE = (
         "null, or learnable.act_scale true: activation scales do not train",
     ),
     Rule(
-        "a rate that stays ends at no share of itself",
-        "optim.min_lr_ratio",
-        lambda r: r.optim.schedule == "constant" and r.optim.min_lr_ratio != 0.1,
-        "0.1 with optim.schedule constant, whose rates do not fall",
-    ),
-    Rule(
         "student and teacher are compared where there is a teacher",
         "loss.diagnostics_every",
         lambda r: r.loss.diagnostics_every > 0 and not r.distils(),

@@ -36,10 +36,6 @@ BROKEN = {
         {"optim.act_scale_lr": 1e-4},
         {"learnable.act_scale": True},
     ),
-    "a rate that stays ends at no share of itself": (
-        {"optim.min_lr_ratio": 0.0, "optim.schedule": "constant"},
-        {"optim.schedule": "linear"},
-    ),
     "student and teacher are compared where there is a teacher": ({"loss.diagnostics_every": 2}, DISTILLED),
     "plain text is cut into samples": ({"data.kind": "text", "data.too_long": "truncate"}, {"data.kind": "chat"}),
     "files to evaluate on are evaluated on": ({"data.eval": ["heldout.jsonl"]}, {"eval.every": 2}),
