@@ -97,6 +97,17 @@ def _tensors(state: LoopState) -> Iterator[Tensor]:
     yield from (one for group in optimizer.param_groups for one in group["params"])
 
 
+def costs(measured: Mapping[str, timing.Timing], starts: Mapping[str, float], held: Mapping[str, int]) -> str:
+    """The table: a line for each run, of the first one's."""
+    first, lines = next(iter(measured)), []
+    for name, one in measured.items():
+        low, high = one.spread(measured[first])
+        ratio = f"{one.ratio(measured[first]):.2f} ({low:.2f} to {high:.2f})"
+        of_bytes = f"{held[name] / held[first]:.2f}"
+        lines.append([name, f"{1000 * one.median:.0f}", ratio, f"{starts[name]:.1f}", of_bytes])
+    return table(("what it learns from", "ms", "ratio", "start", "bytes"), lines) + "\n"
+
+
 def main() -> None:
     """Start all runs, let them take turns, write."""
     parser = timing.arguments_of(__doc__, rounds=8)
@@ -138,13 +149,6 @@ def main() -> None:
         }
         measured = timing.interleave(turns, arguments.rounds, warmup=2)
         bytes_held = {name: held(state) for name, state in states.items()}
-    first = next(iter(measured))
-    lines = []
-    for name, one in measured.items():
-        low, high = one.spread(measured[first])
-        ratio = f"{one.ratio(measured[first]):.2f} ({low:.2f} to {high:.2f})"
-        held_ratio = f"{bytes_held[name] / bytes_held[first]:.2f}"
-        lines.append([name, f"{1000 * one.median:.0f}", ratio, f"{starts[name]:.1f}", held_ratio])
     head = f"""# What the recipe of two and three bits costs
 
 {arguments.model.name}, {arguments.scheme}, steps of {rows} x {length} tokens, {SETTINGS["deepspeed"]}, bfloat16.
@@ -156,8 +160,7 @@ quartiles of single rounds; start: seconds from the recipe to the first step, on
 the first line's. {timing.clock_text(CPU)}
 
 """
-    names = ("what it learns from", "ms", "ratio", "start", "bytes")
-    timing.write(arguments.results, "low_bit_costs", CPU, head + table(names, lines) + "\n")
+    timing.write(arguments.results, "low_bit_costs", CPU, head + costs(measured, starts, bytes_held))
 
 
 if __name__ == "__main__":
