@@ -109,7 +109,9 @@ def test_a_changed_byte_is_found_by_one_of_the_ranks(made):
             cache.verify(rank, 3)
         except CacheError as error:
             found.append(str(error))
-    assert len(found) == 1 and f"{directory / name}: bytes" in found[0] and "write it again" in found[0]
+    assert sum(f"{directory / name}: bytes" in text and "write it again" in text for text in found) == 1
+    # Another rank may see it, too, if the byte turned a token or a log-probability into what is none.
+    assert all(str(directory / name) in text and "write" in text for text in found)
 
 
 def cut(directory):
