@@ -19,8 +19,8 @@ TIES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 
 def test_a_million_weights_are_those_of_compressed_tensors(seed):
     """Scales bit for bit, and values but where ``w / s`` lies within a rounding of a tie: it divides by ``s``, training
-    and vLLM multiply with the reciprocal. A group of zeros has another scale there, and zeros in both. Ties are rare among
-    such weights, but where bf16 holds the largest weight, whose global scale may then be a short number, such as 512."""
+    and vLLM multiply with the reciprocal. A group of zeros has another scale there, and zeros in both. Ties are rare
+    among such weights, but where bf16 holds the largest one, whose global scale may be a short number such as 512."""
     w = torch.randn(4096, 256) * 10 ** torch.empty(4096, 16).uniform_(-3, 0).repeat_interleave(16, -1)
     w[::3] = w[::3].bfloat16().float()
     w[5, :16] = 0
