@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.build import AUTO, build_model
+from model.finite import check_finite
 from model.load import keys_left_unread, missing_keys
 from model.names import Names, module_name_on_disk, own_tensors
 from model.pieces import Piece
@@ -57,7 +58,8 @@ def load_compressed(
 
     Raises:
         RankError: no quantization_config or one with other numerics; a damaged file; keys that are missing, unexpected
-            or of another shape: all of them named; a scale that is not finite, zero, or (but for integers) negative.
+            or of another shape: all of them named; a scale that is not finite, zero, or (but for integers) negative; a
+            weight that is not finite.
     """
     directory, device = Path(directory), device or torch.device("cpu")
     with errors_on_all_ranks(OSError, ValueError):
@@ -90,6 +92,7 @@ def load_compressed(
         _rotate(model, quantization, rotations)
         _fill(model, quantization, read_headers(directory))
         warn_of_zero_tails(directory)
+    check_finite(model, f"the weights in {directory} are not all numbers")
     return model.eval(), quantization
 
 

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
+from model.finite import check_finite
 from model.names import Names, UnsupportedConversionError, own_tensors
 from model.pieces import Layout, Piece
 from model.quantised.checkpoint import read_checkpoint
@@ -97,7 +98,7 @@ def load_weights(
 
     Raises:
         RankError: on every rank, with all that is missing, unexpected, of another shape, of a dtype that is not bf16,
-            fp16 or fp32, in a damaged or absent file; or tied tensors that differ on disk.
+            fp16 or fp32, in a damaged or absent file; tied tensors that differ on disk; or NaN or Inf.
     """
     begin = time.perf_counter()
     with errors_on_all_ranks(CheckpointError, OSError):
@@ -112,6 +113,7 @@ def load_weights(
     ):
         fill(reads, reader)
         forget_secondary_copies(model)
+        check_finite(model, f"the weights in {path} are not all numbers")
         return LoadReport(sum(read.filled_from is None for read in reads), reader.bytes, time.perf_counter() - begin)
 
 

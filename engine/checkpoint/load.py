@@ -5,6 +5,7 @@ from engine.checkpoint.find import Checkpoint
 from engine.checkpoint.owners import Owners, check_owners, from_flat_layout, load_owners, restore_random_states
 from engine.checkpoint.reshard import load_resharded, merge_ranks, reseed
 from engine.session.session import Session
+from model.finite import check_finite
 from model.frozen import fingerprints, frozen_weights
 from model.ranks import barrier, errors_on_all_ranks, listed, rank, say, world_size
 from model.zero import LeftOut, OptimizerPiece, forget_secondary_copies, stage, use_masters
@@ -21,8 +22,8 @@ def load_checkpoint(session: Session, owners: Owners, checkpoint: Checkpoint) ->
     moments and scales are those that were saved, observers are merged and the random states are new.
 
     Raises:
-        RankError: it is of another ZeRO stage, does not fit the model, lacks the state of an owner, or was written
-            beside other frozen weights.
+        RankError: it is of another ZeRO stage, does not fit the model, lacks the state of an owner, was written beside
+            other frozen weights, or has parameters that are not finite.
     """
     same, left_out = checkpoint.world_size == world_size(), LeftOut(session.model, checkpoint.left_out.keys())
     check_base(session, checkpoint)
@@ -45,6 +46,7 @@ def load_checkpoint(session: Session, owners: Owners, checkpoint: Checkpoint) ->
     # DeepSpeed writes the partitions of frozen parameters (initial scales) without dropping hpZ's copies of them.
     forget_secondary_copies(session.model)
     weights_changed(session.model)
+    check_finite(session.model, f"{checkpoint.path} cannot be continued: its run had diverged, take an earlier one")
     load_owners(owners, states[0] if same else merge_ranks(states))
     if same:
         restore_random_states(states[0]["random"])

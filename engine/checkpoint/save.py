@@ -30,6 +30,7 @@ from engine.checkpoint.find import BEST, LATEST, STEPS, Best, best_checkpoint
 from engine.checkpoint.owners import Owners, rank_state
 from engine.recipe.reading import save_recipe
 from engine.session.session import Session
+from model.finite import check_finite
 from model.frozen import fingerprints
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.zero import LeftOut, stage
@@ -68,9 +69,11 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, if any could not write; names the directory, the bytes needed and those free.
             What was written of it is removed.
+        RankError: on every rank, naming parameters that are not finite; nothing is written or removed.
     """
     name = f"step_{step:08d}"
     final, partial = directory / name, directory / f"{name}.partial"
+    check_finite(session.model, f"{final} was not written: the model diverged, start from an earlier checkpoint")
     kept_elsewhere = _as_read(session)
     files = CheckedFiles(LeftOut(session.model, kept_elsewhere.keys()))
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine.recipe.checks import above_0, at_least, each, not_empty, regex, size, values
+from engine.recipe.checks import at_least, each, not_empty, regex, size, values
 from quant.layouts import Layout
 
 ExportFormat = Literal[Layout, "peft"]
@@ -149,8 +149,8 @@ class OptimRecipe:
         metadata=values("two numbers in [0, 1)", lambda betas: all(0 <= beta < 1 for beta in betas)),
     )
     """AdamW's decay rates of the first and second moment."""
-    eps: float = field(default=1e-8, metadata=above_0())
-    """AdamW's eps."""
+    eps: float = field(default=1e-8, metadata=at_least(1e-30))
+    """AdamW's eps. What fp32 rounds to 0 would make every weight without a gradient NaN."""
     grad_clip: float = field(default=1.0, metadata=at_least(0))
     """Largest global gradient norm; 0 disables clipping."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.peft import CONFIG, PREFIX, WEIGHTS
-from model.ranks import errors_on_all_ranks, is_main
+from model.ranks import errors_on_all_ranks, is_main, listed
 from model.save.finish import check_destination, publish
 from model.towers import text_part
 from model.zero import full_shape, whole_values
@@ -49,6 +49,12 @@ class PeftFolder:
         """
         with errors_on_all_ranks(ValueError, OSError, SafetensorError):
             if is_main():
+                broken = [key for key, tensor in self.tensors.items() if not bool(tensor.isfinite().all())]
+                if broken:
+                    raise ValueError(
+                        f"{out} was not written: the model diverged, export an earlier checkpoint: NaN or Inf in "
+                        f"{listed(broken, 5)}"
+                    )
                 check_destination(out, sum(tensor.nbytes for tensor in self.tensors.values()), overwrite=False)
                 aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
                 try:

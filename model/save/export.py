@@ -24,6 +24,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from model.finite import check_finite
 from model.load import garbage_kept
 from model.peft import FOLDER
 from model.quantised.checkpoint import read_checkpoint
@@ -120,8 +121,7 @@ def export_model(
         model: the model in training, partitioned or not; its parameters are read only.
         quantization: what ``quant.prepare`` returned. None writes every weight as it is, without scales: a plain
             checkpoint.
-        source_dir: the checkpoint directory that the model was built from: its config.json is carried over, its
-            tokenizer, chat template and generation config are copied.
+        source_dir: what the model was built from; its configurations, tokenizer and chat template are carried over.
         out_dir: the directory to make.
         layout: how its layers are written, see :mod:`quant.layouts`.
         template: of layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
@@ -131,10 +131,11 @@ def export_model(
         trust_remote_code: whether Python code in ``source_dir`` may be run.
 
     Raises:
-        RankError: on every rank: the layout cannot hold a scheme, the class that config.json names would not find its
-            weights (``loadable.py``), ``out_dir`` is not empty, the disk is full, a scale is unusable. Nothing is left.
+        RankError: on every rank, and nothing is left: the layout cannot hold a scheme, config.json names a class that
+            would not find its weights (``loadable.py``), ``out_dir`` is not empty, a full disk, NaN, a bad scale.
     """
     begin, source, out = time.perf_counter(), Path(source_dir), Path(out_dir)
+    check_finite(model, f"{out} was not written: the model diverged, export an earlier checkpoint")
     with errors_on_all_ranks(ValueError, OSError):
         shards = _plan(model, quantization, source, layout, max_shard_size if layout != "gguf" else sys.maxsize)
     total = sum(item.bytes for shard in shards for item in shard)

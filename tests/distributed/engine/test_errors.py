@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM
 
+from engine.checkpoint.files import file_crc32
 from tests.distributed.launcher import run_ranks, run_waiting
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.distributed.variants import NO_TEACHER
@@ -27,7 +29,7 @@ NO_GRADIENT = (
     "the loss of the first step did not depend on them",
     r"set learnable.freeze: ['model\.layers\.\d+\.self_attn\.compressor\.position_bias$', ",
 )
-IN_THE_FIRST_STEP = ("raw_weight", "no_gradient")
+AFTER_THE_START = ("raw_weight", "no_gradient", "diverges")
 # name: what the text must hold. Paths are filled in with the test's directory.
 EXPECTED = {
     "bad_line": ("{base}/bad_line.jsonl:31",),
@@ -39,6 +41,12 @@ EXPECTED = {
     "ds_config_clash": ("{base}/ds_config_clash.json", "gradient_clipping", "optim.grad_clip"),
     "teacher_vocabulary": ("loss.teacher", "{base}/other", "300", "301", "290"),
     "damaged_weights": ("{base}/damaged_weights/model.safetensors",),
+    "not_numbers": ("{base}/not_numbers are not all numbers: NaN or Inf in model.embed_tokens.weight",),
+    # Its losses are finite, as everything clips.
+    "diverges": (
+        "checkpoints/step_00000002 was not written: the model diverged",
+        "NaN or Inf in model.layers.0.self_at",
+    ),
     "no_scales": ("{base}/empty", "safetensors"),
     "input_scales": (
         "scales of inputs in {base}/input_scales do not fit the inputs of the first samples",
@@ -105,6 +113,10 @@ def base(tmp_path_factory):
     shutil.copytree(model, base / "damaged_weights")
     weights = base / "damaged_weights" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
+    shutil.copytree(model, base / "not_numbers")
+    tensors = load_file(base / "not_numbers" / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1, -1] = torch.nan  # which one rank holds, and no sample looks up
+    save_file(tensors, base / "not_numbers" / "model.safetensors", metadata={"format": "pt"})
     (base / "export_not_empty" / "export").mkdir(parents=True)
     (base / "export_not_empty" / "export" / "precious").touch()
     (base / "recipe_not_written" / "recipe.yaml").mkdir(parents=True)
@@ -135,6 +147,13 @@ def base(tmp_path_factory):
         "ds_config_clash": {"deepspeed": str(base / "ds_config_clash.json")},
         "teacher_vocabulary": {"loss": {"teacher": str(other)}},
         "damaged_weights": {"model": {"path": str(base / "damaged_weights")}},
+        "not_numbers": {"model": {"path": str(base / "not_numbers")}, "loss": NO_TEACHER},
+        "diverges": {
+            "loss": NO_TEACHER,
+            "train": {"steps": 3, "checkpoint_every": 1, "keep_checkpoints": 1},
+            "optim": {"lr": 3e37, "embedding_lr": 0.0, "warmup_steps": 0},  # weight decay multiplies by -3e36
+            "learnable": {"weight_scale": False},
+        },
         "no_scales": {"quant": {"scales": str(base / "empty")}},
         "input_scales": {"quant": {"scales": str(base / "input_scales")}},
         "raw_weight": {**raw_weight, "quant": {"scheme": "w8a16_channel"}},
@@ -180,8 +199,34 @@ def test_every_rank_says_what_is_wrong(ended, name):
     assert found[0]["type"] in ("RankError", "RecipeError", "DsConfigError") and found[0]["text"] == found[1]["text"]
     for part in EXPECTED[name]:
         assert part.replace("{base}", str(ended)) in found[0]["text"]
-    assert [one["steps"] for one in found] == [int(name in IN_THE_FIRST_STEP)] * RANKS
+    assert [one["steps"] for one in found] == [int(name in AFTER_THE_START)] * RANKS
     assert list((ended / "export_not_empty").iterdir()) == [ended / "export_not_empty" / "export"]
+
+
+def test_a_checkpoint_that_is_not_written_costs_none_before(ended):
+    directory = ended / "diverges" / "checkpoints"
+    assert [path.name for path in directory.glob("step_*")] == ["step_00000001"]
+    assert (directory / "latest").read_text() == "step_00000001"
+
+
+def test_a_checkpoint_that_holds_nan_is_not_continued(ended):
+    """As an earlier version would have written it: everything but the numbers is in order."""
+    checkpoint = ended / "diverges" / "checkpoints" / "step_00000001"
+    file = next(checkpoint.glob("*zero_pp_rank_1_*optim_states.pt"))
+    state = torch.load(file, weights_only=False)
+    state["optimizer_state_dict"]["fp32_flat_groups"][0].data[0] = torch.nan
+    torch.save(state, file)
+    manifest = json.loads((checkpoint / "state.json").read_text())
+    manifest["files"][file.name] = [file.stat().st_size, file_crc32(file)]
+    (checkpoint / "state.json").write_text(json.dumps(manifest))
+    recipe = yaml.safe_load((ended / "diverges.yaml").read_text())
+    recipe["train"]["resume"] = True
+    (ended / "continues.yaml").write_text(yaml.safe_dump(recipe))
+    run_ranks(SCRIPT, str(ended / "continues.yaml"))
+    for rank in range(RANKS):
+        text = json.loads((ended / f"continues_{rank}.json").read_text())["text"]
+        assert text.startswith(f"{checkpoint} cannot be continued: its run had diverged")
+        assert "NaN or Inf in model.layers.0.self_attn." in text
 
 
 def test_a_run_ends_with_an_exit_code_and_the_text_once(base):

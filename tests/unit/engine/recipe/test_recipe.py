@@ -368,7 +368,8 @@ def test_required_keys_are_named() -> None:
         ("--optim.warmup_steps 11", "optim.warmup_steps: 11, expected at most 10 (train.steps)"),
         ("--optim.weight_decay -1", "optim.weight_decay: -1.0, expected at least 0"),
         ("--optim.betas [0.9,1]", "optim.betas: (0.9, 1.0), expected two numbers in [0, 1)"),
-        ("--optim.eps 0", "optim.eps: 0.0, expected a number above 0"),
+        ("--optim.eps 0", "optim.eps: 0.0, expected at least 1e-30"),
+        ("--optim.eps 1e-46", "optim.eps: 1e-46, expected at least 1e-30"),  # 0 in fp32
         ("--optim.grad_clip -1", "optim.grad_clip: -1.0, expected at least 0"),
         ("--optim.grad_clip .inf", "optim.grad_clip"),
         ("--loss.lm_weight 0", "loss.lm_weight, loss.kd_weight: both 0"),
@@ -451,7 +452,7 @@ def test_all_problems_at_once() -> None:
 def test_an_assignment_is_checked_by_validate() -> None:
     recipe = minimal()
     recipe.optim.eps = -1.0
-    with pytest.raises(RecipeError, match=r"^optim\.eps: -1\.0, expected a number above 0$"):
+    with pytest.raises(RecipeError, match=r"^optim\.eps: -1\.0, expected at least 1e-30$"):
         recipe.validate()
 
 
@@ -740,7 +741,7 @@ def test_a_text_that_stands_for_billions_of_values_is_refused(tmp_path: Path, te
     ("option", "value", "problem"),
     [
         ("optim.lr", "1e300", "optim.lr: 1e+300, expected at least 0, and a number that fp32 holds"),
-        ("optim.eps", "1e39", "optim.eps: 1e+39, expected a number above 0, and a number that fp32 holds"),
+        ("optim.eps", "1e39", "optim.eps: 1e+39, expected at least 1e-30, and a number that fp32 holds"),
         (
             "output_dir",
             "a\0b",
