@@ -4,7 +4,7 @@
     python benchmarks/recovery_start.py --text FILE --known DIR ... [--other FILE ...]
 
 FT is the checkpoint, trained without fake quant; PTQ is FT, quantised; QAT trains as it is served. PTQ and QAT are made
-from the nearest codes and from those of ``quant.first_codes: gptq``, each with positive and with signed scales, all in
+from the nearest codes and from those of ``quant.first_codes``, each with positive and with signed scales, all in
 the same bytes. FT is a fair reference in each of the ways to train (``--losses``):
 
 lm      QAT starts from the checkpoint, with FT's samples, order, losses and steps.
@@ -58,6 +58,8 @@ STARTS: dict[str, dict[str, Any]] = {
     "nearest, signed": {"quant.signed_scales": True},
     "gptq": {"quant.first_codes": "gptq"},
     "gptq, signed": {"quant.first_codes": "gptq", "quant.signed_scales": True},
+    "blocks": {"quant.first_codes": "blocks"},
+    "blocks, signed": {"quant.first_codes": "blocks", "quant.signed_scales": True},
 }
 ROWS = 8  # of a forward that measures
 

@@ -6,8 +6,8 @@
 All words but these are the recipe's. In its ``output_dir``, by commands that are printed and may be run by hand:
 
 1. ``ft``: ``launch/train.py`` with fake quant off; data, losses, teacher, rates and steps are the recipe's.
-2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantises it without training; with ``quant.first_codes:
-   gptq`` in the recipe by GPTQ.
+2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantises it without training, from the recipe's
+   ``quant.first_codes``.
 3. ``qat``: ``launch/train.py`` as the recipe says.
 4. ``compare.md``: ``launch/compare.py``, the perplexity of the three exports on a text that none was trained on.
 

@@ -1,7 +1,6 @@
-"""Memory of ``quant.first_codes: gptq``: what choosing the first codes holds beside the weights, before there is an
-optimizer.
+"""Memory of ``quant.first_codes``: what choosing codes holds beside the weights, before there is an optimizer.
 
-For each decoder layer in turn (:mod:`model.gptq`) these live at a time:
+For each decoder layer in turn (:mod:`model.first_codes`) these live at a time:
 
 - the hidden states of all samples of the rank, and the position embeddings that each is called with;
 - under stage 3 the layer, gathered, or what lies outside the layers while the samples are recorded;
@@ -13,22 +12,35 @@ For each decoder layer in turn (:mod:`model.gptq`) these live at a time:
 
 The last two were counted by torch's profiler (tests/unit/engine/memory/test_first_codes.py); a forward of one sample
 through one layer is taken to hold the widest of its tensors four times.
+
+Tuning a layer (``blocks``, :mod:`model.first_codes.tuning`) comes after that:
+
+- the hidden states of the original, too;
+- of the rank's elements of the layer's weights a copy, an fp32 master and Adam's moments, and while it steps two more
+  fp32 tensors; of the whole layer its gradients, summed up in fp32;
+- what autograd keeps of a sample's forward, taken to be all inputs and outputs of the Linears in the model's dtype,
+  times :data:`KEPT_OF_LINEARS` or, of stacked experts, :data:`KEPT_OF_EXPERTS` (both counted, too).
 """
 
 from dataclasses import dataclass
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from engine.memory.meta_model import MetaStudent
 from engine.memory.zero_states import FP32, Settings
 from engine.recipe.recipe import Recipe
-from model.gptq import decoder_layers, quantised_together
+from model.first_codes import decoder_layers, quantised_together
 from quant import QuantLayer
 from quant.experts import linears_of
 
 FP64 = 8
 MATRICES = 5  # of the size of a Gram matrix, in which codes are chosen
 CHOOSING, ERRORS = 6, 26  # bytes per element of a Linear that are chosen at once, whose errors are measured
+TUNED = 2 + 4 + 8  # bytes per own element while a layer is tuned: copy, master, moments
+STEPPING = 2 * FP32  # and in Adam's step
+GRADIENTS = FP32 + 2  # per element of the whole layer: the sum, and what comes out of a backward
+KEPT_OF_LINEARS, KEPT_OF_EXPERTS = 2.0, 1.1
 KEPT = 3  # bytes per element of a row that was chosen: its bf16 weight and its code
 
 
@@ -41,7 +53,7 @@ class _Samples:
 
 
 def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) -> int:
-    """The most bytes that a rank holds beside its parameters while GPTQ chooses; 0 where nothing asks for it.
+    """The most bytes that a rank holds beside its parameters while codes are chosen; 0 where nothing asks for it.
 
     Args:
         student: the model and its quantised layers, on the meta device.
@@ -49,13 +61,14 @@ def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) ->
         rows: of a micro-batch, of which ``quant.calibration_batches`` are the samples.
     """
     recipe = student.recipe
-    if recipe.quant.first_codes != "gptq":
+    if recipe.quant.first_codes == "nearest":
         return 0
+    tunes = recipe.quant.first_codes == "blocks"
     blocks = decoder_layers(student.model, student.quantization)
     samples, config = _samples(recipe, rows), student.model.config.get_text_config()
     size = next(student.model.parameters()).element_size()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    hidden = samples.tokens * (config.hidden_size + 2 * head) * size
+    hidden = samples.tokens * ((1 + tunes) * config.hidden_size + 2 * head) * size
     partitioned = settings.stage == 3 and settings.ranks > 1
     inside = {id(parameter) for block in blocks.values() for parameter in block.parameters()}
     outside = sum(_bytes(p) for p in student.model.parameters() if id(p) not in inside) if partitioned else 0
@@ -68,7 +81,11 @@ def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) ->
             _of_step([[student.quantization.layers[one] for one in names] for names in sets], share)
             for sets in quantised_together(student.model, student.quantization, name)
         ]
-        most = max(most, gathered + max(running + outside, running + max(steps, default=0)))
+        work = running + max(outside, *steps)
+        if tunes:
+            inside_block = [one for path, one in student.quantization.layers.items() if path.startswith(f"{name}.")]
+            work = max(work, _of_tuning(inside_block, share, samples.longest * size, _experts_per_token(config)))
+        most = max(most, gathered + work)
     return hidden + most
 
 
@@ -90,6 +107,31 @@ def _of_step(sets: list[list[QuantLayer]], share: int) -> int:
                 own, gram = part.out_features * part.in_features // share, part.in_features**2
                 worst = max(worst, MATRICES * FP64 * gram + CHOOSING * own, FP32 * gram + ERRORS * own)
     return grams + kept + worst
+
+
+def _of_tuning(layers: list[QuantLayer], share: int, sample: int, experts: int | None) -> int:
+    """While the weights of a decoder layer are tuned, of which a rank has one of ``share`` parts.
+
+    Args:
+        layers: those that are tuned.
+        share: see above.
+        sample: bytes of one feature of the longest sample.
+        experts: how many a token goes to; None where nobody knows, which counts all.
+    """
+    weights = sum(layer.weight.numel() for layer in layers)
+    own, kept = weights // share, 0.0
+    for layer in layers:
+        features = layer.in_features + layer.out_features
+        if layer.projections:
+            kept += KEPT_OF_EXPERTS * features * min(experts or layer.num_experts, layer.num_experts)
+        else:
+            kept += KEPT_OF_LINEARS * features
+    return TUNED * own + max(GRADIENTS * weights + round(kept * sample), STEPPING * own + FP32 * weights)
+
+
+def _experts_per_token(config: PreTrainedConfig) -> int | None:
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+    return next((found for name in names if (found := getattr(config, name, None)) is not None), None)
 
 
 def _widest(block: nn.Module) -> int:

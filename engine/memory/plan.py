@@ -47,7 +47,7 @@ class Prediction:
         moments: the worst moments of forward, backward and the optimizer's step.
         cost: what one step costs, its collectives included.
         largest_micro_batch: how many rows per rank still fit; None where nothing was asked, 0 where not even one does.
-        first_codes: bytes on the device while GPTQ chooses the first codes, before there is an optimizer; 0 where
+        first_codes: bytes on the device while the first codes are chosen, before there is an optimizer; 0 where
             nothing asks for it.
     """
 
@@ -158,7 +158,7 @@ class Planner:
         return dataclasses.replace(found, largest_micro_batch=self._largest(found, before, gpu_bytes - RESERVE))
 
     def _first_codes(self, settings: Settings, held: Held, rows: int) -> int:
-        """Bytes on the device while GPTQ chooses, of micro-batches of ``rows``; 0 where nothing asks for it."""
+        """Bytes on the device while codes are chosen, of micro-batches of ``rows``; 0 where nothing asks for it."""
         chosen = bytes_of_first_codes(self.student, settings, rows)
         return chosen and chosen + held.device["parameters"]
 

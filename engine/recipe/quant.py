@@ -115,11 +115,13 @@ class QuantRecipe:
     start_inside: bool = False
     """true: each weight of model.path that has another code in quant.start becomes what that code stands for: step 0
     computes with the weights of quant.start."""
-    first_codes: Literal["nearest", "gptq"] = "nearest"
+    first_codes: Literal["nearest", "gptq", "blocks"] = "nearest"
     """Codes that training starts with. nearest: each weight's own. gptq: those that keep the outputs of each layer on
     quant.calibration_batches micro-batches per rank (GPTQ), and the weights that have others become what these stand
-    for: the best PTQ, and a better start for training. Takes symmetric and asymmetric weights, scales per
-    group or channel. Inputs with stored scales, keys and values are not quantised meanwhile."""
+    for. blocks: then the weights and scales of each decoder layer are trained for 200 steps to keep its outputs: the
+    best PTQ, and the best start for training, for the time of some 150 steps. Both take symmetric and asymmetric
+    weights, scales per group or channel. Keys and values are not quantised meanwhile, nor for gptq inputs with stored
+    scales."""
     weight_range: Literal["auto", "absmax", "mse"] = "auto"
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
     integers of 3 bits and fewer, absmax for the others."""

@@ -93,7 +93,7 @@ def build_session(
     model, quantization = build_student(recipe, ds_config, device, losses=samples is not None)
     read = fingerprints(model, frozen_weights(model)) if recipe.adapter.on and samples is not None else {}
     uncalibrated = initial_scales(recipe, model, quantization)
-    if recipe.adapter.init == "error" or recipe.quant.first_codes == "gptq":
+    if recipe.adapter.init == "error" or recipe.quant.first_codes != "nearest":
         _better_start(recipe, model, quantization, first, device, trains=samples is not None)
     if samples is not None:
         with errors_on_all_ranks(ValueError):
@@ -141,7 +141,7 @@ def _better_start(
     """What of adapters and codes a recipe wants chosen for its start, once weights and scales are in place."""
     if recipe.train.resume:
         return
-    if recipe.quant.first_codes == "gptq" and first is not None:
+    if recipe.quant.first_codes != "nearest" and first is not None:
         first_codes(recipe, model, quantization, first(recipe.quant.calibration_batches), device)
     if recipe.adapter.init == "error" and trains:
         start_from_error(quantization)

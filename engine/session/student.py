@@ -21,7 +21,7 @@ from engine.session.context import DTYPES, samples_on_all_ranks
 from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.build import build_model
 from model.experts import ExpertMLPs, router_names
-from model.gptq import start_from_gptq
+from model.first_codes import choose_first_codes
 from model.head import output_head
 from model.load import load_weights
 from model.quantised.config import is_quantised
@@ -231,8 +231,11 @@ def first_codes(
     """Choose the codes that training starts with by the samples of ``batches``, as many on every rank, and move the
     weights there; a collective, after :func:`initial_scales`."""
     if is_quantised(Path(recipe.model.path)):
-        raise_everywhere(f"quant.first_codes: gptq, expected nearest: {recipe.model.path} has codes of its own")
-    start_from_gptq(model, quantization, list(samples_on_all_ranks(batches)), device)
+        raise_everywhere(
+            f"quant.first_codes: {recipe.quant.first_codes}, expected nearest: {recipe.model.path} has codes of its own"
+        )
+    rows = recipe.data.micro_batch_size if recipe.quant.first_codes == "blocks" else None
+    choose_first_codes(model, quantization, list(samples_on_all_ranks(batches)), device, tuned_rows=rows)
 
 
 def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:

@@ -165,7 +165,7 @@ def test_recovery_inputs(tmp_path: Path) -> None:
 
 
 def test_recovery_start(tmp_path: Path) -> None:
-    """FT, PTQ and QAT from four starts, and from another tool's file, which training starts inside of."""
+    """FT, PTQ and QAT from six starts, and from another tool's file, which training starts inside of."""
     (tmp_path / "text.txt").write_text(TEXT * 40)
     source = tiny_checkpoint(tmp_path / "model", "qwen3", wide=True)
     command = [sys.executable, str(ROOT / "benchmarks" / "recovery_start.py"), "--model", str(source)]
@@ -185,7 +185,7 @@ def test_recovery_start(tmp_path: Path) -> None:
         tables.append((tmp_path / "recovery_start.md").read_text().partition("\n## ")[2])
     lines = tables[0].partition("All of them:")[2].strip().splitlines()[2:]
     models = [line.split("|")[2].strip().removesuffix(" (best PTQ)") for line in lines]
-    starts = ["nearest", "nearest, signed", "gptq", "gptq, signed"]
+    starts = ["nearest", "nearest, signed", "gptq", "gptq, signed", "blocks", "blocks, signed"]
     trained = [f"QAT from FT, {start}, 2 steps" for start in starts]
     assert models == ["FT", *(f"PTQ, {start}" for start in starts), *trained]
     assert tables[0] == tables[1]

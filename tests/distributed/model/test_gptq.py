@@ -37,12 +37,15 @@ def made(tmp_path_factory):
         "trained": ("train.py", two | {"optim": still, "train": {"steps": 2}}),
         "nearest": ("calibrate.py", two | {"quant": {"scheme": "w2a16_g32"}}),
         "inputs": ("calibrate.py", two | {"quant": quant | {"scheme": "nvfp4_w4a4_kv"}}),
+        # One micro-batch on each rank: every step sees all samples, on one rank as on two.
+        "one tuned": ("calibrate.py", one | {"quant": quant | {"first_codes": "blocks", "calibration_batches": 1}}),
+        "two tuned": ("calibrate.py", two | {"quant": quant | {"first_codes": "blocks", "calibration_batches": 1}}),
     }
     found = {}
     for name, (script, sections) in scripts.items():
         words = ["--config", str(write_recipe(directory, name, model, chats, **common, **sections))]
         path = ROOT / "launch" / script
-        if name == "one":
+        if name.startswith("one"):
             command = [sys.executable, str(path), *words]
             said = subprocess.run(command, check=True, text=True, capture_output=True, timeout=PATIENCE).stdout
         else:
@@ -59,6 +62,20 @@ def test_two_ranks_choose_what_one_process_chooses(made):
     pattern = r"gptq: \d+ layers, \d+ samples, squared error of outputs (\S+), with nearest codes (\S+)"
     (chosen, nearest), (there, _) = (re.search(pattern, text).groups() for text in (said, other))
     assert float(chosen) == pytest.approx(float(there), rel=0.02) and float(chosen) < 0.6 * float(nearest)
+
+
+def test_two_ranks_tune_as_one_process_does(made):
+    """Gradients are summed up over ranks and each rank has masters of its part: the same but for rounding, which Adam
+    makes more of than there was."""
+    (ours, said), (theirs, other) = made["two tuned"], made["one tuned"]
+    pattern = r"of decoder layers (\S+), before they were tuned (\S+?);?\s"
+    (after, before), (there, first) = (map(float, re.search(pattern, text).groups()) for text in (said, other))
+    assert before == pytest.approx(first, rel=0.02) and after == pytest.approx(there, rel=0.1) and after < 0.8 * before
+    assert ours.keys() == theirs.keys()
+    same = [float((ours[key] == theirs[key]).float().mean()) for key in ours if key.endswith("weight_packed")]
+    assert sum(same) / len(same) > 0.8
+    others = [key for key in ours if not key.endswith(("weight_packed", "weight_scale"))]
+    assert [key for key in others if not torch.equal(ours[key], theirs[key])] == []
 
 
 def test_the_first_step_computes_with_the_codes(made):
@@ -81,7 +98,8 @@ def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_every_scheme_is_the_same_on_two_ranks(tmp_path, kind):
+@pytest.mark.parametrize(("codes", "batches", "least"), [("gptq", 3, 0.99), ("blocks", 1, 0.8)])
+def test_every_scheme_is_the_same_on_two_ranks(tmp_path, kind, codes, batches, least):
     """Each has a decoder layer of its own. In bfloat16 asymmetric codes of 8 bits are refused."""
     model = tiny_checkpoint(tmp_path / "model", kind, wide=True, layers=MANY)
     chats = write_chats(tmp_path / "chats.jsonl")
@@ -89,7 +107,7 @@ def test_every_scheme_is_the_same_on_two_ranks(tmp_path, kind):
     sizes = {"one": {"data": {"micro_batch_size": 2}, "stage": 0}, "two": {"data": {"micro_batch_size": 1}, "stage": 3}}
     for part, quant in enumerate(every_scheme(name for name, one in SCHEMES.items() if takes(one.weights))):
         for name, sections in sizes.items():
-            sections = sections | {"quant": quant | {"first_codes": "gptq", "calibration_batches": 3}}
+            sections = sections | {"quant": quant | {"first_codes": codes, "calibration_batches": batches}}
             words = ["--config", str(write_recipe(tmp_path, f"{name}{part}", model, chats, **common, **sections))]
             if name == "one":
                 command = [sys.executable, str(ROOT / "launch" / "calibrate.py"), *words]
@@ -100,5 +118,8 @@ def test_every_scheme_is_the_same_on_two_ranks(tmp_path, kind):
             load_file(tmp_path / f"{name}{part}" / "export" / "model.safetensors") for name in ("two", "one")
         )
         assert ours.keys() == theirs.keys()
+        measured = [key for key in ours if key.endswith(("input_scale", "input_global_scale", "k_scale", "v_scale"))]
+        for key in measured if codes == "blocks" else ():  # in models that are nearly the same
+            assert torch.allclose(ours.pop(key).float(), theirs.pop(key).float(), rtol=0.1), key
         share = {key: float((ours[key] == theirs[key]).float().mean()) for key in ours}
-        assert {key: one for key, one in share.items() if one < 0.99} == {}
+        assert {key: one for key, one in share.items() if one < least} == {}

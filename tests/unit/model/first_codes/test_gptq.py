@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.build import build_model
-from model.gptq import start_from_gptq
+from model.first_codes import choose_first_codes
 from model.load import load_weights
 from model.ranks import RankError
 from model.scales import renew_weight_scales
@@ -16,6 +16,7 @@ from quant import SCHEMES, Quantization, Quantizer, Scale, kernels, prepare
 from quant.experts import linears_of
 from quant.gptq import add_inputs, choose
 from quant.hadamard import rotate
+from tests.families.variants import VARIANTS
 from tests.tiny import tiny_checkpoint
 from tests.unit.model.quantised.test_round_trip import ENGINE
 
@@ -89,7 +90,7 @@ def test_each_layer_is_chosen_by_what_the_quantised_ones_before_it_give(tmp_path
         if name.endswith("o_proj"):
             quantization.layers[name].rotation = expected.layers[name].rotation = 32
     given = samples(model)
-    start_from_gptq(model, quantization, given, CPU)
+    choose_first_codes(model, quantization, given, CPU)
     assert all(layer.weight_fake_quant for layer in quantization.layers.values()) and model.training
 
     other.eval()
@@ -129,7 +130,7 @@ def test_the_first_step_computes_with_weights_that_keep_the_outputs(tmp_path):
         return sum(float((one - other).square().sum()) for one, other in zip(found, expected, strict=True))
 
     before = error()
-    start_from_gptq(model, quantization, given, CPU)
+    choose_first_codes(model, quantization, given, CPU)
     assert error() < 0.8 * before
 
 
@@ -138,7 +139,7 @@ def test_other_formats_go_too(tmp_path, scheme):
     """Scales of floats stay; weights that are moved are numbers of their own grids."""
     model, quantization = quantised(tmp_path, "qwen3", scheme)
     before = {name: (layer.weight.clone(), layer.weight_s0.clone()) for name, layer in quantization.layers.items()}
-    start_from_gptq(model, quantization, samples(model), CPU)
+    choose_first_codes(model, quantization, samples(model), CPU)
     for name, layer in quantization.layers.items():
         weight, s0 = before[name]
         if layer.scheme.weights.dtype != "int":
@@ -153,8 +154,8 @@ def test_inputs_that_are_not_measured_yet_are_left_as_they_are(tmp_path):
     model, quantization = quantised(tmp_path, "qwen3", "nvfp4_w4a4")
     other, expected = quantised(tmp_path, "qwen3", "nvfp4")
     given = samples(model)
-    start_from_gptq(model, quantization, given, CPU)
-    start_from_gptq(other, expected, given, CPU)
+    choose_first_codes(model, quantization, given, CPU)
+    choose_first_codes(other, expected, given, CPU)
     for name, layer in quantization.layers.items():
         assert torch.equal(layer.weight, expected.layers[name].weight), name
         assert layer.weight_fake_quant and layer.input_fake_quant
@@ -164,8 +165,8 @@ def test_experts_as_modules_are_the_same_as_stacked_ones(tmp_path):
     stacked, quantization = quantised(tmp_path, "qwen3_moe", "w2a16_g32")
     given = samples(stacked)
     apart, others = quantised(tmp_path, "qwen3_moe", "w2a16_g32", experts="per_expert")
-    start_from_gptq(stacked, quantization, given, CPU)
-    start_from_gptq(apart, others, given, CPU)
+    choose_first_codes(stacked, quantization, given, CPU)
+    choose_first_codes(apart, others, given, CPU)
     same = [
         (part.weight(layer.weight) == others.layers[part.name].weight).float().mean()
         for name, layer in quantization.layers.items()
@@ -201,5 +202,18 @@ def test_layers_that_are_no_chain_are_refused(tmp_path, wrapper, text):
         {name.replace("layers.1.", "layers.1.layer."): layer for name, layer in quantization.layers.items()}, []
     )
     with pytest.raises(RankError, match=f"expected nearest for this model: .*{text}"):
-        start_from_gptq(model, quantization, samples(model), CPU)
+        choose_first_codes(model, quantization, samples(model), CPU)
     assert all(map(torch.equal, before, (layer.weight for layer in quantization.layers.values())))
+
+
+def test_a_model_without_decoder_layers_is_refused(tmp_path):
+    """OpenAI GPT's layers are plain modules."""
+    source = next(one for one in VARIANTS.values() if one.model_type == "openai-gpt").checkpoint(tmp_path / "model")
+    model = build_model(source, ENGINE, dtype=torch.bfloat16, device=CPU)
+    load_weights(model, source, progress=False)
+    quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=True, learn_input_scale=False)
+    renew_weight_scales(quantization)
+    with pytest.raises(
+        RankError, match="expected nearest for this model: none of its quantised layers lies in a decoder"
+    ):
+        choose_first_codes(model, quantization, samples(model), CPU)

@@ -1,11 +1,7 @@
-"""GPTQ through a model: each decoder layer in turn is given the codes that are best for the inputs which those before
-it, quantised already, make of some samples (:mod:`quant.gptq` has the arithmetic).
+"""GPTQ in a decoder layer (:mod:`quant.gptq` has the arithmetic): those of its Linears that read one tensor are
+quantised together, then what comes after them sees what they make of it.
 
-It runs before ``deepspeed.initialize``, with one decoder layer gathered at a time. The samples go through the whole
-model once, unquantised, to learn what each decoder layer is called with beside its hidden states. Then the hidden
-states of all samples go from layer to layer, and inside one from Linear to Linear: those that read one tensor are
-quantised together, then what comes after them sees what they make of it. Inputs are summed up over ranks; each rank
-chooses codes for the rows of which it holds a part.
+Inputs are summed up over ranks; each rank chooses codes for the rows of which it holds a part.
 
 Inputs with dynamic scales are quantised by then as in training. Those with a stored scale, keys and values are not:
 their scales are measured afterwards, in the model that has these codes.
@@ -17,26 +13,17 @@ first step computes with GPTQ's weights. The others stay as they are.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks, say
+from model.first_codes.samples import Samples, Stop
+from model.ranks import errors_on_all_ranks, reduce_over_ranks
 from model.scales import write_scales
-from model.zero import (
-    forget_secondary_copies,
-    full_shape,
-    gathered,
-    is_partitioned,
-    local_data,
-    local_range,
-    whole_values,
-)
+from model.zero import full_shape, gathered, is_partitioned, local_data, local_range, whole_values
 from quant import Quantization, Quantizer, QuantLayer, QuantLinear, Scale, kernels
 from quant.cells import have_codes, into_cells
 from quant.experts import LinearPart, linears_of
@@ -45,31 +32,11 @@ from quant.hadamard import rotate
 from quant.reference import fake_quantize_tokens
 from quant.rules import fused_sets
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of a decoder layer, but its hidden states
 Sets = list[list[str]]  # names of quantised layers that read one tensor
 
 
-class _Stop(Exception):
-    """Nothing of this forward is needed any more."""
-
-
 @dataclass
-class _Samples:
-    """What goes into the decoder layers.
-
-    Attributes:
-        layers: names of the decoder layers in the order in which they run.
-        hidden: hidden states of each sample, now those before the layer that comes next.
-        inputs: of each sample, what each layer gets beside them.
-    """
-
-    layers: list[str] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    inputs: list[dict[str, Inputs]] = field(default_factory=list)
-
-
-@dataclass
-class _Errors:
+class Errors:
     """Squared errors of outputs, and squared outputs, fp64 scalars of this rank's rows."""
 
     nearest: float = 0.0
@@ -85,112 +52,27 @@ class _Errors:
         return f"squared error of outputs {chosen / squares:.3g}, with nearest codes {nearest / squares:.3g}"
 
 
-@torch.no_grad()
-def start_from_gptq(
-    model: PreTrainedModel, quantization: Quantization, samples: Sequence[tuple[Tensor, bool]], device: torch.device
-) -> None:
-    """Give the weights of ``model`` the codes and scales that GPTQ chooses; a collective, before
-    ``deepspeed.initialize``.
-
-    Quantised layers outside the decoder layers (lm_head, embeddings) and those that the samples do not reach keep their
-    nearest codes.
+def choose_codes(
+    model: nn.Module, quantization: Quantization, block: nn.Module, name: str, samples: Samples, errors: Errors
+) -> Iterator[list[str]]:
+    """Choose the codes and scales of a decoder layer, some Linears at a time; a collective.
 
     Args:
-        model, quantization: the quantised model; weights and their scales are loaded.
-        samples: ``input_ids [1, T]``, as many on every rank, and whether each counts: one that does not goes along
-            with other ranks' samples.
-        device: where the samples go.
+        model, quantization: the quantised model.
+        block, name: the decoder layer.
+        samples: with what goes into it. Nothing that is yielded may stay unquantised when the next is asked for.
+        errors: those of these layers are added.
+
+    Yields:
+        Names of the layers that have their codes now.
 
     Raises:
-        RankError: on every rank: decoder layers that do not run once each, one behind the other; inputs with NaN or
-            Inf; a dtype that cannot hold all steps of the codes.
+        RankError: on every rank: inputs with NaN or Inf; a dtype that cannot hold all steps of the codes.
     """
-    model.eval()
-    blocks = decoder_layers(model, quantization)
-    with quantization.paused():
-        found = _record(model, blocks, samples, device)
-        errors = _Errors()
-        done: list[str] = []
-        for name in found.layers:
-            for sets in quantised_together(model, quantization, name):
-                grams = _grams(quantization, blocks[name], sets, found, name)
-                _choose(quantization, blocks[name], grams, errors)
-                done += [member for names in sets for member in names]
-                _switch_on(quantization, done)
-            with gathered(blocks[name].parameters()):
-                for index, hidden in enumerate(found.hidden):
-                    found.hidden[index] = _first(_run(blocks[name], hidden, found.inputs[index].pop(name)))
-    forget_secondary_copies(model)
-    model.train()
-    left = [name for name in quantization.layers if name not in done]
-    kept = f"; nearest codes: {listed(left, 5)}" if left else ""
-    count = int(reduce_over_ranks(torch.tensor(len(found.hidden))))
-    say(f"gptq: {len(done)} layers, {count} samples, {errors.text()}{kept}")
-
-
-def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn.Module]:
-    """The outermost layers that transformers checkpoints by themselves, where they hold something quantised."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, GradientCheckpointingLayer) and not inside:
-            found[name] = module
-    return {
-        name: one for name, one in found.items() if any(each.startswith(f"{name}.") for each in quantization.layers)
-    }
-
-
-def _record(
-    model: nn.Module, blocks: dict[str, nn.Module], samples: Sequence[tuple[Tensor, bool]], device: torch.device
-) -> _Samples:
-    """Run the samples through the model, with one decoder layer gathered at a time; a collective."""
-    found, problems = _Samples(), dict[str, None]()
-    names = {module: name for name, module in blocks.items()}
-    inside = {id(parameter) for module in blocks.values() for parameter in module.parameters()}
-    seen: list[str] = []
-    hidden: list[Tensor] = []
-    calls: dict[str, Inputs] = {}
-    gathers: list[ExitStack] = []
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name, given = names[module], args[0] if args else kwargs.get("hidden_states")
-        gathers.append(ExitStack())
-        gathers[-1].enter_context(gathered(module.parameters()))
-        if name in seen:
-            problems[f"{name} runs more than once"] = None
-        elif hidden and given is not hidden[-1]:
-            problems[f"{name} does not get what {seen[-1]} gives, as it is"] = None
-        if not seen:
-            hidden.append(given)  # type: ignore[arg-type]
-        seen.append(name)
-        calls[name] = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        gathers.pop().close()
-        hidden.append(_first(output))
-        if found.layers and names[module] == found.layers[-1]:
-            raise _Stop
-
-    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in blocks.values()]
-    hooks += [module.register_forward_hook(after) for module in blocks.values()]
-    try:
-        with gathered(parameter for parameter in model.parameters() if id(parameter) not in inside):
-            for ids, counts in samples:
-                seen.clear()
-                hidden.clear()
-                calls.clear()
-                with suppress(_Stop):
-                    model(input_ids=ids.to(device), use_cache=False)
-                found.layers = found.layers or list(seen)
-                if counts:
-                    found.hidden.append(hidden[0])
-                    found.inputs.append(dict(calls))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    lines = [f"quant.first_codes: gptq, expected nearest for this model: {text}" for text in problems]
-    raise_everywhere("\n".join(lines[:5]) or None)
-    return found
+    for sets in quantised_together(model, quantization, name):
+        grams = _grams(quantization, block, sets, samples, name)
+        _choose(quantization, block, grams, errors)
+        yield [member for names in sets for member in names]
 
 
 def quantised_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
@@ -203,7 +85,7 @@ def quantised_together(model: nn.Module, quantization: Quantization, name: str) 
     yield from steps.values()
 
 
-def _grams(quantization: Quantization, block: nn.Module, sets: Sets, found: _Samples, name: str) -> dict[str, Tensor]:
+def _grams(quantization: Quantization, block: nn.Module, sets: Sets, samples: Samples, name: str) -> dict[str, Tensor]:
     """``X'X`` of the inputs, summed over all ranks' samples, by name of the quantised layer: fp64 ``[in, in]``, of
     stacked experts ``[E, in, in]``; a collective."""
     firsts = [quantization.layers[names[0]] for names in sets]
@@ -213,9 +95,9 @@ def _grams(quantization: Quantization, block: nn.Module, sets: Sets, found: _Sam
         for layer, total in zip(firsts, sums, strict=True)
     ]
     with gathered(block.parameters()):
-        for index, hidden in enumerate(found.hidden):
-            with suppress(_Stop):
-                _run(block, hidden, found.inputs[index][name])
+        for index, hidden in enumerate(samples.hidden):
+            with suppress(Stop):
+                samples.run(block, name, index, hidden)
     for hook in hooks:
         hook.remove()
     sums = [reduce_over_ranks(total) for total in sums]
@@ -231,7 +113,7 @@ def _zeros(layer: QuantLayer) -> Tensor:
 def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     """A hook that adds the inputs of a layer, as they are multiplied."""
     block = layer.rotation if isinstance(layer, QuantLinear) else None
-    spec = layer.scheme.activations if _quantises_inputs(layer) else None
+    spec = layer.scheme.activations if quantises_inputs(layer) else None
 
     def add(module: nn.Module, args: tuple[Any, ...]) -> None:
         x = args[0] if block is None else rotate(args[0], block)
@@ -244,12 +126,12 @@ def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Mod
                 add_inputs(total[expert], x[begin:end])
                 begin = end
         if stop:
-            raise _Stop
+            raise Stop
 
     return add
 
 
-def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tensor], errors: _Errors) -> None:
+def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tensor], errors: Errors) -> None:
     """Choose codes and scales of some layers by GPTQ, and make this rank's weights those; a collective."""
     rows: dict[str, list[_Rows]] = {}
     with gathered(block.parameters()), errors_on_all_ranks(ValueError):
@@ -323,7 +205,7 @@ def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
     return whole if zero is None else torch.stack([whole, zero])
 
 
-def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors: _Errors) -> Tensor:
+def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors: Errors) -> Tensor:
     """This rank's elements of a Linear, flat: weights that are rounded to the codes that were chosen."""
     spec, weight = layer.scheme.weights, found.weight
     scale = scales if found.before.scale.zero is None else scales[0]
@@ -332,7 +214,7 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
     decoded = kernels.dequantize(found.codes, after)
     if not bool(have_codes(decoded, found.codes, after).all()):
         raise ValueError(
-            f"quant.first_codes: gptq, expected nearest, or model.dtype float32: {weight.dtype} does not hold all "
+            f"quant.first_codes, expected nearest, or model.dtype float32: {weight.dtype} does not hold all "
             f"steps of the codes of {found.part.name}"
         )
     single, exact = (gram if found.part.expert is None else gram[found.part.expert]).float(), weight.float()
@@ -342,24 +224,6 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
     return into_cells(weight, decoded, found.codes, after).flatten()[found.own]
 
 
-def _switch_on(quantization: Quantization, names: Sequence[str]) -> None:
-    """Fake-quantise these layers, and no others."""
-    for inputs in (False, True):
-        alike = [name for name in names if _quantises_inputs(quantization.layers[name]) == inputs]
-        if alike:
-            quantization.set_fake_quant(True, inputs, "|".join(map(re.escape, alike)))
-
-
-def _quantises_inputs(layer: QuantLayer) -> bool:
+def quantises_inputs(layer: QuantLayer) -> bool:
     """Whether the layer's input is quantised by now: only then has it scales."""
     return layer.scheme.activations is not None and layer.scheme.stored_input is None
-
-
-def _run(block: nn.Module, hidden: Tensor, inputs: Inputs) -> Any:
-    return block(hidden, *inputs[0], **inputs[1])
-
-
-def _first(output: Any) -> Tensor:
-    """The hidden states among what a decoder layer gives."""
-    found: Tensor = output if isinstance(output, Tensor) else output[0]
-    return found
