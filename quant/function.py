@@ -369,4 +369,4 @@ def _weight_gradients(
         return grad_used, None
     quantizer = saved.weight_quantizer(plan.weight)
     how: dict[str, Any] = {"factor": lsq_factor(plan.weight_numel, plan.weight), "theta_gradient": theta_gradient}
-    return grad_used, kernels.fake_quantize_backward_(grad_used, saved.weight, quantizer, **how)
+    return grad_used, kernels.fake_quantize_backward_(grad_used, saved.weight, quantizer, **how, of_weight=True)

@@ -39,7 +39,8 @@ clipped from 7 on instead, the largest value of each group of 32 would settle th
 best instead of 21%. The caller scales by ``1/sqrt(numel * qmax)``, and knows how many elements share the scale.
 
 Non-finite values: NaN stays NaN in ``fq`` and contributes no gradient; an infinity clips to the bound and has no
-gradient of its own, like every clipped value.
+gradient of its own, like every clipped value. Codes may be all that a forward sees of a weight: where its ``v`` is not
+finite its gradient is NaN, or its scale's where that is wanted.
 
 A *dynamic* scale is that of one token, or of one group of its features, ``x``. With ``[min, max]`` its range, extended
 to include 0, and ``absmax`` its largest magnitude (per token asymmetric int8 is 8da4w)::
@@ -226,6 +227,7 @@ def fake_quant_backward(
     zero: Tensor | None = None,
     *,
     scale_gradient: bool,
+    of_weight: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`fake_quant` (of the surrogate above).
 
@@ -236,6 +238,7 @@ def fake_quant_backward(
         spec: how it is quantised.
         zero: its zero points.
         scale_gradient: whether the gradient of the scale is wanted.
+        of_weight: whether ``x`` is a weight, see above.
 
     Returns:
         The gradient of ``x`` in ``grad``'s dtype, and that of the scale in fp32 and in the scale's shape, summed over
@@ -246,13 +249,11 @@ def fake_quant_backward(
     grad_parts = _parts(grad, scale)
     grad_x = grad_parts.masked_fill(~inside, 0).reshape(x.shape)
     if not scale_gradient:
-        return grad_x, None
+        return grad_x.masked_fill_(~v.isfinite().view(x.shape), torch.nan) if of_weight else grad_x, None
     rounded = _round_to_grid(v, spec, zero)
     terms = _scale_terms(v, rounded, inside, spec).nan_to_num_(nan=0.0)  # only a NaN x makes a NaN here
-    terms.mul_(grad_parts)
-    if scale.numel() == 1:
-        return grad_x, terms.sum().reshape(scale.shape)
-    return grad_x, terms.sum(dim=(1, 3))
+    terms.mul_(grad_parts).masked_fill_(~v.isfinite() & of_weight, torch.nan)
+    return grad_x, terms.sum().reshape(scale.shape) if scale.numel() == 1 else terms.sum(dim=(1, 3))
 
 
 def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,6 +37,6 @@ class UsedWeightFunction(torch.autograd.Function):
             return None, None, grad_weight if needs_weight else None, None, grad_theta, None, None
         quantizer = Quantizer(Scale(*scale), ctx.spec, weight.dtype)
         grad_theta = kernels.fake_quantize_backward_(
-            grad_weight, weight, quantizer, factor=ctx.factor, theta_gradient=needs_theta
+            grad_weight, weight, quantizer, factor=ctx.factor, theta_gradient=needs_theta, of_weight=True
         )
         return None, None, grad_weight if needs_weight else None, None, grad_theta, None, None

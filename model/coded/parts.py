@@ -41,7 +41,7 @@ def part_gradients_(
 
     Args:
         grad: the gradient with respect to the quantised elements, fp32, 1-D. That of the weight takes its place, with
-            NaN where the weight is NaN: no integer code says so, and the step must be seen to have gone wrong.
+            NaN where the weight is not finite: no code says so, and the step must be seen to have gone wrong.
         flat, start, numel, quantizer: as in :func:`quantize_part`.
         factor: what theta's gradient is multiplied with, see :func:`quant.function.lsq_factor`.
 
@@ -52,11 +52,10 @@ def part_gradients_(
     shares = None if theta is None else torch.zeros(theta.numel(), device=grad.device)
     for runs, rows, grads in _runs(flat, grad, start, numel, quantizer):
         # The operator takes both in one dtype; its theta's gradient is of theta's.
-        share = kernels.fake_quantize_backward_(
-            grads, rows.float(), _of(quantizer, runs), factor=factor, theta_gradient=shares is not None
-        )
-        grads.masked_fill_(rows.isnan(), torch.nan)
+        operands, wanted = (grads, rows.float(), _of(quantizer, runs)), shares is not None
+        share = kernels.fake_quantize_backward_(*operands, factor=factor, theta_gradient=wanted, of_weight=True)
         if shares is not None:
+            grads.masked_fill_(rows.isnan(), torch.nan)  # the operator says it in the share, which may go nowhere
             assert share is not None
             shares[runs] = share.flatten()
     return shares

@@ -136,6 +136,19 @@ DEEPQAT_INLINE Half kept(Half x, bool inside) {
   return Half{static_cast<uint16_t>(x.bits & (inside ? 0xffffu : 0u))};
 }
 
+// dx, but NaN where v is NaN or an infinity.
+DEEPQAT_INLINE float nan_unless_finite(float dx, float v) {
+  return float_of((bits_of(v) & 0x7f800000u) == 0x7f800000u ? 0x7fc00000u : bits_of(dx));
+}
+
+DEEPQAT_INLINE BFloat16 nan_unless_finite(BFloat16 dx, float v) {
+  return BFloat16{static_cast<uint16_t>((bits_of(v) & 0x7f800000u) == 0x7f800000u ? 0x7fc0u : dx.bits)};
+}
+
+DEEPQAT_INLINE Half nan_unless_finite(Half dx, float v) {
+  return Half{static_cast<uint16_t>((bits_of(v) & 0x7f800000u) == 0x7f800000u ? 0x7e00u : dx.bits)};
+}
+
 // ---- scales
 
 // e^x in double, to about 1 ulp: x = k ln2 + r, |r| <= ln2 / 2, and the Taylor series of e^r up to r^13 (its rest is

@@ -102,7 +102,7 @@ Tensor fake_quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& t
 // Writes grad_x, which may be grad itself, and returns theta's gradient.
 Tensor backward_into(Tensor& grad_x, const Tensor& grad, const Tensor& x_, const Tensor& s0, const OptionalTensor& theta,
                      int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient,
-                     const OptionalTensor& zero, const OptionalTensor& above) {
+                     const OptionalTensor& zero, const OptionalTensor& above, bool of_weight) {
   TORCH_CHECK(grad.sizes() == x_.sizes() && grad.scalar_type() == x_.scalar_type(), "grad is ", grad.sizes(), " ",
               grad.scalar_type(), ", x is ", x_.sizes(), " ", x_.scalar_type());
   TORCH_CHECK(grad.device() == x_.device(), "grad is on ", grad.device(), ", x on ", x_.device());
@@ -115,7 +115,7 @@ Tensor backward_into(Tensor& grad_x, const Tensor& grad, const Tensor& x_, const
   const int64_t sums = theta_gradient ? scales.count * deepqat::segments_of(scales.block) : 0;
   Tensor partial_sums = at::empty({sums}, s0.options());
   DEEPQAT_CALL(fake_quantize_backward, x, grad.const_data_ptr(), x.const_data_ptr(), dtype_of(x.scalar_type(), "x"),
-               scales, grid, static_cast<float>(factor), grad_x.mutable_data_ptr(),
+               scales, grid, static_cast<float>(factor), of_weight, grad_x.mutable_data_ptr(),
                partial_sums.mutable_data_ptr<float>(), theta_gradient ? grad_theta.mutable_data_ptr() : nullptr);
   return grad_theta;
 }
@@ -123,18 +123,19 @@ Tensor backward_into(Tensor& grad_x, const Tensor& grad, const Tensor& x_, const
 std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad, const Tensor& x, const Tensor& s0,
                                                   const OptionalTensor& theta, int64_t bits, at::ScalarType scale_dtype,
                                                   double factor, bool theta_gradient, const OptionalTensor& zero,
-                                                  const OptionalTensor& above) {
+                                                  const OptionalTensor& above, bool of_weight) {
   Tensor grad_x = at::empty(grad.sizes(), grad.options());
   const Tensor dense = grad.contiguous();
-  Tensor grad_theta = backward_into(grad_x, dense, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero, above);
+  Tensor grad_theta = backward_into(grad_x, dense, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero, above,
+                                    of_weight);
   return {grad_x, grad_theta};
 }
 
 Tensor fake_quantize_backward_(Tensor& grad, const Tensor& x, const Tensor& s0, const OptionalTensor& theta,
                                int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient,
-                               const OptionalTensor& zero, const OptionalTensor& above) {
+                               const OptionalTensor& zero, const OptionalTensor& above, bool of_weight) {
   TORCH_CHECK(grad.is_contiguous(), "what is overwritten must be contiguous, grad has strides ", grad.strides());
-  return backward_into(grad, grad, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero, above);
+  return backward_into(grad, grad, x, s0, theta, bits, scale_dtype, factor, theta_gradient, zero, above, of_weight);
 }
 
 void masked_into(Tensor& out, const Tensor& grad, const Tensor& mask) {

@@ -97,32 +97,49 @@ void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, 
   });
 }
 
+namespace {
+
+// grad_x, and the sums over segments of grad_theta's terms where partial_sums is not null.
+template <bool kWeight, typename T, typename Grid>
+void backward_of(Grid the_grid, const T* grad, const T* x, const Scales& scales, T* grad_x, float* partial_sums) {
+  if (partial_sums == nullptr)
+    return for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
+      const auto g = grid_at(the_grid, s);  // a copy: what is written could alias a reference
+      const auto *from = x + offset, *dy = grad + offset;
+      auto* dx = grad_x + offset;
+      unrolled(length, [&](int64_t i) {
+        const float v = load(from[i]) * s.inverse_at(i);
+        if constexpr (kWeight) dx[i] = nan_unless_finite(kept(dy[i], g.inside(v)), v);
+        if constexpr (!kWeight) dx[i] = kept(dy[i], g.inside(v));
+      });
+    });
+  const int64_t segments = segments_of(scales.block);
+  for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t run, int64_t segment) {
+    const auto g = the_grid.at(s.zero);
+    const auto *from = x + offset, *dy = grad + offset;
+    auto* dx = grad_x + offset;
+    partial_sums[run * segments + segment] = sum_in_order(length, [&](int64_t i) {
+      const float v = load(from[i]) * s.inverse;
+      const T dy_i = dy[i];
+      dx[i] = kept(dy_i, g.inside(v));
+      const float term = load(dy_i) * g.scale_term(v, g.round(v));
+      return kWeight ? term + (v - v) : term;  // which is 0, or NaN
+    });
+  });
+}
+
+}  // namespace
+
 void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid,
-                            float factor, void* grad_x_, float* partial_sums, void* grad_theta) {
+                            float factor, bool of_weight, void* grad_x_, float* partial_sums, void* grad_theta) {
   const int64_t segments = segments_of(scales.block);
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
     using T = decltype(zero);
-    const auto* grad = static_cast<const T*>(grad_);
-    const auto* x = static_cast<const T*>(x_);
+    const auto *grad = static_cast<const T*>(grad_), *x = static_cast<const T*>(x_);
     auto* grad_x = static_cast<T*>(grad_x_);
-    if (grad_theta == nullptr)
-      return for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
-        const auto g = grid_at(the_grid, s);  // a copy: what is written could alias a reference
-        const auto *from = x + offset, *dy = grad + offset;
-        auto* dx = grad_x + offset;
-        unrolled(length, [&](int64_t i) { dx[i] = kept(dy[i], g.inside(load(from[i]) * s.inverse_at(i))); });
-      });
-    for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t run, int64_t segment) {
-      const auto g = the_grid.at(s.zero);
-      const auto *from = x + offset, *dy = grad + offset;
-      auto* dx = grad_x + offset;
-      partial_sums[run * segments + segment] = sum_in_order(length, [&](int64_t i) {
-        const float v = load(from[i]) * s.inverse;
-        const T dy_i = dy[i];
-        dx[i] = kept(dy_i, g.inside(v));
-        return load(dy_i) * g.scale_term(v, g.round(v));
-      });
-    });
+    float* const sums = grad_theta == nullptr ? nullptr : partial_sums;
+    of_weight ? backward_of<true>(the_grid, grad, x, scales, grad_x, sums)
+              : backward_of<false>(the_grid, grad, x, scales, grad_x, sums);
   });
   if (grad_theta == nullptr) return;
   with_dtype(scales.theta_dtype, [&](auto zero) {

@@ -117,14 +117,15 @@ void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, 
 }
 
 void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid,
-                            float factor, void* grad_x_, float* partial_sums, void* grad_theta, void* stream) {
+                            float factor, bool of_weight, void* grad_x_, float* partial_sums, void* grad_theta,
+                            void* stream) {
   const char* name = "fake_quantize_backward";
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
     using T = decltype(zero);
     using G = decltype(g);
     const auto *grad = static_cast<const T*>(grad_), *x = static_cast<const T*>(x_);
     auto* grad_x = static_cast<T*>(grad_x_);
-    const Backward<T, G> op{grad, x, grad_x, g};
+    const Backward<T, G> op{grad, x, grad_x, g, of_weight};
     const bool wide = aligned(grad, x, grad_x);
     if (grad_theta == nullptr) return launch_elementwise(name, op, scales, scales.numel(), wide, stream);
     launch_reduction(name, BackwardSums<T, G>{op, partial_sums, grad_theta, factor}, scales, wide, stream);

@@ -124,6 +124,7 @@ struct Backward {
   const T *grad, *x;
   T* grad_x;
   G grid;
+  bool of_weight;
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
@@ -135,12 +136,14 @@ struct Backward {
   DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
     float v[kVector];
     values_of(in.x, v);
-    const auto inside = [&](int j) { return grid.at(scale(j).zero).inside(v[j] * scale(j).inverse); };
-    if (grad != grad_x) return store_vector<kWide>(kept(in.grad, inside), grad_x + i, n);
-    const uint32_t bits = bits_where(inside);
-    if (bits == kAllOfThem) return;
+    unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
+    const uint32_t bits = bits_where([&](int j) { return grid.at(scale(j).zero).inside(v[j]); });
+    if (grad == grad_x && bits == kAllOfThem) return;
     const auto bit = [&](int j) { return (bits >> j & 1u) != 0; };
-    store_vector<kWide>(kept(load_vector<kWide>(grad + i, n), bit), grad_x + i, n);
+    Vector<T> dx = kept(grad == grad_x ? load_vector<kWide>(grad + i, n) : in.grad, bit);
+    // What is not finite is outside, too.
+    if (of_weight && bits != kAllOfThem) unrolled<kVector>([&](int j) { dx.at[j] = nan_unless_finite(dx.at[j], v[j]); });
+    store_vector<kWide>(dx, grad_x + i, n);
   }
 };
 
@@ -232,7 +235,10 @@ struct BackwardSums : Backward<T, G> {
     const auto inside = [&](int j) { return its_grid.inside(v[j]); };
     store_vector<kWide>(kept(in.grad, inside), this->grad_x + i, n);
     // Beyond the end both are zero, and so is the term, whatever the scale.
-    unrolled<kVector>([&](int j) { sums[j] += grad[j] * its_grid.scale_term(v[j], rounded[j]); });
+    unrolled<kVector>([&](int j) {
+      sums[j] += grad[j] * its_grid.scale_term(v[j], rounded[j]);
+      sums[j] += deepqat::kept(v[j] - v[j], this->of_weight);  // 0, or NaN
+    });
   }
 
   DEEPQAT_DEVICE void finish(int64_t run, float sum, const DeviceScales& scales, const Scale& scale) const {

@@ -131,6 +131,7 @@ def fake_quantize_backward(
     theta_gradient: bool,
     zero: Tensor | None = None,
     above: Tensor | None = None,
+    of_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``x`` and, times ``factor``, of theta (empty where it is not wanted)."""
     grad_x, grad_scale = reference.fake_quant_backward(
@@ -140,6 +141,7 @@ def fake_quantize_backward(
         _spec(grid),
         _zeros(zero),
         scale_gradient=theta_gradient,
+        of_weight=of_weight,
     )
     if theta is not None and x.numel() == 0:
         return grad_x.reshape(x.shape), torch.zeros_like(theta) if theta_gradient else x.new_empty(0)

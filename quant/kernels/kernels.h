@@ -75,7 +75,8 @@ constexpr int64_t whole_row(int64_t n) { return (n + kWholeRow - 1) / kWholeRow 
                            const uint8_t* mask STREAM);                                                                \
   void fake_quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* out STREAM);                    \
   void fake_quantize_backward(const void* grad, const void* x, Dtype dtype, const Scales& scales, int grid,            \
-                              float factor, void* grad_x, float* partial_sums, void* grad_theta STREAM);               \
+                              float factor, bool of_weight, void* grad_x, float* partial_sums,                         \
+                              void* grad_theta STREAM);                                                                \
   void masked(const void* grad, const uint8_t* mask, Dtype dtype, int64_t numel, void* out STREAM);                    \
   void amax(const void* x, Dtype dtype, int64_t count, int64_t block, float* partial, float* out STREAM);              \
   void quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* codes, float* scale,                    \
@@ -115,6 +116,7 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 //   mask           one bit per element, element i at bit i % 8 of byte i / 8: whether it is inside the range; may be
 //                  null in quantize
 //   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype
+//   of_weight      makes NaN where x / s is not finite: grad_theta of its run if there is one, else grad_x
 //   partial_sums   scratch, count * segments_of(block) floats, not read where grad_theta is null; so `partial` of amax
 //   grad_theta     null where it is not wanted
 //   places         [count, per_sum]: which rows [.., width] make each of the sums [count, width]

@@ -102,22 +102,22 @@ def fake_quantize(x: Tensor, quantizer: Quantizer, *, after: Tensor | None = Non
 
 
 def fake_quantize_backward_(
-    grad: Tensor, x: Tensor, quantizer: Quantizer, *, factor: float, theta_gradient: bool
+    grad: Tensor, x: Tensor, quantizer: Quantizer, *, factor: float, theta_gradient: bool, of_weight: bool = False
 ) -> Tensor | None:
     """Gradients of :func:`fake_quantize` in one pass: theta's, times ``factor``, where wanted; that of ``x`` takes the
-    place of ``grad``.
+    place of ``grad``. ``of_weight``: NaN where ``x / s`` is not finite, in theta's where wanted.
 
     ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends on the shape alone.
     """
     ensure_ready()
     if not theta_gradient or quantizer.spec.granularity != "block":
-        operands = _of_runs(quantizer, grad)
-        grad_theta = _OPS.fake_quantize_backward_(grad, x, *operands, factor, theta_gradient, *_beside(quantizer))
+        operands = (*_of_runs(quantizer, grad), factor, theta_gradient, *_beside(quantizer), of_weight)
+        grad_theta = _OPS.fake_quantize_backward_(grad, x, *operands)
         return grad_theta if theta_gradient else None
-    return _block_gradients_(grad, x, quantizer, factor)
+    return _block_gradients_(grad, x, quantizer, factor, of_weight)
 
 
-def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: float) -> Tensor:
+def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: float, of_weight: bool) -> Tensor:
     """:func:`fake_quantize_backward_` with scales per block that learn."""
     (s0, theta, *_), spec, _ = quantizer
     assert theta is not None
@@ -125,7 +125,7 @@ def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: flo
     runs = _per_run(effective, spec)
     # With a theta of 0 the kernel multiplies by the effective scale, where s0 * exp(theta) belongs.
     operands = (runs, torch.zeros_like(runs), grid_of(spec), torch.float32)
-    gradient = _OPS.fake_quantize_backward_(grad, x, *operands, factor, True)
+    gradient = _OPS.fake_quantize_backward_(grad, x, *operands, factor, True, of_weight=of_weight)
     gradient = gradient.unflatten(-2, (effective.shape[-2], -1)).sum(-2)
     if stored_dtype(spec, quantizer.dtype) != torch.float32:  # else this is a product with 1
         gradient = gradient * (_OPS.effective_scale(s0, theta, torch.float32, grad) / effective)

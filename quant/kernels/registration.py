@@ -19,6 +19,7 @@ would see the same call as in the forward, make it once there, and keep the resu
 of every weight.
 
 Values that are not finite: a NaN stays a NaN (its code, but for e4m3, is 0) and has no gradient; an infinity clips.
+``of_weight`` makes the gradient NaN there, or theta's where that is wanted; that of ``fake_quantize`` does so always.
 ``keep_tokens`` is ``fake_quantize_tokens`` of floats with all that backward can keep instead of the input: codes (of
 e2m1 two in a byte, the first in the low four bits), the mask, and the scales as their format stores them.
 
@@ -50,9 +51,9 @@ SCHEMAS = (
     f"fake_quantize(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, {_BESIDE}) -> Tensor",
     f"fake_quantized(Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, Tensor? after=None, {_BESIDE}) -> Tensor",
     f"fake_quantize_backward(Tensor grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
-    f"bool theta_gradient, {_BESIDE}) -> (Tensor, Tensor)",
+    f"bool theta_gradient, {_BESIDE}, bool of_weight=False) -> (Tensor, Tensor)",
     f"fake_quantize_backward_(Tensor(a!) grad, Tensor x, {_SCALE}, int grid, ScalarType scale_dtype, float factor, "
-    f"bool theta_gradient, {_BESIDE}) -> Tensor",
+    f"bool theta_gradient, {_BESIDE}, bool of_weight=False) -> Tensor",
     "masked(Tensor grad, Tensor mask) -> Tensor",
     "masked_(Tensor(a!) grad, Tensor mask) -> ()",
     f"dequantize_and_mask_(Tensor(a!) grad, Tensor mask, Tensor codes, {_SCALE}, ScalarType scale_dtype, {_BESIDE}) "
@@ -199,7 +200,7 @@ def _save_fake_quantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 def _fake_quantize_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, s0, theta, zero, above = ctx.saved_tensors
     grad_x, grad_theta = _OPS.fake_quantize_backward(
-        grad, x, s0, theta, ctx.grid, ctx.scale_dtype, 1.0, ctx.needs_input_grad[2], zero, above
+        grad, x, s0, theta, ctx.grid, ctx.scale_dtype, 1.0, ctx.needs_input_grad[2], zero, above, True
     )
     return grad_x, None, grad_theta if ctx.needs_input_grad[2] else None, None, None, None, None, None
 

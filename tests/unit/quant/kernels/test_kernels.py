@@ -245,6 +245,26 @@ def additions(n: int) -> int:
     return chain + (math.ceil(segments / POSITIONS) + 3 + 8 if segments > 1 else 0)
 
 
+def check_weight_gradient(case, arguments, grad_x, grad_theta):
+    """Of a weight NaN shows what is not finite, in theta's gradient if that is wanted; nothing else changes."""
+    ours_x, ours_theta = OPS.fake_quantize_backward(*arguments, True)
+    overwritten = case.grad.clone(memory_format=torch.contiguous_format)
+    assert_same(OPS.fake_quantize_backward_(overwritten, *arguments[1:], True), ours_theta, f"in place, {case}")
+    assert_same(overwritten, ours_x, f"gradient of a weight in place, {case}")
+    expected_x, expected_theta = eager.fake_quantize_backward(*arguments, True)
+    assert_same(ours_x, expected_x, f"gradient of a weight, {case}")
+    if expected_theta.numel() == 0:
+        wrong = ~(ours_x.isnan() | (ours_x == grad_x) | grad_x.isnan())
+        assert not wrong.any()
+        return
+    assert_same(ours_x, grad_x, f"gradient of a weight beside theta's, {case}")
+    scale = OPS.effective_scale(*case.scales, case.scale_dtype, None, case.above)
+    v = case.x.float().reshape(scale.numel(), -1) * (1.0 / scale.reshape(-1, 1))
+    broken = ~v.isfinite().all(1).view(ours_theta.shape)
+    assert ours_theta[broken].isnan().all()
+    assert_same(ours_theta[~broken], grad_theta[~broken], f"of theta, {case}")
+
+
 def check_theta_gradient(case: Case, ours: Tensor) -> None:
     """Equal to the documented order of addition, which is within fp32 rounding of the exact sum.
 
@@ -319,6 +339,7 @@ def check(case: Case) -> None:
         overwritten = case.grad.clone(memory_format=torch.contiguous_format)
         assert_same(OPS.fake_quantize_backward_(overwritten, *arguments[1:]), grad_theta, f"in place, {what}")
         assert_same(overwritten, expected_x, f"gradient of x in place, {what}")
+        check_weight_gradient(case, arguments, grad_x, grad_theta)
     if case.theta is not None:
         assert grad_theta.dtype == case.theta.dtype
         check_theta_gradient(case, grad_theta)

@@ -267,16 +267,18 @@ struct Reduction {
 };
 
 void test_backward() {
-  const bool learned = chance(0.8);
+  const bool learned = chance(0.8), of_weight = chance(0.5);
   ScaledCase c("fake_quantize_backward", learned);
   const int64_t sums = c.count * segments_of(c.block);
   Result grad_x(c.numel, size_of(c.dtype), any_offset());
   Result grad_theta(c.count, size_of(c.theta_dtype), below(3)), partial(sums, 4, below(3));
-  cpu::fake_quantize_backward(c.grad.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, grad_x.cpu.data(),
-                              static_cast<float*>(partial.cpu.data()), learned ? grad_theta.cpu.data() : nullptr);
+  cpu::fake_quantize_backward(c.grad.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, of_weight,
+                              grad_x.cpu.data(), static_cast<float*>(partial.cpu.data()),
+                              learned ? grad_theta.cpu.data() : nullptr);
   Reduction reduction;
-  cuda::fake_quantize_backward(c.grad.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, grad_x.cuda.data(),
-                               static_cast<float*>(partial.cuda.data()), learned ? grad_theta.cuda.data() : nullptr,
+  cuda::fake_quantize_backward(c.grad.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, of_weight,
+                               grad_x.cuda.data(), static_cast<float*>(partial.cuda.data()),
+                               learned ? grad_theta.cuda.data() : nullptr,
                                stream);
   if (learned) reduction.check(c);
   grad_x.compare("grad_x", c.dtype);
@@ -486,7 +488,7 @@ void test_partials() {
   const Scales scales{static_cast<float*>(s0.data()), nullptr, Dtype::kFloat32, Stored::kFloat32, runs,
                       per_run * kSegment};
   using Op = cuda::BackwardSums<float, E4M3>;
-  const Op op{{nullptr, nullptr, nullptr, E4M3{}}, sums, grad_theta.cuda.data(), 0.37f};
+  const Op op{{nullptr, nullptr, nullptr, E4M3{}, false}, sums, grad_theta.cuda.data(), 0.37f};
   cuda::launch<cuda::partials<Op>>("partials", stream, runs, op, cuda::DeviceScales(scales), per_run);
   grad_theta.compare("sum", Dtype::kFloat32);
 }
