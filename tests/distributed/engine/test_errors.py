@@ -151,7 +151,7 @@ def base(tmp_path_factory):
         "diverges": {
             "loss": NO_TEACHER,
             "train": {"steps": 3, "checkpoint_every": 1, "keep_checkpoints": 1},
-            "optim": {"lr": 3e37, "embedding_lr": 0.0, "warmup_steps": 0},  # weight decay multiplies by -3e36
+            "optim": {"lr": 1e31, "embedding_lr": 0.0, "warmup_steps": 0},  # weight decay multiplies by -1e30
             "learnable": {"weight_scale": False},
         },
         "no_scales": {"quant": {"scales": str(base / "empty")}},
