@@ -16,8 +16,8 @@ through one layer is taken to hold the widest of its tensors four times.
 Tuning a layer (``blocks``, :mod:`model.first_codes.tuning`) comes after that:
 
 - the hidden states of the original, too;
-- of the rank's elements of the layer's weights a copy, an fp32 master and Adam's moments, and while it steps two more
-  fp32 tensors; of the whole layer its gradients, summed up in fp32;
+- of the rank's elements of the layer's weights two copies, an fp32 master and Adam's moments, and while it steps two
+  more fp32 tensors; of the whole layer its gradients, summed up in fp32;
 - what autograd keeps of a sample's forward, taken to be all inputs and outputs of the Linears in the model's dtype,
   times :data:`KEPT_OF_LINEARS` or, of stacked experts, :data:`KEPT_OF_EXPERTS` (both counted, too).
 """
@@ -37,7 +37,7 @@ from quant.experts import linears_of
 FP64 = 8
 MATRICES = 5  # of the size of a Gram matrix, in which codes are chosen
 CHOOSING, ERRORS = 6, 26  # bytes per element of a Linear that are chosen at once, whose errors are measured
-TUNED = 2 + 4 + 8  # bytes per own element while a layer is tuned: copy, master, moments
+TUNED = 2 + 2 + 4 + 8  # bytes per own element while a layer is tuned: two copies, master, moments
 STEPPING = 2 * FP32  # and in Adam's step
 GRADIENTS = FP32 + 2  # per element of the whole layer: the sum, and what comes out of a backward
 KEPT_OF_LINEARS, KEPT_OF_EXPERTS = 2.0, 1.1

@@ -119,7 +119,7 @@ class QuantRecipe:
     """Codes that training starts with. nearest: each weight's own. gptq: those that keep the outputs of each layer on
     quant.calibration_batches micro-batches per rank (GPTQ), and the weights that have others become what these stand
     for. blocks: then the weights and scales of each decoder layer are trained for 200 steps to keep its outputs: the
-    best PTQ, and the best start for training, for the time of some 150 steps. Both take symmetric and asymmetric
+    best PTQ, for the time of some 250 steps of training. Both take symmetric and asymmetric
     weights, scales per group or channel. Keys and values are not quantised meanwhile, nor for gptq inputs with stored
     scales."""
     weight_range: Literal["auto", "absmax", "mse"] = "auto"
