@@ -81,7 +81,7 @@ def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) ->
             _of_step([[student.quantization.layers[one] for one in names] for names in sets], share)
             for sets in quantised_together(student.model, student.quantization, name)
         ]
-        work = running + max(outside, *steps)
+        work = running + max([outside, *steps])
         if tunes:
             inside_block = [one for path, one in student.quantization.layers.items() if path.startswith(f"{name}.")]
             work = max(work, _of_tuning(inside_block, share, samples.longest * size, _experts_per_token(config)))

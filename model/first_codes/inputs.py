@@ -1,7 +1,10 @@
 """Stored scales of a decoder layer's inputs, for as long as it is tuned: of the largest magnitudes in some samples.
 
-The scales that training starts with are measured in the whole model afterwards, as the recipe says.
+The scales that training starts with are measured in the whole model afterwards, as the recipe says. Those that are
+there already (``quant.initial_input_scale``) are not measured afterwards, and not here.
 """
+
+import math
 
 import torch
 import torch.distributed as dist
@@ -9,14 +12,15 @@ from torch import nn
 
 from model.first_codes.samples import Samples
 from model.ranks import raise_everywhere, reduce_over_ranks
-from model.scales import write_scales
+from model.scales import input_scales, write_scales
 from model.zero import gathered
 from quant import Quantization
 from quant.scale import first_input_scale
 
 
 def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: Samples) -> None:
-    """Write scales for the inputs that reach the Linears of a decoder layer as it is now; a collective.
+    """Write scales that are not there yet, of inputs that reach the Linears of a decoder layer as it is now; a
+    collective.
 
     Args:
         quantization: watches nothing.
@@ -26,10 +30,12 @@ def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samp
     Raises:
         RankError: on every rank: inputs with NaN or Inf.
     """
+    there = input_scales(quantization)
     groups = [
         group
         for group in quantization.input_groups
-        if any(one.startswith(f"{name}.") and one in quantization.layers for one in group.members)
+        if math.isnan(there[group.owner])
+        and any(one.startswith(f"{name}.") and one in quantization.layers for one in group.members)
     ]
     if not groups:
         return

@@ -37,6 +37,10 @@ def made(tmp_path_factory):
         "trained": ("train.py", two | {"optim": still, "train": {"steps": 2}}),
         "nearest": ("calibrate.py", two | {"quant": {"scheme": "w2a16_g32"}}),
         "inputs": ("calibrate.py", two | {"quant": quant | {"scheme": "nvfp4_w4a4_kv"}}),
+        "inputs tuned": (
+            "calibrate.py",
+            two | {"quant": quant | {"scheme": "nvfp4_w4a4_kv", "first_codes": "blocks", "calibration_batches": 1}},
+        ),
         # One micro-batch on each rank: every step sees all samples, on one rank as on two.
         "one tuned": ("calibrate.py", one | {"quant": quant | {"first_codes": "blocks", "calibration_batches": 1}}),
         "two tuned": ("calibrate.py", two | {"quant": quant | {"first_codes": "blocks", "calibration_batches": 1}}),
@@ -89,8 +93,9 @@ def test_codes_and_scales_are_others_than_the_nearest(made):
     assert kinds == {"weight_packed", "weight_scale"}
 
 
-def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made):
-    tensors, said = made["inputs"]
+@pytest.mark.parametrize("name", ["inputs", "inputs tuned"])
+def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made, name):
+    tensors, said = made[name]
     scales = [key for key in tensors if key.endswith(("input_global_scale", "k_scale", "v_scale"))]
     assert len(scales) > 8 and all(0 < float(tensors[key]) < float("inf") for key in scales)
     assert said.index("gptq: ") < said.index("calibrat")

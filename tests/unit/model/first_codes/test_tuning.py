@@ -110,6 +110,16 @@ def test_stored_scales_of_inputs_are_those_of_the_samples_meanwhile(tmp_path, sc
     assert all(layer.input_fake_quant and layer.input_observer is None for layer in quantization.layers.values())
 
 
+def test_scales_of_inputs_that_were_given_stay(tmp_path):
+    """Nobody measures them afterwards: quant.initial_input_scale is what the recipe says."""
+    model, quantization = quantised(tmp_path, "qwen3", "w8a8_static")
+    given = next(group for group in quantization.input_groups if "model.layers.0.self_attn.q_proj" in group.members)
+    with torch.no_grad():
+        given.s0.fill_(0.125)
+    choose_first_codes(model, quantization, samples(model, 4), CPU, tuned_rows=2)
+    assert all((group.s0 == 0.125) == (group is given) for group in quantization.input_groups)
+
+
 def test_what_is_not_better_is_put_back(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(tuning, "RATE", 1e4)
     model, _, tuned, _, _, _ = both(tmp_path, "qwen3", "w3a16_g32")
