@@ -229,6 +229,7 @@ class StopRequests:
         self._wakeup: tuple[int, int] | None = None
         self._launchers: list[tuple[int, int]] = []
         self._peers: list[psutil.Process] = []
+        self._looking = threading.Lock()  # whoever gives the peers up waits for a look at them that has begun
 
     @property
     def requested(self) -> bool:
@@ -250,6 +251,7 @@ class StopRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.work_alone()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -260,7 +262,8 @@ class StopRequests:
 
     def work_alone(self) -> None:
         """From here on this rank waits for no other one, so that it need not end because they have."""
-        self._peers = []
+        with self._looking:
+            self._peers = []
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
@@ -287,8 +290,9 @@ class StopRequests:
     def _end_with_dead_peers(self, read: int) -> None:
         """The body of a thread: at each signal end this process if another rank of its machine is dead."""
         while os.read(read, 1):
-            if not all(_alive(peer) for peer in self._peers):
-                os._exit(1)
+            with self._looking:
+                if not all(_alive(peer) for peer in self._peers):
+                    os._exit(1)
         os.close(read)
 
 

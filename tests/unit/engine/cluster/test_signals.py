@@ -54,3 +54,30 @@ def test_a_rank_whose_peer_is_dead_ends_at_once(dead):
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == (1 if dead else 0) and rest == ("" if dead else "wished\n")
+
+
+LEAVES = """
+import os, signal, threading
+from engine.cluster.job import StopRequests
+
+looks, leaves = threading.Event(), threading.Event()
+
+class Peer:
+    def is_running(self):
+        looks.set()
+        return not leaves.wait(0.5)
+
+with StopRequests() as requests:
+    requests._peers = [Peer(), Peer()]
+    os.kill(os.getpid(), signal.SIGTERM)
+    looks.wait()
+leaves.set()
+threading.Event().wait(1)
+print("done")
+"""
+
+
+def test_a_peer_that_ends_after_this_rank_has_left_is_no_dead_one():
+    """A look at the peers that is slow may not see the end of one that only began when all ranks were through."""
+    done = subprocess.run([sys.executable, "-c", LEAVES], stdout=subprocess.PIPE, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (0, "done\n")
