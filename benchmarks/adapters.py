@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import timing
-from benchmarks.step import MIB, SIZES, Part, make_parts, peak_bytes
+from benchmarks.step import MIB, SIZES, Part, make_part, peak_bytes
 from benchmarks.step_ways import ours
 from quant import QuantLinear, prepare_kernels
 from quant.adapter import Adapter
@@ -173,7 +173,7 @@ def main() -> None:
     remark = prepare_kernels()
     size = SIZES["quick" if arguments.quick else arguments.device]
     rounds = 2 if arguments.quick else arguments.rounds
-    part = make_parts(size, device)["model"]
+    part = make_part("model", size, device)
     part.module.to(getattr(torch, arguments.dtype))
     measured = measure(part, rounds, device)
     base = measured[PLAIN].step

@@ -1,6 +1,6 @@
 """What quantisation-aware training costs: a QAT step against the bf16 step of the same code, in time and in memory.
 
-    python benchmarks/step.py [--device cuda] [--layer-only | --model-only] [--rounds 40] [--fp8-gemm]
+    python benchmarks/step.py [--device cuda] [--layer-only | --model-only] [--rounds 40] [--processes 8] [--fp8-gemm]
 
 A step is forward and backward. The optimizer is left out: it does the same for both, apart from the few scales, and
 would only bring their ratio closer to 1. Each way has weights of its own, equal at the start, and quantises them in
@@ -14,18 +14,25 @@ each step, outside of the time.
 
 ``step_ways.py`` has them.
 
+On a CPU the ratios of one process are its own: which physical pages its weights got, and how often its allocator asks
+the system for pages again, stay as they are for all of its rounds (two processes of the same code said 1.01 and 1.11).
+So the rounds are shared out over several processes, one after the other, and medians are over all.
+
 "kept" is what autograd keeps for backward: every storage once, parameters excluded. "peak" is the most that torch's
 allocator gave out during a step beyond what was there before it. Writes ``benchmarks/results/step.md``, on CUDA
 ``step_cuda.md``.
 """
 
 import copy
+import itertools
 import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,7 +53,7 @@ MIB = 2**20
 MOST_KEPT = 0.9  # of bf16's bytes, by ways that keep codes of dynamic inputs
 # Of bf16's step, at most: by device, computation and activation checkpointing. The CPU has no fast GEMM of codes.
 BARS = {
-    ("cpu", "simulate", False): 1.10,
+    ("cpu", "simulate", False): 1.08,
     ("cpu", "simulate", True): 1.10,
     ("cpu", "4-bit inputs", False): 1.25,
     ("cpu", "4-bit inputs", True): 1.25,
@@ -148,25 +155,21 @@ class Part:
         return module
 
 
-def make_parts(size: Size, device: torch.device) -> dict[str, Part]:
-    """The layer and the model, with weights of the size that a trained model has."""
-    parts = {}
+def make_part(name: str, size: Size, device: torch.device) -> Part:
+    """The ``layer`` or the ``model``, with weights of the size that a trained model has."""
     shape = (size.samples, size.tokens)
     with initialization.no_init_weights():
-        modules = {"layer": Layer(size), "model": Qwen3ForCausalLM(size.config())}
-    for name, module in modules.items():
-        module.to(device, torch.bfloat16).train()
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.fill_(1) if parameter.dim() == 1 else parameter.normal_(0, 1 / math.sqrt(parameter.shape[-1]))
-        if name == "layer":
-            x = torch.randn(*shape, size.hidden, device=device, dtype=torch.bfloat16)
-            parts[name] = Part("One decoder layer", module, {"x": x.requires_grad_()}, torch.randn_like(x))
-        else:
-            ids = torch.randint(size.vocabulary, shape, device=device)
-            title = f"A model of {size.layers} layers, vocabulary of {size.vocabulary}, lm_head in bf16, with its loss"
-            parts[name] = Part(title, module, {"input_ids": ids, "labels": ids}, None)
-    return parts
+        module: nn.Module = Layer(size) if name == "layer" else Qwen3ForCausalLM(size.config())
+    module.to(device, torch.bfloat16).train()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(1) if parameter.dim() == 1 else parameter.normal_(0, 1 / math.sqrt(parameter.shape[-1]))
+    if name == "layer":
+        x = torch.randn(*shape, size.hidden, device=device, dtype=torch.bfloat16)
+        return Part("One decoder layer", module, {"x": x.requires_grad_()}, torch.randn_like(x))
+    ids = torch.randint(size.vocabulary, shape, device=device)
+    title = f"A model of {size.layers} layers, vocabulary of {size.vocabulary}, lm_head in bf16, with its loss"
+    return Part(title, module, {"input_ids": ids, "labels": ids}, None)
 
 
 # ---- measuring
@@ -181,11 +184,29 @@ class Measured:
     peak: int
 
 
-def measure(part: Part, checkpointing: bool, fp8_gemm: bool, rounds: int, device: torch.device) -> dict[str, Measured]:
-    """All ways in turn."""
+@dataclass(frozen=True)
+class Job:
+    """What one process measures."""
+
+    name: str
+    size: Size
+    checkpointing: bool
+    fp8_gemm: bool
+    rounds: int
+    device: torch.device
+    threads: int
+
+
+def measure(job: Job) -> tuple[str, dict[str, Measured]]:
+    """The part's title, and all ways of its step in turn."""
+    torch.set_num_threads(job.threads)
+    torch.manual_seed(0)
+    prepare_kernels()
+    device, checkpointing = job.device, job.checkpointing
+    part = make_part(job.name, job.size, device)
     modules = {}
     norms = any(type(one).__name__ in LAYERS for one in part.module.modules())
-    for name, convert in make_ways(fp8_gemm, norms).items():
+    for name, convert in make_ways(job.fp8_gemm, norms).items():
         module = part.with_checkpointing() if checkpointing else copy.deepcopy(part.module)
         if convert is not None:
             convert(module, partial(part.forward, module))
@@ -203,13 +224,27 @@ def measure(part: Part, checkpointing: bool, fp8_gemm: bool, rounds: int, device
         forget(module)
         return seconds
 
-    times = timing.interleave({name: partial(timed, m) for name, m in modules.items()}, rounds, warmup=3)
+    times = timing.interleave({name: partial(timed, m) for name, m in modules.items()}, job.rounds, warmup=3)
     measured = {}
     for name, module in modules.items():
         kept = kept_bytes(partial(part.forward, module), module)
         measured[name] = Measured(times[name], kept, peak_bytes(partial(step, module), device))
         forget(module)
-    return measured
+    return part.title, measured
+
+
+def measure_in(processes: int, job: Job) -> tuple[str, dict[str, Measured]]:
+    """:func:`measure` with its rounds shared out over ``processes``, one after the other; 1 is this one."""
+    if processes == 1:
+        return measure(job)
+    shares = [replace(job, rounds=len(range(index, job.rounds, processes))) for index in range(processes)]
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        (title, first), *others = pool.map(measure, shares)
+    measured = {}
+    for name, one in first.items():
+        times = [one.time, *(other[name].time for _, other in others)]
+        measured[name] = replace(one, time=timing.Timing([second for time in times for second in time.seconds]))
+    return title, measured
 
 
 def kept_bytes(forward: Callable[[], Tensor], module: nn.Module) -> int:
@@ -301,7 +336,7 @@ def misses(measured: dict[str, Measured], device: torch.device, checkpointing: b
     return found
 
 
-def report(sections: list[str], size: Size, rounds: int, device: torch.device, head: str, remark: str) -> str:
+def report(sections: list[str], size: Size, rounds: str, device: torch.device, head: str, remark: str) -> str:
     """The result as Markdown."""
     bars = [
         f"{computed}{', checkpointing' if checkpointing else ''} {bar:.2f}"
@@ -332,27 +367,30 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--layer-only", action="store_true")
     which.add_argument("--model-only", action="store_true")
+    parser.add_argument("--processes", type=int, help="that share the rounds; default 8 on the CPU, 1 on CUDA")
     arguments = parser.parse_args()
     device = timing.chosen_device(arguments.device)
     load = os.getloadavg()
     torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
     remark = prepare_kernels()
     size = SIZES["quick" if arguments.quick else arguments.device]
     rounds = 2 if arguments.quick else arguments.rounds
+    processes = arguments.processes or (1 if arguments.quick or device.type == "cuda" else min(8, rounds))
+    if not 1 <= processes <= rounds:
+        parser.error(f"--processes {processes}: expected 1 to {rounds}, the number of rounds")
     fp8_gemm = arguments.fp8_gemm or device.type == "cuda"
+    names = ["layer"] if arguments.layer_only else ["model"] if arguments.model_only else ["layer", "model"]
     sections: list[str] = []
-    for name, part in make_parts(size, device).items():
-        if (name == "layer" and arguments.model_only) or (name == "model" and arguments.layer_only):
-            continue
-        for checkpointing in (False, True):
-            measured = measure(part, checkpointing, fp8_gemm, rounds, device)
-            sections += ["", f"## {part.title}{', activation checkpointing' if checkpointing else ''}", ""]
-            sections += [*table(measured, checkpointing), ""]
-            missed = misses(measured, device, checkpointing)
-            sections += [f"- missed by {miss}" for miss in missed] or ["The bar is met."]
+    for name, checkpointing in itertools.product(names, (False, True)):
+        job = Job(name, size, checkpointing, fp8_gemm, rounds, device, arguments.threads)
+        title, measured = measure_in(processes, job)
+        sections += ["", f"## {title}{', activation checkpointing' if checkpointing else ''}", ""]
+        sections += [*table(measured, checkpointing), ""]
+        missed = misses(measured, device, checkpointing)
+        sections += [f"- missed by {miss}" for miss in missed] or ["The bar is met."]
     head = timing.machine(device, load, "transformers", "torchao")
-    timing.write(arguments.results, "step", device, report(sections, size, rounds, device, head, remark))
+    how_many = f"{rounds}, in {processes} processes" if processes > 1 else f"{rounds}"
+    timing.write(arguments.results, "step", device, report(sections, size, how_many, device, head, remark))
 
 
 if __name__ == "__main__":
