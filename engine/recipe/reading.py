@@ -232,9 +232,14 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """The recipe in a YAML file. Files that it names are not checked: call :meth:`Recipe.validate_files` for that.
 
     Raises:
-        RecipeError: names every problem, one line each.
+        RecipeError: names every problem and the file, one line each.
     """
-    return _parse(["--config", os.fspath(path)])
+    name = os.fspath(path)
+    try:
+        return _parse(["--config", name])
+    except RecipeError as error:
+        lines = (line if name in line else f"{name}: {line}" for line in str(error).splitlines())
+        raise RecipeError("\n".join(lines)) from error
 
 
 def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -85,3 +86,12 @@ def test_five_hundred_checkpoints(base, tmp_path, seed):
     rng = random.Random(seed)
     for _ in range(500):
         mutate_and_read(rng, base, tmp_path / "work")
+
+
+def test_a_value_that_no_recipe_has_is_named_with_its_file(base, tmp_path):
+    """Which of two recipes it is nobody could tell otherwise: the checkpoint's, or that of the run which resumes it."""
+    shutil.copytree(base, tmp_path / "work")
+    path = tmp_path / "work" / "step_00000002" / "recipe.yaml"
+    path.write_text(path.read_text().replace("input_range: absmax", "input_range: abcmax"))
+    with pytest.raises(RecipeError, match=rf"{re.escape(str(path))}: quant.input_range: .*Got value: abcmax"):
+        check_resumable(recipe(tmp_path / "work", resume=True), tmp_path / "work")

@@ -89,7 +89,7 @@ def write_recipes(directory: Path, variants: list[str]) -> None:
                 quant={"fake_quant_start": start, "calibration_batches": 0},
                 # On stage 1 no more than 8 thetas train: of 3 ranks the last holds none of them.
                 learnable={"act_scale": variant != "1", "norm": True, "weight": "lora" not in variant},
-                adapter={"kind": "lora" if "lora" in variant else "none", "rank": 3},
+                adapter={"kind": "lora", "rank": 3} if "lora" in variant else {},
                 optim={"lr": 1e-2, "schedule": "constant", "warmup_steps": 0},
                 loss={"kd_weight": 0.0, "teacher": None},
             )
