@@ -14,17 +14,9 @@ from quant.kernels.build import build
 from quant.reference import absmax_scale, asymmetric_grid
 from quant.spec import TensorSpec
 from tests.unit.conftest import seed  # noqa: F401  (a fixture)
+from tests.unit.quant.kernels.cases import DTYPES, Case, random_case, rows_to_sum
+from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient
 from tests.unit.quant.kernels.test_fused import EPS, random_rows
-from tests.unit.quant.kernels.test_kernels import (
-    DTYPES,
-    OPS,
-    TOKEN_GRIDS,
-    Case,
-    assert_same,
-    check_theta_gradient,
-    random_case,
-    rows_to_sum,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)

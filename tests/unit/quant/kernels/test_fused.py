@@ -12,7 +12,8 @@ from quant import fused_reference, kernels, packing, reference
 from quant.kernels import eager
 from quant.scale import Quantizer, Scale
 from quant.spec import FP8_TENSOR, TensorSpec
-from tests.unit.quant.kernels.test_kernels import DTYPES, assert_same, random_layout, special_values
+from tests.unit.quant.kernels.cases import DTYPES, random_layout, special_values
+from tests.unit.quant.kernels.comparing import assert_same
 
 OPS = torch.ops.deepqat
 EPS = 1e-6

@@ -1,0 +1,178 @@
+"""What torch must know of the operators: schemas, shapes, gradients by autograd, and a reference that can stand in."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from quant import packing
+from quant.kernels import eager
+from tests.unit.quant.kernels.cases import DTYPES, Case, spec_of
+from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+def samples() -> list[tuple[str, tuple]]:
+    """Arguments of every operator, with one scale and several, not contiguous and empty."""
+    return [*samples_with_scales(), *samples_of_layers()]
+
+
+def samples_with_scales() -> list[tuple[str, tuple]]:
+    """Of the quantisers, and of what works on their codes and masks."""
+    found: list[tuple[str, tuple]] = []
+    for x, s0 in (
+        (torch.randn(6, 16), torch.full((1,), 0.1)),
+        (torch.randn(2, 16, 5).bfloat16().transpose(0, 2), torch.full((5, 4), 0.1)),
+        (torch.randn(16, 5).t(), torch.full((5, 1), 0.1)),
+        (torch.randn(0, 8).half(), torch.full((3,), 0.1)),
+    ):
+        theta, grad = (0.1 * torch.randn(s0.shape)).to(x.dtype), torch.randn_like(x)
+        for t, grid, wanted in ((theta, 0, True), (theta, 4, False), (None, 0, False), (theta, 1, True)):
+            stored = x.dtype if grid > 1 else torch.float32
+            codes = eager.quantize(x, s0, t, grid, stored, False)[0]
+            found += [
+                ("effective_scale", (s0, t, stored)),
+                ("quantize", (x, s0, t, grid, stored, wanted)),
+                ("quantize_with_values", (x, s0, t, grid, stored, wanted)),
+                ("quantize_with_scale", (x, s0, t, grid, stored)),
+                ("dequantize", (codes, s0, t, stored, x.dtype)),
+                ("dequantize_with_zeros", (codes, s0, theta, stored, x.dtype)),
+                ("fake_quantize", (x, s0, t, grid, stored)),
+                ("fake_quantized", (x, s0, t, grid, stored)),
+                ("fake_quantize_backward", (grad, x, s0, t, grid, stored, 0.5, wanted)),
+                ("fake_quantize_backward_", (grad.contiguous(), x, s0, t, grid, stored, 0.5, wanted)),
+            ]
+        mask = packing.pack_bits(torch.rand(x.shape) < 0.5)
+        found += [("masked", (grad, mask)), ("masked_", (grad.contiguous(), mask)), ("amax", (x, s0.numel()))]
+        lora_a, lora_b = torch.randn(2, 7).to(x.dtype), torch.randn(5, 2).to(x.dtype)
+        products = (
+            torch.randn(4, 5).to(x.dtype),
+            torch.randn(4, 7).to(x.dtype),
+            packing.pack_bits(torch.rand(35) < 0.5),
+        )
+        found += [("count_clipped", (mask, x.numel())), ("clipped_products", (*products, lora_a, lora_b))]
+        found.append(("merge", (torch.randn(7, 5).to(x.dtype).t(), lora_a, lora_b, 0.7)))
+        found.append(("dequantize_and_mask_", (grad.contiguous(), mask, codes, s0, None, torch.float32)))
+        found.append(("keep_tokens", (x, 0, False)))
+        for tokens in ((0, True), (8, False)):
+            found += [
+                ("quantize_tokens", (x, *tokens)),
+                ("fake_quantize_tokens", (x, *tokens)),
+                ("fake_quantized_tokens", (x, *tokens)),
+                ("fake_quantize_tokens_backward", (grad, x, *tokens)),
+                ("fake_quantize_tokens_and_mask_", (grad.contiguous(), x, *tokens, tokens[1])),
+            ]
+    return found
+
+
+def samples_of_layers() -> list[tuple[str, tuple]]:
+    """Of the fused layers and what their backward needs: norms, SwiGLU, gradients as codes, sums of rows."""
+    found: list[tuple[str, tuple]] = []
+    for x in (torch.randn(16, 5).t(), torch.randn(2, 16, 5).bfloat16().transpose(1, 2), torch.randn(0, 8).half()):
+        how, other, mask = (torch.ones(1), 0, torch.float32), torch.randn_like(x), packing.pack_bits(x < 0.5)
+        weight, rstd = torch.randn(x.shape[-1]).to(x.dtype), torch.rand(x.shape[:-1].numel())
+        for wanted in (False, True):
+            found += [
+                ("rms_norm_quantize", (x, weight, 1e-6, *how, wanted, not wanted)),
+                ("rms_norm_backward", (other, x, weight, rstd, mask, wanted)),
+                ("silu_mul_quantize", (x, other, *how, wanted, wanted)),
+                ("silu_mul_backward", (other, x, x.clone(), mask)),
+            ]
+        grad = torch.randn(5, 6).to(x.dtype)
+        found.append(("quantize_gradient", (grad, random.choice([torch.float8_e4m3fn, torch.float8_e5m2]))))
+        found.append(("quantize_transposed", (grad, torch.full((1,), 0.1), None)))
+        found.append(("transpose_codes", (grad.to(torch.float8_e4m3fn),)))
+    for places in (torch.tensor([[0, 2], [1, 1], [2, 0]]), torch.zeros(4, 0, dtype=torch.int64)):
+        found.append(("sum_rows", (torch.randn(5, 3).t(), places.t().contiguous().t())))
+    return found
+
+
+def test_schemas_shapes_and_registrations():
+    """Nothing is written in place, shapes and strides are what torch.compile is told, in every sample."""
+    called = set()
+    for name, arguments in samples():
+        tests = ["test_autograd_registration", "test_faketensor"]
+        if arguments[0].dtype != torch.float8_e4m3fn:  # the check itself does arithmetic with the inputs
+            tests.append("test_schema")
+        opcheck(getattr(OPS, name).default, arguments, test_utils=tests)
+        called.add(name)
+    assert called == {
+        name.removeprefix("deepqat::") for name in torch._C._dispatch_get_all_op_names() if "deepqat::" in name
+    }
+
+
+def test_the_differentiable_operators_under_compilation():
+    """opcheck of what autograd is registered for, with gradients, traced with dynamic shapes."""
+    x, theta = torch.randn(3, 8, requires_grad=True), torch.randn(3, requires_grad=True)
+    opcheck(OPS.fake_quantize.default, (x, torch.full((3,), 0.1), theta, 4, torch.float32))
+    opcheck(OPS.fake_quantize_tokens.default, (x, 8, False))
+
+
+def test_results_are_contiguous_and_new(seed):
+    """Whatever the strides: torch.compile relies on it, and a result that shared memory would change with x."""
+    for name, arguments in samples():
+        if name.endswith("_"):
+            continue
+        results = getattr(OPS, name)(*arguments)
+        before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+        for result in results if isinstance(results, tuple) else (results,):
+            assert result.is_contiguous(), name
+            inputs = [a for a in arguments if isinstance(a, Tensor) and a.numel()]
+            assert result.numel() == 0 or all(result.data_ptr() != a.data_ptr() for a in inputs), name
+            result.zero_()
+        for a, b in zip(arguments, before, strict=True):
+            assert not isinstance(a, Tensor) or torch.equal(a.float(), b.float()), name
+
+
+def test_the_reference_can_stand_in(seed):
+    """Without a compiler: every operator with the same arguments, and results as contiguous."""
+    for name, arguments in samples():
+        results = getattr(eager, name)(*arguments)
+        results = results if isinstance(results, tuple) else (results,)
+        assert all(result is None or result.is_contiguous() for result in results), name
+    x, s0 = torch.randn(4, 8), torch.full((1,), 0.1)
+    codes, _ = eager.quantize(x, s0, None, 0, torch.float32, False)
+    for module in (eager, OPS):  # the last argument is there for torch.compile
+        values = module.fake_quantize(x, s0, None, 0, torch.float32, x)
+        assert torch.equal(values, module.dequantize(codes, s0, None, torch.float32, torch.float32, x))
+        assert torch.equal(module.fake_quantize_tokens(x, 0, True, x), module.fake_quantize_tokens(x, 0, True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("grid", "shifted"), [(0, False), (1, False), (2, False), (4, False), (-4, False), (4, True), (8, True)]
+)
+def test_gradients_of_fake_quantize(grid, shifted, dtype, seed):
+    """Autograd through the operator is the reference's backward; only what needs a gradient gets one."""
+    zero = torch.randint(-(2 ** (grid - 1)), 2 ** (grid - 1), (6, 5)).float() if shifted else None
+    x = torch.randn(6, 40).to(dtype).requires_grad_()
+    s0 = (torch.rand(6, 5) + 0.5) / spec_of(grid).qmax
+    theta = (0.3 * torch.randn(6, 5)).to(dtype).requires_grad_()
+    grad = torch.randn(6, 40).to(dtype)
+    grad_x, grad_theta = torch.autograd.grad(OPS.fake_quantize(x, s0, theta, grid, dtype, None, zero), [x, theta], grad)
+    case = Case(x.detach(), grad, s0, theta.detach(), grid, dtype, 1.0, zero)
+    expected, _ = eager.fake_quantize_backward(grad, x.detach(), s0, theta.detach(), grid, dtype, 1.0, False, zero)
+    assert_same(grad_x, expected)
+    check_theta_gradient(case, grad_theta)
+    assert (grad_x == 0).any() and grad_theta.any(), "some must be clipped"
+    for wanted in (x, theta):
+        x.requires_grad_(wanted is x), theta.requires_grad_(wanted is theta)
+        (alone,) = torch.autograd.grad(OPS.fake_quantize(x, s0, theta, grid, dtype, None, zero), [wanted], grad)
+        assert torch.equal(alone, grad_x if wanted is x else grad_theta)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_fake_quantize_tokens(dtype, seed):
+    """Straight-through within the range of each token; of a token that is not finite nothing."""
+    x = torch.randn(50, 33).to(dtype)
+    x[3, 5], x[4, 6] = math.nan, math.inf
+    x.requires_grad_()
+    grad = torch.randn(50, 33).to(dtype)
+    for tokens in TOKEN_GRIDS:
+        (ours,) = torch.autograd.grad(OPS.fake_quantize_tokens(x, *tokens), x, grad)
+        assert_same(ours, eager.fake_quantize_tokens_backward(grad, x.detach(), *tokens))
+        assert not ours[3:5].any() and ours[:3].any()
