@@ -13,19 +13,15 @@ from quant.kernels import eager
 from quant.scale import Quantizer, Scale
 from quant.spec import FP8_TENSOR, TensorSpec
 from tests.unit.quant.kernels.cases import DTYPES, random_layout, special_values
-from tests.unit.quant.kernels.comparing import assert_same
+from tests.unit.quant.kernels.comparing import OPS, assert_same
 
-OPS = torch.ops.deepqat
+pytestmark = pytest.mark.usefixtures("compiled")
+
 EPS = 1e-6
 # Loops over 8, 32 and 64 elements, steps of 2,048 and the longest segment.
 FEATURES = (8, 16, 24, 40, 64, 72, 128, 256, 1024, 2040, 2048, 2056, 4096, 6152, 16376, 16384)
 ROWS = (0, 1, 2, 3, 31, 32, 33, 64, 70)
 SPECS = (FP8_TENSOR, TensorSpec("int", 8, "tensor"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    kernels.prepare_kernels()
 
 
 def random_rows(dtype: torch.dtype, wild: bool, *, most: int = 200_000) -> list[Tensor]:
