@@ -79,5 +79,7 @@ print("done")
 
 def test_a_peer_that_ends_after_this_rank_has_left_is_no_dead_one():
     """A look at the peers that is slow may not see the end of one that only began when all ranks were through."""
-    done = subprocess.run([sys.executable, "-c", LEAVES], stdout=subprocess.PIPE, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES], check=False, stdout=subprocess.PIPE, text=True, timeout=PATIENCE
+    )
     assert (done.returncode, done.stdout) == (0, "done\n")
