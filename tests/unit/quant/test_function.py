@@ -25,8 +25,8 @@ from quant.reference import (
 )
 from quant.scale import Scale
 from quant.spec import TensorSpec
-from tests.unit.quant.test_reference import Surrogate as reference_surrogate
-from tests.unit.quant.test_reference import per_scale
+from tests.unit.quant.oracle import Surrogate as reference_surrogate
+from tests.unit.quant.oracle import per_scale
 from tests.unit.quant.test_tokens import TokenSurrogate
 
 FP8 = TensorSpec("fp8_e4m3", 8, "tensor")

@@ -32,7 +32,7 @@ from quant.calibrate import Observer
 from quant.kv_cache import QuantCache, attach_kv_cache
 from quant.reference import effective_scale, fake_quant, inside_range
 from quant.spec import PRESETS
-from tests.unit.quant.test_reference import Surrogate
+from tests.unit.quant.oracle import Surrogate
 
 SPEC = PRESETS["fp8_kv"].kv_cache
 LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 16

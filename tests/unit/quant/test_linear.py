@@ -13,7 +13,7 @@ from quant.linear import SCALE_PARAMETERS, QuantLinear
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quantize_tokens, inside_range
 from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
-from tests.unit.quant.test_reference import per_scale
+from tests.unit.quant.oracle import per_scale
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -9,7 +9,7 @@ import torch
 from quant import kernels
 from quant.reference import fake_quantize_tokens, fake_quantize_tokens_backward, quantize_tokens
 from quant.spec import TensorSpec
-from tests.unit.quant.test_reference import round_oracle
+from tests.unit.quant.oracle import round_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ASYMMETRIC = TensorSpec("int", 8, "token", symmetric=False, dynamic=True)
