@@ -5,10 +5,7 @@ import random
 import numpy as np
 import torch
 
-from quant.reference import (
-    absmax_scale,
-    asymmetric_grid,
-)
+from quant.reference import absmax_scale, asymmetric_grid
 from quant.spec import TensorSpec
 
 FP8 = TensorSpec("fp8_e4m3", 8, "tensor")

@@ -17,7 +17,7 @@ from quant.function import quant_linear
 from quant.kernels import eager
 from quant.reference import fake_quantize_tokens_backward, inside_range
 from quant.scale import Scale
-from tests.unit.quant.test_function import SCHEMES, Case
+from tests.unit.quant.one_linear import SCHEMES, Case
 
 
 class AdaptedCase(Case):

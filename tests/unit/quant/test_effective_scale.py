@@ -10,11 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
 
 from quant import kernels
-from quant.reference import (
-    absmax_scale,
-    effective_scale,
-    inside_range,
-)
+from quant.reference import absmax_scale, effective_scale, inside_range
 from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 from tests.unit.quant.oracle import DTYPES, FP8, MXFP4, NVFP4, round_oracle

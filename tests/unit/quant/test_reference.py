@@ -7,14 +7,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
 from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
 
-from quant.reference import (
-    asymmetric_grid,
-    dequantize,
-    fake_quant,
-    fake_quant_backward,
-    inside_range,
-    quantize,
-)
+from quant.reference import asymmetric_grid, dequantize, fake_quant, fake_quant_backward, inside_range, quantize
 from quant.spec import TensorSpec
 from tests.unit.quant.oracle import (
     DTYPES,

@@ -16,7 +16,7 @@ from quant.kernels import eager
 from quant.packing import pack_bits
 from quant.reference import effective_scale, fake_quant, inside_range
 from quant.scale import Scale
-from tests.unit.quant.test_function import FP8, SCHEMES, Case
+from tests.unit.quant.one_linear import FP8, SCHEMES, Case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of the inputs alone, and such as have scales per row of the whole stack.
