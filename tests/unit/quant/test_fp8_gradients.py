@@ -21,8 +21,8 @@ from quant.reference import fake_quant, fake_quant_backward, quantize
 from quant.reference_gradient import FORMATS
 from quant.scale import Scale, lsq_factor
 from quant.spec import TensorSpec
+from tests.unit.quant.attention import WIDTH, assert_equal, attention, unshared
 from tests.unit.quant.kernels.cases import random_layout, special_values
-from tests.unit.quant.test_inputs import WIDTH, assert_equal, attention, unshared
 
 FP8 = TensorSpec("fp8_e4m3", 8, "tensor")
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}

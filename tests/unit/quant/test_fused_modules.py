@@ -10,9 +10,10 @@ import quant
 from quant import fused_reference, reference
 from quant.fused import Fused, FusedMLP, FusedRMSNorm, fuse, rms_norm
 from quant.handed import HandedOver
-from quant.kernels import prepare_kernels
 from tests.tiny import tiny_model
-from tests.unit.quant.test_inputs import fill_scales
+from tests.unit.quant.attention import fill_scales
+
+pytestmark = pytest.mark.usefixtures("prepared")
 
 CLIPS = 2.0 / 448  # of norms' outputs a few in a hundred lie beyond
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 50}
@@ -23,11 +24,6 @@ FAMILIES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: tiny_model("qwen3", even=True),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    prepare_kernels()
 
 
 def quantised(

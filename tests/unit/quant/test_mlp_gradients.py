@@ -14,18 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quant
-from quant.kernels import prepare_kernels
 from quant.linear import QuantLinear
 from quant.reference import absmax_scale, fake_quant, inside_range
 from quant.spec import TensorSpec, get_scheme
 
+pytestmark = pytest.mark.usefixtures("prepared")
+
 WIDTHS = (128, 160, 96, 64)
 ROWS = 2048  # of 256, a few masks that differ by chance move a cosine by 1e-3 in one model of 400
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    prepare_kernels()
 
 
 class StraightThrough(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from quant.inputs import Restored
-from tests.unit.quant.test_inputs import WIDTH, Attention, assert_equal, attention, results, unshared
+from tests.unit.quant.attention import WIDTH, Attention, assert_equal, attention, results, unshared
 
 MAKERS = (
     "dequantize",
