@@ -10,106 +10,11 @@ import torch.nn.functional as F
 from data.samples import IGNORE
 from engine.losses import chunked as losses
 from engine.losses.chunked import TeacherHidden, TeacherTopK, chunked_losses
-from engine.losses.kd import KD_KINDS, TOP_K_KINDS, Distillation, TopK, distil, take_top_k, top_indices
-from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss, Objective
-from model.head import UNCHANGED, LogitFunction
+from engine.losses.kd import KD_KINDS, TOP_K_KINDS, Distillation, TopK
+from engine.losses.objective import Objective
+from model.head import LogitFunction
 from tests.definitions import kd_loss, lm_loss
-
-
-def spec_of(kind, vocabulary):
-    if kind == "kd":
-        return Distillation(kind, temperature=random.uniform(0.5, 4))
-    if kind in TOP_K_KINDS:
-        # Below the vocabulary: what is left of a full vocabulary is rounding alone, in the definition above.
-        return Distillation(kind, top_k=random.randint(1, vocabulary - 1), tail=random.random() < 0.5)
-    return Distillation(kind)
-
-
-def logits_of(function, output):
-    """What transformers' models write: a factor, and a soft cap."""
-    logits = output * function.factor
-    return logits if function.cap is None else torch.tanh(logits / function.cap) * function.cap
-
-
-class Case:
-    """Random hidden states, heads and labels of two models; fp64, a third of the positions without a target."""
-
-    def __init__(
-        self, *, vocabulary=None, teacher_vocabulary=None, bias=None, dtype=torch.float64, functions=(UNCHANGED,) * 2
-    ):
-        self.functions = functions  # of the student's and the teacher's logits
-        batch, length, width = random.randint(1, 3), random.randint(1, 9), random.randint(2, 12)
-        self.vocabulary = vocabulary or random.randint(3, 40)
-        self.teacher_vocabulary = teacher_vocabulary or self.vocabulary
-        self.bias_on = random.random() < 0.5 if bias is None else bias
-        self.labels = torch.randint(0, min(self.vocabulary, self.teacher_vocabulary), (batch, length))
-        self.labels[torch.rand(batch, length) < 0.3] = IGNORE
-        self.hidden = torch.randn(batch, length, width).to(dtype)
-        self.weight = torch.randn(self.vocabulary, width).to(dtype)
-        self.bias = torch.randn(self.vocabulary).to(dtype) if self.bias_on else None
-        other = random.randint(2, 12)  # a teacher may be wider than its student
-        self.teacher = TeacherHidden(
-            torch.randn(batch, length, other).to(dtype),
-            torch.randn(self.teacher_vocabulary, other).to(dtype),
-            torch.randn(self.teacher_vocabulary).to(dtype) if self.bias_on else None,
-            function=functions[1],
-        )
-
-    @property
-    def valid(self):
-        return self.labels != IGNORE
-
-    def leaves(self):
-        tensors = [self.hidden, self.weight, *([self.bias] if self.bias_on else [])]
-        return [tensor.clone().requires_grad_() for tensor in tensors]
-
-    def exact(self, objective, common=None, scale=1.0):
-        """Sums and gradients by the definitions in fp64."""
-        leaves = [leaf.detach().double().requires_grad_() for leaf in self.leaves()]
-        student = logits_of(self.functions[0], F.linear(leaves[0][self.valid], *leaves[1:]))
-        bias = self.teacher.bias
-        teacher = F.linear(
-            self.teacher.hidden[self.valid].double(),
-            self.teacher.weight.double(),
-            None if bias is None else bias.double(),
-        )
-        teacher = logits_of(self.functions[1], teacher)
-        targets = self.labels[self.valid]
-        sums = {"lm": lm_loss(student, targets).sum()}
-        spec = objective.kd
-        values = kd_loss(
-            spec.kind,
-            student[:, :common],
-            teacher[:, :common],
-            targets,
-            temperature=spec.temperature,
-            top_k=spec.top_k,
-            tail=spec.tail,
-        )
-        sums["kd"] = values.sum()
-        total = scale * (objective.lm_weight * sums["lm"] + objective.kd_weight * sums["kd"])
-        return sums, torch.autograd.grad(total, leaves, allow_unused=True)
-
-    def found(self, objective, *, teacher=None, scale=1.0):
-        leaves = self.leaves()
-        bias = leaves[2] if self.bias_on else None
-        teacher, function = teacher or self.teacher, self.functions[0]
-        result = chunked_losses(
-            leaves[0], leaves[1], bias, self.labels, teacher, objective, scale=scale, function=function
-        )
-        return result, torch.autograd.grad(result.total, leaves)
-
-
-def assert_equal(found, expected, *, rtol, atol):
-    result, gradients = found
-    sums, exact = expected
-    for name in ("lm", "kd"):
-        torch.testing.assert_close(result.sums[name].double(), sums[name].detach(), rtol=rtol, atol=atol)
-    for gradient, reference in zip(gradients, exact, strict=True):
-        torch.testing.assert_close(gradient.double(), reference, rtol=rtol, atol=atol)
-
-
-# ---- value and gradient
+from tests.unit.engine.losses.cases import Case, assert_equal, spec_of
 
 
 @pytest.mark.parametrize("kind", KD_KINDS)
@@ -222,9 +127,6 @@ def test_the_incoming_gradient_is_not_rounded_to_the_models_dtype(seed):
     assert abs(ratio * 3 - 1) < 5e-4
 
 
-# ---- what is not asked for
-
-
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
 def test_a_power_of_two_as_gradient_scale_changes_no_bit(seed, dtype):
     case = Case(dtype=dtype)
@@ -327,9 +229,6 @@ def test_backward_twice_is_an_error(seed):
         total.backward()
 
 
-# ---- positions without a target, infinities, NaN
-
-
 def test_positions_without_target_do_not_count_whatever_they_hold(seed):
     case = Case()
     case.labels[0, 0] = IGNORE
@@ -362,46 +261,6 @@ def test_equal_models_have_no_distance(seed):
         assert case.found(Objective(1.0, 1.0, spec), teacher=teacher)[0].sums["kd"] == 0, kind
 
 
-def logits_of_one_token(student, teacher, spec, label=0):
-    """Value and gradient of one token, from logits given as lists."""
-    student, teacher = torch.tensor([student]), torch.tensor([teacher])
-    gradient = torch.zeros_like(student)
-    value = distil(spec, student, student.log_softmax(-1), teacher, torch.tensor([label]), gradient=gradient)
-    return value[0], gradient[0]
-
-
-SPECS = [
-    Distillation(kind, top_k=k, tail=tail)
-    for kind in KD_KINDS
-    for k, tail in ((2, False), (2, True), (3, True), (4, True))
-]
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.top_k}-{spec.tail}")
-def test_masked_vocabulary(spec):
-    """Tokens that both models mask are as if they were not there (for mse: count as equal)."""
-    inf = torch.inf
-    value, gradient = logits_of_one_token([1.0, 2.0, -inf, -1.0], [0.5, -1.0, -inf, 2.0], spec)
-    plain, expected = logits_of_one_token([1.0, 2.0, -1.0], [0.5, -1.0, 2.0], spec)
-    share = 3 / 4 if spec.kind == "mse" else 1
-    torch.testing.assert_close(value, plain * share)
-    torch.testing.assert_close(gradient[[0, 1, 3]], expected * share)
-    assert gradient[2] == 0
-
-
-def test_a_token_that_only_one_model_masks():
-    inf = torch.inf
-    student_masks = ([1.0, -inf, 0.5], [0.0, 3.0, 1.0])
-    teacher_masks = ([1.0, 2.0, 0.5], [0.0, -inf, 1.0])
-    for kind in ("kl", "cakld", "kd", "mse", "kl_top_k"):
-        assert logits_of_one_token(*student_masks, Distillation(kind, top_k=2))[0] == inf, kind
-    for kind in ("rkl", "cakld", "mse", "r_kl_top_k"):
-        assert logits_of_one_token(*teacher_masks, Distillation(kind, top_k=2))[0] == inf, kind
-    for kind, case in (("kl", teacher_masks), ("kl_top_k", teacher_masks), ("rkl", student_masks)):
-        value, gradient = logits_of_one_token(*case, Distillation(kind, top_k=2))
-        assert value.isfinite() and gradient.isfinite().all(), kind
-
-
 @pytest.mark.parametrize("kind", KD_KINDS)
 @pytest.mark.parametrize("poisoned", ["student", "teacher"])
 def test_nan_and_inf_in_hidden_states_show(seed, kind, poisoned):
@@ -414,106 +273,6 @@ def test_nan_and_inf_in_hidden_states_show(seed, kind, poisoned):
             assert not result.total.isfinite()
             assert not gradients[0][0, 0].isfinite().all() or poisoned == "teacher"
             assert not result.sums["kd"].isfinite()
-
-
-# ---- the K most likely tokens
-
-
-def test_ties_go_to_the_lower_token_id(seed):
-    for _ in range(20):
-        rows, vocabulary = random.randint(1, 5), random.randint(1, 30)
-        values = torch.tensor([-torch.inf, -2.0, -0.0, 0.0, 1e-40, 3.0])
-        logits = values[torch.randint(0, len(values), (rows, vocabulary))]
-        k = random.randint(1, vocabulary + 2)
-        expected = [
-            sorted(range(vocabulary), key=lambda token, row=row: (-row[token], token))[:k] for row in logits.tolist()
-        ]
-        assert top_indices(logits, k).tolist() == expected
-
-
-def test_top_k_of_random_logits_is_that_of_torch(seed):
-    logits = 5 * torch.randn(7, 100)
-    assert torch.equal(top_indices(logits, 9), logits.topk(9).indices)
-
-
-@pytest.mark.parametrize("tail", [False, True])
-def test_a_cached_teacher_is_the_one_that_it_was_made_of(seed, tail):
-    case = Case(vocabulary=30)
-    bias = case.teacher.bias
-    logits = F.linear(case.teacher.hidden[case.valid], case.teacher.weight, bias)
-    cached = take_top_k(logits, logits.log_softmax(-1), 12)
-    for k in (12, 5, 1):
-        objective = Objective(0.5, 1.0, Distillation("kl_top_k", top_k=k, tail=tail), chunk_tokens=4)
-        live, gradients = case.found(objective)
-        found, others = case.found(objective, teacher=TeacherTopK(cached))
-        torch.testing.assert_close(found.sums["kd"], live.sums["kd"])
-        for a, b in zip(gradients, others, strict=True):
-            torch.testing.assert_close(a, b)
-
-
-# ---- diagnostics and a user's own loss
-
-
-def test_diagnostics(seed):
-    case = Case()
-    result = chunked_losses(
-        case.hidden,
-        case.weight,
-        case.bias,
-        case.labels,
-        case.teacher,
-        Objective(kd=Distillation("mse")),
-        diagnostics=True,
-    )
-    student = F.linear(case.hidden[case.valid], case.weight, case.bias)
-    teacher = F.linear(case.teacher.hidden[case.valid], case.teacher.weight, case.teacher.bias)
-    targets = case.labels[case.valid]
-    torch.testing.assert_close(result.sums["forward_kl"], kd_loss("kl", student, teacher, targets).sum())
-    torch.testing.assert_close(result.sums["backward_kl"], kd_loss("rkl", student, teacher, targets).sum())
-    assert result.sums["top1_agreement"] == (student.argmax(-1) == teacher.argmax(-1)).sum()
-    assert list(result.sums) == ["lm", "kd", *DIAGNOSTICS]
-
-
-def test_a_users_loss_gets_value_and_gradient_by_autograd(seed):
-    case = Case(bias=True)
-
-    def focal(chunk):
-        log_q = chunk.student.log_softmax(-1).gather(-1, chunk.labels[:, None])[:, 0]
-        agreement = (chunk.teacher.softmax(-1) * chunk.student.softmax(-1)).sum(-1)
-        return -((1 - log_q.exp()) ** 2) * log_q + agreement
-
-    objective = Objective(0.0, 0.0, token_losses=(NamedTokenLoss("focal", 0.3, focal),), chunk_tokens=2)
-    result, gradients = case.found(objective, scale=2.0)
-    leaves = case.leaves()
-    student = F.linear(leaves[0][case.valid], *leaves[1:])
-    teacher = F.linear(case.teacher.hidden[case.valid], case.teacher.weight, case.teacher.bias)
-    log_q = student.log_softmax(-1).gather(-1, case.labels[case.valid][:, None])[:, 0]
-    agreement = (teacher.softmax(-1) * student.softmax(-1)).sum(-1)
-    expected = (-((1 - log_q.exp()) ** 2) * log_q + agreement).sum()
-    torch.testing.assert_close(result.sums["focal"], expected.detach())
-    torch.testing.assert_close(result.total, 0.6 * expected.detach())
-    for a, b in zip(gradients, torch.autograd.grad(0.6 * expected, leaves), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize(
-    "function, message",
-    [
-        (lambda chunk: chunk.student.sum(), r"'mine' returned \[\], expected a tensor \[3\]"),
-        (lambda chunk: chunk.student, r"'mine' returned \[3, 5\]"),
-        (lambda chunk: 0.5, r"'mine' returned float"),
-        (lambda chunk: chunk.labels.float(), "does not depend on the student's logits"),
-    ],
-)
-def test_a_users_loss_of_the_wrong_kind_is_named(function, message):
-    objective = Objective(token_losses=(NamedTokenLoss("mine", 1.0, function),))
-    with pytest.raises(ValueError, match=message):
-        chunked_losses(
-            torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), None, torch.tensor([1, 2, 3]), None, objective
-        )
-
-
-# ---- bad arguments
 
 
 def test_bad_arguments_say_what_was_expected():
