@@ -8,7 +8,7 @@ import pytest
 from engine.checkpoint.find import check_resumable
 from engine.checkpoint.may_change import MAY_CHANGE, STAYS, knobs
 from engine.recipe.checks import RecipeError
-from tests.unit.engine.checkpoint.test_checkpoint import recipe, write_step
+from tests.unit.engine.checkpoint.steps import recipe, write_step
 
 ROWS = {("data", "micro_batch_size"), ("train", "gradient_accumulation_steps")}  # compared together
 RESUME = ("train", "resume")  # says which checkpoint is meant

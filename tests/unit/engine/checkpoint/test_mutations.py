@@ -16,7 +16,7 @@ from engine.recipe.checks import RecipeError
 from model.ranks import RankError
 from model.zero import CHECKPOINT_CLASSES
 from tests.patience import ends
-from tests.unit.engine.checkpoint.test_checkpoint import recipe, write_step
+from tests.unit.engine.checkpoint.steps import recipe, write_step
 from tests.unit.model.mutations import cut, flip, of_folder, value
 
 STATE = {"stage": CHECKPOINT_CLASSES[0](3), "tensor": torch.arange(300.0), "plain": [1, 2.0, "x", None, (3,)]}

@@ -1,0 +1,201 @@
+"""Which checkpoint is the latest, the best, or that of a name; what is kept, and what is offered for a damaged one."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoint import save
+from engine.checkpoint.files import replace_text
+from engine.checkpoint.find import (
+    Best,
+    best_checkpoint,
+    check_resumable,
+    find_checkpoint,
+    read_checkpoint,
+    verify_checkpoint,
+)
+from engine.recipe.checks import RecipeError
+from engine.report import best_line
+from tests.patience import ends
+from tests.unit.engine.checkpoint.steps import recipe, write_step
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("step_*"))
+
+
+def test_latest_and_best_and_names_are_found(tmp_path):
+    for step in (1, 2, 3):
+        write_step(tmp_path, step, measured=("eval/perplexity", 5.5 if step == 2 else 6.0))
+    assert best_checkpoint(tmp_path) == Best("step_00000002", 2, "eval/perplexity", 5.5)
+    assert best_line(tmp_path) == f"best checkpoint: {tmp_path}/step_00000002, eval/perplexity 5.5000"
+    found = {which: find_checkpoint(tmp_path, which) for which in (True, "best", "step_00000001")}
+    assert [checkpoint.step for checkpoint in found.values()] == [3, 2, 1]
+    for checkpoint in found.values():
+        verify_checkpoint(checkpoint)
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    kept, losses = {}, {2: 1.0, 4: 1.5, 5: 0.5}
+    for step in range(1, 7):
+        write_step(tmp_path, step, keep=2, measured=("loss", losses[step]) if step in losses else None)
+        kept[step] = [int(name[-8:]) for name in names(tmp_path)]
+    assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [4, 5], 6: [5, 6]}
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path, capsys):
+    def marked(step, value, metric="eval/lm"):
+        write_step(tmp_path, step, keep=9, measured=(metric, value))
+        best = best_checkpoint(tmp_path)
+        return best.step, best.value
+
+    assert [marked(1, 3.0), marked(2, 2.0), marked(3, 2.5)] == [(1, 3.0), (2, 2.0), (2, 2.0)]
+    # Resumed from before it, the run comes to step 2 again: what was the best is not there any more.
+    assert marked(2, 2.2) == (2, 2.2)
+    assert marked(3, 5.0, "eval/total") == (3, 5.0)
+    # A loss that is not finite is no best one, and a mark with one does not stay for ever.
+    assert marked(4, math.nan, "eval/total") == (3, 5.0)
+    (tmp_path / "best.json").write_text('{"name": "step_00000004", "step": 4, "metric": "eval/total", "value": NaN}')
+    assert marked(5, 9.0, "eval/total") == (5, 9.0)
+    write_step(tmp_path, 5, measured=("eval/total", math.inf))
+    assert best_checkpoint(tmp_path) is None  # it marked a checkpoint that is not there any more
+    (tmp_path / "best.json").write_text("{")
+    assert marked(6, 4.0) == (6, 4.0)
+    assert f"warning: {tmp_path}/best.json is damaged: expected name" in capsys.readouterr().out
+
+
+def test_a_mark_that_cannot_be_written_costs_a_warning(tmp_path, capsys):
+    (tmp_path / "best.json.partial").mkdir()  # as a full disk does: the mark cannot be written aside
+    write_step(tmp_path, 1, measured=("eval/lm", 1.0))
+    assert find_checkpoint(tmp_path).step == 1
+    assert "best.json was not written (Is a directory): the best checkpoint is not marked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("at", ["best.json", "latest"])
+def test_killed_before_a_mark_or_a_pointer_the_step_is_done_again(tmp_path, monkeypatch, at):
+    """And marked again: the mark is written before the pointer."""
+    write_step(tmp_path, 1, keep=1, measured=("eval/lm", 2.0))
+
+    def killed(path: Path, text: str) -> None:
+        if path.name == at:
+            raise KeyboardInterrupt
+        replace_text(path, text)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(save, "replace_text", killed)
+        write_step(tmp_path, 2, keep=1, measured=("eval/lm", 1.0))
+    assert find_checkpoint(tmp_path).step == 1
+    write_step(tmp_path, 2, keep=1, measured=("eval/lm", 1.0))
+    assert find_checkpoint(tmp_path).step == find_checkpoint(tmp_path, "best").step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "latest", "step_00000002"]
+
+
+def test_killed_before_the_first_pointer_the_checkpoint_is_found(tmp_path):
+    for step in (1, 2):
+        write_step(tmp_path, step)
+    (tmp_path / "latest").unlink()
+    assert find_checkpoint(tmp_path).step == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"name": "a"}', '{"name": "a", "step": 1, "metric": "b", "value": "c"}'])
+def test_a_damaged_mark_of_the_best_is_refused_before_a_run_goes_on(tmp_path, text):
+    write_step(tmp_path, 1)
+    check_resumable(recipe(tmp_path), tmp_path)
+    (tmp_path / "best.json").write_text(text)
+    with pytest.raises(RecipeError, match=r"train\.resume: .*best\.json is damaged: expected name, step, metric"):
+        check_resumable(recipe(tmp_path), tmp_path)
+    # Damaged while it runs, it does not end a run whose work is done.
+    assert (best_line(tmp_path) or "").startswith(f"warning: {tmp_path}/best.json is damaged")
+
+
+def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tmp_path):
+    for step in (1, 2, 3, 4):
+        write_step(tmp_path, step, keep=4)
+    write_step(tmp_path, 2, keep=1)  # resumed from step 1
+    assert names(tmp_path) == ["step_00000002", "step_00000003", "step_00000004"]
+    assert find_checkpoint(tmp_path).step == 2
+
+
+def test_a_checkpoint_that_is_not_there_is_no_best_one(tmp_path):
+    assert best_checkpoint(tmp_path) is None and best_line(tmp_path) is None
+    with pytest.raises(ValueError, match=r"has no best\.json"):
+        find_checkpoint(tmp_path, "best")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda path: (path / "b.pt").unlink(), "is damaged: b.pt is missing"),
+        (lambda path: (path / "b.pt").write_bytes(b""), "is damaged: b.pt has 0 bytes, expected "),
+        (lambda path: (path / "state.json").unlink(), "is not a whole checkpoint: it has no state.json"),
+        (lambda path: (path / "state.json").write_text('{"step": 3, "fil'), "is damaged: state.json is not what"),
+        (lambda path: (path / "state.json").write_text("{}"), "is damaged: state.json is not what"),
+        (lambda path: path.rename(path.with_name("elsewhere")), "is not there"),
+    ],
+)
+def test_what_is_damaged_is_named_and_the_one_before_it_offered(tmp_path, spoil, expected):
+    for step in (1, 2, 3):
+        write_step(tmp_path, step)
+    spoil(tmp_path / "step_00000003")
+    with pytest.raises(ValueError) as raised:
+        find_checkpoint(tmp_path)
+    assert f"{tmp_path}/step_00000003 {expected}" in str(raised.value)
+    assert "the one before it is step_00000002: set train.resume to step_00000002" in str(raised.value)
+    (tmp_path / "step_00000002" / "a.pt").unlink()  # that one is no better: the next
+    with pytest.raises(ValueError, match=r"the one before it is step_00000001: set train.resume to step_00000001"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "step_00000001" / "a.pt").unlink()
+    with pytest.raises(ValueError, match="there is no whole checkpoint before it"):
+        find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"files": {"../../a.pt": [3, 4]}},
+        {"files": {"/etc/passwd": [3, 4]}},
+        {"files": {"a.pt": 3}},
+        {"files": []},
+        {"world_size": 10**12},
+        {"world_size": 0},
+        {"stage": "weights"},
+        {"step": None},
+        {"step": float("inf")},
+    ],
+)
+def test_a_manifest_says_only_what_was_written(tmp_path, values):
+    path = write_step(tmp_path, 1)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | values))
+    with pytest.raises(ValueError, match=r"is damaged: state\.json is not what was written"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("text", ["../../elsewhere", "", "/etc", "step_1"])
+def test_a_pointer_leads_to_a_step_of_its_directory(tmp_path, text):
+    write_step(tmp_path, 1)
+    (tmp_path / "latest").write_text(text)
+    with pytest.raises(ValueError, match=r"latest is damaged: .*, expected a name like step_00001000"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "best.json").write_text(json.dumps({"name": text, "step": 1, "metric": "eval/lm", "value": 1.0}))
+    with pytest.raises(ValueError, match=r"best\.json is damaged"):
+        best_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("name", ["a.pt", "state.json"])
+def test_what_never_ends_when_it_is_read_is_no_file_of_a_checkpoint(tmp_path, make, name):
+    step = write_step(tmp_path, 1)
+    state = json.loads((step / "state.json").read_text())
+    path = step / name
+    path.unlink()
+    make(path)
+    if name != "state.json":
+        state["files"] = {**state["files"], name: [0, 0]}
+        (step / "state.json").write_text(json.dumps(state))
+    with ends(name), pytest.raises(ValueError, match=rf"{step.name} is (damaged: a.pt is missing|not a whole)"):
+        read_checkpoint(step)
