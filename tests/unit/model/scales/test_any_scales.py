@@ -21,7 +21,7 @@ from quant import SCHEMES, Quantization, QuantLayer, Scheme
 from quant.packing import unpack_zero_points
 from quant.reference import fake_quant
 from tests.tiny import tiny_checkpoint
-from tests.unit.model.scales.test_wrong_scales import ASYM, Files, alone, checkpoint, exported, quantised
+from tests.unit.model.scales.files import ASYM, Files, alone, checkpoint, exported, quantised
 
 # What a layer may lose, as docs/schemes.md says it: so many times what it loses with its own scales, or a share of its
 # squares; of scales alone at 8 bits and at fewer, and with codes beside them.
