@@ -6,7 +6,7 @@ from engine.cluster.job import Claim
 from engine.recipe.recipe import Recipe
 from engine.start import _take_output
 from model.ranks import RankError
-from tests.unit.engine.recipe.test_ds_config import recipe
+from tests.unit.engine.recipe.ds_files import recipe
 
 
 def written_to(directory: str) -> Recipe:

@@ -17,7 +17,7 @@ from engine.recipe.ds_config import resolve
 from engine.recipe.reading import load_recipe, save_recipe
 from tests.patience import ends
 from tests.unit.engine.recipe.anything import Change, changed, changes, ds_changes, ds_keys, knobs
-from tests.unit.engine.recipe.test_ds_config import recipe
+from tests.unit.engine.recipe.ds_files import recipe
 
 MINIMAL = {"model": {"path": "model"}, "data": {"train": ["a.jsonl"]}, "train": {"steps": 10}, "output_dir": "out"}
 # A file is written over by each example.
