@@ -1,67 +1,26 @@
-"""Which Linears become QuantLinears, which of them share a scale, and the switches."""
+"""Which Linears become QuantLinears, which of them share a scale, and what is refused."""
 
 import itertools
-from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from quant import DEFAULT_EXEMPT, SCALE_PARAMETERS, SCHEMES, QuantLinear, Rule, get_scheme, prepare
+from quant import SCALE_PARAMETERS, SCHEMES, QuantLinear, prepare
 from tests.families.variants import VARIANTS
-from tests.tiny import tiny_config
-
-FP8, INT4, INT2 = get_scheme("fp8_static"), get_scheme("w4a16_g32"), get_scheme("w2a16_g32")
-ATTENTION = ("q_proj", "k_proj", "v_proj")
-HIDDEN, INNER, EXPERTS = 32, 64, 3
-
-
-class Tree(nn.Module):
-    """A module with the given children: only names and Linears matter here."""
-
-    def __init__(self, **children: nn.Module) -> None:
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name.removeprefix("_"), child)
-
-
-def mlp() -> Tree:
-    return Tree(
-        gate_proj=nn.Linear(HIDDEN, INNER, bias=False),
-        up_proj=nn.Linear(HIDDEN, INNER, bias=False),
-        down_proj=nn.Linear(INNER, HIDDEN, bias=False),
-    )
-
-
-def moe_layer() -> Tree:
-    """Names as in a decomposed Qwen MoE: a router, experts, a shared expert with its own gate."""
-    attention = Tree(**{name: nn.Linear(HIDDEN, HIDDEN) for name in (*ATTENTION, "o_proj")})
-    block = Tree(
-        gate=nn.Linear(HIDDEN, EXPERTS, bias=False),
-        experts=Tree(**{f"_{index}": mlp() for index in range(EXPERTS)}),
-        shared_expert=mlp(),
-        shared_expert_gate=nn.Linear(HIDDEN, 1, bias=False),
-    )
-    return Tree(self_attn=attention, mlp=block)
-
-
-def moe_model() -> Tree:
-    layers = Tree(_0=moe_layer(), _1=moe_layer())
-    model = Tree(embed_tokens=nn.Embedding(50, HIDDEN), layers=layers)
-    return Tree(model=model, lm_head=nn.Linear(HIDDEN, 50, bias=False))
-
-
-def causal_lm(kind: str) -> nn.Module:
-    return AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.bfloat16)
-
-
-def members(groups) -> list[list[str]]:
-    return [group.members for group in groups]
-
-
-def fp8(model: nn.Module, **options):
-    return prepare(model, FP8, **{"learn_weight_scale": True, "learn_input_scale": True, **options})
+from tests.unit.quant.trees import (
+    ATTENTION,
+    EXPERTS,
+    FP8,
+    HIDDEN,
+    INNER,
+    INT4,
+    Tree,
+    causal_lm,
+    fp8,
+    members,
+    moe_model,
+)
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen3"))
@@ -193,38 +152,6 @@ def test_meta_and_partitioned_weights_will_do():
     assert group.s0.shape == (HIDDEN, HIDDEN // 32) and group.theta.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("pattern", "named"),
-    [
-        (r".*\.0\.self_attn\.v_proj", ["layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj is exempt"]),
-        (r".*\.1\.mlp\.experts\.2\.up_proj", ["layers.1.mlp.experts.2.gate_proj", "experts.2.up_proj is exempt"]),
-        (r".*experts\.1\.(gate_proj|up_proj)", ["experts.0.gate_proj", "experts.1.gate_proj", "are exempt"]),
-        (r".*\.0\.mlp\.experts\.0\.down_proj", ["experts.1.gate_proj", "experts.0.down_proj is exempt"]),
-        (r".*shared_expert\.gate_proj", ["shared_expert.up_proj", "shared_expert.gate_proj is exempt"]),
-    ],
-)
-def test_an_incomplete_group_is_an_error(pattern, named):
-    """Named in full, with what is missing; nothing was replaced."""
-    model = moe_model()
-    with pytest.raises(ValueError, match="served as one layer") as error:
-        fp8(model, exempt=[*DEFAULT_EXEMPT, pattern])
-    assert all(text in str(error.value) for text in named), str(error.value)
-    assert not any(isinstance(module, QuantLinear) for module in model.modules())
-
-
-def test_a_whole_group_may_be_exempt():
-    """But not a part of what serving fuses, also where nothing is shared: it has one scheme for the fused layer."""
-    quantization = fp8(
-        moe_model(), exempt=[*DEFAULT_EXEMPT, r".*\.0\.self_attn\.[qkv]_proj", r".*\.1\.mlp\.experts\..*"]
-    )
-    assert "model.layers.0.self_attn.o_proj" in quantization.layers
-    assert not any(".0.self_attn.q_proj" in name or ".1.mlp.experts." in name for name in quantization.layers)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.v_proj is exempt"):
-        prepare(
-            moe_model(), INT4, exempt=[*DEFAULT_EXEMPT, r".*v_proj"], learn_weight_scale=True, learn_input_scale=False
-        )
-
-
 def test_layers_without_their_fused_partners_stand_alone():
     """An ungated MLP has no gate to share with; in attention without values of its own the keys are the values, as in
     some layers of Gemma 4, and serving fuses the other two."""
@@ -232,74 +159,6 @@ def test_layers_without_their_fused_partners_stand_alone():
     assert members(fp8(model).weight_groups) == [["mlp.up_proj"], ["mlp.down_proj"]]
     model = Tree(self_attn=Tree(q_proj=nn.Linear(32, 32), k_proj=nn.Linear(32, 16), o_proj=nn.Linear(32, 32)))
     assert members(fp8(model).weight_groups) == [["self_attn.q_proj", "self_attn.k_proj"], ["self_attn.o_proj"]]
-
-
-def test_a_pattern_that_matches_nothing_is_an_error():
-    """A typo would quantise what was meant to be spared. The defaults may match nothing."""
-    with pytest.raises(ValueError, match=r"'layers\.0' matches no module.*model\.layers\.0\.self_attn\.q_proj"):
-        fp8(moe_model(), exempt=[*DEFAULT_EXEMPT, "layers.0"])
-    with pytest.raises(ValueError, match="matches no module"):
-        fp8(moe_model(), exempt=["self_attn"])  # must match the full name
-    assert len(fp8(Tree(only=nn.Linear(4, 4))).layers) == 1
-    with pytest.raises(ValueError, match="nothing to quantise"):
-        fp8(Tree(only=nn.Linear(4, 4)), exempt=["only"])
-
-
-def mixed(model: nn.Module, *rules: Rule, scheme=INT2, **kwargs):
-    return prepare(model, scheme, rules=rules, learn_weight_scale=True, learn_input_scale=False, **kwargs)
-
-
-def test_the_first_rule_that_matches_decides():
-    """By layer index, by name, by both; the default for the rest; exempt layers are asked nothing."""
-    model = moe_model()
-    rules = (
-        Rule(INT4, first=1, layers=r".*self_attn.*"),
-        Rule(None, last=1, layers=r".*o_proj"),
-        Rule(FP8, layers=r".*\.self_attn\..*"),
-    )
-    quantization = mixed(model, *rules)
-    assert "model.layers.1.self_attn.o_proj" not in quantization.layers
-    assert type(model.model.layers.get_submodule("1.self_attn.o_proj")) is nn.Linear
-    for name, layer in quantization.layers.items():
-        where = "self_attn" in name, ".0." in name.partition(".mlp")[0] + "."
-        assert layer.scheme == {(True, True): INT4, (True, False): FP8}.get(where, INT2), name
-    assert not any("gate" in name.rpartition(".")[2] and "proj" not in name for name in quantization.layers)
-    # Weights of fp8 share a scale per fused set, integers none; stored input scales belong to fp8 alone.
-    assert [group.spec for group in quantization.input_groups] == [FP8.activations]
-    assert members(quantization.input_groups) == [[f"model.layers.1.self_attn.{name}" for name in ATTENTION]]
-    shared = [group.members for group in quantization.weight_groups if len(group.members) > 1]
-    assert shared == members(quantization.input_groups)
-    order = list(quantization.layers)
-    owners = [order.index(group.owner) for group in quantization.weight_groups]
-    assert owners == sorted(owners)
-
-
-def test_the_ends_of_a_model_and_single_layers_have_schemes_of_their_own():
-    """first and last together; a name beats exempt patterns."""
-    quantization = mixed(moe_model(), Rule(INT4, first=1, last=1))
-    assert {layer.scheme for layer in quantization.layers.values()} == {INT4}  # it has two layers
-    quantization = mixed(moe_model(), named={"lm_head": INT4})
-    assert quantization.layers["lm_head"].scheme == INT4 and "lm_head" not in quantization.exempt
-    only = mixed(moe_model(), scheme=None, named={"lm_head": INT4})
-    assert list(only.layers) == ["lm_head"]
-
-
-def test_rules_that_serving_could_not_follow_are_errors():
-    """Half of a fused layer, some of the experts, a rule that decides nothing, a name that is no layer's."""
-    with pytest.raises(ValueError, match=r"need one scheme, but \S+q_proj has w2a16_g32, \S+v_proj has w4a16_g32"):
-        mixed(moe_model(), Rule(INT4, layers=r".*v_proj"))
-    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj has w2a16_g32, \S+experts\.2\.gate_proj has"):
-        mixed(moe_model(), Rule(INT4, layers=r".*experts\.2\..*"))
-    with pytest.raises(
-        ValueError, match=r"experts\.0\.gate_proj has w2a16_g32, \S+experts\.0\.down_proj has w4a16_g32"
-    ):
-        mixed(moe_model(), Rule(INT4, layers=r".*experts\..*down_proj"))
-    with pytest.raises(ValueError, match=r"rule 1 \(layers: lm_head\) matches no layer"):
-        mixed(moe_model(), Rule(INT4, first=1), Rule(INT4, layers="lm_head"))
-    with pytest.raises(ValueError, match=r"rule 1 \(layers: \.\*mlp\.\*, first: 1\) matches no layer"):
-        mixed(moe_model(), Rule(INT4, first=1), Rule(FP8, first=1, layers=".*mlp.*"))
-    with pytest.raises(ValueError, match=r"model\.head: no such nn\.Linear"):
-        mixed(moe_model(), named={"model.head": INT4})
 
 
 def test_layers_that_cannot_be_quantised_are_named():
@@ -342,81 +201,6 @@ def test_a_subclass_that_computes_what_a_linear_does_is_one(seed):
     assert any(name.endswith("self_attention.query_key_value") for name in quantization.layers)
     quantization.set_fake_quant(weights=False, activations=False)
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_switches_and_observers(seed):
-    """By pattern or all; observers are shared by the members of a group, and watch only while switched on."""
-    model = moe_model()
-    quantization = fp8(model)
-    states = quantization.fake_quant_state()
-    assert set(states.values()) == {(True, True)}
-    quantization.set_fake_quant(weights=True, activations=False)
-    quantization.set_fake_quant(weights=False, activations=True, pattern=r".*\.0\..*o_proj")
-    for name, layer in quantization.layers.items():
-        expected = (False, True) if name == "model.layers.0.self_attn.o_proj" else (True, False)
-        assert (layer.weight_fake_quant, layer.input_fake_quant) == expected
-    with pytest.raises(ValueError, match=r"'o_proj' matches no quantised layer.*self_attn\.q_proj"):
-        quantization.set_fake_quant(True, True, pattern="o_proj")
-    quantization.restore_fake_quant(states)
-    assert quantization.fake_quant_state() == states
-
-    quantization.set_fake_quant(weights=False, activations=False)
-    quantization.observe(True)
-    assert quantization.observing
-    x = torch.randn(5, HIDDEN)
-    layer = model.model.layers.get_submodule("0")
-    for name in ATTENTION:
-        layer.self_attn.get_submodule(name)(x)
-    layer.mlp.experts.get_submodule("0").gate_proj(x)
-    layer.mlp.experts.get_submodule("2").up_proj(3 * x)
-    seen = {group.owner: group.observer.absmax.item() for group in quantization.input_groups}
-    assert seen.pop("model.layers.0.self_attn.q_proj") == x.abs().max().item()
-    assert seen.pop("model.layers.0.mlp.experts.0.gate_proj") == (3 * x).abs().max().item()
-    assert set(seen.values()) == {0.0}
-    quantization.observe(False)
-    layer.self_attn.q_proj(9 * x)
-    assert not quantization.observing
-    assert quantization.input_groups[0].observer.absmax.item() == x.abs().max().item()
-    quantization.observe(True)
-    assert quantization.input_groups[0].observer.absmax.item() == 0, "starting again forgets"
-
-    weight_only = prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=False)
-    weight_only.set_fake_quant(weights=True, activations=True)
-    assert set(weight_only.fake_quant_state().values()) == {(True, False)}
-
-
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.parametrize("observing", [False, True])
-def test_after_a_pause_switches_and_observers_are_what_they_were(seed, observing, raises):
-    quantization = fp8(moe_model())
-    quantization.set_fake_quant(weights=True, activations=False, pattern=r".*o_proj")
-    quantization.observe(True)
-    layer, observer = next(iter(quantization.layers.values())), quantization.input_groups[0].observer
-    layer(torch.randn(5, HIDDEN))
-    if not observing:
-        quantization.observe(False)
-    before = quantization.state_dict()
-    with pytest.raises(KeyError) if raises else nullcontext(), quantization.paused():
-        assert set(quantization.fake_quant_state().values()) == {(False, False)} and not quantization.observing
-        quantization.observe(True)
-        quantization.set_fake_quant(weights=True, activations=True)
-        layer(torch.full((5, HIDDEN), 100.0))
-        with quantization.paused():
-            layer(torch.full((5, HIDDEN), 1000.0))
-        assert quantization.observing and set(quantization.fake_quant_state().values()) == {(True, True)}
-        assert observer.absmax == 100
-        if raises:
-            raise KeyError
-    after = quantization.state_dict()
-    assert after["fake_quant"] == before["fake_quant"] and after["observing"] == before["observing"] == observing
-    for owner, seen in before["observers"].items():
-        assert all(torch.equal(value, after["observers"][owner][name]) for name, value in seen.items())
-    assert 0 < observer.absmax < 100
-
-    resumed = fp8(moe_model())
-    resumed.load_state_dict(before)
-    assert resumed.fake_quant_state() == before["fake_quant"] and resumed.observing == observing
-    assert torch.equal(resumed.input_groups[0].observer.absmax, observer.absmax)
 
 
 @pytest.mark.parametrize("scheme", (FP8, INT4), ids=lambda scheme: scheme.name)
