@@ -1,7 +1,5 @@
-"""Fake quant of keys and values: against a cache that quantises by the reference, and against fp64."""
+"""Fake quant of keys and values against a cache that quantises by the reference; switches, observers, refusals."""
 
-import copy
-import random
 import re
 
 import pytest
@@ -14,51 +12,29 @@ from transformers import (
     DeepseekV3Config,
     DynamicCache,
     FalconConfig,
-    Gemma2Config,
     Gemma3nTextConfig,
-    Gemma3TextConfig,
-    LlamaConfig,
     MambaConfig,
-    MixtralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from engine.session.optimizer import classify
 from quant import prepare
 from quant.calibrate import Observer
-from quant.kv_cache import QuantCache, attach_kv_cache
-from quant.reference import effective_scale, fake_quant, inside_range
+from quant.kv_cache import attach_kv_cache
+from quant.reference import inside_range
 from quant.spec import PRESETS
-from tests.unit.quant.oracle import Surrogate
+from tests.unit.quant.kv_models import (
+    FAMILIES,
+    LAYERS,
+    SIZE,
+    SPEC,
+    attach,
+    build,
+    record_inputs,
+    reference_cache,
+    switch,
+    tokens,
+)
 
-SPEC = PRESETS["fp8_kv"].kv_cache
-LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 16
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 48,
-    "intermediate_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": SIZE,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-EXPERTS = {"experts_implementation": "eager"}  # grouped_mm knows no fp64
-MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-FAMILIES = {
-    "qwen2": (Qwen2Config, {}),
-    "qwen3": (Qwen3Config, {}),
-    "qwen3_moe": (Qwen3MoeConfig, MOE),
-    "llama": (LlamaConfig, {}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
-    "phi3": (Phi3Config, {}),
-    "gemma2": (Gemma2Config, {"sliding_window": 8}),
-    "gemma3": (Gemma3TextConfig, {"sliding_window": 8}),
-}
 SMALL = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
 REFUSED = {
     "falcon": (FalconConfig, {}, "self_attention (FalconAttention)"),
@@ -76,68 +52,6 @@ REFUSED = {
         "another layer",
     ),
 }
-
-
-def build(family, attention="eager", dtype=torch.float32):
-    """A tiny random model whose attention is not close to uniform."""
-    kind, extra = FAMILIES[family]
-    model = AutoModelForCausalLM.from_config(
-        kind(**COMMON, **extra), attn_implementation=attention, dtype=dtype, **EXPERTS
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2)
-    return model.eval()
-
-
-def attach(model, *, learn=True):
-    """Quantised keys and values, with scales that clip some of what a first forward has shown, each its own."""
-    caches = attach_kv_cache(model, SPEC, learn=learn)
-    for cache in caches.values():
-        cache.input_fake_quant, cache.input_observer = False, Observer(SPEC)
-    with torch.no_grad():
-        model(tokens(), use_cache=False)
-        for cache in caches.values():
-            cache.input_s0.copy_(cache.input_observer.absmax / 448 * random.uniform(0.3, 0.6))
-            if learn:
-                cache.input_theta.normal_(std=0.1)
-            cache.input_fake_quant, cache.input_observer = True, None
-    return caches
-
-
-def tokens(rows=2, length=24):
-    return torch.randint(1, 64, (rows, length))
-
-
-def scales(caches):
-    """Effective scales of keys and values, by layer."""
-    every = [effective_scale(c.input_s0, c.input_theta, SPEC, torch.float32).detach() for c in caches.values()]
-    return list(zip(every[::2], every[1::2], strict=True))
-
-
-class QuantisingCache(DynamicCache):
-    """transformers' cache, which hands out what it holds through ``functions[layer]``, one for keys, one for values."""
-
-    def __init__(self, config, functions):
-        super().__init__(config=config)
-        self.functions = functions
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        both = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return tuple(function(x) for function, x in zip(self.functions[layer_idx], both, strict=True))
-
-
-def reference_cache(model, caches):
-    return QuantisingCache(
-        model.config,
-        [[lambda x, s=scale: fake_quant(x, s, SPEC) for scale in pair] for pair in scales(caches)],
-    )
-
-
-def switch(caches, on):
-    for cache in caches.values():
-        cache.input_fake_quant = on
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,109 +103,6 @@ def test_a_cache_packing_and_padding_give_each_sample_its_own_logits(attention, 
             assert row != 1 or (torch.cat(steps) - ours).norm() < 0.1 * effect
 
 
-class Smooth:
-    """The fp64 surrogate of one tensor, rounding errors and clipping held as they are at ``x``; smooth in both."""
-
-    def __init__(self, cache, x):
-        scale = cache.input_scale()
-        self.surrogate, self.inside = Surrogate(x, scale, SPEC), inside_range(x, scale, SPEC)
-        self.bound = x.sign().double() * SPEC.qmax
-        self.s0, self.rounding = cache.input_s0.double(), scale.double() - cache.input_s0.double() * _exp(cache)
-
-    def __call__(self, x, theta):
-        at, s = self.surrogate, self.s0 * theta.exp() + self.rounding
-        error = torch.where(at.follows_x, at.error * at.scale / s, at.error)
-        inside = torch.where(at.beyond, s * self.bound + x - at.x, x + s * error)
-        return torch.where(self.inside, inside, s * self.bound)
-
-
-def _exp(cache):
-    return cache.input_theta.detach().double().exp()
-
-
-def record_inputs(caches):
-    """Inputs of each quantiser in the next forward, by name."""
-    seen = {}
-    for name, cache in caches.items():
-        cache.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, args[0].detach()))
-    return seen
-
-
-@pytest.mark.parametrize("learn", [True, False])
-def test_gradients_of_a_quantiser_against_finite_differences(learn, seed):
-    """In the layout that attention has them in. LSQ's factor counts the features of a token, whatever their number of
-    tokens: the gradient of a batch is the sum of those of its parts."""
-    for _ in range(5):
-        batch, heads, length, size = (random.randint(1, 5) for _ in range(4))
-        cache = QuantCache(SPEC, dtype=torch.float32, device=torch.device("cpu"), learn=True)
-        x = (torch.randn(batch, length, heads, size) * torch.randn(heads, 1).mul(2).exp()).transpose(1, 2)
-        x = x.requires_grad_()
-        with torch.no_grad():
-            cache.input_s0.copy_(x.abs().max() / 448 * random.uniform(0.2, 1.2))
-            cache.input_theta.normal_(std=0.3)
-        cache.input_theta.requires_grad_(learn)
-        grad = torch.randn(batch, heads, length, size)
-        (cache(x) * grad).sum().backward()
-        smooth, theta = Smooth(cache, x.detach()), cache.input_theta.detach().double()
-        assert torch.equal(x.grad, grad * smooth.inside)
-        up, down = (smooth(x.detach().double(), theta + step) for step in (1e-6, -1e-6))
-        if learn:
-            terms = grad * (up - down) / 2e-6
-            size = terms.abs().sum().item() + smooth.s0.item()
-            expected = terms.sum().item() / (heads * x.shape[-1] * 448) ** 0.5
-            # fp32 terms and an fp32 sum: 5e-9 of the terms' sizes at most in 750 cases.
-            assert cache.input_theta.grad.item() == pytest.approx(expected, rel=0, abs=2e-7 * size)
-        else:
-            assert cache.input_theta.grad is None
-
-
-@pytest.mark.parametrize(("family", "attention"), [("qwen3", "sdpa"), ("qwen3_moe", "eager"), ("llama", "eager")])
-def test_gradients_of_a_model_against_fp64(family, attention, seed):
-    """Of every weight and every theta, those of the model in fp64 with the surrogates. With grouped queries a key's
-    gradient is the sum over the queries that read it."""
-    model, ids = build(family, attention), tokens()
-    precise = copy.deepcopy(model).double()
-    caches = attach(model)
-    seen, weights = record_inputs(caches), torch.randn(*ids.shape, 64)
-    (model(ids, use_cache=False).logits * weights).sum().backward()
-    thetas = {name: cache.input_theta.detach().double().requires_grad_() for name, cache in caches.items()}
-    smooth = {name: Smooth(cache, seen[name]) for name, cache in caches.items()}
-    functions = [lambda x, name=name: smooth[name](x, thetas[name]) for name in caches]
-    pairs = list(zip(functions[::2], functions[1::2], strict=True))
-    logits = precise(ids, past_key_values=QuantisingCache(precise.config, pairs)).logits
-    (logits * weights.double()).sum().backward()
-    factor = 1 / (KV_HEADS * SIZE * SPEC.qmax) ** 0.5
-    expected = {name: parameter.grad for name, parameter in precise.named_parameters()}
-    expected |= {f"{name}.input_theta": theta.grad * factor for name, theta in thetas.items()}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained.keys() == expected.keys()
-    largest = max(theta.grad.abs().item() for theta in thetas.values()) * factor
-    for name, parameter in trained.items():
-        # fp32 against fp64: at most 3e-6 in 150 runs. A theta's gradient may cancel: measured by the largest of them.
-        size = largest if name.endswith("theta") else expected[name].norm()
-        assert (parameter.grad - expected[name]).norm() / size < 1e-4, name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_quantiser_is_the_reference_and_keeps_no_second_copy(dtype, seed):
-    """Bit for bit, in any stride. With a fixed scale a bit of each element is kept for backward, with a learned one the
-    element itself, and nothing where nothing trains."""
-    x = torch.randn(2, 7, 3, 16).to(dtype).transpose(1, 2)
-    cache = QuantCache(SPEC, dtype=dtype, device=torch.device("cpu"), learn=True)
-    with torch.no_grad():
-        cache.input_s0.fill_(0.7 * x.abs().max() / 448)
-    for learns, trains, kept in ((False, True, [x.numel() // 8]), (True, True, [x.nbytes, 4, x.element_size()])):
-        cache.input_theta.requires_grad_(learns)
-        saved: list[int] = []
-        given = x.detach().requires_grad_(trains)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes), lambda _: None):  # noqa: B023
-            values = cache(given)
-        assert torch.equal(values, fake_quant(x, cache.input_scale(), SPEC)) and values.dtype == dtype
-        assert saved == kept
-    with torch.no_grad():
-        assert torch.equal(cache(x), values)
-
-
 def test_switched_off_the_model_is_as_it_was_and_learned_scales_get_zeros(seed):
     model, ids = build("qwen3", "sdpa"), tokens()
     plain = model(ids, use_cache=False).logits
@@ -318,27 +129,6 @@ def test_observers_see_keys_after_their_rotation_and_count_what_is_clipped(seed)
         assert cache.input_observer.absmax == seen[name].abs().max()
         outside = ~inside_range(seen[name], cache.input_scale(), SPEC)
         assert cache.input_observer.clipped == outside.sum() > 0
-
-
-def test_activation_checkpointing_and_compilation_change_nothing(seed):
-    model, ids = build("qwen3", "sdpa"), tokens()
-    attach(model)
-
-    def gradients():
-        model.zero_grad()
-        model(ids, use_cache=False).logits.square().sum().backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-    expected = gradients()
-    assert all(value.any() for value in expected.values())
-    model.train().activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    assert all(torch.equal(value, expected[name]) for name, value in gradients().items())
-    model.eval().activation_checkpointing_disable()
-    torch._dynamo.reset()
-    model.model.layers[0].compile(fullgraph=True, backend="aot_eager")
-    for name, value in gradients().items():
-        # The same operators on the same numbers, but for decompositions whose last bits may move a code.
-        assert "theta" in name or (value - expected[name]).norm() < 0.02 * expected[name].norm(), name
 
 
 def test_prepare_switches_and_watches_keys_and_values_as_inputs(seed):

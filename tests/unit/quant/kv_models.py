@@ -1,0 +1,118 @@
+"""Tiny models with quantised keys and values, and transformers' cache that quantises what it hands out."""
+
+import random
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from quant.calibrate import Observer
+from quant.kv_cache import attach_kv_cache
+from quant.reference import effective_scale, fake_quant
+from quant.spec import PRESETS
+
+SPEC = PRESETS["fp8_kv"].kv_cache
+LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 16
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": SIZE,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+EXPERTS = {"experts_implementation": "eager"}  # grouped_mm knows no fp64
+MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+FAMILIES = {
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "qwen3_moe": (Qwen3MoeConfig, MOE),
+    "llama": (LlamaConfig, {}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "phi3": (Phi3Config, {}),
+    "gemma2": (Gemma2Config, {"sliding_window": 8}),
+    "gemma3": (Gemma3TextConfig, {"sliding_window": 8}),
+}
+
+
+def build(family, attention="eager", dtype=torch.float32):
+    """A tiny random model whose attention is not close to uniform."""
+    kind, extra = FAMILIES[family]
+    model = AutoModelForCausalLM.from_config(
+        kind(**COMMON, **extra), attn_implementation=attention, dtype=dtype, **EXPERTS
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    return model.eval()
+
+
+def attach(model, *, learn=True):
+    """Quantised keys and values, with scales that clip some of what a first forward has shown, each its own."""
+    caches = attach_kv_cache(model, SPEC, learn=learn)
+    for cache in caches.values():
+        cache.input_fake_quant, cache.input_observer = False, Observer(SPEC)
+    with torch.no_grad():
+        model(tokens(), use_cache=False)
+        for cache in caches.values():
+            cache.input_s0.copy_(cache.input_observer.absmax / 448 * random.uniform(0.3, 0.6))
+            if learn:
+                cache.input_theta.normal_(std=0.1)
+            cache.input_fake_quant, cache.input_observer = True, None
+    return caches
+
+
+def tokens(rows=2, length=24):
+    return torch.randint(1, 64, (rows, length))
+
+
+def scales(caches):
+    """Effective scales of keys and values, by layer."""
+    every = [effective_scale(c.input_s0, c.input_theta, SPEC, torch.float32).detach() for c in caches.values()]
+    return list(zip(every[::2], every[1::2], strict=True))
+
+
+class QuantisingCache(DynamicCache):
+    """transformers' cache, which hands out what it holds through ``functions[layer]``, one for keys, one for values."""
+
+    def __init__(self, config, functions):
+        super().__init__(config=config)
+        self.functions = functions
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        both = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return tuple(function(x) for function, x in zip(self.functions[layer_idx], both, strict=True))
+
+
+def reference_cache(model, caches):
+    return QuantisingCache(
+        model.config,
+        [[lambda x, s=scale: fake_quant(x, s, SPEC) for scale in pair] for pair in scales(caches)],
+    )
+
+
+def switch(caches, on):
+    for cache in caches.values():
+        cache.input_fake_quant = on
+
+
+def record_inputs(caches):
+    """Inputs of each quantiser in the next forward, by name."""
+    seen = {}
+    for name, cache in caches.items():
+        cache.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, args[0].detach()))
+    return seen
