@@ -25,9 +25,9 @@ from model.scales import load_scales
 from quant import SCHEMES, Scheme, prepare
 from tests.patience import ends
 from tests.tiny import tiny_checkpoint
-from tests.unit.engine.session.test_adapters import DS_CONFIG
-from tests.unit.engine.session.test_adapters import folder as adapter
-from tests.unit.engine.session.test_adapters import recipe as adapter_recipe
+from tests.unit.engine.session.adapted import DS_CONFIG
+from tests.unit.engine.session.adapted import folder as adapter
+from tests.unit.engine.session.adapted import recipe as adapter_recipe
 from tests.unit.engine.verify.test_presets import exported
 from tests.unit.model.mutations import of_folder
 from tests.unit.model.quantised.test_blocks import published
