@@ -16,15 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 import yaml
-from torch import nn
 
 from engine.recipe.reading import load_recipe, parse_recipe
 from engine.recipe.recipe import Recipe
-from model.save import not_loaded
-from quant import PRESETS, Quantization
-from quant.export import packed_shapes
 from tests.root import ROOT
 
 README = ROOT / "README.md"
@@ -32,7 +27,6 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "ds_configs" / "README.md"]
 TEXTS = [README, *PAGES, *OTHERS]
 SOURCES = ("data", "engine", "launch", "model", "quant")
-SIZE = 4096
 
 
 def name(path: Path) -> str:
@@ -367,54 +361,3 @@ def test_the_picture_shows_modules_that_exist() -> None:
 def test_the_picture_is_what_the_script_draws() -> None:
     draw = drawing()
     assert draw.PICTURE.read_text(encoding="utf-8") == draw.picture(), "run: python docs/draw.py"
-
-
-# Tables of schemes
-
-
-def rows() -> dict[str, list[str]]:
-    """Cells of the table of presets, by preset."""
-    text = (ROOT / "docs" / "schemes.md").read_text(encoding="utf-8")
-    lines = text.split("## The presets")[1].split("\n\n")[1].splitlines()
-    assert lines[0].startswith("| preset | weights | inputs | bits per weight | transformers |")
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    return {row[0].strip("`"): row[1:] for row in cells}
-
-
-def test_every_preset_has_its_row():
-    assert list(rows()) == list(PRESETS)
-
-
-def test_bits_per_weight_are_those_of_the_files():
-    for preset_name, preset in PRESETS.items():
-        bits = 16.0
-        if preset.linear is not None:
-            shapes = packed_shapes(SIZE, SIZE, preset.linear, torch.bfloat16)
-            count = sum(
-                torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
-                for suffix, (dtype, shape) in shapes.items()
-                if suffix not in ("input_scale", "weight_shape")
-            )
-            bits = 8 * count / SIZE**2
-        assert rows()[preset_name][2] == f"{bits:.3f}", preset_name
-    assert float(rows()["w4a16_g128"][2]) <= 4.2
-
-
-def test_the_table_says_whose_experts_transformers_does_not_load():
-    """As engine/verify/reader.py does, which the comparison with transformers proves."""
-
-    class Layer:
-        def __init__(self, scheme):
-            self.scheme = scheme
-            self.weight_zero = 0.0 if scheme.weights.has_zero_points else None
-
-    for preset_name, preset in PRESETS.items():
-        layers = {} if preset.linear is None else {"model.layers.0.mlp.experts.0.up_proj": Layer(preset.linear)}
-        expected = "yes" if not_loaded(nn.Module(), Quantization(layers, [])) is None else "dense"
-        assert rows()[preset_name][3] == expected, preset_name
-
-
-def test_the_readme_names_every_preset_once():
-    section = README.read_text(encoding="utf-8").split("## Schemes")[1].split("\n## ")[0]
-    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(PRESETS)
