@@ -208,6 +208,31 @@ def rows(title: str, times: dict[str, list[list[float]]]) -> list[str]:
     return lines
 
 
+def launched(kind: str, base: Path, rounds: int, quick: bool) -> tuple[list[str], list[str], list[str]]:
+    """A checkpoint of this kind measured by one rank and by two: rows, growths of memory, sizes of files."""
+    from tests.distributed.launcher import launch
+
+    def gigabytes(name: str) -> float:
+        return sum(file.stat().st_size for file in (base / name).glob("*.safetensors")) / 1e9
+
+    table: list[str] = []
+    memory: list[str] = []
+    make_checkpoint(kind, base / "checkpoint", quick)
+    for ranks in (1, 2):
+        paths = [str(base / name) for name in ("checkpoint", "out", "results.json")]
+        options = ["--rounds", str(rounds), "--measure", *paths]
+        done = launch(Path(__file__), *options, ranks=ranks, timeout=3000)
+        if done.returncode:
+            raise SystemExit(done.stdout[-8000:])
+        title = f"{kind}, {ranks} rank{'s' * (ranks > 1)}"
+        found = json.loads((base / "results.json").read_text())
+        table += rows(title, found)
+        grown = [f"{found['grown'][name] / 2**20:.0f}" for name in ("load", "decode")]
+        memory.append(f"{title} {' and '.join(grown)}")
+    sizes = [f"{kind} {gigabytes('checkpoint'):.2f} GB", f"{kind} in int4 {gigabytes('coded'):.2f} GB"]
+    return table, memory, sizes
+
+
 def main() -> None:
     """Launched by a user: make the checkpoints, run the ranks, write Markdown. Launched by deepspeed: measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -223,31 +248,15 @@ def main() -> None:
         measure(source, out, results, arguments.rounds)
         return
 
-    from tests.distributed.launcher import launch
-
     load = os.getloadavg()
     table: list[str] = []
     memory: list[str] = []
-    sizes = []
+    sizes: list[str] = []
     for kind in MODELS:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-            base = Path(directory)
-            make_checkpoint(kind, base / "checkpoint", arguments.quick)
-            size = sum(file.stat().st_size for file in (base / "checkpoint").glob("*.safetensors"))
-            sizes.append(f"{kind} {size / 1e9:.2f} GB")
-            for ranks in (1, 2):
-                paths = [str(base / name) for name in ("checkpoint", "out", "results.json")]
-                options = ["--rounds", str(arguments.rounds), "--measure", *paths]
-                done = launch(Path(__file__), *options, ranks=ranks, timeout=3000)
-                if done.returncode:
-                    raise SystemExit(done.stdout[-8000:])
-                title = f"{kind}, {ranks} rank{'s' * (ranks > 1)}"
-                found = json.loads((base / "results.json").read_text())
-                table += rows(title, found)
-                grown = [f"{found['grown'][name] / 2**20:.0f}" for name in ("load", "decode")]
-                memory.append(f"{title} {' and '.join(grown)}")
-            coded = sum(file.stat().st_size for file in (base / "coded").glob("*.safetensors"))
-            sizes.append(f"{kind} in int4 {coded / 1e9:.2f} GB")
+            of_kind = launched(kind, Path(directory), arguments.rounds, arguments.quick)
+        for kept, more in zip((table, memory, sizes), of_kind, strict=True):
+            kept += more
     text = "\n".join(
         [
             "# Load and export against plain safetensors",

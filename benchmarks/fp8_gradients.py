@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import timing
-from benchmarks.recovery import Bench, Size
+from benchmarks.recovery_runs import Bench, Size
 from engine.loop import Loop
 from engine.state import LoopState
 from quant import kernels

@@ -36,7 +36,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks import timing
-from benchmarks.recovery import SETTINGS, table
+from benchmarks.recovery import table
+from benchmarks.recovery_runs import SETTINGS
 from engine.loop import Loop
 from engine.recipe.reading import parse_recipe
 from engine.verify.check import Comparison, windows

@@ -43,8 +43,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks import recovery_torchao, timing
-from benchmarks.recovery import SETTINGS
 from benchmarks.recovery_inputs import load
+from benchmarks.recovery_runs import SETTINGS
 from benchmarks.recovery_start_table import Found, Run, read_runs, tables
 from engine.loop import Loop
 from engine.recipe.reading import parse_recipe

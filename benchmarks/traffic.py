@@ -119,13 +119,16 @@ class Traffic(TorchDispatchMode):
         self.bytes[name] += sum(map(_size, [*read, *written, *changed])) + partial
         self.bytes[name] += _size(read[0]) if name == TWICE else 0
         if name in GEMMS:
-            left = read[1] if name == "addmm" else read[0]
-            fp8 = "fp8, fast sums" if dict(named).get("use_fast_accum") else "fp8"
-            outcome = [*written, *changed][0]
-            # The gradient of a stack has a sum over the rows of each expert, which are all rows together.
-            times = outcome.shape[0] if left.dim() == 2 and outcome.dim() == 3 else 1
-            self.operations[fp8 if left.itemsize == 1 else "bf16"] += 2 * left.shape[-1] * outcome.numel() // times
+            self._count_operations(name, dict(named), read, [*written, *changed][0])
         return result
+
+    def _count_operations(self, name: str, named: dict[str, Any], read: list[Tensor], outcome: Tensor) -> None:
+        """Of a GEMM."""
+        left = read[1] if name == "addmm" else read[0]
+        fp8 = "fp8, fast sums" if named.get("use_fast_accum") else "fp8"
+        # The gradient of a stack has a sum over the rows of each expert, which are all rows together.
+        times = outcome.shape[0] if left.dim() == 2 and outcome.dim() == 3 else 1
+        self.operations[fp8 if left.itemsize == 1 else "bf16"] += 2 * left.shape[-1] * outcome.numel() // times
 
     def seconds(self) -> float:
         """The estimate."""

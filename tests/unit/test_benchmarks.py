@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.recovery import QUICK, Bench, sweep, zero_where_v_is_outside
+from benchmarks.recovery import sweep, zero_where_v_is_outside
+from benchmarks.recovery_runs import QUICK, Bench
 from benchmarks.recovery_torchao import loss_of
 from data.samples import IGNORE
 from engine.losses.kd import KD_KINDS
