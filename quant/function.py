@@ -236,10 +236,8 @@ class QuantLinearFunction(torch.autograd.Function):
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = zeros = None
         if needs.x or (needs.input_theta and ctx.plan.input is not None):
             grad_x, grad_input_theta, zeros = _input_gradients(ctx, saved, given, needs.weight_theta)
-        dynamic = ctx.plan.input is not None and ctx.plan.input.dynamic
-        unmasked = (
-            grad_x if saved.scales is None and (dynamic or (ctx.keeps_codes and saved.mask is not None)) else None
-        )
+        masked = (ctx.keeps_codes and saved.mask is not None) or (ctx.plan.input is not None and ctx.plan.input.dynamic)
+        unmasked = grad_x if masked and saved.scales is None else None
         if needs.weight or (needs.weight_theta and ctx.plan.weight is not None):
             used_x = used_input(ctx, saved, unmasked, after=grad)
             grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, given, used_x, needs.weight_theta)
