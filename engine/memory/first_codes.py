@@ -10,18 +10,24 @@ For each decoder layer in turn (:mod:`model.first_codes`) these live at a time:
 - for one Linear at a time either what ``quant.gptq.choose`` works in, five more matrices of that size and its rows in
   fp32, or the errors of its rows in fp64.
 
-The last two were counted by torch's profiler (tests/unit/engine/memory/test_first_codes.py); a forward of one sample
-through one layer is taken to hold the widest of its tensors four times.
+Before these rows there is the forward of one group of samples, as many as a micro-batch has rows. It is taken to hold
+the widest tensor of the layer three times and hidden states four times, or of stacked experts their inputs and outputs
+for each expert that a token goes to, with the token's hidden states :data:`COPIES` times. All these were counted by
+torch's profiler (tests/unit/engine/memory/test_first_codes.py).
 
 Tuning a layer (``blocks``, :mod:`model.first_codes.tuning`) comes after that:
 
 - the hidden states of the original, too;
 - of the rank's elements of the layer's weights two copies, an fp32 master and Adam's moments, and while it steps two
-  more fp32 tensors; of the whole layer its gradients, summed up in fp32;
-- what autograd keeps of a sample's forward, taken to be all inputs and outputs of the Linears in the model's dtype,
-  times :data:`KEPT_OF_LINEARS` or, of stacked experts, :data:`KEPT_OF_EXPERTS` (both counted, too).
+  more fp32 tensors; of the whole layer its gradients, summed up in fp32, and one weight's as it is computed;
+- what autograd keeps of a group's forward, taken to be all inputs and outputs of the Linears in the model's dtype,
+  times :data:`KEPT_OF_LINEARS`, or, of stacked experts, once for each expert that a token goes to, with the token's
+  hidden states :data:`KEPT_COPIES` times (counted, too).
 """
 
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -36,20 +42,23 @@ from quant.experts import linears_of
 
 FP64 = 8
 MATRICES = 5  # of the size of a Gram matrix, in which codes are chosen
+ADDING = FP32 + FP64  # bytes per element of a Gram matrix to which some inputs are added
 CHOOSING, ERRORS = 6, 26  # bytes per element of a Linear that are chosen at once, whose errors are measured
 TUNED = 2 + 2 + 4 + 8  # bytes per own element while a layer is tuned: two copies, master, moments
 STEPPING = 2 * FP32  # and in Adam's step
 GRADIENTS = FP32 + 2  # per element of the whole layer: the sum, and what comes out of a backward
-KEPT_OF_LINEARS, KEPT_OF_EXPERTS = 2.0, 1.1
+KEPT_OF_LINEARS = 1.8
+# Of a token's hidden states for each of its experts and each stack of these: in a forward, and for its backward.
+COPIES, KEPT_COPIES = 1.0, 2.35
 KEPT = 3  # bytes per element of a row that was chosen: its bf16 weight and its code
 
 
 @dataclass(frozen=True)
 class _Samples:
-    """Of one rank: how many tokens, and the most of one sample."""
+    """Of one rank: how many tokens, and the most of a group that goes through a layer together."""
 
     tokens: int
-    longest: int
+    together: int
 
 
 def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) -> int:
@@ -75,28 +84,69 @@ def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) ->
     most = 0
     for name, block in blocks.items():
         gathered = sum(map(_bytes, block.parameters())) if partitioned else 0
-        running = 4 * samples.longest * _widest(block) * size
+        layers = {path: one for path, one in student.quantization.layers.items() if path.startswith(f"{name}.")}
+        tokens = _Tokens(samples.together * size, config.hidden_size, _experts_per_token(config))
+        running = max(
+            tokens.of_feature * (3 * _widest(block) + 4 * config.hidden_size),
+            tokens.of_experts(layers.values(), COPIES),
+        )
         share = settings.ranks if partitioned else 1
         steps = [
-            _of_step([[student.quantization.layers[one] for one in names] for names in sets], share)
+            _of_step([[layers[one] for one in names] for names in sets], share, running)
             for sets in quantised_together(student.model, student.quantization, name)
         ]
-        work = running + max([outside, *steps])
+        work = max([running + outside, *steps])
         if tunes:
-            inside_block = [one for path, one in student.quantization.layers.items() if path.startswith(f"{name}.")]
-            work = max(work, _of_tuning(inside_block, share, samples.longest * size, _experts_per_token(config)))
+            work = max(work, _of_tuning(layers, share, tokens))
         most = max(most, gathered + work)
     return hidden + most
 
 
 def _samples(recipe: Recipe, rows: int) -> _Samples:
-    length = recipe.data.max_length
-    return _Samples(max(1, recipe.quant.calibration_batches) * rows * length, length)
+    together = rows * recipe.data.max_length
+    return _Samples(max(1, recipe.quant.calibration_batches) * together, together)
 
 
-def _of_step(sets: list[list[QuantLayer]], share: int) -> int:
-    """Gram matrices of some sets of layers, the rows that were chosen, and the worst moment of choosing one more
-    Linear, of which a rank has one of ``share`` parts."""
+@dataclass(frozen=True)
+class _Tokens:
+    """A group of samples in a decoder layer.
+
+    Attributes:
+        of_feature: bytes of one feature of all its tokens.
+        hidden: features of the hidden states.
+        experts: how many a token goes to; None where nobody knows, which counts all.
+    """
+
+    of_feature: int
+    hidden: int
+    experts: int | None
+
+    def chosen(self, count: int) -> int:
+        """To how many of ``count`` experts a token goes."""
+        return min(self.experts or count, count)
+
+    def of_experts(self, layers: Iterable[QuantLayer], copies: float) -> int:
+        """Bytes of inputs and outputs of stacked experts, with ``copies`` of the hidden states for each stack."""
+        features = [
+            self.chosen(one.num_experts) * (one.in_features + one.out_features + copies * self.hidden)
+            for one in layers
+            if one.projections
+        ]
+        return round(sum(features) * self.of_feature)
+
+    def of_linears(self, layers: Mapping[str, QuantLayer]) -> int:
+        """Bytes of inputs and outputs of the others; experts that are modules of their own have some of the tokens."""
+        alike: dict[str, list[QuantLayer]] = defaultdict(list)
+        for name, one in layers.items():
+            if not one.projections:
+                alike[re.sub(r"\.\d+\.", ".*.", name)].append(one)
+        features = [self.chosen(len(ones)) * (ones[0].in_features + ones[0].out_features) for ones in alike.values()]
+        return sum(features) * self.of_feature
+
+
+def _of_step(sets: list[list[QuantLayer]], share: int, running: int) -> int:
+    """Gram matrices of some sets of layers, and beside them either a forward or the rows that were chosen, and the
+    worst moment of choosing one more Linear, of which a rank has one of ``share`` parts."""
     grams = kept = worst = 0
     for layers in sets:
         experts = layers[0].num_experts if layers[0].projections else 1
@@ -106,27 +156,17 @@ def _of_step(sets: list[list[QuantLayer]], share: int) -> int:
             for part in linears_of("", layer):
                 own, gram = part.out_features * part.in_features // share, part.in_features**2
                 worst = max(worst, MATRICES * FP64 * gram + CHOOSING * own, FP32 * gram + ERRORS * own)
-    return grams + kept + worst
+    adding = ADDING * max(layers[0].in_features ** 2 for layers in sets)
+    return grams + max(running + adding, kept + worst)
 
 
-def _of_tuning(layers: list[QuantLayer], share: int, sample: int, experts: int | None) -> int:
-    """While the weights of a decoder layer are tuned, of which a rank has one of ``share`` parts.
-
-    Args:
-        layers: those that are tuned.
-        share: see above.
-        sample: bytes of one feature of the longest sample.
-        experts: how many a token goes to; None where nobody knows, which counts all.
-    """
-    weights = sum(layer.weight.numel() for layer in layers)
-    own, kept = weights // share, 0.0
-    for layer in layers:
-        features = layer.in_features + layer.out_features
-        if layer.projections:
-            kept += KEPT_OF_EXPERTS * features * min(experts or layer.num_experts, layer.num_experts)
-        else:
-            kept += KEPT_OF_LINEARS * features
-    return TUNED * own + max(GRADIENTS * weights + round(kept * sample), STEPPING * own + FP32 * weights)
+def _of_tuning(layers: Mapping[str, QuantLayer], share: int, tokens: _Tokens) -> int:
+    """While the weights of a decoder layer are tuned, of which a rank has one of ``share`` parts."""
+    weights = sum(layer.weight.numel() for layer in layers.values())
+    largest = max(layer.weight.numel() for layer in layers.values())
+    own = weights // share
+    kept = round(KEPT_OF_LINEARS * tokens.of_linears(layers)) + tokens.of_experts(layers.values(), KEPT_COPIES)
+    return TUNED * own + max(GRADIENTS * weights + FP32 * largest + kept, STEPPING * own + FP32 * weights)
 
 
 def _experts_per_token(config: PreTrainedConfig) -> int | None:

@@ -168,15 +168,38 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
         return samples
 
 
-def samples_on_all_ranks(batches: Iterable[MicroBatch]) -> Iterator[tuple[torch.Tensor, bool]]:
-    """The samples of batches, ``input_ids`` [1, T] without padding, as many on every rank; and whether they count: a
-    rank that has fewer goes along with some tokens that do not. A collective for each batch."""
-    for batch in batches:
-        samples = list(sample_inputs(batch))
-        most = int(reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
-        for index in range(most):
-            counts = index < len(samples)
-            yield samples[index] if counts else batch["input_ids"][:1, :2], counts
+def samples_on_all_ranks(batches: Iterable[MicroBatch], together: int = 1) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The samples of all batches without padding, in groups of equal length, as many groups on every rank; a collective
+    before the first.
+
+    Args:
+        batches: as many on every rank.
+        together: samples of a group at most.
+
+    Yields:
+        ``input_ids`` [n, T] of a group, and whether they count: a rank that has fewer groups goes along with some
+        tokens that do not.
+    """
+    given = list(batches)
+    groups = _of_equal_length((ids for batch in given for ids in sample_inputs(batch)), together)
+    most = int(reduce_over_ranks(torch.tensor(len(groups)), dist.ReduceOp.MAX))
+    for index in range(most):
+        counts = index < len(groups)
+        yield groups[index] if counts else given[0]["input_ids"][:1, :2], counts
+
+
+def _of_equal_length(samples: Iterable[torch.Tensor], most: int) -> list[torch.Tensor]:
+    """``input_ids`` [1, T] of samples to those of groups [n, T], in the order of the first of each."""
+    groups: list[list[torch.Tensor]] = []
+    filling: dict[int, list[torch.Tensor]] = {}
+    for ids in samples:
+        group = filling.setdefault(ids.shape[1], [])
+        if not group:
+            groups.append(group)
+        group.append(ids)
+        if len(group) == most:
+            del filling[ids.shape[1]]
+    return [torch.cat(group) for group in groups]
 
 
 def _hold_out(

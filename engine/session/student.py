@@ -229,13 +229,16 @@ def first_codes(
     device: torch.device,
 ) -> None:
     """Choose the codes that training starts with by the samples of ``batches``, as many on every rank, and move the
-    weights there; a collective, after :func:`initial_scales`."""
+    weights there; a collective, after :func:`initial_scales`. As many samples as a micro-batch has rows go through the
+    model together where they are equally long."""
     if is_quantised(Path(recipe.model.path)):
         raise_everywhere(
             f"quant.first_codes: {recipe.quant.first_codes}, expected nearest: {recipe.model.path} has codes of its own"
         )
-    rows = recipe.data.micro_batch_size if recipe.quant.first_codes == "blocks" else None
-    choose_first_codes(model, quantization, list(samples_on_all_ranks(batches)), device, tuned_rows=rows)
+    rows = recipe.data.micro_batch_size
+    groups = list(samples_on_all_ranks(batches, together=rows))
+    tuned_rows = rows if recipe.quant.first_codes == "blocks" else None
+    choose_first_codes(model, quantization, groups, device, tuned_rows=tuned_rows)
 
 
 def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:

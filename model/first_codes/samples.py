@@ -1,7 +1,8 @@
 """Some samples, led through the decoder layers of a model one layer at a time, each of which is gathered alone.
 
-They go through the whole model once, to learn what each decoder layer is called with beside its hidden states. From
-then on a layer can be run by itself, on the hidden states of all samples.
+They come in groups of equal length, which go through a layer together: each time a layer runs, its weights are
+quantised. They go through the whole model once, to learn what each decoder layer is called with beside its hidden
+states. From then on a layer can be run by itself, on the hidden states of all samples.
 """
 
 from collections.abc import Sequence
@@ -30,16 +31,18 @@ class Samples:
 
     Attributes:
         layers: names of the decoder layers in the order in which they run.
-        hidden: hidden states ``[1, T, H]`` of each sample, now those before the layer that comes next.
-        inputs: of each sample, what each layer gets beside them.
+        sizes: how many samples each group has.
+        hidden: hidden states ``[n, T, H]`` of each group, now those before the layer that comes next.
+        inputs: of each group, what each layer gets beside them.
     """
 
     layers: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
     inputs: list[dict[str, Inputs]] = field(default_factory=list)
 
     def run(self, block: nn.Module, name: str, index: int, hidden: Tensor) -> Tensor:
-        """What a decoder layer, which is gathered, makes of some hidden states of a sample."""
+        """What a decoder layer, which is gathered, makes of some hidden states of a group."""
         args, kwargs = self.inputs[index][name]
         return _first(block(hidden, *args, **kwargs))
 
@@ -119,6 +122,7 @@ def record(
                     model(input_ids=ids.to(device), use_cache=False)
                 found.layers = found.layers or list(seen)
                 if counts:
+                    found.sizes.append(len(ids))
                     found.hidden.append(hidden[0])
                     found.inputs.append(dict(calls))
     finally:

@@ -43,10 +43,11 @@ def choose_first_codes(
 
     Args:
         model, quantization: the quantised model; weights and their scales are loaded.
-        samples: ``input_ids [1, T]``, as many on every rank, and whether each counts: one that does not goes along
-            with other ranks' samples.
+        samples: ``input_ids [n, T]`` of groups that go through a layer together, as many groups on every rank, and
+            whether each counts: one that does not goes along with other ranks' samples.
         device: where the samples go.
-        tuned_rows: samples per rank of a step of tuning each decoder layer; None where GPTQ's codes are it.
+        tuned_rows: samples per rank of a step of tuning each decoder layer, which takes whole groups; None where
+            GPTQ's codes are it.
 
     Raises:
         RankError: on every rank: no decoder layers, or some that do not run once each, one behind the other; inputs
@@ -107,7 +108,7 @@ def _choose_in(
 def _say(quantization: Quantization, samples: Samples, done: Sequence[str], errors: str) -> None:
     left = [name for name in quantization.layers if name not in done]
     kept = f"; nearest codes: {listed(left, 5)}" if left else ""
-    count = int(reduce_over_ranks(torch.tensor(len(samples.hidden))))
+    count = int(reduce_over_ranks(torch.tensor(sum(samples.sizes))))
     say(f"gptq: {len(done)} layers, {count} samples, {errors}{kept}")
 
 

@@ -80,9 +80,9 @@ def tune(
         quantization: its fake quant is on in this layer, and off or on as it will be in those before it.
         block, name: the decoder layer.
         samples: with the hidden states before it.
-        targets: what it gave for each sample when nothing was quantised, ``[1, T, H]``.
+        targets: what it gave for each group when nothing was quantised, ``[n, T, H]``.
         originals: of :func:`own_weights`, before any codes were chosen.
-        rows: samples of a step, on each rank.
+        rows: samples of a step, on each rank: groups until there are as many.
         errors: those of this layer are added.
         progress: is called after each step.
     """
@@ -90,7 +90,7 @@ def tune(
     with gathered(block.parameters()):
         before, tokens = _error(block, name, samples, targets)
         tuned = _Tuned(layers)
-    order = _Order(len(samples.hidden))
+    order = _Order(samples.sizes)
     for step in range(STEPS):
         with gathered(block.parameters()):
             tuned.show_scales()
@@ -113,17 +113,22 @@ def tune(
 
 
 class _Order:
-    """Indices of samples in rounds, each in an order of its own."""
+    """Indices of groups in rounds, each in an order of its own."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         self._left: list[int] = []
-        self._count = count
+        self._sizes = sizes
         self._random = random.Random(0)
 
-    def take(self, count: int) -> list[int]:
-        while len(self._left) < min(count, self._count):
-            self._left += self._random.sample(range(self._count), self._count)
-        taken, self._left = self._left[:count], self._left[count:]
+    def take(self, rows: int) -> list[int]:
+        """Groups until they have so many samples, or as many as there are."""
+        taken: list[int] = []
+        wanted = min(rows, sum(self._sizes))
+        while wanted > 0:
+            if not self._left:
+                self._left = self._random.sample(range(len(self._sizes)), len(self._sizes))
+            taken.append(self._left.pop(0))
+            wanted -= self._sizes[taken[-1]]
         return taken
 
 
@@ -261,7 +266,7 @@ def _gradients(
     chosen: Sequence[int],
     parameters: Sequence[nn.Parameter],
 ) -> list[Tensor]:
-    """Of the summed errors of some samples of each rank, whole and fp32; the layer is gathered. A collective."""
+    """Of the summed errors of some groups of each rank, whole and fp32; the layer is gathered. A collective."""
     sums = [torch.zeros(parameter.shape, device=parameter.device) for parameter in parameters]
     with torch.enable_grad():
         for index in chosen:

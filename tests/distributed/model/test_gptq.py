@@ -1,13 +1,17 @@
 """quant.first_codes gptq on two ranks under ZeRO-3: the codes of one process, in the export and in the first step."""
 
+import json
+import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from model.first_codes import choose_first_codes, tuning
 from quant import SCHEMES
 from quant.gptq import takes
 from tests.distributed.engine.test_adapters import MANY, every_scheme
@@ -16,6 +20,9 @@ from tests.distributed.recipes import write_chats, write_recipe
 from tests.patience import PATIENCE
 from tests.root import ROOT
 from tests.tiny import tiny_checkpoint
+from tests.unit.model.first_codes.test_gptq import quantised
+
+GROUPS = Path(__file__).parent / "scripts" / "groups.py"
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +106,33 @@ def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made, name
     scales = [key for key in tensors if key.endswith(("input_global_scale", "k_scale", "v_scale"))]
     assert len(scales) > 8 and all(0 < float(tensors[key]) < float("inf") for key in scales)
     assert said.index("gptq: ") < said.index("calibrat")
+
+
+def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, monkeypatch, capfd):
+    """Three groups on one rank, five on the other, each of samples of equal length: what they say is what one process
+    says of all samples one by one."""
+    tiny_checkpoint(tmp_path / "model", "qwen3_moe", wide=True)
+    same, *others = random.sample(range(20, 50), 6)
+    lengths = [[[same, same, same], [same, same, others[0]]], [[others[0], others[1]], others[2:]]]
+    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
+    said = run_ranks(GROUPS, tmp_path)
+    found = [torch.load(tmp_path / f"found_{rank}.pt") for rank in range(2)]
+    given = [[ids for ids, counts in one["given"] if counts] for one in found]
+    assert [len(one["given"]) for one in found] == [5, 5] and [len(one) for one in given] == [3, 5]
+    assert [tuple(ids.shape) for ids in given[0]] == [(4, same), (1, same), (1, others[0])]
+    assert [tuple(ids.shape) for ids in given[1]] == [(1, length) for length in others]
+    assert all(torch.equal(weight, found[1]["weights"][name]) for name, weight in found[0]["weights"].items())
+
+    monkeypatch.setattr(tuning, "STEPS", 20)
+    capfd.readouterr()
+    alone, quantization = quantised(tmp_path, "model", "w2a16_g32")
+    singles = [(ids[None], True) for group in given[0] + given[1] for ids in group]
+    choose_first_codes(alone, quantization, singles, torch.device("cpu"), tuned_rows=8)
+    pattern = (
+        r"gptq: 12 layers, 11 samples, .*outputs (\S+), .*nearest codes (\S+?); of decoder layers (\S+),.* (\S+)\n"
+    )
+    ours, theirs = (list(map(float, re.search(pattern, text).groups())) for text in (said, capfd.readouterr().out))
+    assert ours == pytest.approx(theirs, rel=0.05) and ours[2] < 0.9 * ours[3]
 
 
 @pytest.mark.full

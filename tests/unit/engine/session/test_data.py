@@ -1,17 +1,20 @@
 """From the recipe's data section to batches; on one rank, without a process group."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from data.held_out import HeldOut
-from data.loader import Loader
+from data.loader import Loader, pack_rows, pad
+from data.samples import Sample
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import DataRecipe, EvalRecipe, ModelRecipe, TrainRecipe
-from engine.session.context import build_loader
+from engine.session.context import build_loader, samples_on_all_ranks
 from model.ranks import RankError
 from tests.tiny import TEXT, tiny_checkpoint
 
@@ -107,3 +110,27 @@ def test_special_tokens_that_are_spelled_out_are_counted_or_refused(folder, caps
         build(folder, chats, special_tokens="refuse")
     with pytest.raises(RankError, match=r"spelled\.txt:4: found the special token"):
         build(folder, texts, kind="text", max_length=16, special_tokens="refuse")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_samples_of_equal_length_go_together(packed):
+    """All of them without padding, in groups that are full but for the last of each length, by their first ones."""
+    lengths = [random.choice((3, 5, 8)) for _ in range(24)]
+    samples = [Sample(*(np.full(length, index, dtype=np.int32),) * 2) for index, length in enumerate(lengths)]
+    rows = [[3 * row, 3 * row + 1, 3 * row + 2] for row in range(8)] if packed else [[row] for row in range(24)]
+    batches = [
+        pack_rows(samples, rows[first : first + 4], 0, 24) if packed else pad(samples, rows[first : first + 4], 0)
+        for first in range(0, len(rows), 4)
+    ]
+    for together in (1, random.randint(2, 9)):
+        groups = list(samples_on_all_ranks(batches, together))
+        assert all(counts for _, counts in groups)
+        found = [ids[:, 0].tolist() for ids, _ in groups]
+        assert [one[0] for one in found] == sorted(one[0] for one in found)
+        for (ids, _), members in zip(groups, found, strict=True):
+            assert ids.tolist() == [[one] * lengths[one] for one in members]
+        for length in set(lengths):
+            alike = [members for members in found if lengths[members[0]] == length]
+            assert [one for members in alike for one in members] == [i for i in range(24) if lengths[i] == length]
+            assert all(len(members) == together for members in alike[:-1]) and len(alike[-1]) <= together
+    assert list(samples_on_all_ranks([])) == []

@@ -1,12 +1,14 @@
 """Decoder layers tuned after GPTQ, in one process: what comes nearer, what stays, and what is put back."""
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from model.first_codes import choose_first_codes, tuning
+from model.first_codes import choose_first_codes, decoder_layers, tuning
+from model.first_codes.samples import record
 from quant import Quantization
 from quant.scale import first_input_scale
 from tests.unit.model.first_codes.test_gptq import CPU, inputs_of, quantised, samples, seed
@@ -170,10 +172,62 @@ def test_experts_that_no_token_reaches_stay(tmp_path):
 
 
 def test_every_sample_is_seen_as_often_as_any_other():
-    order = tuning._Order(7)
+    order = tuning._Order([1] * 7)
     seen = [index for _ in range(14) for index in order.take(3)]
     assert sorted(seen) == sorted(list(range(7)) * 6)
-    assert sorted(tuning._Order(2).take(5)) == [0, 1] and tuning._Order(0).take(3) == []
+    assert sorted(tuning._Order([1, 1]).take(5)) == [0, 1] and tuning._Order([]).take(3) == []
+
+
+def test_a_step_takes_groups_until_it_has_its_samples():
+    sizes = [random.randint(1, 6) for _ in range(random.randint(2, 9))]
+    rows = random.randint(1, sum(sizes))
+    order, seen = tuning._Order(sizes), []
+    while len(seen) < 4 * len(sizes):
+        taken = order.take(rows)
+        counts = [sizes[index] for index in taken]
+        assert sum(counts) >= rows > sum(counts[:-1])
+        seen += taken
+    times = [seen.count(index) for index in range(len(sizes))]
+    assert max(times) - min(times) <= 1
+    assert sorted(tuning._Order(sizes).take(sum(sizes) + 1)) == list(range(len(sizes)))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_gradients_of_a_group_are_the_sums_of_its_samples(tmp_path, kind):
+    model, quantization = quantised(tmp_path, kind, "w4a16_g32")
+    model = model.float().eval()
+    blocks = decoder_layers(model, quantization)
+    name, block = next(iter(blocks.items()))
+    with torch.no_grad():
+        parameters = tuning._Tuned(
+            {one: layer for one, layer in quantization.layers.items() if one.startswith(name)}
+        ).parameters
+    groups = [torch.randint(300, (n, length)) for n, length in ((4, 24), (3, 31), (1, 20))]
+    found = []
+    for given in (groups, [one[None] for ids in groups for one in ids]):
+        with torch.no_grad(), quantization.paused():
+            samples = record(model, blocks, [(ids, True) for ids in given], CPU)
+            targets = list(samples.hidden)
+            samples.advance(block, name, targets)
+        everything = range(len(given))
+        found.append(tuning._gradients(block, name, samples, targets, everything, parameters))
+        error, tokens = tuning._error(block, name, samples, targets)
+        assert tokens == sum(ids.numel() for ids in groups) and sum(samples.sizes) == 8
+        found[-1].append(torch.tensor(error))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.any() and torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6 * float(theirs.abs().max()))
+
+
+def test_samples_of_equal_length_take_one_forward_of_a_layer_per_step(tmp_path):
+    """Each forward quantises the layer's weights."""
+    model, quantization = quantised(tmp_path, "qwen3", "w2a16_g32")
+    forwards = []
+    model.model.layers[1].register_forward_pre_hook(
+        lambda module, args: forwards.append(len(args[0])) if torch.is_grad_enabled() else None
+    )
+    given = [(torch.randint(300, (4, 24)), True) for _ in range(3)]
+    choose_first_codes(model, quantization, given, CPU, tuned_rows=4)
+    assert forwards == [4] * tuning.STEPS
 
 
 def test_the_error_of_a_token_is_beside_its_size():
