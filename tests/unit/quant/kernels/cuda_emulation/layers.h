@@ -1,0 +1,114 @@
+// What is fused into layers, and what GEMMs of codes need, on both backends.
+
+#pragma once
+
+#include "random_tensors.h"
+
+namespace {
+
+// Rows of a multiple of eight, at most a segment, with one scale.
+struct NormCase : ScaledCase {
+  int64_t features = std::min<int64_t>(kSegment, (block + 7) / 8 * 8), rows = numel / features;
+  Buffer weight{features, size_of(dtype), any_offset(), 0};
+
+  explicit NormCase(const char* name) : ScaledCase(name, false) {
+    what += " rows " + std::to_string(rows);
+    scales = {scales.s0, nullptr, Dtype::kFloat32, Stored::kFloat32, 1, rows * features};
+    for (int64_t i = 0; i < features; ++i) put(weight, dtype, i, 1.0 + 0.3 * normal());
+  }
+};
+
+void test_norms() {
+  NormCase c("norms");
+  if (c.rows == 0) return;
+  const int64_t numel = c.rows * c.features, size = size_of(c.dtype);
+  const bool valued = chance(0.5), masked = chance(0.8);
+  Result codes(numel, 1, any_offset()), mask(numel / 8, 1, below(3)), values(numel, size, any_offset());
+  Result rstd(c.rows, 4, below(3));
+  cpu::rms_norm_quantize(c.x.data(), c.weight.data(), c.dtype, c.rows, c.features, 1e-6f, c.scales, c.grid,
+                         codes.cpu.data(), masked ? static_cast<uint8_t*>(mask.cpu.data()) : nullptr,
+                         valued ? values.cpu.data() : nullptr, static_cast<float*>(rstd.cpu.data()));
+  cuda::rms_norm_quantize(c.x.data(), c.weight.data(), c.dtype, c.rows, c.features, 1e-6f, c.scales, c.grid,
+                          codes.cuda.data(), masked ? static_cast<uint8_t*>(mask.cuda.data()) : nullptr,
+                          valued ? values.cuda.data() : nullptr, static_cast<float*>(rstd.cuda.data()), stream);
+  rstd.compare("rstd", Dtype::kFloat32);
+  codes.compare("codes");
+  if (valued) values.compare("values", c.dtype);
+  if (masked) mask.compare("mask");
+
+  Buffer inside(numel / 8, 1, below(3), 0);
+  for (int64_t i = 0; i < numel / 8; ++i) static_cast<uint8_t*>(inside.data())[i] = static_cast<uint8_t>(random_bits());
+  const bool weighted = chance(0.8);
+  Result grad_x(numel, size, any_offset()), partial(sums_of_rows(c.rows) * c.features, 4, below(3));
+  Result grad_weight(c.features, size, any_offset());
+  const auto* r = static_cast<float*>(rstd.cpu.data());
+  const auto* bits = static_cast<uint8_t*>(inside.data());
+  cpu::rms_norm_backward(c.grad.data(), c.x.data(), c.weight.data(), r, bits, c.dtype, c.rows, c.features,
+                         grad_x.cpu.data(), weighted ? static_cast<float*>(partial.cpu.data()) : nullptr,
+                         weighted ? grad_weight.cpu.data() : nullptr);
+  cuda::rms_norm_backward(c.grad.data(), c.x.data(), c.weight.data(), r, bits, c.dtype, c.rows, c.features,
+                          grad_x.cuda.data(), weighted ? static_cast<float*>(partial.cuda.data()) : nullptr,
+                          weighted ? grad_weight.cuda.data() : nullptr, stream);
+  grad_x.compare("grad_x", c.dtype);
+  if (weighted) grad_weight.compare("grad_weight", c.dtype);
+}
+
+void test_swiglu() {
+  ScaledCase c("swiglu", false);
+  const int64_t size = size_of(c.dtype);
+  c.scales = {c.scales.s0, nullptr, Dtype::kFloat32, Stored::kFloat32, 1, c.numel};
+  const bool valued = chance(0.5);
+  Result codes(c.numel, 1, any_offset()), mask((c.numel + 7) / 8, 1, below(3)), values(c.numel, size, any_offset());
+  cpu::silu_mul_quantize(c.x.data(), c.grad.data(), c.dtype, c.scales, c.grid, codes.cpu.data(),
+                         static_cast<uint8_t*>(mask.cpu.data()), valued ? values.cpu.data() : nullptr);
+  cuda::silu_mul_quantize(c.x.data(), c.grad.data(), c.dtype, c.scales, c.grid, codes.cuda.data(),
+                          static_cast<uint8_t*>(mask.cuda.data()), valued ? values.cuda.data() : nullptr, stream);
+  codes.compare("codes");
+  mask.compare("mask");
+  if (valued) values.compare("values", c.dtype);
+  Result grad_gate(c.numel, size, any_offset()), grad_up(c.numel, size, any_offset());
+  const auto* bits = static_cast<uint8_t*>(mask.cpu.data());
+  cpu::silu_mul_backward(c.grad.data(), c.x.data(), c.grad.data(), bits, c.dtype, c.numel, grad_gate.cpu.data(),
+                         grad_up.cpu.data());
+  cuda::silu_mul_backward(c.grad.data(), c.x.data(), c.grad.data(), bits, c.dtype, c.numel, grad_gate.cuda.data(),
+                          grad_up.cuda.data(), stream);
+  grad_gate.compare("grad_gate", c.dtype);
+  grad_up.compare("grad_up", c.dtype);
+}
+
+void test_quantize_gradient() {
+  Case c("quantize_gradient");
+  const int64_t rows = c.count, columns = c.block, length = whole_row(rows);
+  const int grid = chance(0.5) ? kE5M2Grid : kE4M3Grid;
+  what += " grid " + std::to_string(grid);
+  float largest, partial[8];
+  cpu::amax(c.grad.data(), c.dtype, 1, c.numel, partial, &largest);
+  Result codes(c.numel, 1, any_offset()), scale(1, 4, below(3));
+  Result transposed(columns * length, 1, 8 * below(2)), again(columns * length, 1, 8 * below(2));
+  cpu::quantize_gradient(c.grad.data(), c.dtype, grid, rows, columns, &largest, codes.cpu.data(), transposed.cpu.data(),
+                         static_cast<float*>(scale.cpu.data()));
+  cuda::quantize_gradient(c.grad.data(), c.dtype, grid, rows, columns, &largest, codes.cuda.data(),
+                          transposed.cuda.data(), static_cast<float*>(scale.cuda.data()), stream);
+  codes.compare("codes");
+  transposed.compare("transposed codes");
+  scale.compare("scale", Dtype::kFloat32);
+  cpu::transpose_codes(codes.cpu.data(), rows, columns, again.cpu.data());
+  cuda::transpose_codes(codes.cuda.data(), rows, columns, again.cuda.data(), stream);
+  again.compare("codes that were transposed");
+  if (memcmp(again.cpu.data(), transposed.cpu.data(), again.cpu.bytes()) != 0) fail("both transposes differ");
+}
+
+void test_quantize_transposed() {
+  ScaledCase c("quantize_transposed", chance(0.5));
+  const int64_t rows = c.count, columns = c.block;
+  const Scales one{c.scales.s0, c.scales.theta, c.theta_dtype, Stored::kFloat32, 1, c.numel};
+  Result transposed(columns * whole_row(rows), 1, 8 * below(2)), scale(1, 4, below(3));
+  cpu::quantize_transposed(c.x.data(), c.dtype, one, rows, columns, transposed.cpu.data(),
+                           static_cast<float*>(scale.cpu.data()));
+  cuda::quantize_transposed(c.x.data(), c.dtype, one, rows, columns, transposed.cuda.data(),
+                            static_cast<float*>(scale.cuda.data()), stream);
+  transposed.compare("transposed codes");
+  scale.compare("scale", Dtype::kFloat32);
+}
+
+}  // namespace

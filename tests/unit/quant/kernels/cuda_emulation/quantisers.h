@@ -1,0 +1,194 @@
+// The quantisers, their backward and the sums on both backends.
+
+#pragma once
+
+#include "random_tensors.h"
+
+namespace {
+
+void test_effective_scale() {
+  ScaledCase c("effective_scale", chance(0.8));
+  Result out(c.count, 4, below(3));
+  cpu::effective_scale(c.scales, static_cast<float*>(out.cpu.data()));
+  cuda::effective_scale(c.scales, static_cast<float*>(out.cuda.data()), stream);
+  out.compare("scale", Dtype::kFloat32);
+}
+
+void test_quantize() {
+  ScaledCase c("quantize", chance(0.5));
+  const bool masked = chance(0.6);
+  const bool valued = chance(0.5);
+  what += std::string(masked ? " with mask" : "") + (valued ? " with values" : "");
+  Result codes(c.numel, 1, any_offset()), mask((c.numel + 7) / 8, 1, below(3));
+  Result values(c.numel, size_of(c.dtype), any_offset());
+  auto* cpu_mask = masked ? static_cast<uint8_t*>(mask.cpu.data()) : nullptr;
+  auto* cuda_mask = masked ? static_cast<uint8_t*>(mask.cuda.data()) : nullptr;
+  Result effective(c.count, 4, below(3));
+  const bool scaled = chance(0.5);
+  cpu::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cpu.data(), cpu_mask,
+                valued ? values.cpu.data() : nullptr, scaled ? static_cast<float*>(effective.cpu.data()) : nullptr);
+  cuda::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cuda.data(), cuda_mask,
+                 valued ? values.cuda.data() : nullptr, scaled ? static_cast<float*>(effective.cuda.data()) : nullptr,
+                 stream);
+  codes.compare("codes");
+  if (scaled) effective.compare("scales beside codes", Dtype::kFloat32);
+  if (valued) values.compare("values", c.dtype);
+  if (!masked) return;
+  mask.compare("mask");
+
+  Result out(c.numel, size_of(c.dtype), any_offset());
+  cpu::masked(c.grad.data(), cpu_mask, c.dtype, c.numel, out.cpu.data());
+  cuda::masked(c.grad.data(), cuda_mask, c.dtype, c.numel, out.cuda.data(), stream);
+  out.compare("masked");
+
+  Result values_too(c.numel, size_of(c.dtype), any_offset()), grad(c.numel, size_of(c.dtype), any_offset());
+  memcpy(grad.cpu.data(), c.grad.data(), c.numel * size_of(c.dtype));
+  memcpy(grad.cuda.data(), c.grad.data(), c.numel * size_of(c.dtype));
+  cpu::dequantize_and_mask(codes.cpu.data(), c.scales, c.grid, c.dtype, values_too.cpu.data(), grad.cpu.data(), cpu_mask);
+  cuda::dequantize_and_mask(codes.cpu.data(), c.scales, c.grid, c.dtype, values_too.cuda.data(), grad.cuda.data(),
+                            cpu_mask, stream);
+  values_too.compare("dequantised while masking", c.dtype);
+  grad.compare("masked while dequantising");
+}
+
+void test_dequantize() {
+  ScaledCase c("dequantize", chance(0.5));
+  Buffer codes(c.numel, 1, any_offset(), 0);
+  for (int64_t i = 0; i < c.numel; ++i) static_cast<uint8_t*>(codes.data())[i] = static_cast<uint8_t>(below(256));
+  Result out(c.numel, size_of(c.dtype), any_offset());
+  Result zeros(c.count, size_of(c.theta_dtype), below(3));
+  const bool zeroed = c.scales.theta != nullptr && chance(0.5);
+  cpu::dequantize(codes.data(), c.scales, c.grid, c.dtype, out.cpu.data(), zeroed ? zeros.cpu.data() : nullptr);
+  cuda::dequantize(codes.data(), c.scales, c.grid, c.dtype, out.cuda.data(), zeroed ? zeros.cuda.data() : nullptr, stream);
+  out.compare("dequantized", c.dtype);
+  if (!zeroed) return;
+  zeros.compare("zeros");
+  for (int64_t i = 0; i < c.count; ++i)
+    if (bits_of(get(zeros.cpu, c.theta_dtype, i)) != 0) fail("a zero is none");
+}
+
+void test_fake_quantize() {
+  ScaledCase c("fake_quantize", chance(0.5));
+  Result out(c.numel, size_of(c.dtype), any_offset());
+  cpu::fake_quantize(c.x.data(), c.dtype, c.scales, c.grid, out.cpu.data());
+  cuda::fake_quantize(c.x.data(), c.dtype, c.scales, c.grid, out.cuda.data(), stream);
+  out.compare("fake-quantised", c.dtype);
+}
+
+void test_backward() {
+  const bool learned = chance(0.8), of_weight = chance(0.5);
+  ScaledCase c("fake_quantize_backward", learned);
+  const int64_t sums = c.count * segments_of(c.block);
+  Result grad_x(c.numel, size_of(c.dtype), any_offset());
+  Result grad_theta(c.count, size_of(c.theta_dtype), below(3)), partial(sums, 4, below(3));
+  cpu::fake_quantize_backward(c.grad.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, of_weight,
+                              grad_x.cpu.data(), static_cast<float*>(partial.cpu.data()),
+                              learned ? grad_theta.cpu.data() : nullptr);
+  Reduction reduction;
+  cuda::fake_quantize_backward(c.grad.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, of_weight,
+                               grad_x.cuda.data(), static_cast<float*>(partial.cuda.data()),
+                               learned ? grad_theta.cuda.data() : nullptr,
+                               stream);
+  if (learned) reduction.check(c);
+  grad_x.compare("grad_x", c.dtype);
+  if (learned) grad_theta.compare("grad_theta", c.theta_dtype);
+}
+
+void test_amax() {
+  Case c("amax");
+  Result out(c.count, 4, below(3)), partial(c.count * segments_of(c.block), 4, below(3));
+  cpu::amax(c.x.data(), c.dtype, c.count, c.block, static_cast<float*>(partial.cpu.data()),
+            static_cast<float*>(out.cpu.data()));
+  Reduction reduction;
+  cuda::amax(c.x.data(), c.dtype, c.count, c.block, static_cast<float*>(partial.cuda.data()),
+             static_cast<float*>(out.cuda.data()), stream);
+  reduction.check(c);
+  out.compare("amax", Dtype::kFloat32);
+}
+
+// A case whose runs are tokens, with scales that are computed.
+struct TokenCase : Case {
+  int grid = block <= kShortToken && chance(0.5) ? 1 : one_of({0, 0, 4, 8, 8});
+  bool symmetric = grid <= 1 || chance(0.5);
+  float above = static_cast<float>(500.0 * std::exp(2.0 * normal()));
+  Tokens tokens{count, block, grid, symmetric};
+
+  TokenCase() : Case("tokens") {
+    if (grid <= 1 && chance(0.5)) tokens.stored_as = Stored::kE8M0;
+    if (grid == 1 && tokens.stored_as != Stored::kE8M0) tokens.stored_as = Stored::kE4M3, tokens.above = &above;
+    what += " grid " + std::to_string(grid) + (symmetric ? " symmetric" : "");
+    what += " stored " + std::to_string(static_cast<int>(tokens.stored_as));
+    if (chance(0.1))
+      for (int64_t i = 0; i < block; ++i) put(x, dtype, i, one_of({0.0, -0.0}));
+  }
+};
+
+void compare_codes_of_tokens(TokenCase& c) {
+  Result codes(c.numel, 1, any_offset()), scale(c.count, 4, below(3)), zero_point(c.count, 1, below(3));
+  cpu::quantize_tokens(c.x.data(), c.dtype, c.tokens, codes.cpu.data(), static_cast<float*>(scale.cpu.data()), static_cast<int8_t*>(zero_point.cpu.data()));
+  cuda::quantize_tokens(c.x.data(), c.dtype, c.tokens, codes.cuda.data(), static_cast<float*>(scale.cuda.data()), static_cast<int8_t*>(zero_point.cuda.data()), stream);
+  codes.compare("codes");
+  scale.compare("scale", Dtype::kFloat32);
+  zero_point.compare("zero point");
+}
+
+void compare_kept_tokens(TokenCase& c) {
+  const bool masked = chance(0.5);
+  const int64_t bytes = c.grid == 1 ? c.numel / 2 : c.numel, size = c.tokens.stored_as == Stored::kFloat32 ? 4 : 1;
+  Result values(c.numel, size_of(c.dtype), any_offset()), kept(bytes, 1, any_offset());
+  Result mask(c.numel / 8, 1, below(3)), scales(c.count, size, below(3));
+  const auto byte = [](Buffer& buffer) { return static_cast<uint8_t*>(buffer.data()); };
+  cpu::keep_tokens(c.x.data(), c.dtype, c.tokens, values.cpu.data(), byte(kept.cpu), masked ? byte(mask.cpu) : nullptr,
+                   scales.cpu.data());
+  cuda::keep_tokens(c.x.data(), c.dtype, c.tokens, values.cuda.data(), byte(kept.cuda),
+                    masked ? byte(mask.cuda) : nullptr, scales.cuda.data(), stream);
+  values.compare("kept values", c.dtype);
+  kept.compare("kept codes");
+  scales.compare("kept scales");
+  if (masked) mask.compare("kept mask");
+}
+
+void compare_values_of_tokens(TokenCase& c) {
+  Result out(c.numel, size_of(c.dtype), any_offset()), grad_x(c.numel, size_of(c.dtype), any_offset());
+  cpu::fake_quantize_tokens(c.x.data(), c.dtype, c.tokens, out.cpu.data(), nullptr);
+  cuda::fake_quantize_tokens(c.x.data(), c.dtype, c.tokens, out.cuda.data(), nullptr, stream);
+  out.compare("fake-quantised", c.dtype);
+  cpu::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.tokens,
+                                     grad_x.cpu.data());
+  cuda::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.tokens,
+                                      grad_x.cuda.data(), stream);
+  grad_x.compare("grad_x", c.dtype);
+
+  const bool valued = chance(0.5);
+  Result values(c.numel, size_of(c.dtype), any_offset()), grad(c.numel, size_of(c.dtype), any_offset());
+  for (Buffer* one : {&grad.cpu, &grad.cuda}) memcpy(one->data(), c.grad.data(), c.numel * size_of(c.dtype));
+  cpu::fake_quantize_tokens(c.x.data(), c.dtype, c.tokens, valued ? values.cpu.data() : nullptr, grad.cpu.data());
+  cuda::fake_quantize_tokens(c.x.data(), c.dtype, c.tokens, valued ? values.cuda.data() : nullptr, grad.cuda.data(), stream);
+  grad.compare("masked", c.dtype);
+  if (memcmp(grad.cpu.data(), grad_x.cpu.data(), grad.cpu.bytes()) != 0) fail("both masked gradients differ");
+  if (!valued) return;
+  values.compare("fake-quantised while masking", c.dtype);
+  if (memcmp(values.cpu.data(), out.cpu.data(), out.cpu.bytes()) != 0) fail("both values differ");
+}
+
+void test_tokens() {
+  TokenCase c;
+  compare_codes_of_tokens(c);
+  if (c.grid <= 1 && c.block % 8 == 0) compare_kept_tokens(c);
+  compare_values_of_tokens(c);
+}
+
+void test_sum_rows() {
+  Case c("sum_rows");
+  const int64_t sums = below(20), per_sum = below(9);
+  what += " into " + std::to_string(sums) + " x " + std::to_string(per_sum);
+  Buffer places(sums * per_sum, 8, below(3), 0);
+  for (int64_t i = 0; i < sums * per_sum; ++i) static_cast<int64_t*>(places.data())[i] = below(c.count);
+  Result out(sums * c.block, size_of(c.dtype), any_offset());
+  const auto* at = static_cast<int64_t*>(places.data());
+  cpu::sum_rows(c.x.data(), at, c.dtype, sums, per_sum, c.block, out.cpu.data());
+  cuda::sum_rows(c.x.data(), at, c.dtype, sums, per_sum, c.block, out.cuda.data(), stream);
+  out.compare("sums", c.dtype);
+}
+
+}  // namespace
