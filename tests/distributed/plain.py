@@ -5,6 +5,7 @@ engine, which have tests of their own; the losses, the sums over ranks and micro
 the switching on of fake quant are written out here.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from data.chat import read_chat
 from data.loader import Loader, MicroBatch, model_inputs, sample_inputs, valid_tokens
 from data.samples import IGNORE
 from data.text import read_text
+from engine.recipe.loss import LossRecipe
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
+from engine.recipe.sections import OptimRecipe
 from engine.session.adapters import add_adapters
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups, peak_learning_rates, set_learnable
 from model.build import build_model
@@ -189,6 +192,32 @@ def follow(quantization: Quantization) -> None:
         group.s0.copy_(448 * 6 / parts.reshape(*group.s0.shape, -1).abs().amax(-1))
 
 
+def accumulate(
+    model: nn.Module, teacher: nn.Module | None, loss: LossRecipe, batches: Sequence[MicroBatch]
+) -> torch.Tensor:
+    """Gradients of a step, added up; the means of both losses over its tokens."""
+    valid = valid_tokens(batches)
+    sums = torch.zeros(2)
+    for batch in batches:
+        teacher_logits = None
+        if teacher is not None:
+            with torch.no_grad():
+                teacher_logits = teacher(**inputs_of(batch)).logits
+        lm, kd = plain_losses(loss.kd, model(**inputs_of(batch)).logits, teacher_logits, batch["labels"])
+        ((lm + loss.kd_weight * kd) / valid).backward()
+        sums += torch.stack([lm.detach(), kd.detach()]) / valid
+    return sums
+
+
+def set_rates(optimizer: torch.optim.Optimizer, optim: OptimRecipe, step: int, total: int, scale_steps: int) -> None:
+    """The learning rates of a step; those of scales have a warm-up of their own, and are 0 before it."""
+    factor = lr_factor(step, total=total, warmup=optim.warmup_steps, kind=optim.schedule, min_ratio=optim.min_lr_ratio)
+    scale_factor = min(factor, scale_steps / optim.warmup_steps) if scale_steps else 0.0
+    for group in optimizer.param_groups:
+        share = scale_factor if group["name"] in SCALE_GROUPS else factor
+        group["lr"] = peak_learning_rates(optim)[group["name"]] * share
+
+
 def plain_loop(
     settings: Recipe, found: dict[str, Any], *, off: range | None = None, without_targets: tuple[int, ...] = ()
 ) -> dict[str, Any]:
@@ -228,29 +257,10 @@ def plain_loop(
         for batch in (batch for rank in without_targets for batch in of_ranks[rank]):
             batch["labels"].fill_(-100)
         batches = [batch for batches in of_ranks for batch in batches]
-        valid = valid_tokens(batches)
-        sums = torch.zeros(2)
-        for batch in batches:
-            teacher_logits = None
-            if teacher is not None:
-                with torch.no_grad():
-                    teacher_logits = teacher(**inputs_of(batch)).logits
-            lm, kd = plain_losses(loss.kd, model(**inputs_of(batch)).logits, teacher_logits, batch["labels"])
-            ((lm + loss.kd_weight * kd) / valid).backward()
-            sums += torch.stack([lm.detach(), kd.detach()]) / valid
+        sums = accumulate(model, teacher, settings.loss, batches)
         result["scale_norms"].append(float(torch.nn.utils.get_total_norm([theta.grad for theta in thetas])))
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, settings.optim.grad_clip)))
-        factor = lr_factor(
-            step,
-            total=settings.train.steps,
-            warmup=settings.optim.warmup_steps,
-            kind=settings.optim.schedule,
-            min_ratio=settings.optim.min_lr_ratio,
-        )
-        scale_factor = min(factor, scale_steps / settings.optim.warmup_steps) if step not in off else 0.0
-        for group in optimizer.param_groups:
-            share = scale_factor if group["name"] in SCALE_GROUPS else factor
-            group["lr"] = peak_learning_rates(settings.optim)[group["name"]] * share
+        set_rates(optimizer, settings.optim, step, settings.train.steps, scale_steps if step not in off else 0)
         optimizer.step()
         optimizer.zero_grad()
         if settings.quant.scales_follow_weights:

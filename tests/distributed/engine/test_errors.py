@@ -99,12 +99,8 @@ def write_adapter(directory: Path) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """Recipes of runs that cannot work."""
-    base = tmp_path_factory.mktemp("errors")
-    model = tiny_checkpoint(base / "model")
-    chats = write_chats(base / "chats.jsonl")
+def write_what_is_wrong(base: Path, model: Path, chats: Path) -> None:
+    """Data, checkpoints, directories and configurations that the recipes name."""
     lines = chats.read_text().splitlines()
     lines[30] = lines[30][:-5]
     (base / "bad_line.jsonl").write_text("\n".join(lines))
@@ -131,12 +127,22 @@ def base(tmp_path_factory):
     config = AutoConfig.from_pretrained(other)
     config.vocab_size = 290
     config.save_pretrained(other)
-    state = tiny_state_checkpoint(base / "state")
-    granite = VARIANTS["granitemoe"].checkpoint(base / "granite")
+    tiny_state_checkpoint(base / "state")
+    VARIANTS["granitemoe"].checkpoint(base / "granite")
+    VARIANTS["jamba"].checkpoint(base / "raw")  # it multiplies by the weight of a Linear, which it does not call
+    Family("deepseek_v4", "deepseek_v4").checkpoint(base / "windows")
+    write_adapter(base / "adapter")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Recipes of runs that cannot work."""
+    base = tmp_path_factory.mktemp("errors")
+    model = tiny_checkpoint(base / "model")
+    chats = write_chats(base / "chats.jsonl")
+    write_what_is_wrong(base, model, chats)
     packed = {"data": {"packing": True}}
-    raw = VARIANTS["jamba"].checkpoint(base / "raw")  # it multiplies by the weight of a Linear, which it does not call
-    windows = Family("deepseek_v4", "deepseek_v4").checkpoint(base / "windows")
-    raw_weight = {"model": {"path": str(raw), "attn_implementation": "eager"}, "loss": NO_TEACHER}
+    raw_weight = {"model": {"path": str(base / "raw"), "attn_implementation": "eager"}, "loss": NO_TEACHER}
     sections = {
         "bad_line": {"data": {"train": [str(base / "bad_line.jsonl")]}},
         "few_samples": {"data": {"train": [str(base / "few.jsonl")]}},
@@ -145,7 +151,7 @@ def base(tmp_path_factory):
         "recipe_not_written": {},
         "ds_config_key": {"deepspeed": str(base / "ds_config_key.json")},
         "ds_config_clash": {"deepspeed": str(base / "ds_config_clash.json")},
-        "teacher_vocabulary": {"loss": {"teacher": str(other)}},
+        "teacher_vocabulary": {"loss": {"teacher": str(base / "other")}},
         "damaged_weights": {"model": {"path": str(base / "damaged_weights")}},
         "not_numbers": {"model": {"path": str(base / "not_numbers")}, "loss": NO_TEACHER},
         "diverges": {
@@ -158,17 +164,16 @@ def base(tmp_path_factory):
         "input_scales": {"quant": {"scales": str(base / "input_scales")}},
         "raw_weight": {**raw_weight, "quant": {"scheme": "w8a16_channel"}},
         "no_gradient": {
-            "model": {"path": str(windows)},
+            "model": {"path": str(base / "windows")},
             "loss": NO_TEACHER,
             "quant": {"exempt_more": [r".*\.o_a_proj"]},
         },
         "unseen_input": raw_weight,
-        "fused_experts": {"model": {"path": str(granite)}, "export": {"enabled": True}, "loss": NO_TEACHER},
-        "samples_seen": {"model": {"path": str(state)}, "loss": NO_TEACHER, **packed},
-        "samples_seen_by_teacher": {"loss": {"teacher": str(state)}, **packed},
+        "fused_experts": {"model": {"path": str(base / "granite")}, "export": {"enabled": True}, "loss": NO_TEACHER},
+        "samples_seen": {"model": {"path": str(base / "state")}, "loss": NO_TEACHER, **packed},
+        "samples_seen_by_teacher": {"loss": {"teacher": str(base / "state")}, **packed},
     }
     damaged = sections["damaged_weights"] | {"loss": NO_TEACHER, "learnable": {"weight": False, "weight_scale": False}}
-    write_adapter(base / "adapter")
     beside = {"merge": False, "base": "codes"}
     given = {"initial_input_scale": 1.0, "calibration_batches": 0}
     for name, choice in {
