@@ -11,21 +11,14 @@ from quant.calibrate import partial_stats, scales_from_stats, zero_points_from_s
 from quant.gptq import add_inputs, choose, compensate, fit_scales, output_error
 from quant.reference import dequantize, fake_quant, quantize
 
+pytestmark = pytest.mark.usefixtures("seed")
+
 SPECS = [
     *(TensorSpec("int", bits, "group", 8) for bits in (2, 3, 4)),
     TensorSpec("int", 2, "channel"),
     SCHEMES["w4a16_asym"].weights,
     TensorSpec("fp4_e2m1", 4, "group", 32),
 ]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    random.seed(value)
-    return value
 
 
 def problem(spec: TensorSpec, *, signed: bool = False) -> tuple[Tensor, Scale, Tensor]:

@@ -21,16 +21,9 @@ from tests.families.variants import VARIANTS
 from tests.tiny import tiny_checkpoint
 from tests.unit.model.quantised.test_round_trip import ENGINE
 
+pytestmark = pytest.mark.usefixtures("seed")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    random.seed(value)
-    return value
 
 
 def quantised(directory: Path, kind: str, scheme: str, **options: object) -> tuple[nn.Module, Quantization]:

@@ -11,9 +11,9 @@ from model.first_codes import choose_first_codes, decoder_layers, tuning
 from model.first_codes.samples import record
 from quant import Quantization
 from quant.scale import first_input_scale
-from tests.unit.model.first_codes.test_gptq import CPU, inputs_of, quantised, samples, seed
+from tests.unit.model.first_codes.test_gptq import CPU, inputs_of, quantised, samples
 
-__all__ = ["seed"]
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 @pytest.fixture(autouse=True)

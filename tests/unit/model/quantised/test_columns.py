@@ -23,17 +23,10 @@ from quant import SCHEMES, prepare
 from quant.reference import fake_quant
 from tests.tiny import tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("seed")
+
 NAME = "model.layers.0.mlp.up_proj"
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble, as AutoAWQ's AWQ_ORDER
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    random.seed(value)
-    return value
 
 
 def signed(words: list[int]) -> list[int]:

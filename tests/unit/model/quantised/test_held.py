@@ -18,14 +18,7 @@ from quant.rules import schemes_of_layers
 from tests.tiny import tiny_checkpoint
 from tests.unit.model.quantised import test_blocks, test_columns, test_modelopt
 
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    random.seed(value)
-    return value
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 def loaded(directory: Path, *, held: bool, dtype: torch.dtype, experts: str = "stacked") -> Quantization:

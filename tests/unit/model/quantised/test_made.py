@@ -20,6 +20,8 @@ from quant.held import hold_codes
 from quant.rules import assign, schemes_of_layers
 from tests.tiny import tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("seed")
+
 CPU = torch.device("cpu")
 LEARN = {"learn_weight_scale": False, "learn_input_scale": False}
 NARROW = Scheme("narrow", TensorSpec("int", 4, "group", 32, narrow=True))
@@ -27,15 +29,6 @@ ASYMMETRIC = Scheme("asymmetric", TensorSpec("int", 3, "group", 32, symmetric=Fa
 # Whose scales are of rows, groups or blocks; all that there are of these, and some that a recipe composes.
 MADE = {name: one for name, one in SCHEMES.items() if made.can_be_made(one.weights)}
 MADE |= {"narrow": NARROW, "asymmetric": ASYMMETRIC}
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    random.seed(value)
-    return value
 
 
 def loaded(source: Path, scheme: Scheme, ranges: Ranges, *, held: bool, dtype: torch.dtype, **options):

@@ -24,16 +24,9 @@ from tests.tiny import tiny_checkpoint
 from tests.unit.engine.memory.test_memory import recipe
 from tests.unit.model.quantised.test_round_trip import ENGINE, edited
 
+pytestmark = pytest.mark.usefixtures("seed")
+
 KINDS = ("w4a16_g32", "w3a16_channel", "w2a16_channel", "8da4w")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    random.seed(value)
-    return value
 
 
 def narrow(scheme: str) -> Scheme:

@@ -22,16 +22,9 @@ from tests.tiny import tiny_checkpoint
 from tests.unit.engine.memory.test_memory import recipe
 from tests.unit.engine.verify.test_check import exported, quantised
 
+pytestmark = pytest.mark.usefixtures("seed")
+
 ENGINE = {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    random.seed(value)
-    return value
 
 
 def loaded(directory: Path, scheme: str = "source") -> tuple[torch.nn.Module, Quantization, ScaleReport]:

@@ -20,16 +20,10 @@ from quant.export import weight_codes
 from tests.tiny import tiny_checkpoint
 from tests.unit.model.quantised.test_round_trip import ENGINE
 
+pytestmark = pytest.mark.usefixtures("seed")
+
 Q = "model.layers.0.self_attn.q_proj"
 SPREAD = 0.4  # of the weights around the original ones, in steps of 4 bits
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    return value
 
 
 def original(directory: Path, kind: str = "qwen3") -> Path:

@@ -20,19 +20,12 @@ from quant.config import quantization_config
 from quant.export import export_format, pack_linear
 from quant.reference import effective_scale, quantize
 
+pytestmark = pytest.mark.usefixtures("seed")
+
 # Widths that no preset has, and codes of a whole byte that are far from 0.
 OTHERS = [Scheme(f"w{bits}a16_g16", TensorSpec("int", bits, "group", 16)) for bits in (5, 6, 7)]
 ALL = {scheme.name: scheme for scheme in (*SCHEMES.values(), *OTHERS)}
 NAME = "model.layers.0.mlp.up_proj"
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    random.seed(value)
-    return value
 
 
 def packed(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
