@@ -56,14 +56,6 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def seed() -> int:
-    """A fresh seed, printed when the test fails."""
-    value = int(torch.randint(2**31, ()))
-    print(f"seed {value}")
-    return value
-
-
 def reference(kind: str, seed: int, dtype: torch.dtype = torch.float32, **sizes) -> PreTrainedModel:
     """A tiny model made by transformers, with random values in every parameter and persistent buffer."""
     config = AutoConfig.for_model(kind, **{**SIZES, **ARCHITECTURES.get(kind, {}), **sizes})

@@ -15,9 +15,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
 
 
 @pytest.fixture
-def generator() -> torch.Generator:
-    seed = int(torch.randint(2**31, ()))
-    print(f"seed {seed}")
+def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
