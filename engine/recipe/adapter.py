@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.recipe.checks import above_0, at_least, each, regex, values
+from engine.recipe.checks import FACTOR, at_least, each, regex, values
 from quant.patterns import pattern_problem
 
 _RANKS = values(
@@ -36,7 +36,7 @@ class AdapterRecipe:
     B A is what quantisation takes from the weight, as far as the rank goes (the first step of LoftQ)."""
     rank: int = field(default=16, metadata=at_least(1))
     """Rows of A and columns of B."""
-    alpha: float = field(default=32.0, metadata=above_0())
+    alpha: float = field(default=32.0, metadata=FACTOR)
     """Strength: B A is multiplied by alpha / rank."""
     rslora: bool = False
     """true: B A is multiplied by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""

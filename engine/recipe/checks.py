@@ -42,23 +42,31 @@ def values(expected: str, good: Callable[[Any], object]) -> dict[str, Any]:
     return {CHECK: lambda value: None if good(value) else expected}
 
 
-def at_least(lowest: float) -> dict[str, Any]:
-    """Metadata of a number that is finite, and of an integer that 64 bits hold."""
-    return _numbers(f"at least {lowest}", lambda value: value >= lowest)
+def at_least(lowest: float, most: float = FP32_MAX) -> dict[str, Any]:
+    """Metadata of a number that is finite, and of an integer that 64 bits hold; of none above ``most``."""
+    held = "fp32 holds" if most == FP32_MAX else f"is at most {most:.10g}"
+    return _numbers(f"at least {lowest}", lambda value: value >= lowest, held, most=most)
 
 
-def above_0() -> dict[str, Any]:
-    """Metadata of such a number."""
-    return _numbers("a number above 0", lambda value: value > 0)
-
-
-def _numbers(expected: str, good: Callable[[Any], bool]) -> dict[str, Any]:
+def _numbers(
+    expected: str, good: Callable[[Any], bool], held: str, least: float = -FP32_MAX, most: float = FP32_MAX
+) -> dict[str, Any]:
     def check(value: float) -> str | None:
-        fits = -(2**63) <= value < 2**63 if isinstance(value, int) else abs(value) <= FP32_MAX  # NaN is not
-        held = "64 bits hold" if isinstance(value, int) else "fp32 holds"
-        return None if fits and good(value) else f"{expected}{f', and a number that {held}' * good(value)}"
+        whole = isinstance(value, int) and most == FP32_MAX
+        fits = -(2**63) <= value < 2**63 if whole else least <= value <= most
+        return None if fits and good(value) else expected + _beyond(whole, held) * good(value)
 
     return {CHECK: check}
+
+
+def _beyond(whole: bool, held: str) -> str:
+    return f", and a number that {'64 bits hold' if whole else held}"
+
+
+# Of a learning rate. AdamW divides it by 1 - beta, which fp32 must hold, and moves weights by as much, which fp16 must.
+RATE = at_least(0, 1e4)
+# Of a number above 0 that is squared, or divided by: fp32 must hold its square and its inverse.
+FACTOR = _numbers("a number above 0", lambda value: value > 0, "lies between 1e-15 and 1e+15", 1e-15, 1e15)
 
 
 def not_empty(expected: str) -> dict[str, Any]:

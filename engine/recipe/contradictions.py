@@ -1,14 +1,16 @@
 """What no knob of a recipe shows alone: values that are each in bounds and do not go together.
 
 engine/recipe/rules.py lists what is said in one line; adapter_rules.py, input_rules.py, gradient_rules.py,
-first_codes_rules.py, unquantised_rules.py and idle_rules.py those of one feature each. Here are the rules of events,
-which take more than one: functions whose name and docstring say what must hold, and which yield a line per violation.
+first_codes_rules.py, unquantised_rules.py, idle_rules.py and decay_rules.py those of one feature each. Here are the
+rules of events, which take more than one: functions whose name and docstring say what must hold, and which yield a line
+per violation.
 """
 
 from collections.abc import Callable, Iterator
 
 from engine.recipe.adapter_rules import RULES_OF_ADAPTERS
 from engine.recipe.checks import need
+from engine.recipe.decay_rules import RULES_OF_DECAY
 from engine.recipe.first_codes_rules import RULES_OF_FIRST_CODES
 from engine.recipe.gradient_rules import RULES_OF_GRADIENTS
 from engine.recipe.idle_rules import RULES_OF_IDLE
@@ -23,6 +25,7 @@ FEATURES = (
     *RULES_OF_FIRST_CODES,
     *RULES_OF_UNQUANTISED,
     *RULES_OF_IDLE,
+    *RULES_OF_DECAY,
 )
 
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.recipe.checks import at_least, need, regex, value_problems, values
+from engine.recipe.checks import RATE, at_least, need, regex, value_problems, values
 
 CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
 
 # Parameter groups of engine.session.optimizer, which imports this module.
 EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales", "adapters")
+DECAYING = ("weights", "embeddings", "adapters")
 
 
 _WHEN = values("like loss/lm < 2.5", lambda text: parse_condition(text) is not None)
@@ -52,12 +53,12 @@ class EventRecipe:
             yield f"{key}: nothing happens, expected one of fake_quant, observe, freeze_scales, lr, loss"
         if self.layers is not None:
             yield from need(self.fake_quant is not None, f"{key}.layers", self.layers, "fake_quant beside it")
-        for name, known in (("lr", EVENT_RATES), ("loss", ("lm", "kd"))):
+        for name, known, declared in (("lr", EVENT_RATES, RATE), ("loss", ("lm", "kd"), at_least(0))):
             given = getattr(self, name)
             yield from need(given is None or len(given) > 0, f"{key}.{name}", given, f"one of {', '.join(known)}")
             for what, value in (getattr(self, name) or {}).items():
                 yield from need(what in known, f"{key}.{name}", what, f"one of {', '.join(known)}")
-                yield from value_problems(f"{key}.{name}.{what}", value, at_least(0))
+                yield from value_problems(f"{key}.{name}.{what}", value, declared)
 
 
 def parse_condition(text: str) -> tuple[str, str, float] | None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from engine.losses.kd import Distillation
 from engine.losses.objective import NamedTokenLoss, Objective
-from engine.recipe.checks import above_0, at_least, not_empty
+from engine.recipe.checks import FACTOR, at_least, not_empty
 
 TeacherKind = Literal["none", "self", "cache", "model"]
 """Whose distributions the student is distilled from: nobody's, its own without fake quant, those that a cache on disk
@@ -24,7 +24,7 @@ class LossRecipe:
     """kl: KL(teacher||student); rkl: KL(student||teacher); cakld: both, mixed by the teacher's confidence in the label;
     kd: kl at loss.temperature; mse: squared difference of the logits; kl_top_k: kl on the teacher's loss.top_k most
     likely tokens; r_kl_top_k: rkl on the student's. engine/losses/kd.py has the formulas."""
-    temperature: float = field(default=1.0, metadata=above_0())
+    temperature: float = field(default=1.0, metadata=FACTOR)
     """Temperature of kd: kd; the other kinds have none."""
     top_k: int | None = field(default=None, metadata=at_least(1))
     """Tokens of kl_top_k and r_kl_top_k, and that launch/cache_teacher.py keeps per position; like 100."""

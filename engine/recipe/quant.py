@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.recipe.checks import above_0, at_least, each, need, regex, values
+from engine.recipe.checks import FACTOR, at_least, each, need, regex, values
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
 from quant.hadamard import BLOCKS
 
@@ -141,7 +141,7 @@ class QuantRecipe:
     learnable.weight_scale that is learnable weight clipping (LWC), without it absmax quantisation of every step."""
     calibration_batches: int = field(default=16, metadata=at_least(0))
     """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none."""
-    initial_input_scale: float | None = field(default=None, metadata=above_0())
+    initial_input_scale: float | None = field(default=None, metadata=FACTOR)
     """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
     compute: Literal["auto", "simulate", "fp8_gemm", "block_gemm"] = "auto"
     """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8

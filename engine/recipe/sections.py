@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine.recipe.checks import at_least, each, not_empty, regex, size, values
+from engine.recipe.checks import RATE, at_least, each, not_empty, regex, size, values
 from quant.layouts import Layout
 
 ExportFormat = Literal[Layout, "peft"]
@@ -96,7 +96,7 @@ class DataRecipe:
     """last: of a chat only the last assistant turn is learned; all: every assistant turn."""
     fields: dict[str, str] | None = None
     """For JSONL with keys of its own: {input: question, output: answer}. null: keys are recognised. Only for chat."""
-    max_length: int = field(default=2048, metadata=at_least(2))
+    max_length: int = field(default=2048, metadata=at_least(2, 2**31 - 1))
     """Tokens per sample at most (chat) or exactly (text), and of a packed row. Activation memory grows with it."""
     too_long: Literal["drop", "truncate"] = "drop"
     """A chat sample above max_length is dropped, or loses its beginning; both are counted."""
@@ -122,17 +122,17 @@ class DataRecipe:
 class OptimRecipe:
     """AdamW and the learning rate's way over the steps."""
 
-    lr: float = field(default=1e-5, metadata=at_least(0))
+    lr: float = field(default=1e-5, metadata=RATE)
     """Peak learning rate of weights, biases and routers, and of what has no rate of its own below."""
-    embedding_lr: float | None = field(default=None, metadata=at_least(0))
+    embedding_lr: float | None = field(default=None, metadata=RATE)
     """Peak learning rate of embeddings and lm_head. null: lr."""
-    norm_lr: float | None = field(default=None, metadata=at_least(0))
+    norm_lr: float | None = field(default=None, metadata=RATE)
     """Peak learning rate of the norms. null: lr."""
-    scale_lr: float = field(default=1e-3, metadata=at_least(0))
+    scale_lr: float = field(default=1e-3, metadata=RATE)
     """Peak learning rate of the weight scales; relative, since theta is a logarithm."""
-    act_scale_lr: float | None = field(default=None, metadata=at_least(0))
+    act_scale_lr: float | None = field(default=None, metadata=RATE)
     """Peak learning rate of the activation scales. null: scale_lr."""
-    adapter_lr: float | None = field(default=None, metadata=at_least(0))
+    adapter_lr: float | None = field(default=None, metadata=RATE)
     """Peak learning rate of adapters, which often take ten times that of weights. null: lr."""
     min_lr_ratio: float = field(default=0.1, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))
     """The learning rates end at this share of their peaks (linear, cosine)."""

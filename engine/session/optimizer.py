@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.recipe.ds_config import teacher_config
+from engine.recipe.events import DECAYING
 from engine.recipe.recipe import Recipe
 from engine.recipe.sections import LearnableRecipe, OptimRecipe
 from engine.session.loss_scale import LossScale
@@ -157,7 +158,6 @@ GROUP_OF = {
     "adapter": "adapters",
 }
 SCALE_GROUPS = ("weight_scales", "act_scales")
-DECAYING = ("weights", "embeddings", "adapters")
 
 
 def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:

@@ -167,7 +167,8 @@ def gathered(layer: QuantLinear, whole: Tensor) -> Callable[[], list[Tensor]]:
 
 
 # What no step shows on a CPU, and what is looked at before anything is written (tests/unit/model/test_finite.py): an
-# infinity in what an adapter is added to, which does not train; and NaN, too, where the codes of their sum are kept.
+# infinity in what an adapter is added to, which does not train; and NaN, too, where the codes of their sum are kept. No
+# step writes it (tests/distributed/engine/test_adapters.py), so that it stays what it was when it was looked at.
 UNSEEN = "base"
 
 

@@ -7,6 +7,7 @@ import pytest
 from engine.recipe import contradictions
 from engine.recipe.checks import RecipeError
 from engine.recipe.contradictions import WALKS_OF_EVENTS
+from engine.recipe.decay_rules import RULES_OF_DECAY
 from engine.recipe.events import EventRecipe
 from engine.recipe.first_codes_rules import RULES_OF_FIRST_CODES
 from engine.recipe.recipe import Recipe
@@ -31,6 +32,7 @@ BROKEN = {
         "data.micro_batch_size": 2,
         "model.attn_implementation": "flash_attention_2",
     },
+    "decay leaves weights their signs": {"optim.weight_decay": 2.0, "optim.embedding_lr": 1.0},
     "an evaluation has samples": {"eval.every": 2},
     "checkpoints fall on evaluations": {"eval.every": 2, "data.held_out": 5, "train.checkpoint_every": 3},
     "the best checkpoint has a teacher to be judged by": {"eval.best": "kd", "eval.every": 2, "data.held_out": 5},
@@ -118,7 +120,7 @@ BROKEN = {
 }
 
 
-ALL_RULES = (*RULES, *RULES_OF_FIRST_CODES, *RULES_OF_SCHEMES)
+ALL_RULES = (*RULES, *RULES_OF_FIRST_CODES, *RULES_OF_DECAY, *RULES_OF_SCHEMES)
 NAMES = [rule.name for rule in ALL_RULES] + [walk.__name__ for walk in WALKS_OF_EVENTS]
 
 

@@ -99,6 +99,7 @@ def test_bad_values_of_the_data_section(values: dict[str, Any], problem: str) ->
         ("--optim.lr=-1e-5", "optim.lr: -1e-05, expected at least 0"),
         ("--optim.scale_lr -1", "optim.scale_lr: -1.0, expected at least 0"),
         ("--optim.min_lr_ratio 1.1", "optim.min_lr_ratio: 1.1, expected between 0 and 1"),
+        ("--optim.weight_decay 2 --optim.lr 1", "optim.weight_decay: 2.0, expected at most 1: a step takes so much of"),
         ("--optim.warmup_steps 11", "optim.warmup_steps: 11, expected at most 10 (train.steps)"),
         ("--optim.weight_decay -1", "optim.weight_decay: -1.0, expected at least 0"),
         ("--optim.betas [0.9,1]", "optim.betas: (0.9, 1.0), expected two numbers in [0, 1)"),
@@ -110,6 +111,10 @@ def test_bad_values_of_the_data_section(values: dict[str, Any], problem: str) ->
         ("--loss.lm_weight -1", "loss.lm_weight: -1.0, expected at least 0"),
         ("--loss.kd_weight 1", "loss.teacher: None, expected a directory since loss.kd_weight is 1.0"),
         ("--loss.kd kd --loss.temperature 0", "loss.temperature: 0.0, expected a number above 0"),
+        (
+            "--loss.kd kd --loss.temperature 1e30",
+            "loss.temperature: 1e+30, expected a number above 0, and a number that lies between 1e-15 and 1e+15",
+        ),
         ("--loss.kd kl --loss.temperature 2", "loss.temperature: 2.0, expected 1.0: loss.kd kl has no temperature"),
         ("--loss.kd kl_top_k", "loss.top_k: None, expected a number of tokens, like 100: loss.kd is kl_top_k"),
         ("--loss.kd r_kl_top_k --loss.top_k 0", "loss.top_k: 0, expected at least 1"),
@@ -243,7 +248,7 @@ def test_export_dir() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
-        ("optim.lr", "1e300", "optim.lr: 1e+300, expected at least 0, and a number that fp32 holds"),
+        ("optim.lr", "1e300", "optim.lr: 1e+300, expected at least 0, and a number that is at most 10000"),
         ("optim.eps", "1e39", "optim.eps: 1e+39, expected at least 1e-30, and a number that fp32 holds"),
         (
             "output_dir",
