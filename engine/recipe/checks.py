@@ -65,6 +65,8 @@ def _beyond(whole: bool, held: str) -> str:
 
 # Of a learning rate. AdamW divides it by 1 - beta, which fp32 must hold, and moves weights by as much, which fp16 must.
 RATE = at_least(0, 1e4)
+# Of the weight of a loss. fp32 must hold its product with the loss and, in fp16, with the loss scale.
+LOSS_WEIGHT = at_least(0, 1e15)
 # Of a number above 0 that is squared, or divided by: fp32 must hold its square and its inverse.
 FACTOR = _numbers("a number above 0", lambda value: value > 0, "lies between 1e-15 and 1e+15", 1e-15, 1e15)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.recipe.checks import RATE, at_least, need, regex, value_problems, values
+from engine.recipe.checks import LOSS_WEIGHT, RATE, at_least, need, regex, value_problems, values
 
 CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
 
@@ -53,7 +53,7 @@ class EventRecipe:
             yield f"{key}: nothing happens, expected one of fake_quant, observe, freeze_scales, lr, loss"
         if self.layers is not None:
             yield from need(self.fake_quant is not None, f"{key}.layers", self.layers, "fake_quant beside it")
-        for name, known, declared in (("lr", EVENT_RATES, RATE), ("loss", ("lm", "kd"), at_least(0))):
+        for name, known, declared in (("lr", EVENT_RATES, RATE), ("loss", ("lm", "kd"), LOSS_WEIGHT)):
             given = getattr(self, name)
             yield from need(given is None or len(given) > 0, f"{key}.{name}", given, f"one of {', '.join(known)}")
             for what, value in (getattr(self, name) or {}).items():

@@ -5,7 +5,7 @@ from typing import Literal
 
 from engine.losses.kd import Distillation
 from engine.losses.objective import NamedTokenLoss, Objective
-from engine.recipe.checks import FACTOR, at_least, not_empty
+from engine.recipe.checks import FACTOR, LOSS_WEIGHT, at_least, not_empty
 
 TeacherKind = Literal["none", "self", "cache", "model"]
 """Whose distributions the student is distilled from: nobody's, its own without fake quant, those that a cache on disk
@@ -16,9 +16,9 @@ holds, or those of a model of its own in memory."""
 class LossRecipe:
     """total = lm_weight * lm + kd_weight * kd, means over the valid tokens of the optimizer step."""
 
-    lm_weight: float = field(default=1.0, metadata=at_least(0))
+    lm_weight: float = field(default=1.0, metadata=LOSS_WEIGHT)
     """Weight of the language modelling loss."""
-    kd_weight: float = field(default=0.0, metadata=at_least(0))
+    kd_weight: float = field(default=0.0, metadata=LOSS_WEIGHT)
     """Weight of the distillation loss; 0 loads no teacher."""
     kd: Literal["kl", "rkl", "mse", "cakld", "kd", "kl_top_k", "r_kl_top_k"] = "cakld"
     """kl: KL(teacher||student); rkl: KL(student||teacher); cakld: both, mixed by the teacher's confidence in the label;

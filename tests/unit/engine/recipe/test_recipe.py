@@ -109,6 +109,7 @@ def test_bad_values_of_the_data_section(values: dict[str, Any], problem: str) ->
         ("--optim.grad_clip .inf", "optim.grad_clip"),
         ("--loss.lm_weight 0", "loss.lm_weight, loss.kd_weight: both 0"),
         ("--loss.lm_weight -1", "loss.lm_weight: -1.0, expected at least 0"),
+        ("--loss.lm_weight 1e38", "loss.lm_weight: 1e+38, expected at least 0, and a number that is at most 1e+15"),
         ("--loss.kd_weight 1", "loss.teacher: None, expected a directory since loss.kd_weight is 1.0"),
         ("--loss.kd kd --loss.temperature 0", "loss.temperature: 0.0, expected a number above 0"),
         (
