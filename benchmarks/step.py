@@ -12,11 +12,10 @@ each step, outside of the time.
 - 4-bit inputs in groups with scales of their own, also with their codes kept for backward
 - the same fp8 fake quantisation as plain PyTorch writes it, and torchao's QAT where torchao is installed
 
-``step_ways.py`` has them.
-
-On a CPU the ratios of one process are its own: which physical pages its weights got, and how often its allocator asks
-the system for pages again, stay as they are for all of its rounds (two processes of the same code said 1.01 and 1.11).
-So the rounds are shared out over several processes, one after the other, and medians are over all.
+``step_ways.py`` has them. On a CPU the ratios of one process are its own: which physical pages its weights got, and how
+often its allocator asks the system for pages again, stay as they are for all of its rounds (two processes of the same
+code said 1.01 and 1.11). So the rounds are shared out over several processes, one after the other, and medians are over
+all; and before each step that is timed there is one of the same way that is not, as there is in training.
 
 "kept" is what autograd keeps for backward: every storage once, parameters excluded. "peak" is the most that torch's
 allocator gave out during a step beyond what was there before it. Writes ``benchmarks/results/step.md``, on CUDA
@@ -220,11 +219,14 @@ def measure(job: Job) -> tuple[str, dict[str, Measured]]:
             tensor.grad = None
 
     def timed(module: nn.Module) -> float:
+        if device.type == "cpu":  # the last step was another way's, of which caches and page tables are full
+            step(module)
+            forget(module)
         seconds = timing.seconds_of(partial(step, module), device)
         forget(module)
         return seconds
 
-    times = timing.interleave({name: partial(timed, m) for name, m in modules.items()}, job.rounds, warmup=3)
+    times = timing.interleave({name: partial(timed, m) for name, m in modules.items()}, job.rounds, warmup=2)
     measured = {}
     for name, module in modules.items():
         kept = kept_bytes(partial(part.forward, module), module)

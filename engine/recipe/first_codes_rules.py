@@ -30,6 +30,17 @@ RULES_OF_FIRST_CODES = (
         "nearest with quant.fake_quant_start or quant.scales_follow_weights, which measure the scales again",
     ),
     Rule(
+        "scales that are brought do not rest",
+        "schedule",
+        lambda r: (
+            (_chosen(r) or r.quant.start)
+            and r.outgrows()
+            and any(event.fake_quant in (False, "activations") for event in r.schedule)
+        ),
+        "no event that turns fake quant of weights off: the scales of quant.first_codes or quant.start would be "
+        "measured again afterwards",
+    ),
+    Rule(
         "weights below adapters do not move",
         "quant.first_codes",
         lambda r: _chosen(r) and r.adapter.on,

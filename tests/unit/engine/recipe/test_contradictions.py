@@ -87,6 +87,7 @@ BROKEN = {
     "cells are those of a quantised start": {"quant.start_inside": True},
     "codes that are read are not chosen": {**GPTQ, "quant.scales": "ptq"},
     "codes that are chosen stay": {**GPTQ, "quant.fake_quant_start": 2},
+    "scales that are brought do not rest": {**GPTQ, "schedule": [EventRecipe(at=2, fake_quant=False)]},
     "weights below adapters do not move": {**GPTQ, "adapter.kind": "lora", "learnable.weight": False},
     "codes are chosen by samples": {**GPTQ, "quant.calibration_batches": 0},
     "a student that teaches itself starts as the original": {
