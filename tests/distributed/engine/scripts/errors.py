@@ -9,9 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-from engine.loop import Loop
+from engine.loop import Loop, LoopState
 from engine.recipe.reading import load_recipe
 from model.ranks import rank
+from model.zero import local_data
 from tests.distributed.garbage import collect
 
 
@@ -22,12 +23,20 @@ def main() -> None:
         try:
             loop = Loop(load_recipe(path))
             loop.schedule.at(0, steps.append)  # called before the first step
+            if path.stem == "diverges":
+                loop.schedule.every(2, spoil)
             loop.run()
         except Exception as error:
             kind, text = type(error).__name__, str(error)
         found = {"type": kind, "text": text, "steps": len(steps)}
         path.with_name(f"{path.stem}_{rank()}.json").write_text(json.dumps(found))
         collect()
+
+
+def spoil(state: LoopState) -> None:
+    """Make a weight infinite, as a run that diverges does. No recipe that is accepted does so within two steps."""
+    weight = next(weight for name, weight in state.model.named_parameters() if ".0.self_attn." in name)
+    local_data(weight).fill_(float("inf"))
 
 
 if __name__ == "__main__":
