@@ -289,6 +289,9 @@ def _section_problems(config: dict[str, Any]) -> Iterator[str]:
                 yield f"{'.'.join(map(str, (section, *found['loc'])))}: {found['msg']}, found {found['input']!r}"
         except TypeError as error:  # of a key that Python has a meaning for, such as self
             yield f"{section}: DeepSpeed cannot take its keys ({error})"
+        except OverflowError:  # as it makes a float of an integer
+            large = [key for key, one in values.items() if isinstance(one, int) and abs(one) >= 2**63]
+            yield f"{'.'.join((section, *large[:1]))}: expected numbers that 64 bits hold"
 
 
 def _known_to(model: type[BaseModel]) -> set[str]:

@@ -42,6 +42,11 @@ def test_fp32_accumulation_at_stage_0(tmp_path: Path) -> None:
     assert resolve_file(tmp_path, given, dtype="float32")["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
+def test_a_number_that_no_float_holds_is_refused(tmp_path: Path) -> None:
+    lines = refusal(tmp_path, {"zero_optimization": {"stage": 1}, "fp16": {"loss_scale": 10**400}})
+    assert lines[-1] == ": fp16.loss_scale: expected numbers that 64 bits hold"
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_no_other_accumulation_in_fp32(tmp_path: Path, stage: int) -> None:
     given = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "int8"}}
