@@ -287,11 +287,16 @@ def _section_problems(config: dict[str, Any]) -> Iterator[str]:
         except ValidationError as error:
             for found in error.errors():
                 yield f"{'.'.join(map(str, (section, *found['loc'])))}: {found['msg']}, found {found['input']!r}"
-        except TypeError as error:  # of a key that Python has a meaning for, such as self
-            yield f"{section}: DeepSpeed cannot take its keys ({error})"
-        except OverflowError:  # as it makes a float of an integer
-            large = [key for key, one in values.items() if isinstance(one, int) and abs(one) >= 2**63]
-            yield f"{'.'.join((section, *large[:1]))}: expected numbers that 64 bits hold"
+        except (TypeError, OverflowError) as error:
+            yield _not_taken(section, values, error)
+
+
+def _not_taken(section: str, values: dict[str, Any], error: Exception) -> str:
+    """Of a key that Python has a meaning for, such as self, or an integer that DeepSpeed makes a float of."""
+    large = [key for key, one in values.items() if isinstance(one, int) and abs(one) >= 2**63]
+    if isinstance(error, OverflowError):
+        return f"{'.'.join((section, *large[:1]))}: expected numbers that 64 bits hold"
+    return f"{section}: DeepSpeed cannot take its keys ({error})"
 
 
 def _known_to(model: type[BaseModel]) -> set[str]:
