@@ -3,9 +3,10 @@
     python benchmarks/recovery_inputs.py --model DIR --train FILE --text FILE [--rotated] [--out DIR]
 
 FT is the checkpoint, trained on the text without fake quant, and the model that is to stay what it is. PTQ is FT,
-quantised without training. QAT starts from FT and learns FT's logits alone (KL), in fake quant: FT itself would stay as
-it is under these losses, in however many steps, so that it is a fair reference. ``--rotated`` adds PTQ and QAT of FT
-that launch/rotate.py has turned, which computes the same function of its tokens; their teacher is FT as it was.
+quantised without training, by the codes of ``--first_codes``. QAT starts from FT with these codes and learns FT's
+logits alone (KL), in fake quant: FT itself would stay as it is under these losses, in however many steps, so that it is
+a fair reference. ``--rotated`` adds PTQ and QAT of FT that launch/rotate.py has turned, which computes the same
+function of its tokens; their teacher is FT as it was.
 
 Beside perplexity stand what it is blind to at four bits: KL(FT || model) per token, and how often the likeliest token
 is FT's. The recovered share is (PTQ - QAT) / (PTQ - FT) of the perplexities, and the same of KL. Both are given for
@@ -128,9 +129,10 @@ class Bench:
             start = self.out / f"{FT}_rotated" if rotated else self._reference_at
             special = {"model.path": str(start), "quant.scheme": scheme, "loss.lm_weight": 0.0, "loss.kd_weight": 1.0}
             special |= {"loss.kd": "kl", "loss.teacher": str(self._reference_at)}
+            special |= {"quant.first_codes": arguments.first_codes}
         return {
             **SETTINGS,
-            "model.dtype": "float32",
+            "model.dtype": arguments.dtype,
             "data.train": [str(arguments.train)],
             "data.max_length": arguments.length,
             "data.micro_batch_size": arguments.rows,
@@ -222,6 +224,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-4, help="of QAT's weights")
     parser.add_argument("--scale_rate", type=float, default=1e-3, help="of QAT's scales")
     parser.add_argument("--seeds", type=int, default=3, help="of QAT")
+    parser.add_argument("--first_codes", choices=("nearest", "gptq", "blocks"), default="gptq", help="of PTQ and QAT")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all models")
     parser.add_argument("--rows", type=int, default=8, help="of each step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--tokens", type=int, default=57_344, help="of the text, at most")
@@ -236,10 +240,11 @@ def main() -> None:
         found = tables(bench)
     head = f"""# What training recovers where inputs are quantised too
 
-{arguments.model.name} in float32. FT: {arguments.tune_steps} steps on {arguments.train.name}, LM loss, at a rate of
-{arguments.tune_rate:g}. PTQ: FT, quantised. QAT: from FT, KL to FT's logits alone, {arguments.steps} steps at
-{arguments.rate:g} (scales {arguments.scale_rate:g}), cosine to 0. Steps of {arguments.rows} x {arguments.length}
-tokens. Measured on {sum(ids.numel() for ids in bench.batches):,} tokens of {arguments.text.name}, in rows as long.
+{arguments.model.name} in {arguments.dtype}. FT: {arguments.tune_steps} steps on {arguments.train.name}, LM loss, at a
+rate of {arguments.tune_rate:g}. PTQ: FT, quantised, `quant.first_codes: {arguments.first_codes}`. QAT: from FT and
+these codes, KL to FT's logits alone, {arguments.steps} steps at {arguments.rate:g} (scales {arguments.scale_rate:g}),
+cosine to 0. Steps of {arguments.rows} x {arguments.length} tokens. Measured on
+{sum(ids.numel() for ids in bench.batches):,} tokens of {arguments.text.name}, in rows as long.
 {timing.machine(DEVICE, began, "transformers", "deepspeed")}
 `{timing.command()}`
 

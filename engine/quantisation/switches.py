@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from data.loader import MicroBatch, sample_inputs
+from engine.recipe.quant import SOURCE
 from engine.session.session import Session
 from model.ranks import RankError, reduce_over_ranks, say
 from model.scales import follow_weights, renew_weight_scales, write_scales
@@ -285,11 +286,29 @@ class FakeQuant:
     def _begin(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
         """Groups come into use: start the thetas of those that are stale anew, and measure their scales."""
         stale = {kind: owners[kind] & self.stale[kind] for kind in owners}
+        self._warn_of_lost_scales(stale["weight"])
         for kind, begun in stale.items():
             self._restart(kind, begun)
         self._write(stale, batches)
         for kind, measured in stale.items():
             self.stale[kind] -= measured
+
+    def _warn_of_lost_scales(self, owners: set[str]) -> None:
+        """Say so where weight scales that the user brought are measured again: they were of another model's weights."""
+        quant = self.session.recipe.quant
+        brought = {
+            "quant.first_codes": quant.first_codes != "nearest",
+            "quant.start": bool(quant.start),
+            "quant.scales": bool(quant.scales),
+            "quant.scheme source": quant.scheme == SOURCE,
+        }
+        key = next((key for key, used in brought.items() if used), None)
+        if owners and key is not None:
+            say(
+                f"warning: weight scales that {key} gave are lost: {len(owners)} of "
+                f"{len(self.quantization.weight_groups)} are measured again, since the model has trained while their "
+                "fake quant was off"
+            )
 
     def _rest(self, owners: dict[str, set[str]]) -> None:
         """Groups go out of use: without moments their thetas stay where they are; their observers begin anew."""

@@ -15,6 +15,7 @@ from tests.distributed.recipes import write_chats, write_recipe
 from tests.families.variants import VARIANTS
 from tests.tiny import tiny_checkpoint
 
+SAID = "said.txt"  # what both ranks printed, beside the recipes
 SCRIPT = Path(__file__).parent / "engine" / "scripts" / "variants.py"
 TINY = ("qwen3", "llama", "qwen3_moe")
 EVEN = "even"  # a model whose sizes are multiples of 32
@@ -54,7 +55,8 @@ def run_variants(directory: Path, variants: Mapping[str, Variant]) -> dict[str, 
         name: write_recipe(directory, name, models[variant.model], data, dtype=variant.dtype, **variant.sections)
         for name, variant in variants.items()
     }
-    run_ranks(SCRIPT, *(f"{variants[name].action}:{path}" for name, path in written.items()))
+    said = run_ranks(SCRIPT, *(f"{variants[name].action}:{path}" for name, path in written.items()))
+    (directory / SAID).write_text(said)
     return written
 
 

@@ -1,6 +1,7 @@
 """Fake quant that starts later, is switched off and on, or never comes; of keys and values, too."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from engine.recipe.reading import load_recipe
 from quant import SCHEMES, Ranges
 from quant.reference import absmax_scale, fake_quant
 from tests.distributed.plain import assert_equals_plain_loop, load_result
-from tests.distributed.variants import EVEN, NO_TEACHER, Variant, run_variants
+from tests.distributed.variants import EVEN, NO_TEACHER, SAID, Variant, run_variants
 
 STAGES = (0, 2, 3)  # 1 is 2 without gradients in partitions, and comes with the large counts
 SWITCH: dict[str, Any] = {
@@ -52,6 +53,9 @@ RUNS = {
     **WATCHED,
     **{f"off_{stage}": Variant({**CONSTANT, "stage": stage}, action="off_and_on") for stage in STAGES},
     "off_bf16": Variant({**CONSTANT, "stage": 0}, dtype="bfloat16", action="off_and_on"),
+    "off_gptq": Variant(
+        {**CONSTANT, "stage": 3, "quant": {"scheme": "w4a16_g32", "first_codes": "gptq"}}, EVEN, action="off_and_on"
+    ),
     "eventually": Variant(
         {
             "stage": 3,
@@ -191,6 +195,15 @@ def test_theta_begins_anew_where_each_parameter_has_an_fp32_copy_of_its_own(path
     before = [float(value) for name, value in trained["seen"]["on"].items() if name.endswith("_theta")]
     after = [float(value) for name, value in trained["weights"].items() if name.endswith("_theta")]
     assert max(map(abs, before)) > 1e-2 and max(map(abs, after)) == pytest.approx(5e-3, rel=1e-2)
+
+
+def test_scales_that_were_brought_are_not_lost_without_a_line(paths):
+    """One line, of the one run that had any."""
+    lines = [line for line in (paths["off_gptq"].parent / SAID).read_text().splitlines() if "are lost" in line]
+    assert len(lines) == 1, lines
+    assert re.search(
+        r"warning: weight scales that quant.first_codes gave are lost: (\d+) of \1 are measured again", *lines
+    )
 
 
 def test_fake_quant_that_only_an_event_starts_is_observed_for_and_exported(paths):
