@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import timing
-from benchmarks.recovery import table
+from benchmarks.markdown import table
 from benchmarks.recovery_runs import SETTINGS
 from engine.cluster.job import Claim
 from engine.events import Schedule, add_recipe_events

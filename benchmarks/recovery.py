@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import recovery_torchao, timing
+from benchmarks.markdown import table
 from benchmarks.recovery_runs import DEVICE, FULL, QUICK, SETTINGS, Bench
 from engine.loop import Loop
 from engine.state import LoopState
@@ -199,12 +200,6 @@ def changed(bench: Bench, scheme: str, qat: Found, ft: Found) -> list[str]:
         difference = "" if math.isnan(perplexity) else f"{perplexity - plain:+.2f}"
         rows.append([name, f"{perplexity:.2f}", difference])
     return [f"## One change at a time: {scheme}, rate {qat.best:g}, seed 0", table(("change", "QAT", ""), rows)]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main() -> None:

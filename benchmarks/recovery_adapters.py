@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import timing
-from benchmarks.recovery import table
+from benchmarks.markdown import table
 from engine.events import evaluate_held_out
 from engine.loop import Loop
 from engine.recipe.reading import parse_recipe

@@ -37,7 +37,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks import timing
-from benchmarks.recovery import table
+from benchmarks.markdown import table
 from benchmarks.recovery_runs import SETTINGS
 from engine.loop import Loop
 from engine.recipe.reading import parse_recipe

@@ -1,7 +1,7 @@
 """What the first codes are worth: PTQ and QAT of one scheme from the nearest codes and from GPTQ's, fairly compared.
 
     python benchmarks/recovery_start.py --model DIR --train FILE --text FILE --out DIR [--minutes 10]
-    python benchmarks/recovery_start.py --text FILE --known DIR ... [--other FILE ...]
+    python benchmarks/recovery_start.py --text FILE --known DIR_OR_JSONL ... [--other FILE ...]
 
 FT is the checkpoint, trained without fake quant; PTQ is FT, quantised; QAT trains as it is served. PTQ and QAT are made
 from the nearest codes and from those of ``quant.first_codes``, each with positive and with signed scales, all in
@@ -20,8 +20,9 @@ perplexity stand KL(FT || model) per token and how often the likeliest token is 
 other texts, too. The recovered share is (PTQ - QAT) / (PTQ - FT) of the best PTQ of the table, and the same of KL.
 
 With ``--minutes`` no run begins after so many, and what is missing is blank: what is in ``--out`` is not made again.
-With ``--known`` nothing is made at all: the tables are of all that these folders hold, one for each FT.
-Writes ``benchmarks/results/recovery_start.md``; remarks stand beside it.
+With ``--known`` nothing is made at all: the tables are of all that these folders hold, one for each model, and of what
+earlier tables kept (``benchmarks/results/recovery_start.jsonl``). Writes ``benchmarks/results/recovery_start.md`` and
+what it is made of, ``recovery_start.jsonl``; remarks stand beside it.
 """
 
 import argparse
@@ -30,9 +31,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks import recovery_torchao, timing
+from benchmarks import recovery_start_kept, recovery_torchao, timing
 from benchmarks.recovery_inputs import load
 from benchmarks.recovery_runs import SETTINGS
 from benchmarks.recovery_start_table import Found, Run, read_runs, tables
@@ -208,32 +208,26 @@ def run_all(bench: Bench, scheme: str) -> None:
         bench.found(f"torchao_{scheme}_{way}_{loss}", bench.trained(scheme, {}))
 
 
-def report(folders: Sequence[Path], others: Sequence[Path], tokens: int, length: int) -> Iterator[str]:
-    """The tables of what some folders hold, for each FT; on other texts what was not measured there is."""
-    groups: dict[Path, list[Path]] = {}
-    for folder in folders:
-        for ft in sorted(folder.glob("ft_*/export")):
-            groups.setdefault(ft.resolve(), []).append(folder)
-    for ft, holding in groups.items():
-        for file in others:
-            measure_elsewhere(holding, ft, Text(file, ft, tokens, length), file.stem)
-        runs: dict[str, Run] = {}
-        for run in (run for folder in holding for run in read_runs(folder)):
-            runs.setdefault(run.label + run.scheme, run)
-        yield tables(list(runs.values()))
+def read_known(known: Sequence[Path]) -> dict[str, list[Run]]:
+    """The runs of some folders and files by their models, each once: the first of them counts."""
+    groups: dict[str, dict[str, Run]] = {}
+    for model, run in (one for source in known for one in recovery_start_kept.read(source)):
+        groups.setdefault(model, {}).setdefault(run.label + run.scheme, run)
+    return {model: list(runs.values()) for model, runs in groups.items()}
 
 
-def measure_elsewhere(folders: Sequence[Path], ft: Path, text: Text, name: str) -> None:
-    """KL and top token of all exports on another text, kept beside what is known of them."""
-    for folder in folders:
-        for run in read_runs(folder):
-            kept = folder / f"{run.name}.on_{name}.json"
-            export = Path(run.settings.get("directory", folder / run.name / "export"))
-            if run.part == "ft" or kept.exists() or not export.is_dir():
-                continue
-            halves = text.halves(export, ft)
-            kl, top1 = (sum(getattr(half, key) for half in halves) / 2 for key in ("kl", "top1"))
-            kept.write_text(json.dumps({"found": {"kl": kl, "top1": top1}, "tokens": text.tokens}, indent=1))
+def measure_elsewhere(folder: Path, file: Path, tokens: int, length: int) -> None:
+    """KL and top token of a folder's exports on another text, kept beside what is known of them."""
+    ft = next(folder.glob("ft_*/export"))
+    text = Text(file, ft, tokens, length)
+    for run in read_runs(folder):
+        kept = folder / f"{run.name}.on_{file.stem}.json"
+        export = Path(run.settings.get("directory", folder / run.name / "export"))
+        if run.part == "ft" or kept.exists() or not export.is_dir():
+            continue
+        halves = text.halves(export, ft)
+        kl, top1 = (sum(getattr(half, key) for half in halves) / 2 for key in ("kl", "top1"))
+        kept.write_text(json.dumps({"found": {"kl": kl, "top1": top1}, "tokens": text.tokens}, indent=1))
 
 
 def main() -> None:
@@ -241,25 +235,30 @@ def main() -> None:
     arguments = options()
     load_average = os.getloadavg()
     if arguments.known:
-        folders, tokens = arguments.known, f"at most {arguments.tokens:,}"
+        known, tokens = arguments.known, f"at most {arguments.tokens:,}"
     else:
         bench = Bench(arguments)
         for scheme in arguments.schemes:
             run_all(bench, scheme)
-        folders, tokens = [arguments.out], f"the first {bench.text.tokens:,}"
-    found = "\n".join(report(folders, arguments.other, arguments.other_tokens, arguments.length))
-    times = [file.stat().st_mtime for folder in folders for file in folder.glob("*.json")]
-    first, last = (datetime.fromtimestamp(one).strftime("%Y-%m-%d %H:%M") for one in (min(times), max(times)))
+        known, tokens = [arguments.out], f"the first {bench.text.tokens:,}"
+    for folder in (one for one in known if one.is_dir()):
+        for file in arguments.other:
+            measure_elsewhere(folder, file, arguments.other_tokens, arguments.length)
+    groups = read_known(known)
+    dates = [run.date for runs in groups.values() for run in runs]
+    machines = sorted({run.machine for runs in groups.values() for run in runs})
     beside = "".join(f" Beside it {file.name}, {arguments.other_tokens:,} tokens at most." for file in arguments.other)
     head = f"""# What the first codes are worth
 
 Measured on {tokens} tokens of {arguments.text.name}, in windows of {arguments.length}, one half to
-choose by, one to report.{beside} The runs are of {first} to {last}.
+choose by, one to report.{beside} The runs are of {min(dates)} to {max(dates)}, on {" and ".join(machines)}.
 {timing.machine(torch.device("cpu"), load_average, "transformers", "deepspeed", "torchao")}
 `{timing.command()}`
 
 """
+    found = "\n".join(tables(runs) for runs in groups.values())
     timing.write(arguments.results, "recovery_start", torch.device("cpu"), head + found)
+    recovery_start_kept.write(arguments.results / "recovery_start.jsonl", groups)
 
 
 def options() -> argparse.Namespace:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery import table
+from benchmarks.markdown import table
 from quant import SCHEMES
 
 # Share of the best PTQ's loss of perplexity that is to be won back: by bits of integers; where inputs have 4 bits, too.
@@ -44,6 +44,7 @@ class Run:
         settings: the recipe that it was made by.
         found: what was measured.
         elsewhere: KL and top token on other texts, by their names.
+        date, machine: of the measurement.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Run:
     settings: Mapping[str, Any]
     found: Found
     elsewhere: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    date: str = ""
+    machine: str = ""
 
     @property
     def way(self) -> str:
@@ -88,10 +91,15 @@ def read_runs(folder: Path) -> Iterator[Run]:
         name, known = file.stem, json.loads(file.read_text(encoding="utf-8"))
         if "found" not in known or "." in name:
             continue
-        part, _, rest = name.partition("_")
-        fits = [one for one in SCHEMES if rest.startswith(f"{one}_")] if part != "ft" else []
-        scheme = max(fits, key=len, default="")
+        part, scheme = scheme_of(name)
         yield Run(name, part, scheme, known["settings"], Found(**known["found"]), _elsewhere(folder, name))
+
+
+def scheme_of(name: str) -> tuple[str, str]:
+    """Part and scheme of a run, from its name."""
+    part, _, rest = name.partition("_")
+    fits = [one for one in SCHEMES if rest.startswith(f"{one}_")] if part != "ft" else []
+    return part, max(fits, key=len, default="")
 
 
 def _elsewhere(folder: Path, name: str) -> dict[str, tuple[float, float]]:

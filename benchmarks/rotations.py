@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks import timing
-from benchmarks.recovery import table
+from benchmarks.markdown import table
 from engine.verify.check import Comparison, windows
 from launch.rotate import LENGTH
 from launch.rotate import ROWS as ROWS_OF_STEP

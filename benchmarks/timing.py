@@ -110,13 +110,13 @@ def chosen_device(name: str) -> torch.device:
 
 def machine(device: torch.device, load: tuple[float, ...], *packages: str) -> str:
     """Date, machine and versions, for the head of a result; ``load`` is the load average when the run began."""
-    processor = f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} of them used"
+    used = f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} of them used"
     if device.type == "cuda":
-        processor = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}; {processor}"
+        used = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}; {used}"
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", *packages) if installed(name)]
     now = os.getloadavg()
     return (
-        f"{date.today()}; {processor}; Python {platform.python_version()}, {', '.join(versions)}; "
+        f"{date.today()}; {used}; Python {platform.python_version()}, {', '.join(versions)}; "
         f"load average {load[0]:.1f} when it began, {now[0]:.1f} at the end."
     )
 
@@ -139,7 +139,7 @@ def write(results: Path, name: str, device: torch.device, text: str) -> Path:
     return path
 
 
-def _processor() -> str:
+def processor() -> str:
     """The CPU's name as Linux gives it, with the instructions that torch uses."""
     names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"

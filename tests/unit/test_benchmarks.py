@@ -179,8 +179,9 @@ def test_recovery_start(tmp_path: Path) -> None:
     known = [*command[:2], "--text", str(tmp_path / "text.txt"), "--known", str(tmp_path / "out"), "--length", "16"]
     known += ["--other", str(tmp_path / "other.txt"), "--results", str(tmp_path)]
     (tmp_path / "other.txt").write_text(TEXT[::-1] * 40)
-    # What was measured is known, and nothing else is begun; the last makes nothing at all.
-    for words in (command, [*command, "--minutes", "0", *other], known):
+    kept = [str(tmp_path / "recovery_start.jsonl") if word == str(tmp_path / "out") else word for word in known]
+    # What was measured is known, and nothing else is begun; the last two make nothing at all.
+    for words in (command, [*command, "--minutes", "0", *other], known, kept):
         done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         tables.append((tmp_path / "recovery_start.md").read_text().partition("\n## ")[2])
@@ -193,6 +194,7 @@ def test_recovery_start(tmp_path: Path) -> None:
     elsewhere = [line.split("|")[-2].strip() for line in tables[2].partition("All of them:")[2].strip().splitlines()]
     assert elsewhere[0] == "other: KL, top token"
     assert len(set(elsewhere[3:])) > 2, "figures of the other text"
+    assert tables[3] == tables[2] and str(tmp_path) not in (tmp_path / "recovery_start.jsonl").read_text()
     assert [line.rsplit("|", 2)[0] for line in tables[2].partition("All of them:")[2].strip().splitlines()[2:]] == [
         line.rsplit("|", 1)[0] for line in lines
     ]
