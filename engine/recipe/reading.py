@@ -238,7 +238,8 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     try:
         return _parse(["--config", name])
     except RecipeError as error:
-        lines = (line if name in line else f"{name}: {line}" for line in str(error).splitlines())
+        named = re.compile(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])")  # a short name may be a part of any word
+        lines = (line if named.search(line) else f"{name}: {line}" for line in str(error).splitlines())
         raise RecipeError("\n".join(lines)) from error
 
 

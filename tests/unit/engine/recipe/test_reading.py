@@ -258,3 +258,12 @@ def test_what_would_be_read_for_ever_is_no_recipe(tmp_path):
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(RecipeError, match=rf"^--config: '{path}': expected a YAML file of at most "):
             load_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["t", "steps", "r.yaml"])
+def test_every_problem_has_its_file_however_short_its_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("train: {steps: 0}\nmodel: {path: m}\ndata: {train: [t.jsonl]}\noutput_dir: out\n")
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(name)
+    assert all(re.search(rf"(^|['\s]){name}['\s:,]", line) for line in str(refused.value).splitlines()), refused.value
