@@ -7,9 +7,11 @@ All words but these are the recipe's. In its ``output_dir``, by commands that ar
 
 1. ``ft``: ``launch/train.py`` with fake quant off; data, losses, teacher, rates and steps are the recipe's.
 2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantises it without training, from the recipe's
-   ``quant.first_codes``.
+   ``quant.first_codes``; ``ptq_gptq`` and so on from others (``--ptq_codes``).
 3. ``qat``: ``launch/train.py`` as the recipe says.
-4. ``compare.md``: ``launch/compare.py``, the perplexity of the three exports on a text that none was trained on.
+4. ``compare.md``: ``launch/compare.py``, the perplexity of the exports on a text that none was trained on. Where there
+   are several PTQs, among them files of other tools (``--ptq``), QAT stands beside each of them: the share that counts
+   is that of the best.
 
 QAT is compared with a model that was trained with the same losses, on the same samples, for as long, and PTQ is of that
 model. So the recovered share credits QAT with nothing that training or distillation alone would have given. What is
@@ -35,15 +37,17 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
+from typing import get_args, get_type_hints
 
 from engine.checkpoint.find import LATEST
 from engine.export import check_export
 from engine.recipe.checks import RecipeError
 from engine.recipe.events import EventRecipe
-from engine.recipe.quant import SOURCE
+from engine.recipe.quant import SOURCE, QuantRecipe
 from engine.recipe.reading import load_recipe, save_recipe
 from engine.recipe.recipe import Recipe
 from engine.recipe.unquantised_rules import UNQUANTISED
+from launch.compare import named, unique
 from launch.exits import clean_exit, recipe_or_exit
 from launch.launcher import ROOT, environment, program
 from model.build import read_config
@@ -53,7 +57,8 @@ from model.ranks import errors_on_all_ranks
 FT, PTQ, QAT = "ft", "ptq", "qat"
 # What FT leaves out where the recipe has it: without fake quant it is refused, for it would never act, or move weights.
 PLAIN = {**UNQUANTISED, "quant.first_codes": "nearest", "quant.rotate": [], "quant.rotate_block": 256}
-SCRIPTS = {FT: "launch/train.py", PTQ: "launch/calibrate.py", QAT: "launch/train.py"}
+TRAIN, CALIBRATE, COMPARE = "launch/train.py", "launch/calibrate.py", "launch/compare.py"
+CODES = get_args(get_type_hints(QuantRecipe)["first_codes"])
 # Keys of config.json that act in training alone, where they are above 0: attention_dropout, resid_pdrop, layerdrop,
 # router_jitter_noise, moe_jitter_eps, ...
 TRAINING = re.compile("drop|jitter|noise|altup_coef_clip")
@@ -67,13 +72,14 @@ def main() -> None:
     out = Path(recipe.output_dir)
     with clean_exit():
         check_recipe(recipe)
-        scripts = {part: script for part, script in SCRIPTS.items() if part != FT or not teaches_itself(recipe)}
+        scripts = scripts_of(recipe, arguments.ptq_codes)
         changes = {part: changes_of(part, recipe) for part in scripts}
         recipes = {}
         for part, changed in changes.items():
             # FT's export, which PTQ reads, is not there yet.
-            recipes[part] = recipe_or_exit([*words, *changed], check_files=part != PTQ)
+            recipes[part] = recipe_or_exit([*words, *changed], check_files=scripts[part] != CALIBRATE)
             check_part(out / part, recipes[part])
+        ptqs = compared(recipe, scripts, arguments.ptq)
     if FT not in scripts:
         print(f"{FT}: {recipe.model.path} as it is: its own logits teach it nothing", flush=True)
     elif learns_itself(recipe):
@@ -86,12 +92,13 @@ def main() -> None:
         (out / part).mkdir(parents=True, exist_ok=True)
         save_recipe(recipes[part], out / part / MADE_BY)
         begun = (out / part / "checkpoints" / LATEST).is_file()
-        resume = ["--train.resume", "true"] if begun and script == SCRIPTS[QAT] else []
+        resume = ["--train.resume", "true"] if begun and script == TRAIN else []
         call([*arguments.launcher, script, *words, *changes[part], *resume])
-    names = [f"{recipe.quant.scheme}={out / part / 'export'}" for part in (PTQ, QAT)]
-    sides = ["--bf16", str(reference(recipe)), "--ptq", names[0], "--qat", names[1]]
+    sides = ["--bf16", str(reference(recipe))]
+    for name, export in ptqs.items():
+        sides += ["--ptq", f"{name}={export}", "--qat", f"{name}={out / QAT / 'export'}"]
     asked = ["--text", str(arguments.text), "--dtype", recipe.model.dtype, "--out", str(out)]
-    call([*arguments.launcher, "launch/compare.py", *sides, *asked])
+    call([*arguments.launcher, COMPARE, *sides, *asked])
 
 
 def options() -> tuple[argparse.Namespace, list[str]]:
@@ -103,7 +110,19 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--launcher", type=shlex.split, default=["deepspeed"], help="what starts a script on all ranks (deepspeed)"
     )
+    parser.add_argument(
+        "--ptq_codes", nargs="+", choices=CODES, default=[], help="first codes of PTQs beside the recipe's"
+    )
+    parser.add_argument(
+        "--ptq",
+        type=named,
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="a PTQ of FT made elsewhere; repeatable",
+    )
     arguments, words = parser.parse_known_args()
+    arguments.ptq = unique(parser, "ptq", arguments.ptq)
     if not arguments.text.is_file():
         parser.error(f"--text: {arguments.text}, expected a text file")
     try:
@@ -111,6 +130,33 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     except (FileNotFoundError, IndexError) as error:
         parser.error(f"--launcher: {error}")
     return arguments, words
+
+
+def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
+    """What makes each part, in their order."""
+    others = [f"{PTQ}_{codes}" for codes in dict.fromkeys(ptq_codes) if codes != recipe.quant.first_codes]
+    scripts = {FT: TRAIN, **dict.fromkeys([PTQ, *others], CALIBRATE), QAT: TRAIN}
+    return {part: script for part, script in scripts.items() if part != FT or not teaches_itself(recipe)}
+
+
+def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str, str]) -> dict[str, str]:
+    """The exports of all PTQs by the names that they have in the table: the scheme's alone where there is one PTQ.
+
+    Raises:
+        RecipeError: one from elsewhere is not there, or has the name of one that is made here.
+    """
+    out, scheme = Path(recipe.output_dir), recipe.quant.scheme
+    made = {
+        part.removeprefix(f"{PTQ}_") if part != PTQ else recipe.quant.first_codes: str(out / part / "export")
+        for part, script in scripts.items()
+        if script == CALIBRATE
+    }
+    if both := made.keys() & elsewhere.keys():
+        raise RecipeError(f"--ptq {min(both)}=...: expected another name, that of a PTQ which is made here")
+    if absent := [directory for directory in elsewhere.values() if not (Path(directory) / "config.json").is_file()]:
+        raise RecipeError(f"--ptq: {absent[0]}, expected the directory of a checkpoint")
+    found = {**made, **elsewhere}
+    return {scheme if len(found) == 1 else f"{scheme} {name}": export for name, export in found.items()}
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -178,8 +224,10 @@ def changes_of(part: str, recipe: Recipe) -> list[str]:
     """The words with which a part's recipe differs from ``recipe``."""
     out = Path(recipe.output_dir)
     words = ["--output_dir", str(out / part)]
-    if part == PTQ:
+    if part.startswith(PTQ):
         words += ["--model.path", str(reference(recipe))]
+    if part.startswith(f"{PTQ}_"):
+        words += ["--quant.first_codes", part.removeprefix(f"{PTQ}_")]
     if part == FT:
         words += ["--quant.fake_quant_start", "-1"]
         for key, value in PLAIN.items():
@@ -214,7 +262,7 @@ def check_part(folder: Path, recipe: Recipe) -> None:
 def call(shown: Sequence[str]) -> None:
     """Print a command and run it; where it fails, this process ends with its exit code."""
     print(f"$ {shlex.join(shown)}", flush=True)
-    command = [str(ROOT / word) if word in {*SCRIPTS.values(), "launch/compare.py"} else word for word in shown]
+    command = [str(ROOT / word) if word in (TRAIN, CALIBRATE, COMPARE) else word for word in shown]
     command[0] = program(shown)
     code = subprocess.run(command, check=False, env=environment()).returncode
     if code:

@@ -13,7 +13,8 @@ from tests.processes import CPU
 from tests.root import ROOT
 from tests.tiny import TEXT, tiny_checkpoint
 
-pytestmark = pytest.mark.full  # four launches
+PARTS = ("ft", "ptq", "ptq_gptq", "qat")
+pytestmark = pytest.mark.full  # five launches
 
 
 def study(*words: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +24,7 @@ def study(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, text=True, check=False, capture_output=True, timeout=PATIENCE)
 
 
-def test_three_parts_and_their_table(tmp_path):
+def test_the_parts_and_their_table(tmp_path):
     model, text = tiny_checkpoint(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text(TEXT * 100)
     recipe = write_recipe(
@@ -39,19 +40,24 @@ def test_three_parts_and_their_table(tmp_path):
         export={"enabled": True},
     )
     launcher = f"deepspeed --num_gpus 2 --master_port {free_port()}"
-    words = ["--launcher", launcher, "--text", str(text), "--config", str(recipe)]
+    words = ["--launcher", launcher, "--text", str(text), "--config", str(recipe), "--ptq_codes", "gptq"]
     first = study(*words)
     assert first.returncode == 0, first.stdout[-4000:] + first.stderr[-4000:]
     commands = [line for line in first.stdout.splitlines() if line.startswith("$ ")]
     assert [line.partition("launch/")[2].split()[0] for line in commands] == [
         "train.py",
         "calibrate.py",
+        "calibrate.py",
         "train.py",
         "compare.py",
     ]
     table = (tmp_path / "run" / "compare.md").read_text()
-    assert "w4a16_channel" in table and "fp32" in table
-    made = {part: (tmp_path / "run" / part / "export" / "model.safetensors").stat() for part in ("ft", "ptq", "qat")}
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if "w4a16_channel " in line]
+    perplexities = {row[1]: row[3:5] for row in rows if len(row) > 4}
+    assert set(perplexities) == {"w4a16_channel nearest", "w4a16_channel gptq"} and "fp32" in table, table
+    (nearest, of_nearest), (gptq, of_gptq) = (perplexities[f"w4a16_channel {codes}"] for codes in ("nearest", "gptq"))
+    assert of_nearest == of_gptq and nearest != gptq, "one QAT beside two PTQs"
+    made = {part: (tmp_path / "run" / part / "export" / "model.safetensors").stat() for part in PARTS}
 
     second = study(*words)
     assert second.returncode == 0 and second.stdout.count("$ ") == 1

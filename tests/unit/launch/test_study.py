@@ -44,7 +44,7 @@ def test_parts_differ_in_quantisation_alone(tmp_path):
         part: parse_recipe(
             ["--config", str(tmp_path / "recipe.yaml"), *study.changes_of(part, recipe)], check_files=False
         )
-        for part in study.SCRIPTS
+        for part in study.scripts_of(recipe, [])
     }
     out = tmp_path / "out"
     assert parts["qat"] == replace(recipe, output_dir=str(out / "qat"))
@@ -94,13 +94,37 @@ def test_ptq_and_qat_begin_with_the_same_codes(tmp_path):
         part: parse_recipe(
             ["--config", str(tmp_path / "recipe.yaml"), *study.changes_of(part, recipe)], check_files=False
         )
-        for part in study.SCRIPTS
+        for part in study.scripts_of(recipe, [])
     }
     assert {part: one.quant.first_codes for part, one in parts.items()} == {
         "ft": "nearest",
         "ptq": "gptq",
         "qat": "gptq",
     }
+
+
+def test_ptqs_of_several_codes_stand_beside_one_qat(tmp_path):
+    """A part for each, once; the recipe's own codes are those of the part ``ptq``."""
+    recipe = recipe_of(tmp_path, quant=QuantRecipe(scheme="w2a16_g32", first_codes="gptq"))
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    scripts = study.scripts_of(recipe, ["blocks", "gptq", "nearest", "blocks"])
+    assert list(scripts) == ["ft", "ptq", "ptq_blocks", "ptq_nearest", "qat"]
+    codes = {}
+    for part in scripts:
+        words = ["--config", str(tmp_path / "recipe.yaml"), *study.changes_of(part, recipe)]
+        codes[part] = parse_recipe(words, check_files=False).quant.first_codes
+    assert codes == {"ft": "nearest", "ptq": "gptq", "ptq_blocks": "blocks", "ptq_nearest": "nearest", "qat": "gptq"}
+    (tmp_path / "made").mkdir()
+    tiny_config("llama").save_pretrained(tmp_path / "made")
+    made = str(tmp_path / "made")
+    found = study.compared(recipe, scripts, {"autoround": made})
+    names = [f"w2a16_g32 {name}" for name in ("gptq", "blocks", "nearest", "autoround")]
+    parts = [str(tmp_path / "out" / part / "export") for part in ("ptq", "ptq_blocks", "ptq_nearest")]
+    assert found == dict(zip(names, [*parts, made], strict=True))
+    assert list(study.compared(recipe, study.scripts_of(recipe, []), {})) == ["w2a16_g32"]
+    for name, directory, said in (("blocks", made, "expected another name"), ("other", "nowhere", "nowhere, expected")):
+        with pytest.raises(RecipeError, match=said):
+            study.compared(recipe, scripts, {name: directory})
 
 
 def test_a_model_that_teaches_itself_is_its_own_ft(tmp_path):
