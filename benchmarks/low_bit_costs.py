@@ -59,6 +59,8 @@ def ways(model: Path, scheme: str) -> dict[str, dict[str, Any]]:
         "its own logits": taught,
         "its own logits, from GPTQ's codes, signed: the recipe": recipe,
         "the recipe, scales fixed": {**recipe, "learnable.weight_scale": False},
+        "the recipe, from the codes of blocks": {**recipe, "quant.first_codes": "blocks"},
+        "the recipe, nvfp4_w4a4": {**recipe, "quant.scheme": "nvfp4_w4a4", "quant.signed_scales": False},
     }
 
 
@@ -117,7 +119,7 @@ def main() -> None:
     parser.add_argument("--scheme", default="w2a16_g32")
     parser.add_argument("--rows", type=int, default=8, help="of each step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--samples", type=int, default=128, help="that GPTQ looks at")
+    parser.add_argument("--samples", type=int, default=128, help="that GPTQ and the tuning of decoder layers look at")
     arguments = parser.parse_args()
     if arguments.device != "cpu":
         raise SystemExit("the clock that this benchmark reads is the process's on a CPU: run it without --device")
