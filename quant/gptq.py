@@ -38,7 +38,8 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
     """Codes and scales of some rows of a Linear.
 
     Codes are chosen with the scales that there are; of integers, scales are then fitted to the codes (as they will be
-    stored), which has another choice follow, :data:`ROUNDS` times. Scales of floats stay.
+    stored), which has another choice follow, :data:`ROUNDS` times. Scales of floats stay. Columns are rounded one by
+    one, which may end further away than the nearest codes: a row for which it does keeps these, and its scales.
 
     Args:
         weight: ``[rows, in]`` in the model's dtype.
@@ -60,7 +61,15 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
             ones = torch.ones_like(scale.s0)
             fitted = fit_scales(weight, dequantize(codes, ones, spec, torch.float32, scale.zero), scale.s0, gram)
             scale = scale._replace(s0=effective_scale(fitted, None, spec, dtype))
-    return codes, scale.s0
+    first = quantizer.scale._replace(theta=None)
+    nearest = quantize(weight, first.s0, spec, first.zero)
+    damped = _damped(gram, DAMPING).float()
+    errors = [
+        row_errors(dequantize(found, at.s0, spec, dtype, at.zero).float() - weight.float(), damped)
+        for found, at in ((codes, scale), (nearest, first))
+    ]
+    better = (errors[0] <= errors[1]).unsqueeze(1)
+    return torch.where(better, codes, nearest), torch.where(better, scale.s0, first.s0)
 
 
 @torch.no_grad()
@@ -120,7 +129,7 @@ def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, d
     Returns:
         fp32 ``[rows, groups]``, not rounded to what is stored.
     """
-    damped = gram + torch.diag((damping * gram.diagonal().mean()).expand(len(gram)))
+    damped = _damped(gram, damping)
     found = [
         _fitted(w.double(), q.double(), s.double(), damped)
         for w, q, s in zip(weight.split(_ROWS), values.split(_ROWS), scale.split(_ROWS), strict=True)
@@ -151,11 +160,20 @@ def add_inputs(gram: Tensor, x: Tensor) -> None:
     gram += x.T @ x
 
 
+def row_errors(difference: Tensor, gram: Tensor) -> Tensor:
+    """``|X d|^2`` of each row ``d`` of ``difference [rows, in]``; fp64 ``[rows]``, of products in the dtype of
+    ``gram``."""
+    parts = (rows.to(gram.dtype) for rows in difference.split(_ROWS))
+    return torch.cat([((rows @ gram) * rows).sum(1, dtype=torch.float64) for rows in parts])
+
+
 def output_error(difference: Tensor, gram: Tensor) -> Tensor:
-    """``|X d|^2`` summed over the rows ``d`` of ``difference [rows, in]``; fp64 scalar, of
-    products in the dtype of ``gram``."""
-    rows = difference.to(gram.dtype)
-    return ((rows @ gram) * rows).sum(dtype=torch.float64)
+    """``|X d|^2`` summed over the rows, see :func:`row_errors`; fp64 scalar."""
+    return row_errors(difference, gram).sum()
+
+
+def _damped(gram: Tensor, damping: float) -> Tensor:
+    return gram + torch.diag((damping * gram.diagonal().mean()).expand(len(gram)))
 
 
 def _factor(gram: Tensor, damping: float) -> Tensor:

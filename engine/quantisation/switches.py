@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from data.loader import MicroBatch, sample_inputs
-from engine.recipe.quant import SOURCE
 from engine.session.session import Session
 from model.ranks import RankError, reduce_over_ranks, say
 from model.scales import follow_weights, renew_weight_scales, write_scales
@@ -295,14 +294,7 @@ class FakeQuant:
 
     def _warn_of_lost_scales(self, owners: set[str]) -> None:
         """Say so where weight scales that the user brought are measured again: they were of another model's weights."""
-        quant = self.session.recipe.quant
-        brought = {
-            "quant.first_codes": quant.first_codes != "nearest",
-            "quant.start": bool(quant.start),
-            "quant.scales": bool(quant.scales),
-            "quant.scheme source": quant.scheme == SOURCE,
-        }
-        key = next((key for key, used in brought.items() if used), None)
+        key = self.session.recipe.quant.scales_brought_by()
         if owners and key is not None:
             say(
                 f"warning: weight scales that {key} gave are lost: {len(owners)} of "

@@ -245,6 +245,16 @@ class QuantRecipe:
         """What a scale is chosen to fit when it is measured: the largest magnitude, or the squared error."""
         return Ranges(self.weight_range, self.signed_scales, self.input_range, self.percentile)
 
+    def scales_brought_by(self) -> str | None:
+        """The key that gives the weights their first scales where these are not measured from them alone."""
+        brought = {
+            "quant.first_codes": self.first_codes != "nearest",
+            "quant.start": bool(self.start),
+            "quant.scales": bool(self.scales),
+            "quant.scheme source": self.scheme == SOURCE,
+        }
+        return next((key for key, used in brought.items() if used), None)
+
     def head_scheme(self) -> Scheme | None:
         """The scheme of lm_head; None: lm_head stays as it is."""
         return None if self.lm_head is None else self._scheme(self.lm_head)
