@@ -134,7 +134,8 @@ def test_outputs_and_gradients_are_those_of_per_expert_linears(name: str, tmp_pa
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_codes_are_multiplied_as_those_of_per_expert_linears(learned: bool, tmp_path: Path):
-    """The fp8 GEMM in both forms; next to what simulate computes."""
+    """The fp8 GEMM in both forms; next to what simulate computes, whose sums have another order: where an input lies on
+    the border of two codes, the token has another one behind the first product, and so have those that look at it."""
     source = tiny_checkpoint(tmp_path, "qwen3_moe", seed=random.randrange(2**31), wide=True)
     ids = torch.randint(0, 301, (2, 17))
     results = []
@@ -144,15 +145,21 @@ def test_codes_are_multiplied_as_those_of_per_expert_linears(learned: bool, tmp_
         )
         experts = [layer for name, layer in quantization.layers.items() if "experts" in name]
         assert experts and all(layer.fp8_gemm == fp8_gemm for layer in experts) and not quantization.simulated
+        first: list[torch.Tensor] = []
+        model.model.layers[0].register_forward_hook(lambda layer, inputs, output, seen=first: seen.append(output))
         logits = model(ids).logits
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
         weights = by_linear(quantization, {n: layer.weight.grad for n, layer in quantization.layers.items()})
-        results.append((logits.detach(), weights))
-    (ours, grads), *others = results
-    for logits, weights in others:
-        torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
-        largest = max(float(one.abs().max()) for one in weights.values())
-        assert max(float((grads[name] - one).abs().max()) for name, one in weights.items()) < 1e-4 * largest
+        results.append((logits.detach(), first[0].detach(), weights))
+    (ours, hidden, grads), (theirs, _, expected), (_, simulated, near) = results
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    largest = max(float(one.abs().max()) for one in expected.values())
+    assert max(float((grads[name] - one).abs().max()) for name, one in expected.items()) < 1e-4 * largest
+    of_tokens = (hidden - simulated).abs().amax(-1) / simulated.abs().amax(-1)
+    assert (of_tokens < 1e-5).float().mean() > 0.5 and of_tokens.max() < 0.05, of_tokens
+    mine, yours = (torch.cat([found[name].flatten() for name in near]).double() for found in (grads, near))
+    assert float(torch.dot(mine, yours) / mine.norm() / yours.norm()) > 0.99
+    assert float(mine.norm() / yours.norm()) == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.parametrize("name", ["fp8_static", "w3a16_g32", "w4a16_asym", "fp8_block"])
