@@ -218,7 +218,9 @@ def read_known(known: Sequence[Path]) -> dict[str, list[Run]]:
 
 def measure_elsewhere(folder: Path, file: Path, tokens: int, length: int) -> None:
     """KL and top token of a folder's exports on another text, kept beside what is known of them."""
-    ft = next(folder.glob("ft_*/export"))
+    ft = next(folder.glob("ft_*/export"), None)
+    if ft is None:
+        raise SystemExit(f"{folder}: no FT (ft_*/export) to compare with on {file}")
     text = Text(file, ft, tokens, length)
     for run in read_runs(folder):
         kept = folder / f"{run.name}.on_{file.stem}.json"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quant import SCHEMES, Quantizer, Scale, TensorSpec
 from quant.calibrate import partial_stats, scales_from_stats, zero_points_from_stats
-from quant.gptq import DAMPING, add_inputs, choose, compensate, fit_scales, output_error
+from quant.gptq import DAMPING, add_inputs, choose, compensate, fit_scales, output_error, takes
 from quant.reference import dequantize, fake_quant, quantize
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -84,6 +84,24 @@ def test_a_row_that_compensation_spoils_keeps_its_nearest_codes():
         if bool((greedy != fake_quant(weight, scale.s0, spec)).any(1)[errors == bounds].any()):
             return
     raise AssertionError("no row was spoiled: this shows nothing")
+
+
+FORMATS = list(dict.fromkeys(scheme.weights for scheme in SCHEMES.values() if takes(scheme.weights)))
+
+
+@pytest.mark.parametrize("spec", FORMATS, ids=str)
+def test_every_format_that_is_taken_has_codes_of_its_own_kind_and_no_worse_rows(spec):
+    """Found by the presets, so that a new format is tried without being named here."""
+    rows, columns = random.randint(1, 9), 128 * random.randint(1, 3)
+    groups = 1 if spec.granularity == "channel" else columns // spec.group_size
+    zero = None if spec.symmetric else torch.full((rows, groups), 2.0 ** (spec.bits - 1))
+    scale = Scale(2.0 ** torch.randint(-4, 0, (rows, groups)), zero=zero)
+    weight, gram = torch.randn(rows, columns), torch.zeros(columns, columns, dtype=torch.float64)
+    add_inputs(gram, torch.randn(3 * columns, columns) @ torch.randn(columns, columns))
+    codes, _ = choose(weight, Quantizer(scale, spec, torch.float32), gram)
+    assert codes.dtype == quantize(weight, scale.s0, spec, zero).dtype and codes.shape == weight.shape
+    errors, bounds = errors_of_rows(weight, scale, spec, gram)
+    assert bool((errors <= bounds * (1 + 1e-4)).all())
 
 
 def errors_of_rows(weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor) -> tuple[Tensor, Tensor]:
