@@ -4,10 +4,12 @@ from."""
 import torch
 from torch import Tensor
 
-from model.ranks import is_main
+from model.ranks import errors_on_all_ranks, is_main
 from model.zero import full_shape, gathered, local_data, local_range, whole_values
 from quant import Quantization, QuantLayer
 from quant.adapter import merge
+
+LOST = 0.1  # of an adapter's norm: more than rounding takes, and what over- and underflow take
 
 
 def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
@@ -51,17 +53,32 @@ def start_from_error(quantization: Quantization) -> None:
     ``scaling * lora_b @ lora_a`` becomes the best approximation of that rank to ``W - Q(W)`` (the first step of LoftQ,
     Li et al. 2023, arXiv:2310.08659; LoRC, Yao et al. 2023, arXiv:2303.08302). Scales are filled. A collective, in
     which one layer is whole at a time and rank 0 computes.
+
+    Raises:
+        RankError: where the adapter's dtype cannot hold the factors, as ``adapter.alpha`` is too small or too large.
     """
-    for layer in quantization.layers.values():
+    for name, layer in quantization.layers.items():
         if layer.adapter is None or layer.adapter.merges:
             continue
         pair = (layer.adapter.lora_a, layer.adapter.lora_b)
         others = [own for own in layer.parameters(recurse=False) if all(own is not one for one in pair)]
-        with gathered(others), gathered(pair, modifier_rank=0):
+        with gathered(others), gathered(pair, modifier_rank=0), errors_on_all_ranks(ValueError):
             if is_main():
                 error = (layer.weight - layer.quantised_weight()).float() / layer.adapter.scaling
-                for own, part in zip(pair, _factors(error, pair[0].shape[0]), strict=True):
-                    own.copy_(part)
+                if not (error.isfinite().all() and _filled(pair, _factors(error, pair[0].shape[0]))):
+                    raise ValueError(
+                        f"adapter.init error: {name}: {pair[0].dtype} cannot hold an adapter whose product times "
+                        f"{layer.adapter.scaling:g} is the error of quantisation; expected an adapter.alpha nearer to "
+                        "adapter.rank"
+                    )
+
+
+def _filled(pair: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> bool:
+    """Copy values into an adapter, and say whether they are there as near as its dtype rounds."""
+    for own, value in zip(pair, values, strict=True):
+        own.copy_(value)
+    norms = [((own.float() - value).norm(), value.norm()) for own, value in zip(pair, values, strict=True)]
+    return all(bool(away <= LOST * size) for away, size in norms)
 
 
 def _factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
