@@ -108,7 +108,7 @@ def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made, name
     assert said.index("gptq: ") < said.index("calibrat")
 
 
-def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, monkeypatch, capfd):
+def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, monkeypatch, capfd, seed):
     """Three groups on one rank, five on the other, each of samples of equal length: what they say is what one process
     says of all samples one by one."""
     tiny_checkpoint(tmp_path / "model", "qwen3_moe", wide=True)

@@ -17,7 +17,7 @@ from quant.function import Plan, quant_linear
 from quant.fused import fuse
 from quant.held import stand_in
 from quant.kernels import eager
-from quant.reference import effective_scale, fake_quant, fake_quant_backward, quantize
+from quant.reference import effective_scale, fake_quant, fake_quant_backward, inside_range, quantize
 from quant.reference_gradient import FORMATS
 from quant.scale import Scale, lsq_factor
 from quant.spec import TensorSpec
@@ -221,7 +221,7 @@ def test_recomputed_or_with_codes_that_are_known_the_bits_are_the_same(learned, 
     stands = nn.Parameter(stand_in(codes.view(torch.uint8), codes.shape, torch.bfloat16))
     output = quant_linear(case.x, stands, case.bias, weight, inputs, case.plan)
     grad_x, grad_weight = torch.autograd.grad(output, [case.x, stands], case.grad)
-    inside = case.weight.detach().float().abs() <= 464 * scale
+    inside = inside_range(case.weight.detach(), scale, FP8)
     assert torch.equal(grad_x, expected["x"]) and torch.equal(grad_weight * inside, expected["weight"])
 
 

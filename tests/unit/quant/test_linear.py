@@ -118,7 +118,7 @@ def test_gradients_of_every_scheme(scheme, seed):
         assert kept.float().mean() > 0.5
         torch.testing.assert_close(ours["x"][kept], by_used_x[kept], rtol=1e-4, atol=1e-4)
 
-    v = layer.weight.detach() / expanded(scale, layer.weight)
+    v = layer.weight.detach() * (1 / expanded(scale, layer.weight))  # the definition's, which counts at qmax
     rounded = used_weight / expanded(scale, layer.weight)
     if spec.dtype == "int":
         terms = torch.where(inside, rounded - v, rounded) * by_used_weight
