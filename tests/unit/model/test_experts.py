@@ -113,14 +113,15 @@ def test_bit_equal_to_transformers_where_matrix_products_are(form: Form, dtype: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("_", range(10))
 def test_equal_to_transformers_fused_experts(form: Form, dtype: torch.dtype, _: int):
-    """Gate and up are one product there, which may add up in another order: fp32 sums of 90 terms differ a little.
+    """Gate and up are one product there, which may add up in another order: fp32 sums of 90 terms differ a little,
+    by up to 1.6e-6 of the largest output where they cancel (7,000 draws); swapped experts differ in the first digit.
 
     In bf16 such a sum is rounded to the next of two values once in a while, 2^-8 apart, and a token adds up several.
     """
     case = Case(form, dtype)
     with torch.no_grad():
         ours, theirs = (module(case.inputs, case.index, case.weights) for module in (case.ours, case.fused))
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    tolerance = {torch.float32: 4e-6, torch.bfloat16: 2**-7}[dtype]
     assert (ours - theirs).abs().max() <= tolerance * max(1.0, float(theirs.abs().max()))
 
 

@@ -95,11 +95,11 @@ def only_rounding(comparison: Comparison, kind: str, scheme: Scheme) -> None:
 
     Dense models run the same kernels on the same shapes (measured: no difference). Gate and up of an expert are one
     product in transformers and two here: 1.3e-6 of a standard deviation. One input in some millions lies so close to a
-    boundary that its fp8 code flips then, which moves that token's logits by some 1e-3: seen in few runs, so there the
-    KL is bounded.
+    boundary that its fp8 code flips then, which moves that token's logits by some 1e-3: one run in 200, so there the
+    KL is bounded. One flip makes 1e-6 of it in most places and 3e-5 at most of 939; a wrong scale 1e-3 and more.
     """
     if kind == "qwen3_moe" and scheme.activations is not None:
-        assert comparison.kl < 1e-6
+        assert comparison.kl < 1e-4
         assert comparison.mean_abs < 1e-3
     else:
         assert comparison.relative_max < 1e-5
@@ -175,6 +175,7 @@ def test_reading_an_export_gives_the_model_that_was_exported(kind, scheme, tmp_p
 def good(tmp_path_factory):
     """One export of a MoE in shards, and tokens, for the tests that damage a copy of it."""
     directory = tmp_path_factory.mktemp("good")
+    random.seed(0)
     torch.manual_seed(0)
     return exported(directory, "qwen3_moe", FP8)
 

@@ -63,6 +63,7 @@ def test_gradients_of_parts_of_a_sum_are_the_sums_of_gradients(name, stack, seed
     generator = torch.Generator().manual_seed(seed)
     scale = random_quantizer(SPECS[name], torch.bfloat16, generator, stack=stack)
     weight = torch.randn(SHAPE, generator=generator).to(torch.bfloat16)
+    weight[3, 5], weight[3, 6] = 9.0, 0.0  # one that every scale clips, and one that none does
     grads = torch.randn(2, *SHAPE, generator=generator)
     exact = scale._replace(scale=Scale(scale.scale.s0, scale.scale.theta.float()))
     each = [grad.clone() for grad in grads]
