@@ -7,6 +7,7 @@ the smallest sizes on: always the step that saves most per bit and still fits. W
 less than what one step saves (Sinha and Zoltners 1979, "The multiple-choice knapsack problem", theorem 4).
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,9 +53,10 @@ def check_budget(parts: Sequence[Part], budget_bits: float) -> None:
     """Raise ValueError if the smallest options do not fit; the text says what they need. Costs may be unknown."""
     weights = sum(part.weights for part in parts)
     least = sum(min(option.bits for option in part.options.values()) for part in parts)
-    if least > budget_bits * weights:
+    if least > budget_bits * weights * (1 + 1e-12):
+        enough = math.ceil(least / weights * 1e4) / 1e4  # a budget of what is printed is not refused again
         raise ValueError(
-            f"{budget_bits:g} bits per weight, expected {least / weights:.4f} or more: the smallest schemes need them"
+            f"{budget_bits:g} bits per weight, expected {enough:.4f} or more: the smallest schemes need them"
         )
 
 
@@ -64,15 +66,11 @@ def allocate(parts: Sequence[Part], budget_bits: float) -> list[str]:
     Raises:
         ValueError: the smallest options do not fit; the text says what they need.
     """
+    check_budget(parts, budget_bits)
     hulls = [_hull(part.options) for part in parts]
     chosen = [0] * len(parts)
     weights = sum(part.weights for part in parts)
     left = budget_bits * weights - sum(hull[0][1].bits for hull in hulls)
-    if left < 0:
-        least = budget_bits - left / weights
-        raise ValueError(
-            f"{budget_bits:g} bits per weight, expected {least:.4f} or more: the smallest schemes need them"
-        )
     while steps := [
         (_saved_per_bit(hull[index], hull[index + 1]), part)
         for part, (hull, index) in enumerate(zip(hulls, chosen, strict=True))

@@ -42,6 +42,6 @@ def test_what_passes_of_wrong_scales_does_little_harm(name, kind, seed):
         scale = case.stored(scale.clamp(min=1e-12))
         refused, error = case.refused(scale)
         if not (name == "w2a16_g32" and title.startswith("absmax")):  # that is the grid -1..1
-            assert refused or error <= max(0.1, 3.3 * own_error), title
+            assert refused or error <= max(0.1 + own_error, 3.3 * own_error), title
         if "random weight" in title or "times 2" in title:
             assert refused or case.refused_codes(scale, source, case.stored(of_source)), title
