@@ -5,7 +5,7 @@ clipped, signed, rounded to a power of two, or trained over thousands of steps. 
 or of another order are none of these. Two numbers per scale tell them apart, the squared error that it makes and the
 one that the weight's own scale makes (:func:`quant.calibrate.partial_fit`), and two more for the Linear:
 
-- **error**: squared error over squared weights, at most :data:`WORSE` times that of the own scales, or ``_floor`` more;
+- **error**: squared error over squared weights, at most :data:`WORSE` times that of the own scales, or ``_floor``;
 - **width**: the geometric mean of the scale over the own absmax scale; beyond :data:`WIDEST` codes are left unused,
   which nobody does on purpose. Floating-point grids lose nothing by that (:data:`WIDEST_FP8`);
 - **narrowness**, at 2 and 3 bits: there a scale that clips nearly everything is at most a few times worse;
@@ -94,7 +94,7 @@ def misfit(fit: Fit, spec: TensorSpec) -> str | None:
         cause = _cause(width, fit, spec)
     elif error > AS_GOOD * own_error and _unrelated(fit):
         cause = "they are of another layer or checkpoint, or in another order"
-    elif error > max(WORSE * own_error, _floor(spec) + own_error):
+    elif error > max(WORSE * own_error, _floor(spec)):
         cause = _cause(width, fit, spec)
     if cause is None:
         return None
@@ -106,8 +106,7 @@ def misfit(fit: Fit, spec: TensorSpec) -> str | None:
 
 
 def _floor(spec: TensorSpec) -> float:
-    """What clipping may cost by choice, over the squared weights: a percentile, a trained scale. At 0.7 of its size a
-    weight that is all of its group loses (1 - 0.7)^2 = 0.09, and the others still round."""
+    """An error over the squared weights up to which clipping is a choice: a percentile, a trained scale."""
     return 0.04 if spec.bits == 8 else 0.1
 
 

@@ -23,7 +23,10 @@ def test_legitimate_scales_pass_alone_and_beside_their_codes(name, kind, seed):
     case = Case(WEIGHTS[kind](0.02 * torch.randn(256, 256)).bfloat16().float(), SCHEMES[name].weights)
     for title, scale in legitimate(case):
         scale = case.stored(scale)
-        assert not case.refused(scale)[0], title
+        refused, error = case.refused(scale)
+        # 30% off an outlier that is all of its group are 0.09 of its squares, and the others round: with enough of them
+        # that is more than the tenth which clipping may cost.
+        assert not refused or (title.startswith("clipped to 70%") and error > 0.1), title
         source = case.weight
         if title == "codes of GPTQ" and kind == "outlier columns":
             source = case.gptq(scale)
@@ -42,6 +45,6 @@ def test_what_passes_of_wrong_scales_does_little_harm(name, kind, seed):
         scale = case.stored(scale.clamp(min=1e-12))
         refused, error = case.refused(scale)
         if not (name == "w2a16_g32" and title.startswith("absmax")):  # that is the grid -1..1
-            assert refused or error <= max(0.1 + own_error, 3.3 * own_error), title
+            assert refused or error <= max(0.1, 3.3 * own_error), title
         if "random weight" in title or "times 2" in title:
             assert refused or case.refused_codes(scale, source, case.stored(of_source)), title
