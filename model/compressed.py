@@ -24,7 +24,7 @@ from model.pieces import Piece
 from model.quantised.config import read_quantization_config
 from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
-from model.shards import Checkpoint, CheckpointError, DiskTensor, Reader, read_headers, warn_of_zero_tails
+from model.shards import Checkpoint, CheckpointError, Reader, read_headers, read_tensor, warn_of_zero_tails
 from quant.config import kv_cache_from_config, rules_from_config
 from quant.export import dequantized_weight, input_suffix, packed_shapes, unpack_scale, unpack_weight, unpack_zero
 from quant.linear import QuantLayer, QuantLinear
@@ -300,16 +300,3 @@ def _fill_scales(groups: list[ScaleGroup], values: dict[str, torch.Tensor]) -> N
     for group in groups:
         stored = torch.stack([values[name] for name in group.members])
         group.s0.copy_(stored.amin(0) if group.observer is not None and group.spec.has_global_scale else stored.amax(0))
-
-
-def read_tensor(reader: Reader, tensor: DiskTensor) -> torch.Tensor:
-    """Read the whole tensor, in its dtype on disk.
-
-    Raises:
-        CheckpointError: torch has no such dtype.
-    """
-    if tensor.dtype is None:
-        raise CheckpointError(f"{tensor.file}: {tensor.key} is {tensor.kind}, a dtype that is not read")
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    reader.read(tensor, 0, whole.view(-1))
-    return whole

@@ -325,3 +325,16 @@ class Reader:
         self.bytes += values.nbytes
         if self._progress is not None:
             self._progress(values.nbytes)
+
+
+def read_tensor(reader: Reader, tensor: DiskTensor) -> Tensor:
+    """Read the whole tensor, in its dtype on disk.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
+    if tensor.dtype is None:
+        raise CheckpointError(f"{tensor.file}: {tensor.key} is {tensor.kind}, a dtype that is not read")
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    reader.read(tensor, 0, whole.view(-1))
+    return whole

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from model.compressed import load_compressed, read_tensor
+from model.compressed import load_compressed
 from model.save import export_model
-from model.shards import Reader, read_headers
+from model.shards import Reader, read_headers, read_tensor
 
 
 @contextmanager

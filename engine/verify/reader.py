@@ -47,13 +47,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
 from engine.verify.files import dtype_on_disk
-from model.compressed import quantized_keys, read_tensor
+from model.compressed import quantized_keys
 from model.names import module_name_on_disk
 from model.quantised.config import read_quantization_config
 from model.ranks import RankError, listed
 from model.save import fused_there, is_expert, not_loaded
 from model.scales import cache_keys
-from model.shards import Reader, read_headers
+from model.shards import Reader, read_headers, read_tensor
 from model.towers import model_class
 from quant import Quantization, QuantLayer, QuantLinear, Scheme, TensorSpec
 from quant.config import quantization_args

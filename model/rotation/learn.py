@@ -29,13 +29,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model.build import build_model
-from model.compressed import read_tensor
 from model.load import load_weights
 from model.names import Names
 from model.rotation.plan import Change
 from model.rotation.write import Plan, Turning, first_rotations, plan_checkpoint, turned
 from model.scales import renew_weight_scales, write_scales
-from model.shards import CheckpointError, Reader
+from model.shards import CheckpointError, Reader, read_tensor
 from quant import Quantization, Scheme, prepare, weights_changed
 from quant.scale import first_input_scale
 

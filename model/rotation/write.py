@@ -15,7 +15,6 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from model.build import read_config
-from model.compressed import read_tensor
 from model.quantised.config import is_quantised
 from model.rotation.hadamard import rotation
 from model.rotation.plan import (
@@ -33,7 +32,7 @@ from model.rotation.plan import (
 )
 from model.save.finish import check_destination, copy_companions, publish, write_json
 from model.save.shard_writer import Shapes, ShardWriter
-from model.shards import INDEX, Checkpoint, CheckpointError, DiskTensor, Reader, read_headers
+from model.shards import INDEX, Checkpoint, CheckpointError, DiskTensor, Reader, read_headers, read_tensor
 
 CHUNK = 2**25  # values in fp64 at a time: 256 MB, and a copy or two of them
 
