@@ -29,13 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks import timing
-from engine.verify import executorch as xnnpack
-from engine.verify import llama_cpp as llama
-from engine.verify.check import Comparison, windows
-from engine.verify.files import dtype_on_disk
-from engine.verify.llama_cpp import engine_logits
 from model.build import build_model
-from model.compressed import load_compressed
 from model.load import load_weights
 from model.quantised.scales import take_scales
 from model.quantised.schemes import source_schemes
@@ -43,6 +37,12 @@ from model.save import export_model
 from quant import Quantization, prepare
 from quant.layouts import check_layout
 from tests.gguf_templates import gguf_template
+from tools.compressed import load_compressed
+from tools.verify import executorch as xnnpack
+from tools.verify import llama_cpp as llama
+from tools.verify.check import Comparison, windows
+from tools.verify.files import dtype_on_disk
+from tools.verify.llama_cpp import engine_logits
 
 Values = Mapping[str, Tensor]  # of quantised weights, fp32, by the engine's name
 HEAD = (

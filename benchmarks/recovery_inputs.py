@@ -41,14 +41,14 @@ from benchmarks.markdown import table
 from benchmarks.recovery_runs import SETTINGS
 from engine.loop import Loop
 from engine.recipe.reading import parse_recipe
-from engine.verify.check import Comparison, windows
 from launch.calibrate import calibrate
 from launch.launcher import ROOT
 from model.build import build_model
-from model.compressed import load_compressed
 from model.load import load_weights
 from model.quantised.config import is_quantised, weights_alone
 from quant import SCHEMES
+from tools.compressed import load_compressed
+from tools.verify.check import Comparison, windows
 
 DEVICE = torch.device("cpu")
 FT, PTQ, QAT = "ft", "ptq", "qat"

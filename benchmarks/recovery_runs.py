@@ -16,12 +16,12 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import recovery_torchao
-from engine.evaluation.perplexity import evaluate_text, load_for_evaluation, read_eval_text
-from engine.evaluation.score import ScoringModel, scoring_model
 from engine.loop import Loop
 from engine.recipe.reading import parse_recipe
 from engine.recipe.recipe import Recipe
 from launch.calibrate import calibrate
+from tools.evaluation.perplexity import evaluate_text, load_for_evaluation, read_eval_text
+from tools.evaluation.score import ScoringModel, scoring_model
 
 DTYPE, DEVICE = torch.bfloat16, torch.device("cpu")
 SETTINGS: dict[str, Any] = {

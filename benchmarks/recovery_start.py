@@ -48,10 +48,10 @@ from benchmarks.recovery_runs import SETTINGS
 from benchmarks.recovery_start_table import Found, Run, read_runs, tables
 from engine.loop import Loop
 from engine.recipe.reading import parse_recipe
-from engine.verify.check import Comparison, windows
 from launch.calibrate import calibrate
 from launch.compare import named
 from quant import SCHEMES
+from tools.verify.check import Comparison, windows
 
 STARTS: dict[str, dict[str, Any]] = {
     "nearest": {},

@@ -32,7 +32,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks import timing
 from benchmarks.markdown import table
-from engine.verify.check import Comparison, windows
 from launch.rotate import LENGTH
 from launch.rotate import ROWS as ROWS_OF_STEP
 from launch.rotate import rows_of as steps_of
@@ -44,6 +43,7 @@ from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, prepare
 from quant.rotation import rotate_inputs
 from quant.scale import first_input_scale
+from tools.verify.check import Comparison, windows
 
 DEVICE = torch.device("cpu")
 CHANNELS = 4  # of each layer that get outliers

@@ -101,7 +101,7 @@ RESULTS = [
     Box("code", "model.save, quant.export", "codes and scales, in shards", AFTER[0], row(3), AFTER[1]),
     Box("disk", "compressed checkpoint", "what the last forward used", AFTER[0], row(4), AFTER[1]),
     Box("served", "vLLM, SGLang, transformers", "load it as it is", AFTER[0], row(5), AFTER[1]),
-    Box("code", "engine.verify.check", "the same logits in transformers?", AFTER[0], row(6), AFTER[1]),
+    Box("code", "tools.verify.check", "the same logits in transformers?", AFTER[0], row(6), AFTER[1]),
 ]
 BOXES = [*FILES, *PREPARE, *LOOP, *RESULTS]
 LOOP_MODULE = "engine.loop"  # named above the frame of every step

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from engine.checkpoint.save import CheckpointError, mark_best, save_checkpoint
-from engine.evaluation.held_out import evaluate
+from engine.held_out import evaluate
 from engine.recipe.events import EventRecipe, parse_condition
 from engine.recipe.recipe import Recipe
 from engine.state import LoopState

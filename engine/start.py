@@ -9,10 +9,10 @@ from engine.checkpoint.load import load_checkpoint
 from engine.checkpoint.owners import Owners
 from engine.cluster.job import Claim
 from engine.cluster.nodes import check_shared, several_machines
-from engine.evaluation.held_out import HeldOutResults
 from engine.events import Schedule, check_events
 from engine.export import check_export, check_exportable
 from engine.faults import SkippedSteps
+from engine.held_out import HeldOutResults
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import Metrics
 from engine.quantisation.inputs import check_inputs

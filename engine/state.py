@@ -9,8 +9,8 @@ from data.held_out import HeldOut
 from data.loader import Loader
 from engine.checkpoint.owners import Owners
 from engine.cluster.job import StopRequests
-from engine.evaluation.held_out import HeldOutResults
 from engine.faults import SkippedSteps
+from engine.held_out import HeldOutResults
 from engine.losses.objective import NamedTokenLoss, Objective
 from engine.metrics import Metrics
 from engine.quantisation.statistics import QuantStats

@@ -34,14 +34,14 @@ import yaml
 
 from data.loader import Loader
 from engine.memory.meta_model import meta_student
-from engine.quantisation.allocation import Part, allocate, check_budget, rules_of
-from engine.quantisation.sensitivity import divergences, parts_of
 from engine.quantisation.switches import calibrate_inputs
 from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES, RunContext, build_loader, start_ranks
 from engine.session.session import Session, build_session
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
+from tools.allocation.allocation import Part, allocate, check_budget, rules_of
+from tools.allocation.sensitivity import divergences, parts_of
 
 MIXED = "mixed"  # the row of the recipe that is written
 NEAREST = ["--quant.first_codes", "nearest"]  # GPTQ moves the weights that costs are measured from

@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import argparse
 from collections.abc import Sequence
 
-from engine.evaluation.compare import Comparison, table, write_comparison
-from engine.evaluation.perplexity import evaluate_checkpoint
-from engine.evaluation.results import Evaluation, read_evaluations
 from engine.session.context import init_ranks
 from launch.evaluate import add_questions, check_questions, check_results, read_questions, write_results
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, listed, say
+from tools.evaluation.compare import Comparison, table, write_comparison
+from tools.evaluation.perplexity import evaluate_checkpoint
+from tools.evaluation.results import Evaluation, read_evaluations
 
 
 def main() -> None:

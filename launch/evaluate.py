@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import argparse
 from collections.abc import Sequence
 
-from engine.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint
-from engine.evaluation.results import Evaluation, check_writable, write_evaluations
 from engine.session.context import DTYPES, init_ranks
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, say
+from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint
+from tools.evaluation.results import Evaluation, check_writable, write_evaluations
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def read_questions(arguments: argparse.Namespace) -> Questions:
     if arguments.tasks is not None:
         with errors_on_all_ranks(ModuleNotFoundError):
             try:
-                from engine.evaluation.tasks import load_tasks
+                from tools.evaluation.tasks import load_tasks
             except ModuleNotFoundError as error:
                 raise ModuleNotFoundError(
                     f"--tasks needs lm-evaluation-harness ({error}): pip install lm-eval==0.4.13"

@@ -3,7 +3,7 @@
     python launch/verify.py --export served/qwen3_4b [--text heldout.txt] [--tokens 2048]
 
 Loads the directory with transformers and with our own forward, one process, fp32, on CPU, and compares the logits;
-checks the layout of the files too. Exits with 1 if anything is wrong. ``engine/verify/check.py`` says what is compared,
+checks the layout of the files too. Exits with 1 if anything is wrong. ``tools/verify/check.py`` says what is compared,
 and why.
 
     python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b
@@ -62,10 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     from transformers.utils import logging
 
     from data.samples import DataError, load_tokenizer
-    from engine.verify import executorch, gguf, mlx
-    from engine.verify.check import Report, compare_with_transformers, windows
     from model.quantised.config import find_quantization_config
     from model.ranks import RankError
+    from tools.verify import executorch, gguf, mlx
+    from tools.verify.check import Report, compare_with_transformers, windows
 
     logging.set_verbosity_error()  # what transformers says about the keys is in the report
     logging.disable_progress_bar()

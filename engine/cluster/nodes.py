@@ -34,7 +34,7 @@ from model.ranks import (
 )
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
-SOURCES = ("data", "engine", "launch", "model", "quant")
+SOURCES = ("data", "engine", "launch", "model", "quant", "tools")
 # A directory that another machine has just made is seen late: NFS may keep for a minute that it is not there.
 PATIENCE_SECONDS = 75.0
 

@@ -19,7 +19,7 @@ from tests.root import ROOT
 from tests.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.full  # most of a minute; `make test-wheel` runs it by itself
-FOLDERS = ("data", "ds_configs", "engine", "launch", "model", "quant")
+FOLDERS = ("data", "ds_configs", "engine", "launch", "model", "quant", "tools")
 STEPS = 2
 
 
@@ -79,7 +79,7 @@ def test_the_project_comes_from_the_wheel(python: Path, tmp_path: Path) -> None:
     modules = [folder for folder in FOLDERS if (ROOT / folder / "__init__.py").is_file()]
     program = f"import {', '.join(modules)}\nfor module in ({', '.join(modules)}): print(module.__file__)"
     files = run(python, "-c", program, cwd=tmp_path).split()
-    assert len(files) == len(modules) == 5
+    assert len(files) == len(modules) == 6
     assert all(Path(file).is_relative_to(python.parents[1]) for file in files), files
 
 

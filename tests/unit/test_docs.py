@@ -26,7 +26,7 @@ README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "ds_configs" / "README.md"]
 TEXTS = [README, *PAGES, *OTHERS]
-SOURCES = ("data", "engine", "launch", "model", "quant")
+SOURCES = ("data", "engine", "launch", "model", "quant", "tools")
 
 
 def name(path: Path) -> str:

@@ -42,7 +42,7 @@ def test_bits_per_weight_are_those_of_the_files():
 
 
 def test_the_table_says_whose_experts_transformers_does_not_load():
-    """As engine/verify/reader.py does, which the comparison with transformers proves."""
+    """As tools/verify/reader.py does, which the comparison with transformers proves."""
 
     class Layer:
         def __init__(self, scheme):

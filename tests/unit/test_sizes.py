@@ -17,7 +17,7 @@ import pytest
 
 from tests.root import ROOT
 
-FOLDERS = ("engine", "model", "quant", "data", "launch", "tests", "benchmarks")
+FOLDERS = ("engine", "model", "quant", "data", "tools", "launch", "tests", "benchmarks")
 FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 BRANCHING = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
 CPP = (".h", ".cpp", ".cu")

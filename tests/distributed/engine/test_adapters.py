@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from model.compressed import load_compressed
 from quant import SCHEMES
 from quant.adapter import merge
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import assert_equals_plain_loop, load_result
 from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
 from tests.tiny import tiny_checkpoint
+from tools.compressed import load_compressed
 
 SCRIPT = Path(__file__).parent / "scripts" / "variants.py"
 FEW = {"steps": 3, "gradient_accumulation_steps": 2, "quant_stats_every": 2}

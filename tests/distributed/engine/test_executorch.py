@@ -14,7 +14,6 @@ from safetensors.torch import load_file, safe_open, save_file
 from engine.export import check_export
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
-from engine.verify.executorch import compare_with_compressed
 from launch.verify import main as verify
 from model.save.executorch import MODELS, check_executorch
 from quant import SCHEMES, prepare
@@ -23,6 +22,7 @@ from tests.distributed.recipes import write_chats, write_recipe
 from tests.distributed.variants import NO_TEACHER, SCRIPT
 from tests.families.variants import VARIANTS
 from tests.root import ROOT
+from tools.verify.executorch import compare_with_compressed
 
 TOKENS = {"weights": {"dtype": "int", "bits": 8, "granularity": "channel"}}
 INPUTS = {"dtype": "int", "bits": 8, "granularity": "token", "symmetric": False, "dynamic": True}

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from engine.recipe.reading import load_recipe
-from engine.verify import llama_cpp
-from engine.verify.gguf import compare_with_compressed
 from launch.verify import main as verify
 from tests.distributed.launcher import run_ranks
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.distributed.variants import NO_TEACHER, SCRIPT
 from tests.gguf_templates import gguf_template
 from tests.tiny import tiny_checkpoint
+from tools.verify import llama_cpp
+from tools.verify.gguf import compare_with_compressed
 
 KINDS = {
     "llama": {"scheme": "w4a16_g32", "signed_scales": True},

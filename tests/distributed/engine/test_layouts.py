@@ -11,9 +11,9 @@ import transformers
 from safetensors.torch import load, load_file
 
 from engine.recipe.reading import load_recipe
-from engine.verify.check import compare_with_transformers
 from quant.packing import unpack_int32
 from tests.distributed.variants import NO_TEACHER, Variant, run_variants
+from tools.verify.check import compare_with_transformers
 
 
 def run(model: str, scheme: str, *, router: bool = False, **quant) -> Variant:

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.recipe.reading import load_recipe
-from engine.verify.mlx import compare_with_compressed
 from launch.verify import main as verify
 from model.save.mlx import MODELS, check_mlx
 from quant import SCHEMES, prepare
@@ -19,6 +18,7 @@ from tests.distributed.recipes import write_chats, write_recipe
 from tests.distributed.variants import NO_TEACHER, SCRIPT
 from tests.families.variants import VARIANTS
 from tests.patience import ends
+from tools.verify.mlx import compare_with_compressed
 
 # All variants of the zoo of the types that are written, with a scheme.
 KINDS = {

@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from engine.verify.check import compare_with_transformers
-from model.compressed import load_compressed, quantized_keys
 from quant import PRESETS
 from quant.export import input_suffix, unpack_scale, unpack_weight, unpack_zero
 from tests.distributed.engine.scripts.presets import MIXED, ROTATED
 from tests.distributed.launcher import run_ranks
 from tests.tiny import tiny_checkpoint
+from tools.compressed import load_compressed, quantized_keys
+from tools.verify.check import compare_with_transformers
 
 SCRIPT = Path(__file__).parent / "scripts" / "presets.py"
 EVERY = [(kind, preset) for kind in ("qwen3", "qwen3_moe") for preset in [*PRESETS, MIXED]]

@@ -30,7 +30,6 @@ from torch import Tensor
 from engine.cluster.job import join_ranks
 from engine.loop import Loop
 from engine.recipe.reading import RecipeError
-from engine.verify.check import compare_with_transformers
 from model.build import AUTO, attention_for, build_model
 from model.load import load_weights
 from model.ranks import RankError, gather_objects, is_main, raise_everywhere, rank
@@ -40,6 +39,7 @@ from tests.distributed.recipes import write_chats, write_recipe
 from tests.families.make import Variant
 from tests.families.variants import VARIANTS
 from tests.root import ROOT
+from tools.verify.check import compare_with_transformers
 
 REFUSALS = (RankError, RecipeError)
 STEPS = 12

@@ -44,7 +44,7 @@ def test_folders_without_modules_are_in_nobodys_way(tmp_path):
 
 def test_scripts_of_launch_find_their_own(tmp_path):
     """The deepspeed launcher puts the current directory in front of the path."""
-    for name in ("engine", "model", "data", "quant", "launch"):
+    for name in ("engine", "model", "data", "quant", "tools", "launch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
     result = run(ROOT / "launch" / "train.py", "--optim.lr", "-1", cwd=tmp_path, path=tmp_path)
     assert result.returncode == 2 and "error: " in result.stderr, result.stderr

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import quant
 from model.build import build_model
-from model.compressed import load_compressed
 from model.finite import check_finite
 from model.load import load_weights
 from model.quantised.scales import take_scales
@@ -29,8 +28,9 @@ from quant.held import HeldCodes
 from quant.layouts import Layout
 from quant.spec import PRESETS, Preset, Scheme
 from tests.tiny import tiny_checkpoint
-from tests.unit.engine.verify.test_presets import exported
 from tests.unit.model.quantised.test_round_trip import ENGINE
+from tests.unit.tools.verify.test_presets import exported
+from tools.compressed import load_compressed
 
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 CPU = torch.device("cpu")

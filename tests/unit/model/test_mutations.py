@@ -17,7 +17,6 @@ from engine.recipe.checks import RecipeError
 from engine.recipe.paths import checkpoint_problems
 from engine.session.student import build_student
 from model.build import build_model
-from model.compressed import load_compressed
 from model.load import load_weights
 from model.quantised.start import take_start
 from model.ranks import RankError
@@ -28,12 +27,13 @@ from tests.tiny import tiny_checkpoint
 from tests.unit.engine.session.adapted import DS_CONFIG
 from tests.unit.engine.session.adapted import folder as adapter
 from tests.unit.engine.session.adapted import recipe as adapter_recipe
-from tests.unit.engine.verify.test_presets import exported
 from tests.unit.model.mutations import of_folder
 from tests.unit.model.quantised.test_blocks import published
 from tests.unit.model.quantised.test_columns import gptq_checkpoint
 from tests.unit.model.quantised.test_modelopt import written as modelopt
 from tests.unit.model.quantised.test_round_trip import loaded
+from tests.unit.tools.verify.test_presets import exported
+from tools.compressed import load_compressed
 
 CPU = torch.device("cpu")
 OPENED: list[str] = []

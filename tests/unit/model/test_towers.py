@@ -10,7 +10,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from engine.verify.check import compare_with_transformers
 from model.build import build_model
 from model.load import load_weights
 from model.ranks import RankError
@@ -20,6 +19,7 @@ from model.towers import Tower, left_out, text_part
 from quant import SCHEMES, prepare
 from quant.rules import Rule
 from tests.families.variants import COMPOSITE, VARIANTS
+from tools.verify.check import compare_with_transformers
 
 CPU = torch.device("cpu")
 # Those whose experts or lm_head are not supported yet have tests of their own.

@@ -168,7 +168,7 @@ ELSEWHERE = {
     "quant.scales": "a PTQ checkpoint: tests/distributed/model/scales",
     "quant.start": "a quantised checkpoint: tests/distributed/model/quantised",
     "quant.start_inside": "the same",
-    "quant.rotate_block": "inputs of 256 features and more: tests/unit/engine/verify/test_rotated.py",
+    "quant.rotate_block": "inputs of 256 features and more: tests/unit/tools/verify/test_rotated.py",
     "quant.fp8_fast_accum": "GPUs alone add up in two ways: tests/unit/test_fast_accum.py",
     "quant.fp8_gradients": "a CPU refuses it: tests/gpu/test_fp8_gradients.py",
     "adapter.start": "a folder of an adapter: tests/distributed/engine/test_adapters.py",

@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engine.evaluation.perplexity import load_for_evaluation
-from model.compressed import load_compressed
 from model.peft import read_adapter
 from quant.adapter import AdapterBeside
 from tests.distributed.launcher import run_ranks
@@ -21,6 +19,8 @@ from tests.distributed.plain import assert_equals_plain_loop, load_result
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.root import ROOT
 from tests.tiny import tiny_checkpoint
+from tools.compressed import load_compressed
+from tools.evaluation.perplexity import load_for_evaluation
 
 SCRIPT = ROOT / "tests" / "distributed" / "engine" / "scripts" / "variants.py"
 NOTHING = {"weight": False, "weight_scale": False}

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from engine.verify.check import compare_with_transformers
 from model.shards import INDEX
 from quant import SCHEMES
 from quant.packing import unpack_int32
 from tests.distributed.launcher import run_waiting
 from tests.distributed.model.save.scripts.save import CHANNEL, SHARD
 from tests.tiny import tiny_checkpoint
+from tools.verify.check import compare_with_transformers
 
 SCRIPT = Path(__file__).parent / "scripts" / "save.py"
 # name: stage, architecture, scheme, way. Stage 3 with every layout, and stage 2, where nothing is gathered.

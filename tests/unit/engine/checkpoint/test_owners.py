@@ -17,9 +17,9 @@ from engine.checkpoint.owners import (
     restore_random_states,
 )
 from engine.checkpoint.reshard import merge_ranks
-from engine.evaluation.held_out import HeldOutResults
 from engine.events import Schedule
 from engine.faults import SkippedSteps
+from engine.held_out import HeldOutResults
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe
 from engine.session.levers import Levers

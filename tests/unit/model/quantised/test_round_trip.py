@@ -20,7 +20,7 @@ from quant import SCHEMES, Quantization, prepare
 from quant.layouts import Layout
 from tests.tiny import tiny_checkpoint
 from tests.unit.engine.memory.test_memory import recipe
-from tests.unit.engine.verify.test_check import exported, quantised
+from tests.unit.tools.verify.test_check import exported, quantised
 
 pytestmark = pytest.mark.usefixtures("seed")
 

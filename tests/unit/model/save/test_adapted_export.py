@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from model.build import build_model
-from model.compressed import load_compressed
 from model.load import load_weights
 from model.ranks import RankError
 from model.save import export_model
@@ -19,6 +18,7 @@ from quant.adapter import Adapter
 from quant.experts import linears_of
 from tests.thinned import thinned
 from tests.tiny import tiny_checkpoint
+from tools.compressed import load_compressed
 
 KINDS = ("qwen3", "qwen3_moe")
 

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.verify.gguf import compare_with_compressed
-from engine.verify.llama_cpp import in_blocks
 from model.build import build_model
 from model.load import load_weights
 from model.ranks import RankError
@@ -20,6 +18,8 @@ from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES
 from tests.gguf_templates import gguf_template
 from tests.tiny import tiny_checkpoint
+from tools.verify.gguf import compare_with_compressed
+from tools.verify.llama_cpp import in_blocks
 
 gguf = pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
 

@@ -11,7 +11,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.verify.check import compare_with_transformers
 from model.build import build_model
 from model.load import load_weights
 from model.ranks import RankError
@@ -24,6 +23,7 @@ from quant import SCHEMES, prepare
 from quant.rules import DEFAULT_EXEMPT
 from tests.families.variants import VARIANTS
 from tests.tiny import tiny_checkpoint
+from tools.verify.check import compare_with_transformers
 
 CPU = torch.device("cpu")
 # Their experts are one tensor on disk.

@@ -19,11 +19,11 @@ from engine.loop import Loop, LoopState
 from engine.losses.objective import LossChunk
 from engine.quantisation import statistics as quant_stats
 from engine.recipe.reading import load_recipe
-from engine.session.teacher_cache import check_recipe, write_cache
 from model.ranks import RankError, gather_objects, is_main, rank
 from tests.distributed.engine.scripts.train import run
 from tests.distributed.engine.scripts.variants import OnlyRankZero
 from tests.distributed.garbage import collect
+from tools.teacher_cache import check_recipe, write_cache
 
 
 class Gathers(TorchDispatchMode):

@@ -1,0 +1,81 @@
+"""launch/evaluate.py on two ranks, with and without sharding, against a direct computation in one process."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launcher import run_ranks, run_waiting
+from tests.root import ROOT
+from tests.tiny import TEXT, tiny_checkpoint, tiny_model, tiny_tokenizer
+from tools.evaluation.perplexity import read_eval_text
+from tools.evaluation.results import read_evaluations
+
+SCRIPT = ROOT / "launch" / "evaluate.py"
+COMPARE = ROOT / "launch" / "compare.py"
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("evaluate")
+    # 3 batches of windows for 2 ranks: the second rank repeats one that must not count.
+    (directory / "text.txt").write_text(TEXT * 3, encoding="utf-8")
+    models = [tiny_checkpoint(directory / kind, kind, dtype=torch.float32) for kind in ("qwen3", "qwen3_moe")]
+    return directory / "text.txt", models
+
+
+def expected(kind: str, path: Path) -> float:
+    """Perplexity per token, window by window with transformers' own model."""
+    text = read_eval_text(path, tiny_tokenizer())
+    model = tiny_model(kind, dtype=torch.float32).eval()
+    model.config._experts_implementation = "eager"  # grouped_mm wants sizes that tiny experts do not have
+    stream, total = [text.prefix, *text.token_ids], 0.0
+    for start in range(0, len(text.token_ids), LENGTH):
+        stop = min(start + LENGTH, len(text.token_ids))
+        ids = torch.tensor([stream[stop - LENGTH : stop + 1]])
+        with torch.no_grad():
+            logits = model(ids[:, :-1]).logits.double()
+        targets = ids[0, LENGTH + 1 - (stop - start) :]
+        total += torch.nn.functional.cross_entropy(logits[0, -len(targets) :], targets, reduction="sum").item()
+    return float(torch.tensor(total / len(text.token_ids)).exp())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_ranks_equal_one_process(files, sharded, tmp_path):
+    path, models = files
+    arguments = [part for model in models for part in ("--model", str(model))]
+    output = run_ranks(
+        SCRIPT, *arguments, "--text", path, "--length", LENGTH, "--batch_size", 2, "--dtype", "float32",
+        "--json", tmp_path / "found.json", *(["--sharded"] if sharded else []),
+    )  # fmt: skip
+    tokens = len(tiny_tokenizer()(TEXT * 3)["input_ids"])
+    evaluations = read_evaluations(tmp_path / "found.json")
+    for kind, model, found in zip(("qwen3", "qwen3_moe"), models, evaluations, strict=True):
+        assert found.model == str(model) and found.weights_bytes == (model / "model.safetensors").stat().st_size
+        measured = found.measurements["perplexity per token"]
+        # fp32 sums in another order differ in the sixth digit.
+        assert measured.value == pytest.approx(expected(kind, path), rel=1e-5)
+        assert re.fullmatch(rf"{tokens} tokens of text [0-9a-f]+, windows of 16, float32", measured.conditions)
+        assert re.search(
+            rf"^{re.escape(str(model))} +{measured.value:.4f} .*{measured.conditions}", output, re.MULTILINE
+        )
+
+
+def test_errors_are_one_line_and_exit_code_1(files, tmp_path):
+    path, _ = files
+    code, output = run_waiting(SCRIPT, "--model", tmp_path, "--text", path)
+    assert code == 1
+    assert "error: " in output and str(tmp_path) in output and "Traceback" not in output, output
+
+
+def test_a_file_for_results_that_cannot_be_written_is_an_error_before_the_models(files, tmp_path):
+    path, models = files
+    (tmp_path / "file").write_text("")
+    no = tmp_path / "file"
+    for script, option, wrong in ((SCRIPT, "--json", no / "a.json"), (COMPARE, "--out", no)):
+        named = ("--model", models[0]) if script == SCRIPT else ("--bf16", models[0], "--ptq", f"a={models[1]}")
+        code, output = run_waiting(script, *named, "--text", path, option, wrong)
+        assert code == 1 and f"error: rank 0: {option} '{wrong}" in output and "cannot be written (" in output, output
+        assert not any(text in output for text in ("Traceback", "ppl/token", "evaluate: ")), output

@@ -1,0 +1,217 @@
+"""bf16, PTQ and QAT side by side: the recovered share, what is comparable, the files; and the script on checkpoints."""
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from model.build import build_model
+from model.load import load_weights
+from model.save import export_model
+from model.scales import measure_weight_scales, write_scales
+from quant import get_scheme, prepare
+from tests.processes import run_python
+from tests.tiny import TEXT, tiny_checkpoint
+from tools.evaluation.compare import Comparison, markdown, plot, recovered, table
+from tools.evaluation.results import Evaluation, Measurement, read_evaluations, weights_size, write_evaluations
+
+SCHEME = "w4a16_g32"
+
+
+def perplexity(value: float) -> Measurement:
+    return Measurement(value, False, "60,000 tokens of text 0123456789ab, windows of 256, bfloat16")
+
+
+def accuracy(value: float, stderr: float = 0.01) -> Measurement:
+    return Measurement(value, True, "200 samples, 0-shot, requests 0123456789ab, at most 256 tokens, bfloat16", stderr)
+
+
+def evaluation(model: str, value: float, hits: float, size: int = 1_000_000) -> Evaluation:
+    return Evaluation(model, size, {"perplexity per token": perplexity(value), "hellaswag acc": accuracy(hits)})
+
+
+@pytest.fixture
+def comparison():
+    """The perplexities are torchao's of the reference run."""
+    return Comparison(
+        evaluation("ft", 45.44, 0.50),
+        {"int2": evaluation("ptq2", 52.28, 0.30, 160_000), "int4": evaluation("ptq4", 45.62, 0.496, 280_000)},
+        {"int2": evaluation("qat2", 47.18, 0.45, 160_000), "int3": evaluation("qat3", 45.83, 0.49, 220_000)},
+    )
+
+
+def test_recovered_share():
+    assert recovered(perplexity(45.44), perplexity(52.28), perplexity(47.18)) == pytest.approx(5.10 / 6.84)
+    assert recovered(perplexity(10), perplexity(20), perplexity(10)) == 1
+    assert recovered(perplexity(10), perplexity(20), perplexity(25)) == -0.5, "training did harm"
+    assert recovered(perplexity(10), perplexity(20), perplexity(9)) == 1.1
+    # Accuracies fall; the share is the same formula.
+    assert recovered(accuracy(0.5), accuracy(0.3), accuracy(0.45)) == pytest.approx(0.75)
+    assert recovered(accuracy(0.5), accuracy(0.3), accuracy(0.2)) == pytest.approx(-0.5)
+
+
+def test_a_share_of_noise_is_not_shown():
+    assert recovered(perplexity(45.44), perplexity(45.62), perplexity(45.53)) is None, "0.4% of the perplexity"
+    assert recovered(perplexity(45.44), perplexity(45.0), perplexity(44.0)) is None, "PTQ was better"
+    assert recovered(accuracy(0.5), accuracy(0.495), accuracy(0.5)) is None, "less than a standard error"
+    assert recovered(accuracy(0.5), accuracy(0.52), accuracy(0.54)) is None, "PTQ was better"
+
+
+def test_table(comparison):
+    first, second = table(comparison).split("\n\nhellaswag acc")
+    lines = [line.split() for line in first.splitlines()[2:]]
+    assert first.startswith("perplexity per token (lower is better): 60,000 tokens")
+    assert lines == [
+        ["bf16", "PTQ", "QAT", "recovered", "file", "of", "bf16"],
+        ["bf16", "45.44", "1.00", "MB"],
+        ["int2", "45.44", "52.28", "47.18", "75%", "0.16", "MB", "16%"],
+        ["int4", "45.44", "45.62", "0.28", "MB", "28%"],
+        ["int3", "45.44", "45.83", "0.22", "MB", "22%"],
+    ]
+    assert second.startswith(" (higher is better): 200 samples")
+    assert "0.5000 ±0.01  0.3000 ±0.01  0.4500 ±0.01        75%" in second
+    assert len({line.index("MB") for line in first.splitlines() if "MB" in line}) == 1, "columns are aligned"
+
+
+def test_what_was_measured_in_fp32_is_not_called_bf16(comparison):
+    assert comparison.level == "bf16"
+    for side in ({"": comparison.bf16}, comparison.ptq, comparison.qat):
+        for model in side.values():
+            for name, found in model.measurements.items():
+                model.measurements[name] = replace(found, conditions=found.conditions.replace("bfloat16", "float32"))
+    assert comparison.problems() == []
+    assert "of fp32" in table(comparison).splitlines()[2] and "- fp32: `ft`" in markdown(comparison)
+    assert "bf16" not in table(comparison) + markdown(comparison)
+
+
+def test_markdown_has_the_same_cells(comparison):
+    text = markdown(comparison)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert [row for row in rows if row[0] == "int2"] == [
+        ["int2", *cells] for cells in (list(comparison.rows(name)[1][1:]) for name in comparison.measures())
+    ]
+    assert {len(row) for row in rows} == {7}
+    for line in ("- bf16: `ft`", "- PTQ int4: `ptq4`", "- QAT int3: `qat3`"):
+        assert line in text.splitlines()
+
+
+def test_picture(comparison, tmp_path):
+    plot(comparison, tmp_path / "compare.png")
+    height, width, _ = imread(tmp_path / "compare.png").shape
+    assert width > 1.5 * height, "two panels side by side"
+
+
+def test_what_was_measured_in_another_way_is_not_comparable(comparison):
+    assert comparison.problems() == []
+    other = replace(perplexity(52.28), conditions="40,000 tokens")
+    comparison.ptq["int2"].measurements["perplexity per token"] = other
+    del comparison.qat["int3"].measurements["hellaswag acc"]
+    first, second = comparison.problems()
+    assert first == (
+        "perplexity per token of ft is of 60,000 tokens of text 0123456789ab, windows of 256, bfloat16; of ptq2 "
+        "40,000 tokens"
+    )
+    assert second == "qat3 has no hellaswag acc, ft has"
+
+
+def test_results_there_and_back(comparison, tmp_path):
+    written = [comparison.bf16, *comparison.ptq.values()]
+    write_evaluations(tmp_path / "new" / "found.json", written)
+    assert read_evaluations(tmp_path / "new" / "found.json") == written
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["found.json"]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "expected JSON that launch/evaluate.py --json wrote"),
+        ("[]", "no list 'evaluations'"),
+        ('{"evaluations": [{"model": "a"}]}', r"evaluations\[0\]: \['model'\], expected an object of"),
+        (
+            '{"evaluations": [{"model": "a", "weights_bytes": 1, "measurements": {"x": {"value": 1}}}]}',
+            r"evaluations\[0\]\.measurements\['x'\]: \['value'\], expected",
+        ),
+        (
+            '{"evaluations": [{"model": "a", "weights_bytes": 1, "measurements": {"x": '
+            '{"value": "1", "higher_is_better": true, "conditions": "", "stderr": null}}}]}',
+            r"\['x'\]\.value: '1', expected a number",
+        ),
+    ],
+)
+def test_damaged_results_are_named(tmp_path, content, message):
+    (tmp_path / "found.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"found\.json: .*" + message):
+        read_evaluations(tmp_path / "found.json")
+
+
+def quantised(source: Path, directory: Path) -> Path:
+    """An export of ``source`` with measured scales."""
+    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu"))
+    load_weights(model, source, progress=False)
+    quantization = prepare(model, get_scheme(SCHEME), learn_weight_scale=False, learn_input_scale=False)
+    write_scales(quantization.weight_groups, measure_weight_scales(quantization))
+    export_model(model, quantization, source, directory)
+    return directory
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_python("from launch.compare import main; main()", *arguments)
+
+
+def test_script(tmp_path):
+    """Two checkpoints are evaluated; a third, which is not there, has its results in a file."""
+    source = tiny_checkpoint(tmp_path / "bf16", even=True)
+    export = quantised(source, tmp_path / "ptq")
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    other, out = tmp_path / "other.json", tmp_path / "out"
+    measured = {"perplexity per token": Measurement(3.0, False, "of another text")}
+    write_evaluations(other, [Evaluation("elsewhere/qat", 7, measured)])
+    options = ["--bf16", source, "--ptq", f"{SCHEME}={export}", "--qat", f"{SCHEME}=elsewhere/qat"]
+    options += ["--results", other, "--out", out]
+
+    done = run(*options, "--text", tmp_path / "text.txt", "--length", 32)
+    assert done.returncode == 1
+    assert "error: the figures are not comparable:\nperplexity per token of" in done.stderr, done.stderr
+    assert [file.name for file in out.iterdir()] == ["compare.json"], "what was measured is kept"
+    bf16, ptq = read_evaluations(out / "compare.json")
+    assert (bf16.model, ptq.model) == (str(source), str(export))
+    assert bf16.weights_bytes == weights_size(source) > 1.5 * ptq.weights_bytes > 0
+    figure = bf16.measurements["perplexity per token"]
+    assert figure.value != ptq.measurements["perplexity per token"].value
+
+    qat = Evaluation("elsewhere/qat", 7, {"perplexity per token": replace(figure, value=1.5 * figure.value)})
+    write_evaluations(other, [qat])
+    done = run(*options, "--results", out / "compare.json")
+    assert done.returncode == 0, done.stderr
+    assert "evaluate:" not in done.stdout, "nothing is evaluated again"
+    for part in (table(Comparison(bf16, {SCHEME: ptq}, {SCHEME: qat})), str(out / "compare.png")):
+        assert part in done.stdout
+    assert read_evaluations(out / "compare.json") == [bf16, ptq, qat]
+    assert "- QAT w4a16_g32: `elsewhere/qat`" in (out / "compare.md").read_text(encoding="utf-8")
+
+
+def test_what_is_neither_known_nor_there_is_named(tmp_path):
+    from launch.compare import check_missing, named, read_results
+
+    with pytest.raises(ValueError, match="no results of a, b: expected --text, --tasks or --results"):
+        check_missing(["a", "b"], asked=False)
+    with pytest.raises(ValueError, match=r"absent: neither a checkpoint directory nor a model in a file of --results"):
+        check_missing([str(tmp_path / "absent")], asked=True)
+    assert named("w4=a=b") == ("w4", "a=b")
+    write_evaluations(tmp_path / "a.json", [evaluation("m", 1, 1)])
+    write_evaluations(tmp_path / "b.json", [evaluation("m", 2, 1)])
+    assert list(read_results([tmp_path / "a.json", tmp_path / "a.json"])) == ["m"]
+    with pytest.raises(ValueError, match=r"b\.json: m has other results in an earlier file"):
+        read_results([tmp_path / "a.json", tmp_path / "b.json"])
+
+
+def test_a_place_that_cannot_be_written_is_found_before_the_models_are_read(tmp_path):
+    """None of the models is there, which would be said else."""
+    (tmp_path / "out").write_text("a file")
+    done = run("--bf16", "nowhere", "--ptq", "a=nowhere_else", "--text", tmp_path / "out", "--out", tmp_path / "out")
+    (line,) = [one for one in done.stderr.splitlines() if "error" in one]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"error: --out '{tmp_path / 'out' / 'compare.json'}': cannot be written (" in line

@@ -1,0 +1,267 @@
+"""Perplexity of a text: against a direct computation token by token and lm-evaluation-harness, and its definitions."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
+
+from model.build import build_model
+from model.load import load_weights
+from model.ranks import RankError
+from model.save import export_model
+from model.scales import measure_weight_scales, write_scales
+from quant import get_scheme, prepare
+from quant.linear import QuantLinear
+from tests.tiny import tiny_checkpoint, tiny_config, tiny_model, tiny_tokenizer
+from tests.unit.model.quantised.test_columns import gptq_checkpoint
+from tools.compressed import load_compressed
+from tools.evaluation.perplexity import Perplexity, evaluate_text, load_for_evaluation, read_eval_text
+from tools.evaluation.score import CHUNK_TOKENS, Window, rolling_windows, score_windows, scoring_model
+
+TEXT = "The quick brown fox.\n  It jumps — twice!  Then 12 plus 30\tis 42.\n"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("qwen3", dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    return read_eval_text(tmp_path / "text.txt", tiny_tokenizer())
+
+
+def scoring(**options):
+    """The model of the fixture without its head."""
+    return scoring_model(tiny_model("qwen3", dtype=torch.float32, **options), CPU)
+
+
+def one_at_a_time(model, text, length: int) -> float:
+    """Sum of the log-likelihoods; the last window of a longer text reaches back."""
+    stream, total = [text.prefix, *text.token_ids], 0.0
+    for index, token in enumerate(text.token_ids):
+        start = index - index % length
+        if start + length > len(text.token_ids):
+            start = max(0, len(text.token_ids) - length)
+        with torch.no_grad():
+            logits = model(torch.tensor([stream[start : index + 1]])).logits[0, -1]
+        total += logits.double().log_softmax(-1)[token].item()
+    return total
+
+
+def test_counts_words_and_bytes(text):
+    assert text.words == len(TEXT.split()) and text.bytes == len(TEXT.encode("utf-8"))
+    assert tiny_tokenizer().decode(text.token_ids) == TEXT
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 512])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_equals_one_token_at_a_time(model, text, length, batch_size):
+    result = evaluate_text(scoring(), text, length=length, batch_size=batch_size)
+    assert result.tokens == len(text.token_ids)
+    # fp32 forwards of different batch shapes; each token's log-likelihood agrees to about 1e-6.
+    assert result.log_likelihood == pytest.approx(one_at_a_time(model, text, length), rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 23])
+def test_every_token_is_predicted_once_with_full_windows(count):
+    windows = rolling_windows(list(range(count)), -1, 8)
+    assert [token for window in windows for token in window.targets] == list(range(count))
+    for window in windows:
+        assert len(window.inputs) == min(count, 8)
+        # The inputs are the predecessors of the targets, and what stands before these.
+        last = len(window.inputs)
+        assert window.inputs == list(range(window.targets[-1] - last, window.targets[-1]))
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 23])
+def test_windows_are_those_of_lm_evaluation_harness(count):
+    utils = pytest.importorskip("lm_eval.utils", reason="lm-evaluation-harness is optional: pip install lm-eval")
+    token_ids = torch.randint(0, 1000, (count,)).tolist()
+    theirs = [
+        utils.make_disjoint_window(pair)
+        for pair in utils.get_rolling_token_windows(token_ids, prefix_token=-1, max_seq_len=8, context_len=1)
+    ]
+    # Their models are given context and continuation, and shown all but the last token.
+    assert rolling_windows(token_ids, -1, 8) == [Window((a + b)[:-1], b) for a, b in theirs]
+
+
+def test_definitions_are_those_of_lm_evaluation_harness():
+    metrics = pytest.importorskip("lm_eval.api.metrics", reason="lm-evaluation-harness is optional")
+    result = Perplexity(tokens=31, words=7, bytes=53, log_likelihood=-61.7)
+    assert result.per_token == pytest.approx(metrics.weighted_perplexity([(-61.7, 31)]))
+    assert result.per_word == pytest.approx(metrics.weighted_perplexity([(-61.7, 7)]))
+    assert result.per_byte == pytest.approx(metrics.weighted_perplexity([(-61.7, 53)]))
+    assert result.bits_per_byte == pytest.approx(metrics.bits_per_byte([(-61.7, 53)]))
+
+
+def test_definitions():
+    # 8 tokens with probability 1/2 each, 4 words, 16 bytes
+    result = Perplexity(tokens=8, words=4, bytes=16, log_likelihood=-8 * math.log(2))
+    assert result.per_token == pytest.approx(2) and result.per_word == pytest.approx(4)
+    assert result.per_byte == pytest.approx(math.sqrt(2)) and result.bits_per_byte == pytest.approx(0.5)
+
+
+class RecordLogits(TorchDispatchMode):
+    """Rows of the largest tensor whose last dimension is the vocabulary."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.rows = vocabulary, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() and out.shape[-1] == self.vocabulary:
+            self.rows = max(self.rows, out.numel() // self.vocabulary)
+        return out
+
+
+def test_logits_of_a_whole_batch_never_exist(seed):
+    model = scoring(seed=seed)
+    ids = torch.randint(0, 300, (3, 401)).tolist()
+    windows = [Window(row[:-1], row[1:]) for row in ids]
+    with RecordLogits(301) as record:
+        score_windows(model, windows, batch_size=3, label="")
+    assert record.rows == CHUNK_TOKENS < 3 * 400
+    # And only of positions that predict something.
+    with RecordLogits(301) as record:
+        score_windows(model, [Window(row[:-1], row[-40:]) for row in ids], batch_size=3, label="")
+    assert record.rows == 3 * 40  # more than the 48 of the transposed weight
+
+
+def test_greedy_says_whether_each_target_is_the_most_likely(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 300, (6,), generator=generator).tolist()
+    with torch.no_grad():
+        best = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+    other = [(best[-1] + 1) % 301]
+    windows = [Window(ids, best), Window(ids, best[:-1] + other), Window(ids, best[-1:]), Window(ids, other)]
+    scores = score_windows(scoring(), windows, batch_size=4, label="")
+    assert [score.greedy for score in scores] == [True, False, True, False]
+    assert scores[2].log_likelihood > scores[3].log_likelihood
+
+
+class Doubled(nn.Module):
+    """A head that is no nn.Linear, as a quantised one: its weight is made in its forward."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x):
+        return nn.functional.linear(x, 2 * self.weight)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_any_module_can_be_the_head(text, tied):
+    model = tiny_model("qwen3", dtype=torch.float32, tied=tied).eval()
+    model.set_output_embeddings(Doubled(model.lm_head))
+    expected = one_at_a_time(model, text, 16)
+    result = evaluate_text(scoring_model(model, CPU), text, length=16, batch_size=2)
+    assert result.log_likelihood == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_that_changes_its_logits_keeps_its_head(text):
+    config = Gemma2Config(
+        vocab_size=301, hidden_size=48, intermediate_size=83, num_hidden_layers=1, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=16, final_logit_softcapping=0.5, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(config).float().eval()
+    expected = one_at_a_time(model, text, 16)
+    result = evaluate_text(scoring_model(model, CPU), text, length=16, batch_size=2)
+    assert result.log_likelihood == pytest.approx(expected, rel=1e-5)
+
+
+class Changed(Qwen3ForCausalLM):
+    """Goes on from its logits, and its configuration does not say so."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+
+def test_a_model_that_changes_its_logits_in_secret_is_refused(text):
+    model = scoring_model(Changed(tiny_config("qwen3")).float(), CPU)
+    with pytest.raises(RankError, match="Changed changes its logits after lm_head"):
+        evaluate_text(model, text, length=16)
+
+
+def test_predictions_that_are_not_finite_are_an_error(text):
+    model = scoring()
+    with torch.no_grad():
+        model.head.weight[5] = math.nan
+    with pytest.raises(RankError, match=r"of 4 windows have a log-likelihood that is NaN or infinite"):
+        evaluate_text(model, text, length=math.ceil(len(text.token_ids) / 4))
+
+
+def test_windows_longer_than_the_context_are_refused(text):
+    with pytest.raises(RankError, match="windows of 513 tokens, expected at most 512"):
+        evaluate_text(scoring(), text, length=513)
+
+
+def test_the_same_from_disk(tmp_path, text):
+    directory = tiny_checkpoint(tmp_path / "model", "qwen3", dtype=torch.float32)
+    loaded = load_for_evaluation(directory, torch.float32, CPU)
+    expected = evaluate_text(scoring(), text, length=16)
+    assert evaluate_text(loaded, text, length=16).log_likelihood == pytest.approx(expected.log_likelihood, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_an_export_with_a_quantised_head(tmp_path, text, kind):
+    source = tiny_checkpoint(tmp_path / "source", kind, even=True)
+    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
+    load_weights(model, source, progress=False)
+    int2 = get_scheme("w2a16_g32")
+    quantization = prepare(model, int2, named={"lm_head": int2}, learn_weight_scale=False, learn_input_scale=False)
+    write_scales(quantization.weight_groups, measure_weight_scales(quantization))
+    export_model(model, quantization, source, tmp_path / "export")
+    whole, _ = load_compressed(tmp_path / "export")
+    assert isinstance(whole.get_output_embeddings(), QuantLinear)
+    result = evaluate_text(load_for_evaluation(tmp_path / "export", torch.float32, CPU), text, length=16, batch_size=2)
+    assert result.log_likelihood == pytest.approx(one_at_a_time(whole, text, 16), rel=1e-5)
+    # What was evaluated is not what it was made of, which is further away than any rounding.
+    plain = evaluate_text(load_for_evaluation(source, torch.float32, CPU), text, length=16)
+    assert abs(plain.log_likelihood / result.log_likelihood - 1) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "auto-round"])
+def test_a_file_of_another_writer_is_what_its_codes_stand_for(tmp_path, text, kind):
+    """In fp32, which holds every product of a code and an fp16 scale."""
+    directory, weights = gptq_checkpoint(tmp_path, kind)
+    plain = build_model(tmp_path / "source", {}, dtype=torch.float32, device=CPU)
+    load_weights(plain, tmp_path / "source", progress=False)
+    before = evaluate_text(scoring_model(plain, CPU), text, length=16).log_likelihood
+    plain = build_model(tmp_path / "source", {}, dtype=torch.float32, device=CPU)
+    load_weights(plain, tmp_path / "source", progress=False)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            plain.get_submodule(name).weight.copy_(weight)
+    expected = evaluate_text(scoring_model(plain, CPU), text, length=16).log_likelihood
+    found = evaluate_text(load_for_evaluation(directory, torch.float32, CPU), text, length=16).log_likelihood
+    assert found == pytest.approx(expected, rel=1e-6) and abs(before / expected - 1) > 1e-4
+
+
+def test_first_tokens_only(tmp_path, text):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    first = read_eval_text(path, tiny_tokenizer(), max_tokens=7)
+    assert first.token_ids == text.token_ids[:7]
+    assert first.bytes == len(tiny_tokenizer().decode(first.token_ids).encode())
+    assert first.digest != text.digest
+
+
+def test_bad_files(tmp_path):
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_text(" \n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"empty\.txt: no text"):
+        read_eval_text(empty, tiny_tokenizer())
+    with pytest.raises(ValueError, match=r"binary\.txt: not a UTF-8"):
+        read_eval_text(binary, tiny_tokenizer())

@@ -1,0 +1,324 @@
+"""Every preset, dense and MoE: quantised, exported, read back by transformers and by us; and the other layouts."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from model.build import build_model
+from model.load import load_weights
+from model.ranks import RankError
+from model.save import export_model
+from model.scales import renew_weight_scales
+from quant import Quantization, prepare
+from quant.export import input_suffix, unpack_scale, unpack_weight, unpack_zero
+from quant.layouts import check_layout
+from quant.reference import fake_quant, quantize
+from quant.rules import Rule
+from quant.scale import first_input_scale
+from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
+from tests.tiny import tiny_checkpoint
+from tools.compressed import load_compressed, quantized_keys
+from tools.verify.check import Report, compare_with_transformers
+from tools.verify.reader import decompress
+
+KINDS = ("qwen3", "qwen3_moe")
+
+
+@torch.no_grad()
+def fill_scales(model, quantization: Quantization, batches) -> None:
+    """Measured scales of weights, stored ones of inputs calibrated on ``batches``."""
+    renew_weight_scales(quantization)
+    if quantization.input_groups:
+        quantization.set_fake_quant(weights=False, activations=False)
+        quantization.observe(True)
+        for ids in batches:
+            model(input_ids=ids)
+        quantization.observe(False)
+        quantization.set_fake_quant(weights=True, activations=True)
+        for group in quantization.input_groups:
+            group.s0.copy_(first_input_scale(group.observer.absmax.view(1), group.spec))
+
+
+def exported(directory: Path, kind: str, scheme: Scheme | None, rules=(), *, layout="compressed", **options):
+    """A tiny model of fresh random weights, quantised and exported; tokens that it was calibrated on."""
+    source = tiny_checkpoint(directory / "source", kind, seed=random.randrange(2**31), wide=True)
+    if kind == "qwen3_moe":
+        # With a choice, a random router sends a token in a thousand elsewhere wherever a rounding differs.
+        config = AutoConfig.from_pretrained(source)
+        config.num_experts_per_tok = config.num_experts
+        config.save_pretrained(source)
+    batches = [torch.randint(0, 301, (2, 48)) for _ in range(2)]
+    # Experts in the form that the reader has, whose logits are equal to the bit; the files are those of either form.
+    device = torch.device("cpu")
+    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=device, experts="per_expert")
+    model.eval()
+    load_weights(model, source, progress=False)
+    quantization = prepare(model, scheme, rules=rules, learn_weight_scale=True, learn_input_scale=False, **options)
+    fill_scales(model, quantization, batches)
+    export_model(model, quantization, source, directory / "export", layout=layout, max_shard_size=200_000)
+    return model, quantization, batches
+
+
+# One of each format and kind of input, of a MoE of every second; the others differ in a number.
+OTHERS = (
+    "q4_0",
+    "q8_0",
+    "w8a16_g128",
+    "w8a16_g32",
+    "w4a16_g32",
+    "w4a16_channel",
+    "w3a16_g128",
+    "w3a16_g32",
+    "w2a16_g128",
+)
+OTHERS += ("w2a16_channel", "w4a8_int8", "w8a16_asym")
+SOME = [scheme for scheme in SCHEMES if scheme not in OTHERS]
+TAKEN = {*(("qwen3", name) for name in SOME), *(("qwen3_moe", name) for name in SOME[::2])}
+CASES = [
+    pytest.param(kind, scheme, id=f"{kind}-{name}", marks=[] if (kind, name) in TAKEN else [pytest.mark.full])
+    for kind in KINDS
+    for name, scheme in SCHEMES.items()
+]
+# Experts that transformers does not load (tools/verify/reader.py).
+NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4", "nvfp4_w4a4", "mxfp8", "w4a16_asym", "w8a16_asym"}
+INPUT_SCALES = ("input_scale", "input_global_scale")
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """Everything in the weight files."""
+    return {key: tensor for path in directory.glob("*.safetensors") for key, tensor in load_file(path).items()}
+
+
+def served_as_one(tensors: dict[str, torch.Tensor]) -> None:
+    """Serving fuses q/k/v, gate/up and the experts of a layer and keeps one of these scales for all."""
+    for key, tensor in tensors.items():
+        layer, _, suffix = key.rpartition(".")
+        parent, _, leaf = layer.rpartition(".")
+        fused = next(
+            (names for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if leaf in names), ()
+        )
+        if (
+            suffix in INPUT_SCALES
+            or suffix == "weight_global_scale"
+            or (suffix == "weight_scale" and tensor.shape == (1,))
+        ):
+            assert all(torch.equal(tensors[f"{parent}.{other}.{suffix}"], tensor) for other in fused), key
+        experts, _, expert = parent.rpartition(".")
+        if suffix in INPUT_SCALES and expert.isdigit():
+            assert torch.equal(tensors[f"{experts}.0.{leaf}.{suffix}"], tensor), key
+
+
+def same_arithmetic(report: Report) -> None:
+    """Logits differ by the rounding of matrix products and no more (measured: not at all)."""
+    assert report.ok, report.table()
+    assert report.same_arithmetic.relative_max < 1e-5, report.table()
+
+
+@pytest.mark.parametrize(("kind", "scheme"), CASES)
+def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
+    """Codes and scales on disk are those of the forward; compressed-tensors decompresses them to the weights that it
+    multiplied with; transformers and our reader compute its logits."""
+    model, quantization, batches = exported(tmp_path, kind, scheme)
+    tensors = tensors_of(tmp_path / "export")
+    served_as_one(tensors)
+    size = weights = 0
+    for name, layer in quantization.layers.items():
+        keys = quantized_keys(model, name, layer)
+        state = {suffix: tensors[key] for suffix, key in keys.items()}
+        scale = layer.weight_scale()
+        assert torch.equal(unpack_scale(state["weight_scale"], scheme.weights, state.get("weight_global_scale")), scale)
+        expected = quantize(layer.weight, scale, scheme.weights, layer.weight_zero)
+        assert torch.equal(unpack_weight(state, scheme).view(torch.int8), expected.view(torch.int8)), name
+        values = fake_quant(layer.weight, scale, scheme.weights, layer.weight_zero)
+        assert torch.equal(decompress(state, scheme).bfloat16(), values), name
+        if not scheme.weights.symmetric:
+            assert torch.equal(unpack_zero(state, scheme), layer.weight_zero), name
+            assert layer.weight_zero.unique().numel() > 1, "of weights that lie off the centre"
+        if scheme.stored_input is not None:
+            stored = state[input_suffix(scheme.stored_input)]
+            assert torch.equal(unpack_scale(stored, scheme.stored_input), layer.input_scale())
+        size += sum(tensor.nbytes for suffix, tensor in state.items() if suffix not in (*INPUT_SCALES, "weight_shape"))
+        weights += layer.weight.numel()
+    assert len(quantization.layers) == (14 if kind == "qwen3" else 38)
+    assert 8 * size / weights == pytest.approx(bits_on_disk(scheme, quantization), rel=1e-9)
+
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert (report.note is not None) == (kind == "qwen3_moe" and scheme.name in NOT_LOADED)
+    again, _ = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
+
+
+def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
+    """Bits per weight of the quantised layers: those of a code, and of the scales' share."""
+    spec, scales = scheme.weights, 0.0
+    bits = {"float32": 32, "model": 16, "float16": 32, "e4m3": 8, "e8m0": 8}[spec.scale_format]
+    for layer in quantization.layers.values():
+        count = {
+            "tensor": 1,
+            "channel": layer.out_features,
+            "group": layer.weight.numel() // (spec.group_size or 1),
+            "block": layer.weight.numel() // (spec.group_size or 1) ** 2,
+        }[spec.granularity]
+        scales += count * bits + (32 if spec.scale_format == "e4m3" else 0)
+        if not spec.symmetric:  # a column of zero points fills whole words
+            scales += 32 * math.ceil(layer.out_features * spec.bits / 32) * count / layer.out_features
+    return spec.bits + scales / sum(layer.weight.numel() for layer in quantization.layers.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("preset", ["fp8_kv", "fp8_static_kv", "nvfp4_w4a4_kv"])
+def test_a_quantised_cache(kind, preset, tmp_path, seed):
+    """Scales of keys and values on disk are those of the forward, and transformers uses them."""
+    scheme, cache = PRESETS[preset].linear, PRESETS[preset].kv_cache
+    model, quantization, batches = exported(tmp_path, kind, scheme, kv_cache=cache)
+    tensors = tensors_of(tmp_path / "export")
+    for name, module in quantization.caches.items():
+        stored = tensors[name.replace("_cache", "_scale")]
+        assert (stored.dtype, stored.shape) == (torch.float32, (1,))
+        assert torch.equal(stored, module.input_scale()), name
+    assert len(quantization.caches) == 4
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.scheme == ("fp8 KV cache" if scheme is None else f"{scheme.name}, fp8 KV cache")
+    # Codes of 4-bit inputs flip more often (tools/verify/check.py).
+    coarse = scheme is not None and scheme.activations.bits == 4
+    assert report.inputs_as_given.kl > (1 if coarse else 10) * report.our_forward.kl, report.table()
+    again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
+    assert read.caches.keys() == quantization.caches.keys()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
+
+
+def test_a_quantised_cache_of_a_model_whose_experts_transformers_does_not_load(tmp_path, seed):
+    cache = PRESETS["fp8_kv"].kv_cache
+    _, _, batches = exported(tmp_path, "qwen3_moe", SCHEMES["int8_dynamic"], kv_cache=cache)
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.note is not None
+
+
+def test_quantised_embeddings(tmp_path, seed):
+    """Embeddings and lm_head, weight-only: modules that are no Linear are named in the configuration. vLLM reads these
+    embeddings, transformers does not."""
+    table = {"model.embed_tokens": INT4, "lm_head": INT4}
+    model, _, batches = exported(tmp_path, "qwen3", INT4, named=table)
+    config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == []
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "model.embed_tokens", "lm_head"]
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.note is not None
+    assert report.note.startswith("transformers does not load quantised embeddings")
+    again, _ = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
+
+
+FP8, INT4 = SCHEMES["fp8_dynamic"], SCHEMES["w4a16_g32"]
+OUTER = [Rule(FP8, first=1), Rule(None, r".*\.1\.self_attn\..*")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_schemes(kind, tmp_path, seed):
+    """The first layer in fp8, of the last one attention as it is, lm_head in int8, int4 elsewhere. Of a MoE the experts
+    of both layers have one scheme, which is what transformers can read."""
+    rules = OUTER if kind == "qwen3" else [Rule(INT4, r".*\.experts\..*"), *OUTER]
+    head = {"lm_head": SCHEMES["w8a16_channel"]}
+    model, quantization, batches = exported(tmp_path, kind, INT4, rules, named=head)
+    config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    assert [group["weights"]["num_bits"] for group in config["config_groups"].values()] == [8, 4, 8]
+    assert (r"re:.*mlp\.gate$" in config["ignore"]) == (kind == "qwen3_moe")
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.note is None
+    assert set(report.scheme.split(", ")) == {"fp8_dynamic", "w4a16_g32", "w8a16_channel"}
+    again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
+    schemes = [{name: layer.scheme for name, layer in each.layers.items()} for each in (read, quantization)]
+    assert schemes[0] == schemes[1]
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
+
+
+def test_experts_of_several_schemes(tmp_path, seed):
+    """Read right by us and by vLLM; transformers would decode all of them with one: the report says so."""
+    _, _, batches = exported(tmp_path, "qwen3_moe", INT4, [Rule(SCHEMES["w2a16_g32"], last=1)])
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.note is not None
+    assert report.note.startswith("transformers decodes all experts with one scheme")
+
+
+def test_experts_of_which_some_are_left(tmp_path, seed):
+    """transformers fails to load them: the report says so."""
+    _, _, batches = exported(tmp_path, "qwen3_moe", INT4, [Rule(None, first=1)])
+    report = compare_with_transformers(tmp_path / "export", batches)
+    same_arithmetic(report)
+    assert report.note is not None
+    assert report.note.startswith("transformers decodes all experts with one scheme")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", [SCHEMES["nvfp4"], SCHEMES["w8a8_static"]], ids=lambda scheme: scheme.name)
+def test_a_dequantised_export_is_a_plain_checkpoint_of_the_fake_quantised_weights(kind, scheme, tmp_path, seed):
+    model, quantization, batches = exported(tmp_path, kind, scheme, layout="dequantized")
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
+    options = {"experts_implementation": "eager"} if kind == "qwen3_moe" else {}
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype=torch.bfloat16, output_loading_info=True, **options
+    )
+    assert not any(info.values()), info
+    quantization.set_fake_quant(weights=True, activations=False)
+    with torch.no_grad():
+        logits = model(input_ids=batches[0]).logits
+        assert torch.equal(theirs(input_ids=batches[0]).logits, logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_block"])
+def test_vllm_fp8_holds_the_tensors_of_the_compressed_export(kind, name, tmp_path, seed):
+    """Under the names of vLLM's own fp8 loader; blocks load in transformers too, which has that configuration."""
+    model, quantization, _ = exported(tmp_path, kind, SCHEMES[name])
+    export_model(model, quantization, tmp_path / "source", tmp_path / "native", layout="vllm_fp8")
+    compressed, native = tensors_of(tmp_path / "export"), tensors_of(tmp_path / "native")
+    if name == "fp8_block":
+        compressed = {key.replace("weight_scale", "weight_scale_inv"): tensor for key, tensor in compressed.items()}
+    assert native.keys() == compressed.keys()
+    assert all(torch.equal(native[key].view(torch.uint8), compressed[key].view(torch.uint8)) for key in native)
+    routers = [f"model.layers.{i}.mlp.gate" for i in range(2)] if kind == "qwen3_moe" else []
+    config = json.loads((tmp_path / "native" / "config.json").read_text())["quantization_config"]
+    assert config == {
+        "quant_method": "fp8",
+        "activation_scheme": "static" if name == "fp8_static" else "dynamic",
+        **({} if name == "fp8_static" else {"weight_block_size": [128, 128]}),
+        "ignored_layers": [*routers, "lm_head"],
+    }
+
+
+def test_a_scheme_without_a_format_is_refused_in_every_layout():
+    scheme = Scheme("int8-per-block", TensorSpec("int", 8, "block", 128))
+    for layout in ("compressed", "dequantized"):
+        with pytest.raises(ValueError, match="'int8-per-block' has no export format"):
+            check_layout(layout, [INT4, scheme])
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("vllm_fp8", "holds fp8_static or fp8_block for all quantised layers, got w4a16_g32"),
+        ("gpt_oss", "holds mxfp4 or mxfp4_mxfp8 for all quantised layers, got w4a16_g32"),
+        ("onnx", "unknown layout 'onnx'; known: compressed, vllm_fp8, gpt_oss, dequantized, gguf, mlx"),
+    ],
+)
+def test_a_layout_that_cannot_hold_the_model_is_refused(layout, message, tmp_path):
+    with pytest.raises(RankError, match=message):
+        exported(tmp_path, "qwen3", INT4, layout=layout)
+    assert not (tmp_path / "export").exists()

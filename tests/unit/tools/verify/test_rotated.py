@@ -1,0 +1,90 @@
+"""Exports whose inputs are turned while the model runs, read by compressed-tensors' own transforms in transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from model.build import build_model
+from model.load import load_weights
+from model.ranks import RankError
+from model.rotation import rotate_weights
+from model.save import export_model
+from model.scales import renew_weight_scales, write_scales
+from quant import SCHEMES, prepare
+from quant.rotation import KEY, rotate_inputs
+from quant.scale import first_input_scale
+from tests.tiny import tiny_checkpoint
+from tools.compressed import load_compressed
+from tools.verify.check import compare_with_transformers
+
+# Scheme, patterns and block: outliers meet inputs of 4 and 8 bits, and layers beside them that are not turned.
+CASES = {
+    "nvfp4": ("nvfp4_w4a4", [r".*\.down_proj"], 256),
+    "mx": ("mxfp4_mxfp8", [r".*\.(down|o)_proj"], 64),
+    "static": ("fp8_static", [r".*\.layers\.1\.mlp\.down_proj"], 256),
+    "weights": ("w4a16_g32", [r".*\.down_proj"], 64),
+}
+
+
+def exported(directory: Path, scheme: str, patterns: list[str], block: int) -> tuple[Path, Path]:
+    """A checkpoint of random weights with outliers before down_proj, and its quantised export."""
+    source = tiny_checkpoint(directory / "source", "qwen3", wide=True, seed=torch.seed() % 2**31)
+    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu")).eval()
+    load_weights(model, source, progress=False)
+    quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=True, learn_input_scale=False)
+    rotate_inputs(quantization, patterns, block)
+    turned = rotate_weights(model, quantization)
+    assert turned == sum(layer.rotation is not None for layer in quantization.layers.values())
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    ids = torch.randint(0, 301, (2, 40))
+    quantization.set_fake_quant(weights=False, activations=False)
+    with torch.no_grad():
+        before, after = plain(ids).logits.float(), model(ids).logits.float()
+    # Turned weights are rounded to bf16 once more, and other products are.
+    assert (before - after).square().mean() < 1e-3 * before.var()
+    quantization.set_fake_quant(weights=True, activations=True)
+    renew_weight_scales(quantization)
+    scale = {g.owner: first_input_scale(torch.tensor([4.0]), g.spec) for g in quantization.input_groups}
+    write_scales(quantization.input_groups, scale)
+    export_model(model, quantization, source, directory / "export")
+    return source, directory / "export"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compressed_tensors_computes_the_logits_of_our_forward(case, tmp_path, seed):
+    scheme, patterns, block = CASES[case]
+    _, export = exported(tmp_path, scheme, patterns, block)
+    report = compare_with_transformers(export, [torch.randint(0, 301, (2, 64))])
+    assert report.ok, report.table()
+    tensors = load_file(export / "model.safetensors")
+    matrices = [tensor for key, tensor in tensors.items() if key.endswith(KEY)]
+    assert matrices and all(tensor.shape == (block, block) and tensor.dtype == torch.bfloat16 for tensor in matrices)
+    _, quantization = load_compressed(export)
+    config = json.loads((export / "config.json").read_text())["quantization_config"]["transform_config"]
+    assert [group["head_dim"] for group in config["config_groups"].values()] == [block]
+    turned = [name for name, layer in quantization.layers.items() if layer.rotation is not None]
+    assert len(turned) == len(matrices)
+
+
+def test_files_that_lost_their_transforms_are_refused(tmp_path, seed):
+    """Without the entry a reader would compute noise: the matrices beside the layers say that there was one."""
+    _, export = exported(tmp_path, *CASES["nvfp4"])
+    config = json.loads((export / "config.json").read_text())
+    del config["quantization_config"]["transform_config"]
+    (export / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RankError, match=f"unexpected: .*{KEY}"):
+        load_compressed(export)
+
+
+def test_another_matrix_is_a_problem(tmp_path, seed):
+    _, export = exported(tmp_path, *CASES["nvfp4"])
+    tensors = load_file(export / "model.safetensors")
+    key = next(key for key in tensors if key.endswith(KEY))
+    tensors[key] = tensors[key].flip(0).contiguous()
+    save_file(tensors, export / "model.safetensors", metadata={"format": "pt"})
+    report = compare_with_transformers(export, [torch.randint(0, 301, (1, 8))])
+    assert any("is not the matrix" in problem for problem in report.problems)

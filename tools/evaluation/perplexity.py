@@ -1,0 +1,218 @@
+"""Perplexity of a text: per token, word and byte, and bits per byte.
+
+The text is cut into windows of ``length`` tokens, see :func:`tools.evaluation.score.rolling_windows`: every token is
+predicted exactly once, from those before it in its window; the first one from the tokenizer's BOS or EOS. Windows and
+definitions are those of lm-evaluation-harness: with L the sum of the log-likelihoods in nats,
+
+    per token exp(-L / tokens), per word exp(-L / words), per byte exp(-L / bytes), bits per byte -L / bytes / ln 2
+
+where words are what white space separates (lm-evaluation-harness also counts the empty string before or after white
+space at the ends of a text) and bytes are those of the UTF-8 text.
+"""
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from data.samples import load_tokenizer
+from model.build import build_model
+from model.load import load_weights
+from model.peft import say_left_out
+from model.quantised.config import weights_alone
+from model.ranks import RankError, errors_on_all_ranks, is_main
+from tools.compressed import load_compressed
+from tools.evaluation.results import Evaluation, Measurement, weights_size
+from tools.evaluation.score import ScoringModel, rolling_windows, score_windows, scoring_model
+
+if TYPE_CHECKING:
+    from tools.evaluation.tasks import Tasks  # needs lm-evaluation-harness, which is optional
+
+DEFAULT_LENGTH = 1024  # of windows of a text
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Perplexities of one text."""
+
+    tokens: int
+    words: int
+    bytes: int
+    log_likelihood: float
+    """The sum over the tokens, in nats."""
+
+    @property
+    def per_token(self) -> float:
+        """exp of the mean negative log-likelihood per token."""
+        return math.exp(-self.log_likelihood / self.tokens)
+
+    @property
+    def per_word(self) -> float:
+        """exp of the negative log-likelihood per white-space separated word."""
+        return math.exp(-self.log_likelihood / self.words)
+
+    @property
+    def per_byte(self) -> float:
+        """exp of the negative log-likelihood per UTF-8 byte."""
+        return math.exp(-self.log_likelihood / self.bytes)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Negative log-likelihood per byte in bits; compares models with different tokenizers."""
+        return -self.log_likelihood / self.bytes / math.log(2)
+
+    def measurements(self, conditions: str) -> dict[str, Measurement]:
+        """All perplexities by name; ``conditions`` says how they were measured."""
+        figures = {
+            "perplexity per token": self.per_token,
+            "perplexity per word": self.per_word,
+            "perplexity per byte": self.per_byte,
+            "bits per byte": self.bits_per_byte,
+        }
+        return {name: Measurement(value, False, conditions) for name, value in figures.items()}
+
+
+@dataclass(frozen=True)
+class EvalText:
+    """A text to evaluate on: its tokens, and the words and bytes that they stand for."""
+
+    token_ids: list[int]
+    words: int
+    bytes: int
+    prefix: int
+    """The token that stands before the text."""
+    digest: str
+    """A checksum of the text, which tells whether two models were evaluated on the same one."""
+
+
+def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> EvalText:
+    """Read and tokenise a UTF-8 text file, or its first ``max_tokens`` tokens.
+
+    Raises:
+        ValueError: the file is empty or not UTF-8, or the tokenizer has neither BOS nor EOS.
+    """
+    try:
+        # Without newline translation: bytes are those of the file.
+        text = Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a UTF-8 text file ({error})") from error
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if max_tokens is not None and len(ids) > max_tokens:
+        ids = ids[:max_tokens]
+        text = str(tokenizer.decode(ids))
+    if not ids or not text.strip():
+        raise ValueError(f"{path}: no text to evaluate on")
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if prefix is None:
+        raise ValueError("the tokenizer has neither a BOS nor an EOS token to predict the first token from")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return EvalText(ids, len(re.split(r"\s+", text.strip())), len(text.encode()), prefix, digest)
+
+
+def evaluate_text(model: ScoringModel, text: EvalText, *, length: int, batch_size: int = 1) -> Perplexity:
+    """Perplexity of a text, its windows shared out over the ranks; a collective.
+
+    Args:
+        model: whose predictions.
+        text: what to predict.
+        length: tokens per window.
+        batch_size: windows per forward.
+
+    Raises:
+        RankError: ``length`` is more than the model's context; a prediction is not finite.
+    """
+    if model.context is not None and length > model.context:
+        raise RankError(f"windows of {length} tokens, expected at most {model.context}: the context of the model")
+    windows = rolling_windows(text.token_ids, text.prefix, length)
+    scores = score_windows(model, windows, batch_size=batch_size, label="perplexity")
+    return Perplexity(len(text.token_ids), text.words, text.bytes, sum(score.log_likelihood for score in scores))
+
+
+def load_for_evaluation(
+    directory: str | Path, dtype: torch.dtype, device: torch.device, *, sharded: bool = False
+) -> ScoringModel:
+    """A checkpoint, plain or compressed; a collective.
+
+    Args:
+        directory: the checkpoint. A compressed one computes with codes and scales as in training; of GPTQ's, AWQ's
+            and AutoRound's files, and gpt-oss as published, the weights are what the codes stand for.
+        dtype: of weights and computation.
+        device: where the model or its partitions go.
+        sharded: partition the weights over the ranks (ZeRO-3); plain checkpoints only.
+
+    Raises:
+        RankError: on every rank: a damaged checkpoint, or a compressed one that is to be sharded.
+    """
+    say_left_out(directory)
+    with errors_on_all_ranks(OSError, ValueError):
+        config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        compressed = "quantization_config" in config and not weights_alone(Path(directory))
+        if compressed and sharded:
+            raise ValueError(
+                f"{directory} is compressed: evaluate it without sharding, every rank holds the whole of it"
+            )
+    if compressed:
+        model, _ = load_compressed(directory, dtype=dtype, device=device)
+        return scoring_model(model, device)
+    ds_config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {"stage": 3 if sharded else 0},
+    }
+    model = build_model(directory, ds_config, dtype=dtype, device=device)
+    load_weights(model, directory, progress=is_main())
+    return scoring_model(model, device, ds_config)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked of each checkpoint: a text, tasks, or both.
+
+    Attributes:
+        text: UTF-8 file.
+        tokens: only the first so many of the text.
+        tasks: of lm-evaluation-harness.
+        length: tokens per window; ``DEFAULT_LENGTH`` of a text, the model's context in tasks, where None.
+        batch_size: windows per forward.
+        dtype: of weights and GEMMs.
+        sharded: see :func:`load_for_evaluation`.
+    """
+
+    text: Path | None = None
+    tokens: int | None = None
+    tasks: "Tasks | None" = None
+    length: int | None = None
+    batch_size: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    sharded: bool = False
+
+
+def evaluate_checkpoint(directory: str | Path, questions: Questions, device: torch.device) -> Evaluation:
+    """All that ``questions`` asks of one checkpoint, whose memory is free again afterwards; a collective.
+
+    Raises:
+        RankError: on every rank: a checkpoint, text or task that cannot be read or does not fit together.
+    """
+    with errors_on_all_ranks(OSError, ValueError):
+        tokenizer = load_tokenizer(directory)
+        text = read_eval_text(questions.text, tokenizer, questions.tokens) if questions.text is not None else None
+        size = weights_size(directory)
+    model = load_for_evaluation(directory, questions.dtype, device, sharded=questions.sharded)
+    found: dict[str, Measurement] = {}
+    dtype = str(questions.dtype).removeprefix("torch.")
+    if text is not None:
+        length = questions.length or min(DEFAULT_LENGTH, model.context or DEFAULT_LENGTH)
+        perplexity = evaluate_text(model, text, length=length, batch_size=questions.batch_size)
+        conditions = f"{perplexity.tokens:,} tokens of text {text.digest}, windows of {length}, {dtype}"
+        found |= perplexity.measurements(conditions)
+    if questions.tasks is not None:
+        found |= questions.tasks.measure(
+            model, tokenizer, length=questions.length, batch_size=questions.batch_size, dtype=dtype
+        )
+    return Evaluation(str(directory), size, found)

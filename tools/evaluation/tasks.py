@@ -1,0 +1,305 @@
+"""Tasks of lm-evaluation-harness on our own forward, so that what is evaluated is the arithmetic that is served.
+
+The harness builds the requests of a task and computes its metrics; :class:`ServedModel` is its view of a model. Its own
+Hugging Face class would load compressed checkpoints with transformers (which leaves the inputs of experts as they are)
+and make the logits of whole batches in fp32. Requests are tokenised and cut as that class does it, so results agree.
+
+To the harness every rank is rank 0 of 1: each builds all requests, and :func:`tools.evaluation.score.score_windows`
+shares out the work, plain or under ZeRO-3, and gives all results to all ranks.
+
+Tasks that compare log-likelihoods are run (output types loglikelihood, multiple_choice and loglikelihood_rolling);
+those in which the model writes text are refused.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+from transformers import PreTrainedTokenizerBase
+
+from model.ranks import RankError, errors_on_all_ranks, gather_objects, is_main, listed, say
+from tools.evaluation.results import Measurement
+from tools.evaluation.score import ScoringModel, Window, rolling_windows, score_windows
+
+OUTPUT_TYPES = ("loglikelihood", "multiple_choice", "loglikelihood_rolling")
+# Draws for the standard error of metrics that have no closed form; its own error is then about 2%.
+BOOTSTRAP_DRAWS = 1000
+FEWSHOT_SEED = 1234  # lm-evaluation-harness' default
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks with their data, for any number of models.
+
+    Attributes:
+        loaded: of ``TaskManager.load``: tasks, and groups of them.
+        limit: only the first so many samples of each task.
+    """
+
+    loaded: Any
+    limit: int | None
+
+    def measure(
+        self,
+        model: ScoringModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        length: int | None,
+        batch_size: int,
+        dtype: str,
+    ) -> dict[str, Measurement]:
+        """Each metric of each task, by ``task metric``; a group that has a mean gives that alone. A collective.
+
+        Args:
+            model: whose predictions.
+            tokenizer: of the model.
+            length: tokens that the model sees at a time; its context if None.
+            batch_size: windows per forward.
+            dtype: named in the conditions.
+
+        Raises:
+            RankError: no length and a model that does not say its context; a prediction that is not finite; requests
+                that are not the same on every rank.
+        """
+        length = length or model.context
+        if length is None:
+            raise RankError("the model's config.json does not say its context: expected --length")
+        _seed()
+        for task in self.loaded["tasks"].values():
+            task.set_fewshot_seed(FEWSHOT_SEED)  # every model gets the same examples
+        served = ServedModel(model, tokenizer, length=length, batch_size=batch_size)
+        found = evaluate(served, self.loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP_DRAWS, log_samples=False)
+        assert found is not None, "every rank is rank 0 to lm-evaluation-harness"
+        measurements: dict[str, Measurement] = {}
+        for name in self._reported():
+            conditions = f"{self._conditions(name, found)}, at most {length} tokens, {dtype}"
+            measurements |= _metrics(name, found, conditions)
+        return measurements
+
+    def _reported(self) -> list[str]:
+        """The names that results are given for: tasks, and groups with a mean instead of their tasks."""
+        groups = self.loaded["groups"]
+        within = {child for name, group in groups.items() if group.has_aggregation for child in self._members(name)}
+        means = [name for name, group in groups.items() if group.has_aggregation]
+        return [name for name in [*means, *self.loaded["tasks"]] if name not in within]
+
+    def _members(self, group: str) -> set[str]:
+        """The names of all tasks and groups below a group."""
+        children = set(self.loaded["group_map"].get(group, []))
+        return children.union(*(self._members(child) for child in children))
+
+    def _conditions(self, name: str, found: Any) -> str:
+        """How many samples, and which requests were made of the model: these hold the data and the examples."""
+        tasks = self.loaded["tasks"]
+        members = [name] if name in tasks else sorted(self._members(name) & tasks.keys())
+        requests = [request.args for member in members for request in tasks[member].instances]
+        digest = hashlib.sha256(json.dumps(requests, default=str).encode()).hexdigest()[:12]
+        samples = sum(found["n-samples"][member]["effective"] for member in members)
+        shots = ", ".join(map(str, sorted({found["n-shot"][member] for member in members})))
+        return f"{samples:,} samples, {shots}-shot, requests {digest}"
+
+
+def _metrics(name: str, found: Any, conditions: str) -> dict[str, Measurement]:
+    """The metrics of one task or group; a filter is named unless it is the one that does nothing."""
+    values, directions = found["results"][name], found["higher_is_better"].get(name, {})
+    metrics: dict[str, Measurement] = {}
+    for key, value in values.items():
+        metric, comma, filter = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        error = values.get(f"{metric}_stderr,{filter}")
+        metrics[f"{name} {metric}" if filter == "none" else f"{name} {metric} ({filter})"] = Measurement(
+            float(value),
+            directions.get(metric) is not False,  # what the harness assumes where a task does not say
+            conditions,
+            float(error) if isinstance(error, int | float) else None,
+        )
+    return metrics
+
+
+def load_tasks(
+    names: Sequence[str], task_dir: Path | None = None, *, limit: int | None = None, num_fewshot: int | None = None
+) -> Tasks:
+    """Find tasks or groups by name and read their data, before any model is loaded; every rank calls it.
+
+    Args:
+        names: of tasks, groups or tags.
+        task_dir: folder with task files (YAML) that are taken instead of the harness' own. Data files that they name
+            are relative to it. Their ``!function`` entries are Python code that is run.
+        limit: only the first so many samples of each task.
+        num_fewshot: examples before each question, where a task leaves that open.
+
+    Raises:
+        RankError: names the task and says what to do: it is unknown, its data cannot be read or fetched, its prompts
+            cannot be made, or it is of a kind that is not run.
+    """
+    # The warnings of other ranks would be the same again.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # The standard error of a few metrics is bootstrapped, by a pool of forked processes unless told not to: a process
+    # with CUDA and a process group must not be forked.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    with errors_on_all_ranks(OSError, ValueError):
+        _seed()
+        manager = _manager(names, task_dir)
+        loaded: Any = {"tasks": {}, "groups": {}, "group_map": {}}
+        with contextlib.chdir(task_dir) if task_dir is not None else contextlib.nullcontext():
+            for name in names:
+                for kind, entries in _load(manager, name, task_dir).items():
+                    loaded[kind] |= entries
+        for name, task in loaded["tasks"].items():
+            _prepare(name, task, limit, num_fewshot)
+    return Tasks(loaded, limit)
+
+
+def _manager(names: Sequence[str], task_dir: Path | None) -> TaskManager:
+    """A manager of the tasks in ``task_dir``, or of the harness' own (which takes ten seconds to look through)."""
+    if task_dir is None:
+        manager, known = TaskManager(), "a task of lm-evaluation-harness; with --task_dir those of a folder are taken"
+    elif task_dir.is_dir():
+        manager = TaskManager(include_path=task_dir.resolve(), include_defaults=False)
+        known = f"one in {task_dir}: {listed(manager.all_tasks) or 'it has none'}"
+    else:
+        raise ValueError(f"--task_dir {task_dir} is not a directory: expected one with task files (YAML)")
+    if unknown := [name for name in names if name not in manager.task_index]:
+        broken = _broken(task_dir) if task_dir is not None else []
+        raise ValueError("\n".join([f"--tasks {','.join(unknown)}: expected {known}", *broken]))
+    return manager
+
+
+def _broken(task_dir: Path) -> list[str]:
+    """Task files that cannot be read, and why: the harness passes over them in silence."""
+    broken = []
+    for file in sorted(task_dir.rglob("*.yaml")):
+        try:
+            load_yaml(file, resolve_func=False)
+        except Exception as error:  # whatever the files may hold
+            broken.append(f"{file} cannot be read: {error}")
+    return broken
+
+
+def _load(manager: TaskManager, name: str, task_dir: Path | None) -> Any:
+    try:
+        return manager.load([name])
+    except Exception as error:  # the harness, datasets and a task's own code raise anything
+        file = manager.task_index[name].yaml_path
+        local = f"Data files that it names are looked for from {task_dir} on. " if task_dir is not None else ""
+        raise ValueError(
+            f"task {name} ({file}) cannot be loaded: {type(error).__name__}: {error}\n{local}Data on the Hugging Face "
+            "Hub need access to it. Without: put a task file with 'dataset_path: json' and the data into a folder, "
+            "and name that with --task_dir; or load the task once where there is access, copy the cache (HF_HOME) "
+            "here, and set HF_HUB_OFFLINE=1."
+        ) from error
+
+
+def _prepare(name: str, task: Task, limit: int | None, num_fewshot: int | None) -> None:
+    """Set the number of examples, and make the requests once: what is wrong with a task shows before a model is loaded.
+
+    Raises:
+        ValueError: see :func:`load_tasks`.
+    """
+    if task.OUTPUT_TYPE not in OUTPUT_TYPES:
+        raise ValueError(
+            f"task {name} has output_type {task.OUTPUT_TYPE}, expected one of {', '.join(OUTPUT_TYPES)}: tasks in "
+            "which the model writes text are not run"
+        )
+    own = task.get_config("num_fewshot")
+    if num_fewshot is not None and own == 0 and num_fewshot != 0:
+        raise ValueError(
+            f"--num_fewshot {num_fewshot}: task {name} is made for 0 examples (num_fewshot: 0 in its file)"
+        )
+    task.set_config("num_fewshot", num_fewshot if num_fewshot is not None else own or 0)
+    task.set_fewshot_seed(FEWSHOT_SEED)
+    try:
+        task.build_all_requests(limit=limit)
+    except Exception as error:  # a template or function of the task
+        raise ValueError(f"task {name}: its requests cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _seed() -> None:
+    """Seed as lm-evaluation-harness does: some tasks shuffle their choices with the global generators."""
+    random.seed(0)
+    np.random.seed(FEWSHOT_SEED)
+
+
+class ServedModel(TemplateLM):
+    """A :class:`tools.evaluation.score.ScoringModel` as lm-evaluation-harness wants it."""
+
+    def __init__(
+        self, model: ScoringModel, tokenizer: PreTrainedTokenizerBase, *, length: int, batch_size: int
+    ) -> None:
+        """``length``: tokens that the model sees at a time."""
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_length = length
+        self.batch_size = batch_size
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands before a text without context."""
+        bos = self.tokenizer.bos_token_id
+        return bos if bos is not None else self.tokenizer.eos_token_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Tokens of ``string``, with those that the tokenizer adds unless it begins with BOS already."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Per (context, continuation): log-likelihood of the continuation, whether it is the greedy one."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not is_main())
+
+    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        windows, cut = [], 0
+        for text, context, continuation in requests:
+            if not 0 < len(continuation) <= self.max_length:
+                raise RankError(
+                    f"a continuation has {len(continuation)} tokens, expected 1 to {self.max_length}: {text[1][:200]!r}"
+                )
+            inputs = (context + continuation)[:-1]
+            cut += len(inputs) > self.max_length
+            windows.append(Window(inputs[-self.max_length :], continuation))
+        if cut:
+            say(f"{cut:,} of {len(windows):,} requests have more than {self.max_length} tokens: cut at their beginning")
+        return [tuple(score) for score in self._score(windows, "log-likelihoods")]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Per text the sum of its tokens' log-likelihoods."""
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            own = rolling_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length)
+            windows += own
+            owners += [index] * len(own)
+        totals = [0.0] * len(requests)
+        for owner, score in zip(owners, self._score(windows, "rolling log-likelihoods"), strict=True):
+            totals[owner] += score.log_likelihood
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Never called: :func:`load_tasks` refuses tasks in which the model writes text."""
+        raise NotImplementedError("tasks in which the model writes text are not run")
+
+    def _score(self, windows: list[Window], label: str) -> list[Any]:
+        digests = gather_objects(hashlib.sha256(json.dumps(windows).encode()).hexdigest())
+        if len(set(digests)) > 1:
+            raise RankError("the ranks have made different requests: a task draws random numbers of its own")
+        return score_windows(self.model, windows, batch_size=self.batch_size, label=label)

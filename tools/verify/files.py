@@ -1,0 +1,115 @@
+"""Finds what would make readers other than transformers fail on an exported checkpoint.
+
+The rules are those of vLLM's and SGLang's loading code: they create parameters of fixed dtypes and shapes and copy the
+file's tensors into them, fuse q/k/v and gate/up into one layer with one scale per tensor (of several the largest is
+kept), and have MoE routers as Linears.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model.names import Names, module_name_on_disk, own_tensors
+from model.quantised.config import read_quantization_config
+from model.ranks import listed
+from model.save import is_router
+from model.scales import cache_keys
+from model.shards import Checkpoint, Reader, read_headers, read_tensor
+from quant import Quantization, QuantLayer, QuantLinear
+from quant.export import packed_shapes, unpack_weight, weight_codes
+from quant.rotation import KEY, stored_matrix
+from tools.compressed import is_ignored, quantized_keys
+
+STORED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_files(directory: Path, model: PreTrainedModel, quantization: Quantization) -> list[str]:
+    """Check the files of a checkpoint; return one sentence for everything that is wrong.
+
+    Checks dtypes and shapes of all codes and scales, that layers which serving fuses have equal scales, that the codes
+    in the files are those of our forward, and that MoE routers are ignored.
+
+    Args:
+        directory: the checkpoint.
+        model, quantization: what ``load_compressed(directory)`` returned, in fp32.
+    """
+    checkpoint = read_headers(directory)
+    model_dtype = dtype_on_disk(directory, model)
+    problems: list[str] = []
+    kinds = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
+    stored: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
+    with Reader() as reader:
+        for name, layer in quantization.layers.items():
+            keys = quantized_keys(model, name, layer)
+            problems += _wrong_tensors(checkpoint, layer, keys, model_dtype)
+            tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys.items()}
+            for suffix in stored.keys() & tensors.keys():
+                stored[suffix][name] = tensors[suffix].float()
+            codes = weight_codes(layer.weight, layer.weight_scale(), layer.scheme.weights, layer.weight_zero)
+            if not torch.equal(codes.view(torch.int8), unpack_weight(tensors, layer.scheme).view(torch.int8)):
+                problems.append(f"{name}: our forward quantises the weight to other codes than those on disk")
+            key = f"{module_name_on_disk(model, name)}.{KEY}"
+            if isinstance(layer, QuantLinear) and layer.rotation is not None and key in checkpoint.tensors:
+                matrix = read_tensor(reader, checkpoint.tensors[key]).float()
+                if not torch.equal(matrix, stored_matrix(layer).float()):
+                    problems.append(f"{key} is not the matrix by which our forward turns the input")
+    for suffix, groups in (
+        ("weight_scale", quantization.weight_groups),
+        ("input_scale", quantization.input_groups),
+        ("input_global_scale", quantization.input_groups),
+        ("weight_global_scale", quantization.global_groups),
+    ):
+        for group in groups:
+            scales = [stored[suffix][name] for name in group.members if name in stored[suffix]]
+            if any(not torch.equal(scale, scales[0]) for scale in scales):
+                problems.append(f"{', '.join(group.members)} are served with one {suffix}, but have several on disk")
+    return problems + _wrong_caches(checkpoint, model, quantization) + _routers_not_ignored(directory, model)
+
+
+def _wrong_tensors(
+    checkpoint: Checkpoint, layer: QuantLayer, keys: dict[str, str], model_dtype: torch.dtype
+) -> list[str]:
+    """One sentence for each code or scale that has another dtype or shape than the format says. An fp32 scale may be
+    stored in fewer digits, as llm-compressor does: readers hold it in fp32, which changes no value."""
+    expected = packed_shapes(layer.in_features, layer.out_features, layer.scheme, model_dtype)
+    return [
+        f"{key} is {found.dtype} {list(found.shape)}, expected {dtype} {list(shape)}"
+        for (suffix, key), (dtype, shape) in zip(keys.items(), expected.values(), strict=True)
+        if (found := checkpoint.tensors[key]).shape != shape
+        or found.dtype not in (STORED if dtype == torch.float32 else (dtype,))
+    ]
+
+
+def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: Quantization) -> list[str]:
+    """One sentence for each scale of keys or values that a server would not find, or would replace by 1."""
+    problems = []
+    for name, cache in quantization.caches.items():
+        key = cache_keys(model, name)[0]
+        found = checkpoint.tensors.get(key)
+        if found is None or (found.dtype, found.shape) != (torch.float32, (1,)):
+            what = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
+            problems.append(f"{key} {what}, expected torch.float32 [1]")
+        elif not cache.input_scale().item() > 0:
+            problems.append(f"{key} is {cache.input_scale().item()}, expected a positive number")
+    return problems
+
+
+def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
+    """The dtype in which the checkpoint stores what is not quantised: that of most of its other tensors."""
+    checkpoint = read_headers(directory)
+    names = Names(model)
+    found = (checkpoint.tensors.get(names.key(name)) for name, tensor in own_tensors(model).items())
+    dtypes = Counter(each.dtype for each in found if each is not None and each.dtype in STORED)
+    if not dtypes:
+        raise ValueError(f"{directory} holds no tensor that is not quantised")
+    return next(dtype for dtype, _ in dtypes.most_common() if dtype is not None)
+
+
+def _routers_not_ignored(directory: Path, model: PreTrainedModel) -> list[str]:
+    ignore = read_quantization_config(directory).get("ignore") or []
+    routers = [module_name_on_disk(model, name) for name, module in model.named_modules() if is_router(module)]
+    missing = [name for name in routers if not is_ignored([name], ignore)]
+    return [f"ignore does not name the routers {listed(missing)}: vLLM would quantise them"] if missing else []

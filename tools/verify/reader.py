@@ -1,0 +1,251 @@
+"""The side of transformers in the comparison: the model that it loads from an exported checkpoint, and its arithmetic.
+
+It differs from ours by definition in these points (measured with transformers 5.23 and compressed-tensors 0.20):
+
+- *Inputs, keys and values.* It divides by the scale, training multiplies with the fp32 reciprocal. Dynamic scales are
+  the same formula in both but for MX, whose powers of two are chosen otherwise (:mod:`quant.reference`). An integer
+  zero point (``symmetric: false``) is the same, but it adds that before it rounds: an exact tie goes to the other
+  neighbour where the zero point is odd. All tokens of a 2-D input, as some models give their shared experts, get one
+  scale.
+- *Weights.* compressed-tensors decompresses fp4 and MXFP8 to bf16, in a model loaded as fp32 too. A value of MXFP4 and
+  MXFP8 is a bf16 number; of NVFP4 it is rounded.
+- *Experts.* transformers keeps the experts of a MoE fused and dequantises them when it loads: their inputs are not
+  quantised, and integer weights are rounded to the dtype of their scale, bf16. In the place of Llama 4's it
+  puts Linears, of which nothing of this is true.
+- *Zero points* of weights it loads with ``dequantize=True`` alone: otherwise it makes the model on the meta device,
+  where compressed-tensors does not pack them, and the shapes differ from those in the file. The weights are then
+  rounded to the dtype of their scale, bf16, and all layers decoded with one scheme.
+- *Rotated inputs.* It passes over ``transform_config``; compressed-tensors, which defines it, is asked to apply it to
+  the model that was loaded.
+- *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are zero
+  points, and blocks of fp8 if there is more than one, and MXFP8, whose scales it takes for plain numbers; NVFP4 is read
+  without its global scale, which is silent noise; several schemes among the experts are all decoded as the first, and
+  experts that are not quantised, beside layers that are packed, cannot be loaded, or are drawn at random; nor are
+  tensors that it concatenates (Kimi Linear's convolutions), beside packed layers. There the reader that is compared
+  with is transformers' plain model, filled with what compressed-tensors decompresses from the files, its inputs
+  quantised by compressed-tensors.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    apply_quantization_config,
+)
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.transform import TransformConfig, apply_transform_config
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
+
+from model.names import module_name_on_disk
+from model.quantised.config import read_quantization_config
+from model.ranks import RankError, listed
+from model.save import fused_there, is_expert, not_loaded
+from model.scales import cache_keys
+from model.shards import Reader, read_headers, read_tensor
+from model.towers import model_class
+from quant import Quantization, QuantLayer, QuantLinear, Scheme, TensorSpec
+from quant.config import quantization_args
+from quant.export import export_format
+from quant.hadamard import rotate
+from quant.kv_cache import QuantCache
+from quant.rotation import KEY
+from tools.compressed import quantized_keys
+from tools.verify.files import dtype_on_disk
+
+
+def load_theirs(
+    directory: Path, model: PreTrainedModel, quantization: Quantization, *, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load the checkpoint with transformers; return its model in fp32, and a sentence for each of its complaints.
+
+    Args:
+        directory: the checkpoint.
+        model, quantization: what ``load_compressed(directory)`` returned.
+        trust_remote_code: whether Python code in the directory may be run.
+
+    Raises:
+        RankError: transformers raises an error of its own.
+    """
+    # The eager experts multiply expert by expert, as we do; the default sums in another order.
+    moe = any(is_expert(name) for name, _ in model.named_parameters())
+    options: dict[str, Any] = {"experts_implementation": "eager"} if moe else {}
+    options |= {"dtype": torch.float32, "output_loading_info": True}
+    trust = {"trust_remote_code": trust_remote_code}
+    kind: Any = _class_of(directory, **trust)
+    if not_loaded(model, quantization) is None:
+        if shifted := any(layer.weight_zero is not None for layer in quantization.layers.values()):
+            options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+        try:
+            theirs, info = kind.from_pretrained(directory, local_files_only=True, **options, **trust)
+        except Exception as error:  # whatever its class does while it loads
+            raise RankError(
+                f"transformers fails to load {directory} as {model.config.model_type}: {type(error).__name__}: {error}"
+            ) from error
+        if not shifted:
+            theirs.hf_quantizer.compressor.decompress_model(theirs)
+    else:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, **trust)
+        del config.quantization_config
+        with torch.device("meta"):
+            built: Any = model_class(config) or type(AutoModelForCausalLM.from_config(config, **trust))
+        state = _decompressed(directory, model, quantization)
+        theirs, info = built.from_pretrained(None, config=config, state_dict=state, **options)
+        _quantize_inputs(theirs, quantization)
+    if transforms := read_quantization_config(directory).get("transform_config"):
+        apply_transform_config(theirs, TransformConfig.model_validate(transforms))
+    problems = []
+    for kind, keys in info.items():
+        # transformers has no use for the input scales of experts, because it dequantises them.
+        unused = (".input_scale", ".input_global_scale") if kind == "unexpected_keys" else ()
+        turned = (f".{KEY}",) if kind == "unexpected_keys" else ()  # compressed-tensors makes the matrices itself
+        found = [key for key in keys if not ((is_expert(key) and key.endswith(unused)) or key.endswith(turned))]
+        if found:
+            problems.append(f"transformers reports {kind}: {listed(sorted(map(str, found)))}")
+    for parameter in theirs.parameters():
+        # It leaves what it has dequantised in the dtype of the scale, although fp32 was asked for.
+        if parameter.is_floating_point() and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    return theirs.eval(), problems
+
+
+def _class_of(directory: Path, **trust: bool) -> Any:
+    """The class that the checkpoint says it is."""
+    return model_class(AutoConfig.from_pretrained(directory, local_files_only=True, **trust)) or AutoModelForCausalLM
+
+
+def _decompressed(directory: Path, model: PreTrainedModel, quantization: Quantization) -> dict[str, Tensor]:
+    """Every weight of the checkpoint by its key, codes and scales decompressed by compressed-tensors."""
+    checkpoint = read_headers(directory)
+    state: dict[str, Tensor] = {}
+    packed = {key for name in quantization.caches for key in cache_keys(model, name)}
+    with Reader() as reader:
+        for name, layer in quantization.layers.items():
+            keys = quantized_keys(model, name, layer)
+            packed |= set(keys.values())
+            tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys.items()}
+            state[f"{module_name_on_disk(model, name)}.weight"] = decompress(tensors, layer.scheme)
+        for key in (key for key in checkpoint.tensors.keys() - packed if not key.endswith(f".{KEY}")):
+            state[key] = read_tensor(reader, checkpoint.tensors[key]).float()
+    return state
+
+
+def decompress(tensors: dict[str, Tensor], scheme: Scheme) -> Tensor:
+    """Decompress one layer's tensors (by suffix) with compressed-tensors itself; returns the weight in fp32."""
+    its = QuantizationScheme(
+        targets=["Linear"],
+        weights=_args(scheme.weights),
+        format=export_format(scheme),
+    )
+    if tensors["weight_scale"].dtype == torch.bfloat16:
+        tensors = {**tensors, "weight_scale": tensors["weight_scale"].float()}  # as a reader in fp32 holds it
+    weight = BaseCompressor.get_value_from_registry(export_format(scheme)).decompress(tensors, its)["weight"]
+    return weight.float()
+
+
+def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> None:
+    """Make the plain model quantise inputs, keys and values as a model does that transformers loads itself."""
+    if quantization.caches:
+        args = _args(next(iter(quantization.caches.values())).spec)
+        status = QuantizationStatus.COMPRESSED
+        config = QuantizationConfig(config_groups={}, kv_cache_scheme=args, quantization_status=status)
+        apply_quantization_config(theirs, config)
+        for name, cache in quantization.caches.items():
+            attention, _, kind = name.rpartition(".")
+            getattr(theirs.get_submodule(attention), f"{kind[0]}_scale").data.copy_(cache.input_scale())
+    for name, module in theirs.named_modules():
+        layer = quantization.layers.get(name)
+        if isinstance(module, nn.Linear) and layer is not None and layer.scheme.activations is not None:
+            module.register_forward_pre_hook(fake_quantizer(layer.scheme.activations, layer.input_scale()))
+
+
+@contextmanager
+def inputs_of_experts_left(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
+    """Inside the block the inputs of experts are not quantised, where transformers does not."""
+    is_fused = fused_there(model)
+    experts = [layer for name, layer in quantization.layers.items() if is_fused(name) and layer.input_fake_quant]
+    for layer in experts:
+        layer.input_fake_quant = False
+    yield
+    for layer in experts:
+        layer.input_fake_quant = True
+
+
+@contextmanager
+def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
+    """Inside the block our model uses the arithmetic of transformers."""
+    decoded, is_fused = not_loaded(model, quantization) is None, fused_there(model)
+    model_dtype = dtype_on_disk(directory, model)
+    with ExitStack() as stack:
+        stack.enter_context(inputs_of_experts_left(model, quantization))
+        for name, layer in quantization.layers.items():
+            if layer.input_fake_quant:
+                assert layer.scheme.activations is not None
+                stack.enter_context(_their_input(layer, layer.scheme.activations))
+            spec = layer.scheme.weights
+            if spec.scale_format == "e4m3":
+                stack.enter_context(_rounded_weight(layer, torch.bfloat16))
+            elif decoded and spec.dtype == "int" and not spec.ggml and (is_fused(name) or spec.has_zero_points):
+                stack.enter_context(_rounded_weight(layer, model_dtype))
+        for cache in quantization.caches.values():
+            stack.enter_context(_their_input(cache, cache.spec))
+        yield
+
+
+@contextmanager
+def _their_input(module: QuantLayer | QuantCache, spec: TensorSpec) -> Iterator[None]:
+    block = module.rotation if isinstance(module, QuantLinear) else None
+    hooks = [module.register_forward_pre_hook(fake_quantizer(spec, module.input_scale()))]
+    if isinstance(module, QuantLinear) and block is not None:  # turned before it is quantised
+        hooks.append(module.register_forward_pre_hook(_turn(block), prepend=True))
+        module.rotation = None
+    module.input_fake_quant = False
+    yield
+    module.input_fake_quant = True
+    if isinstance(module, QuantLinear):
+        module.rotation = block
+    for hook in hooks:
+        hook.remove()
+
+
+def _turn(block: int) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """A forward pre-hook that turns a module's input."""
+    return lambda module, arguments: (rotate(arguments[0], block), *arguments[1:])
+
+
+@contextmanager
+def _rounded_weight(layer: QuantLayer, dtype: torch.dtype) -> Iterator[None]:
+    weight = layer.weight.data
+    layer.weight_fake_quant = False
+    layer.weight.data = weight.to(dtype).float()
+    yield
+    layer.weight.data = weight
+    layer.weight_fake_quant = True
+
+
+def fake_quantizer(spec: TensorSpec, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """A forward pre-hook that fake-quantises a module's input with compressed-tensors; ``scale`` None: dynamic. Above
+    dynamic scales it is the global one."""
+    args, above = _args(spec), scale if spec.dynamic else None
+
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, its_scale, zero_point = arguments[0], scale, None
+        if spec.dynamic and x.numel() > 0:
+            its_scale, zero_point = compute_dynamic_scales_and_zp(x, args, module, above)
+        assert its_scale is not None or x.numel() == 0
+        return (fake_quantize(x, its_scale, zero_point, args, above) if x.numel() > 0 else x, *arguments[1:])
+
+    return hook
+
+
+def _args(spec: TensorSpec) -> QuantizationArgs:
+    return QuantizationArgs(**quantization_args(spec))
