@@ -1,0 +1,121 @@
+"""Run the tests that reach each mutant; say which mutants they kill.
+
+python -m tests.mutants.run --tree . --minutes 9 [--names table.json] [--verdict killed]
+
+Needs ``tests.mutants.measure`` of the same tree first. Goes on where it stopped; a line for each mutant is appended to
+``results.jsonl`` in the folder of the measurement.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.mutants.compare import read
+from tests.mutants.find import Names, Tree
+from tests.mutants.generate import Mutant
+from tests.mutants.sites import Site
+from tests.mutants.worker import prepare, run_tests
+
+BUDGET, OF_A_FILE = 15.0, 0.4  # seconds of tests for one mutant; what collecting one more file of them takes
+
+
+class Tests:
+    """The tests of a tree, as measured."""
+
+    def __init__(self, measured: Path) -> None:
+        self._files = [json.loads(line) for line in measured.read_text(encoding="utf-8").splitlines()]
+
+    def reaching(self, module: str, qualname: str, budget: float) -> dict[str, list[str]]:
+        """Tests by file that reach a function: the module's own first, then the quick ones, up to ``budget`` seconds.
+
+        Code outside of functions is reached by every test of a file that imports the module.
+        """
+        found: list[tuple[tuple[int, float], str, str]] = []
+        for file in self._files:
+            calls = file["calls"].get(f"{module}:{self._measured_name(module, qualname)}")
+            if calls is None:
+                continue
+            own = "test_" + Path(module).stem in file["file"] and Path(module).parts[-2] in file["file"]
+            for number, (test, seconds) in enumerate(file["tests"].items()):
+                indirect = number not in calls
+                if not indirect or -1 in calls:
+                    found.append(((2 * indirect + (not own), seconds), file["file"], test))
+        spent, chosen = 0.0, defaultdict(list)
+        for (_, seconds), name, test in sorted(found):
+            cost = seconds + (0 if name in chosen else OF_A_FILE)
+            if spent + cost <= budget:
+                spent += cost
+                chosen[name].append(test)
+        return dict(chosen)
+
+    def _measured_name(self, module: str, qualname: str) -> str:
+        """The function of a qualified name; "" for what runs when the module is imported, a class's body too."""
+        known = any(f"{module}:{qualname}" in file["calls"] for file in self._files)
+        return qualname if known or qualname.rpartition(".")[2][:1].islower() or "_" in qualname else ""
+
+    def seconds(self, chosen: dict[str, list[str]]) -> float:
+        """How long the chosen tests took."""
+        return sum(file["tests"][test] for file in self._files for test in chosen.get(file["file"], ()))
+
+
+def verdict(scratch: Path, module: str, site: Site, tests: Tests, budget: float) -> dict[str, Any]:
+    """Put the fault into the copy of the tree, run the tests that reach it, take it out."""
+    chosen = tests.reaching(module, site.qualname, budget)
+    if not chosen:
+        return {"verdict": "unreached"}
+    wanted = [test for names in chosen.values() for test in names]
+    path = scratch / module
+    source = path.read_bytes()
+    begin = time.monotonic()
+    try:
+        path.write_bytes(site.apply(source))
+        code, told = run_tests(scratch, [*chosen], wanted, 40 + 5 * tests.seconds(chosen))
+    finally:
+        path.write_bytes(source)
+    killer = next((one["test"] for one in told if one["outcome"] in ("failed", "error")), None)
+    found = "timeout" if code is None else "survived" if code == 0 else "killed"
+    row = {"verdict": found, "code": code, "tests": len(wanted), "seconds": round(time.monotonic() - begin, 1)}
+    return row | ({"killer": killer} if killer else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tree", type=Path, default=Path())
+    parser.add_argument("--work", type=Path, default=Path("build/mutants/base"), help="folder of measured.jsonl")
+    parser.add_argument("--mutants", type=Path, default=Path(__file__).with_name("killed.json"))
+    parser.add_argument("--names", type=Path, help="table of what was renamed and moved (see find.py)")
+    parser.add_argument("--verdict", help="only mutants with this verdict in --mutants")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--budget", type=float, default=BUDGET)
+    args = parser.parse_args()
+    end, tree, work = time.monotonic() + 60 * args.minutes, args.tree.resolve(), args.work.resolve()
+    out = work / "results.jsonl"
+    done = set(read(out)) if out.exists() else set()
+    left = [
+        one for one, old in read(args.mutants).items() if one not in done and args.verdict in (None, old["verdict"])
+    ]
+    tests, names, whole = Tests(work / "measured.jsonl"), Names(args.names), Tree(tree)
+    prepare(tree, work / "mutated")
+    while left and time.monotonic() < end:
+        mutant = left.pop(0)
+        row = _run_one(work / "mutated", mutant, whole, names, tests, args.budget)
+        with out.open("a", encoding="utf-8") as file:
+            print(json.dumps({**asdict(mutant), **row}, ensure_ascii=False), file=file)
+        print(f"{row['verdict']:9} {row.get('seconds', 0):5} s  {str(mutant)[:150]}", flush=True)
+    print(f"{len(left)} mutants left")
+
+
+def _run_one(scratch: Path, mutant: Mutant, whole: Tree, names: Names, tests: Tests, budget: float) -> dict[str, Any]:
+    found = whole.find(mutant, names)
+    if found is None:
+        return {"verdict": "gone"}
+    module, site, how = found
+    return {"found": how, "at": f"{module}:{site.qualname}", **verdict(scratch, module, site, tests, budget)}
+
+
+if __name__ == "__main__":
+    main()
