@@ -1,10 +1,11 @@
-"""The recipes that ship: one per model and one per preset, each with the command that it opens with."""
+"""The recipes that ship: one per model, and one per preset that wants more than its name."""
 
 import dataclasses
 import itertools
 from pathlib import Path
 
 import pytest
+import yaml
 
 from engine.recipe.reading import load_recipe, parse_recipe
 from quant import PRESETS
@@ -14,8 +15,7 @@ SHIPPED = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
 OF_SCHEMES = sorted((ROOT / "launch" / "recipes" / "schemes").glob("*.yaml"))
 
 
-def test_a_recipe_is_shipped_per_preset_and_model() -> None:
-    assert {path.stem for path in OF_SCHEMES} == set(PRESETS)
+def test_a_recipe_is_shipped_per_model() -> None:
     sizes = {"qwen3_0_6b", "qwen3_4b", "qwen3_30b_a3b", "llama3_2_1b", "llama3_8b", "llama3_70b"}
     assert {path.stem for path in SHIPPED} == {
         *sizes,
@@ -49,8 +49,15 @@ def test_recipe_of_a_scheme(path: Path) -> None:
     named = [ROOT / word for before, word in itertools.pairwise(words) if before == "--config"]
     assert named[1] == path and all(file.is_file() for file in named), command
     assert words[-1] == f"runs/qwen3_4b_{path.stem}"
-    # On one of the models: what a scheme sets, no model does.
+    assert yaml.safe_load(text) != {"quant": {"scheme": path.stem}}, "--quant.scheme says as much"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_goes_with_a_model(name: str) -> None:
+    """By its recipe, or by its name alone: what a scheme sets, no model does."""
     whole = [one for one in SHIPPED if not any(word in one.stem for word in ("only", "lora", "low_bits"))]
-    model = whole[OF_SCHEMES.index(path) % len(whole)]
-    recipe = parse_recipe(["--config", str(model), "--config", str(path)], check_files=False)
-    assert recipe.quant.preset() == PRESETS[path.stem] and recipe.output_dir == f"runs/{model.stem}"
+    model = whole[list(PRESETS).index(name) % len(whole)]
+    own = [path for path in OF_SCHEMES if path.stem == name]
+    words = ["--config", str(own[0])] if own else ["--quant.scheme", name]
+    recipe = parse_recipe(["--config", str(model), *words], check_files=False)
+    assert recipe.quant.preset() == PRESETS[name] and recipe.output_dir == f"runs/{model.stem}"
