@@ -11,7 +11,6 @@ one quantised model.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from quant import kernels
+from quant import gemm
 from quant.function import Arguments, Plan, QuantLinearFunction, Saved, apply_function, keep, product
 from quant.inputs import used_input
-from quant.kernels import eager
-from quant.thin import MOST_CLIPPED, thin_gradients
+
+# Elements of a weight that are added at a time: few on a CPU, so that they stay in its caches; on a GPU the fp64
+# copies of them take 64 MB.
+CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**22
 
 
+@torch.no_grad()
 def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
     """``weight + scaling * lora_b @ lora_a``, summed in fp64 and rounded once, to the weight's dtype.
 
@@ -44,10 +46,16 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Ten
     Returns:
         A new tensor like ``weight``, without a gradient.
     """
-    if weight.device.type == "cpu":
-        return kernels.merge(weight, lora_a, lora_b, scaling)
-    with torch.no_grad():
-        return eager.merge(weight, lora_a, lora_b, scaling)
+    merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    parts = (
+        zip(merged, weight, lora_a, lora_b, strict=True) if weight.dim() == 3 else [(merged, weight, lora_a, lora_b)]
+    )
+    for into, one, a, b in parts:
+        a, b = a.double(), b.double() * scaling
+        rows = max(1, (CPU_ELEMENTS if weight.device.type == "cpu" else GPU_ELEMENTS) // max(1, weight.shape[-1]))
+        for out, old, up in zip(into.split(rows), one.split(rows), b.split(rows), strict=True):
+            out.copy_(torch.addmm(old.double(), up, a))
+    return merged
 
 
 class Adapter:
@@ -128,13 +136,14 @@ class MergedLinearFunction(torch.autograd.Function):
     """:class:`quant.function.QuantLinearFunction` of a weight with its adapter.
 
     ``apply(scaling, lora_a, lora_b, plan, *Arguments)``. The sum exists while the layer runs: backward keeps the three
-    Parameters and forms it again. The gradients of the adapter are made from thin products where :mod:`quant.thin` says
-    so, else from the sum's, which exists while the layer runs, too::
+    Parameters and forms it again. The gradients of the adapter are made from the sum's, which exists while the layer
+    runs, too::
 
         grad_b = scaling * grad @ lora_a.t()    [out, rank]
         grad_a = scaling * lora_b.t() @ grad    [rank, in]
 
-    Of a stack each expert's are made so. The weight itself gets no gradient.
+    Of a stack each expert's are made so. Where the weight is not quantised, see :func:`low_rank_gradients`. The weight
+    itself gets no gradient.
     """
 
     @staticmethod
@@ -156,31 +165,22 @@ class MergedLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         lora_a, lora_b, *rest = ctx.saved_tensors  # once, see QuantLinearFunction
-        saved, inner, plan = Saved(*rest), _Context(ctx.needs), ctx.plan
-        inner.plan, inner.keeps_codes, inner.input_shape = plan, ctx.keeps_codes, ctx.input_shape
+        saved, inner = Saved(*rest), _Context(ctx.needs)
+        inner.plan, inner.keeps_codes, inner.input_shape = ctx.plan, ctx.keeps_codes, ctx.input_shape
         saved = saved._replace(weight=merge(saved.weight, lora_a, lora_b, ctx.scaling))
-        needs, mask, thin = Arguments(*ctx.needs[1:]), None, False
-        if needs.weight and not needs.weight_theta:
-            thin = plan.weight is None
-            if plan.weight is not None and saved.weight.device.type == "cpu":
-                quantizer = saved.weight_quantizer(plan.weight)
-                codes, mask, used = kernels.quantize_with_values(saved.weight, quantizer, mask=True)
-                clipped = kernels.count_clipped(mask, saved.weight.numel())
-                thin, mask = clipped <= MOST_CLIPPED * saved.weight.numel(), mask if clipped else None
-                saved = saved._replace(weight_codes=codes)
-                if thin:  # the gradient of the input is all that still needs the weight: as it was multiplied
-                    saved, inner.plan = saved._replace(weight=used, weight_codes=None), replace(plan, weight=None)
-        if thin:
+        needs = Arguments(*ctx.needs[1:])
+        low_rank = needs.weight and ctx.plan.weight is None
+        if low_rank:
             inner.needs_input_grad = (False, *needs._replace(weight=False))
         inner.save_for_backward(*saved)
         _, *found = QuantLinearFunction.backward(inner, grad_output)
         gradients = Arguments(*found)
         grad_a = grad_b = None
-        if thin:
+        if low_rank:
             grad = grad_output.reshape(-1, grad_output.shape[-1])
             x = used_input(inner, saved, after=grad)
             x = x.reshape(-1, x.shape[-1])
-            grad_a, grad_b = thin_gradients(grad, x, lora_a, lora_b, ctx.scaling, mask, saved.offsets)
+            grad_a, grad_b = low_rank_gradients(grad, x, lora_a, lora_b, ctx.scaling, saved.offsets)
         elif gradients.weight is not None:
             a, b, of_sum = lora_a.transpose(-2, -1), lora_b.transpose(-2, -1), gradients.weight
             grad_a, grad_b = (b @ of_sum).mul_(ctx.scaling), (of_sum @ a).mul_(ctx.scaling)
@@ -188,6 +188,24 @@ class MergedLinearFunction(torch.autograd.Function):
             one if wanted else None for one, wanted in zip((grad_a, grad_b), ctx.needs_input_grad[1:3], strict=True)
         )
         return None, grad_a, grad_b, None, *gradients._replace(weight=None)
+
+
+def low_rank_gradients(
+    grad: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, offsets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``lora_a`` and ``lora_b`` of a sum that is multiplied as it is, without a product as large as it.
+
+    Args:
+        grad, x: ``[rows, out]`` and ``[rows, in]``, the gradient of the layer's output and its input as it was
+            multiplied.
+        lora_a, lora_b, scaling: as of :func:`merge`.
+        offsets: of a stack, where the rows of each expert end.
+    """
+    # A GEMM takes the second operand as it lies in a Linear: [out, in].
+    up = gemm.linear(x, lora_a, None, offsets)  # [rows, rank]
+    down = gemm.input_gradient(grad, lora_b, offsets)  # [rows, rank]
+    of_a, of_b = gemm.weight_gradient(down, x, offsets), gemm.weight_gradient(grad, up, offsets)
+    return of_a.mul_(scaling), of_b.mul_(scaling)
 
 
 class _Context:

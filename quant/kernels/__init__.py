@@ -3,16 +3,13 @@
 :mod:`quant.kernels.ops` is what the rest of the package calls, and :mod:`quant.kernels.registration` declares the
 operators behind it. ``arithmetic.h`` is the arithmetic that both backends include, ``cpu.cpp`` and ``cuda.cu`` are the
 operations around it, with their loops in the headers that they include, ``bindings.cpp`` makes them operators,
-``gradients.cpp`` those of gradients in fp8, ``adapter.cpp`` has what only the CPU does, files ``fused*`` have norms and
-SwiGLU with the quantisation of their result (:mod:`quant.fused_reference`), and :mod:`quant.kernels.build` compiles
-these files at first use.
+``gradients.cpp`` those of gradients in fp8, files ``fused*`` have norms and SwiGLU with the quantisation of their
+result (:mod:`quant.fused_reference`), and :mod:`quant.kernels.build` compiles these files at first use.
 """
 
 from quant.kernels.build import prepare_kernels
 from quant.kernels.ops import (
     amax,
-    clipped_products,
-    count_clipped,
     dequantize,
     dequantize_and_mask_,
     dequantize_with_zeros,
@@ -25,7 +22,6 @@ from quant.kernels.ops import (
     keep_tokens,
     kept_gradient_,
     masked_,
-    merge,
     quantize,
     quantize_gradient,
     quantize_tokens,
@@ -43,8 +39,6 @@ from quant.kernels.ops import (
 
 __all__ = [
     "amax",
-    "clipped_products",
-    "count_clipped",
     "dequantize",
     "dequantize_and_mask_",
     "dequantize_with_zeros",
@@ -57,7 +51,6 @@ __all__ = [
     "keep_tokens",
     "kept_gradient_",
     "masked_",
-    "merge",
     "prepare_kernels",
     "quantize",
     "quantize_gradient",

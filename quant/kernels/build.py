@@ -30,11 +30,11 @@ import torch
 from torch.utils import cpp_extension
 
 from quant.kernels import eager
-from quant.kernels.registration import CPU_SCHEMAS, OPERATORS, SCHEMAS
+from quant.kernels.registration import OPERATORS, SCHEMAS
 
 SOURCES = Path(__file__).parent
 LIBRARY = "deepqat_kernels"
-CPP = ("bindings.cpp", "gradients.cpp", "cpu.cpp", "adapter.cpp", "fused_bindings.cpp", "fused_cpu.cpp")
+CPP = ("bindings.cpp", "gradients.cpp", "cpu.cpp", "fused_bindings.cpp", "fused_cpu.cpp")
 CUDA = ("cuda.cu", "fused.cu")
 
 # Contracting a*b+c to one rounding would part CPU and GPU, and both from the reference, in the last bit.
@@ -114,7 +114,7 @@ def prepare_kernels() -> str:
 
 
 def _implement(key: str, implementation: Callable[[str], Callable[..., Any]]) -> None:
-    for schema in (*SCHEMAS, *(CPU_SCHEMAS if key == "CPU" else ())):
+    for schema in SCHEMAS:
         name = schema.partition("(")[0]
         OPERATORS.impl(name, implementation(name), key)
 

@@ -190,45 +190,6 @@ def amax(x: Tensor, count: int) -> Tensor:
     return x.reshape(count, -1).abs().amax(1).float()
 
 
-def count_clipped(mask: Tensor, numel: int) -> Tensor:
-    """How many of ``numel`` elements are outside, by their packed mask; int64 ``()``."""
-    return (~unpack_bits(mask, torch.Size((numel,)))).sum()
-
-
-def clipped_products(
-    grad: Tensor, x: Tensor, mask: Tensor, lora_a: Tensor, lora_b: Tensor, offsets: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """``lora_b.t() @ C`` and ``C @ lora_a.t()`` of C, ``grad.t() @ x`` where the mask says outside, else 0."""
-    out, in_ = lora_b.shape[-2], lora_a.shape[-1]
-    ends = [len(x)] if offsets is None else offsets.tolist()
-    clipped = ~unpack_bits(mask, torch.Size((len(ends), out, in_)))
-    products = [
-        (grad[begin:end].float().t() @ x[begin:end].float()).masked_fill(~one, 0)
-        for begin, end, one in zip([0, *ends], ends, clipped, strict=False)
-    ]
-    of_weight = torch.stack(products).view(*lora_b.shape[:-1], in_)
-    return lora_b.float().transpose(-2, -1) @ of_weight, of_weight @ lora_a.float().transpose(-2, -1)
-
-
-# Elements of a weight that are added at a time: few on a CPU, so that they stay in its caches; on a GPU the fp64
-# copies of them take 64 MB.
-CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**22
-
-
-def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
-    """``weight + scaling * lora_b @ lora_a`` in fp64, rounded to the weight's dtype."""
-    merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    parts = (
-        zip(merged, weight, lora_a, lora_b, strict=True) if weight.dim() == 3 else [(merged, weight, lora_a, lora_b)]
-    )
-    for into, one, a, b in parts:
-        a, b = a.double(), b.double() * scaling
-        rows = max(1, (CPU_ELEMENTS if weight.device.type == "cpu" else GPU_ELEMENTS) // max(1, weight.shape[-1]))
-        for out, old, up in zip(into.split(rows), one.split(rows), b.split(rows), strict=True):
-            out.copy_(torch.addmm(old.double(), up, a))
-    return merged
-
-
 def quantize_tokens(
     x: Tensor, grid: int, symmetric: bool, scale_dtype: torch.dtype | None = None, above: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

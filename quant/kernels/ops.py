@@ -177,39 +177,6 @@ def amax(x: Tensor, count: int = 1) -> Tensor:
     return _OPS.amax(x, count)
 
 
-def count_clipped(mask: Tensor, numel: int) -> int:
-    """How many of ``numel`` elements the mask of :func:`quantize` says to be outside the range; on the CPU."""
-    ensure_ready()
-    return int(_OPS.count_clipped(mask, numel))
-
-
-def clipped_products(
-    grad: Tensor, x: Tensor, mask: Tensor, lora_a: Tensor, lora_b: Tensor, offsets: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """``lora_b.t() @ C`` and ``C @ lora_a.t()``, fp32, on the CPU: C is ``grad.t() @ x`` at the clipped elements of a
-    weight, else 0, and only these elements are computed.
-
-    Args:
-        grad, x: ``[rows, out]`` and ``[rows, in]``, of one dtype.
-        mask: of :func:`quantize`, of the weight ``[out, in]``, or of a stack ``[E, out, in]``.
-        lora_a, lora_b: ``[rank, in]`` and ``[out, rank]``, or those of E experts.
-        offsets: of a stack, where the rows of each expert end.
-
-    Returns:
-        Tensors in the shapes of ``lora_a`` and ``lora_b``. Sums are fp32, in an order that depends on the shapes alone.
-    """
-    ensure_ready()
-    of_a, of_b = _OPS.clipped_products(grad, x, mask, lora_a, lora_b, offsets)
-    return of_a, of_b
-
-
-def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
-    """``weight + scaling * lora_b @ lora_a``, on the CPU, see :func:`quant.adapter.merge`."""
-    ensure_ready()
-    merged: Tensor = _OPS.merge(weight.detach(), lora_a.detach(), lora_b.detach(), scaling)
-    return merged
-
-
 def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Dynamic codes of ``x [..., features]``, and their fp32 scales and int8 zero points ``[..., n]``, of the ``n``
     groups of a token (one per token). ``above`` is the global scale, fp32 ``(1,)``, where ``spec`` has one; here and

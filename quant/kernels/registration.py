@@ -79,14 +79,7 @@ SCHEMAS = (
     "transpose_codes(Tensor codes) -> Tensor",
 )
 WHOLE_ROW = 16  # what rows of transposed codes are filled up to; kWholeRow in kernels.h
-# Those that there are for CPU tensors alone.
-CPU_SCHEMAS = (
-    "count_clipped(Tensor mask, int numel) -> Tensor",
-    "clipped_products(Tensor grad, Tensor x, Tensor mask, Tensor lora_a, Tensor lora_b, Tensor? offsets=None) "
-    "-> (Tensor, Tensor)",
-    "merge(Tensor weight, Tensor lora_a, Tensor lora_b, float scaling) -> Tensor",
-)
-for _schema in (*SCHEMAS, *CPU_SCHEMAS):
+for _schema in SCHEMAS:
     OPERATORS.define(_schema)
 
 # ---- what torch.compile needs to know: the shapes of results. Torch passes the arguments in the order of the schemas,
@@ -159,12 +152,6 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "fake_quantize_tokens_and_mask_": lambda grad, x, grid, symmetric, values, *_: (
         _like(x) if values else x.new_empty(0)
     ),
-    "count_clipped": lambda mask, numel: mask.new_empty((), dtype=torch.int64),
-    "clipped_products": lambda grad, x, mask, lora_a, lora_b, *_: (
-        _like(lora_a, torch.float32),
-        _like(lora_b, torch.float32),
-    ),
-    "merge": lambda weight, *_: _like(weight),
     "sum_rows": lambda rows, places: rows.new_empty(places.shape[0], rows.shape[1]),
     "rms_norm_quantize": lambda x, weight, eps, s0, *rest: (
         *_written(x, *rest),

@@ -48,14 +48,6 @@ def samples_with_scales() -> list[tuple[str, tuple]]:
             ]
         mask = packing.pack_bits(torch.rand(x.shape) < 0.5)
         found += [("masked", (grad, mask)), ("masked_", (grad.contiguous(), mask)), ("amax", (x, s0.numel()))]
-        lora_a, lora_b = torch.randn(2, 7).to(x.dtype), torch.randn(5, 2).to(x.dtype)
-        products = (
-            torch.randn(4, 5).to(x.dtype),
-            torch.randn(4, 7).to(x.dtype),
-            packing.pack_bits(torch.rand(35) < 0.5),
-        )
-        found += [("count_clipped", (mask, x.numel())), ("clipped_products", (*products, lora_a, lora_b))]
-        found.append(("merge", (torch.randn(7, 5).to(x.dtype).t(), lora_a, lora_b, 0.7)))
         found.append(("dequantize_and_mask_", (grad.contiguous(), mask, codes, s0, None, torch.float32)))
         found.append(("keep_tokens", (x, 0, False)))
         for tokens in ((0, True), (8, False)):
