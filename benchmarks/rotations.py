@@ -1,18 +1,15 @@
 """What rotations spare quantised inputs before any training, with and without outliers where they are.
 
     python benchmarks/rotations.py --model DIR --text FILE [--outliers 64]
-    python benchmarks/rotations.py --model DIR --text FILE --learn OTHER_TEXT --schemes w2a16_g32
 
 Of a checkpoint: as it is, its weights rotated (launch/rotate.py), the inputs of down_proj turned while it runs
 (``quant.rotate``), and both. Small models have none of the outliers of large ones, so a second table plants some: a few
 channels of every up_proj are multiplied by a power of two and their columns of down_proj divided by it, which is the
 same function exactly, and the shape that the massive activations of large models have before down_proj.
 
-With --learn weights are rotated by matrices that are learned on other text for each scheme, too; nothing is planted.
-
 KL(checkpoint || quantised), nats per token, how often the likeliest token is the checkpoint's, and perplexity, in fp32,
 without training. Scales of inputs that are stored are measured on the first rows of the text, which are not compared.
-Writes ``benchmarks/results/rotations.md``, or ``learned_rotations_MODEL.md``.
+Writes ``benchmarks/results/rotations.md``.
 """
 
 import argparse
@@ -32,13 +29,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks import timing
 from benchmarks.markdown import table
-from launch.rotate import LENGTH
-from launch.rotate import ROWS as ROWS_OF_STEP
-from launch.rotate import rows_of as steps_of
 from model.build import build_model
 from model.load import load_weights
 from model.rotation import rotate_checkpoint, rotate_weights
-from model.rotation.learn import learn_rotations
 from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, prepare
 from quant.rotation import rotate_inputs
@@ -98,15 +91,6 @@ def quantised(directory: Path, scheme: str, block: int | None, first: list[Tenso
     return model
 
 
-def learned(model: Path, scheme: str, arguments: argparse.Namespace) -> Path:
-    """The checkpoint rotated by matrices that are learned for a scheme."""
-    out = model.with_name(f"{model.name}-{scheme}")
-    rows = steps_of(model, arguments.learn, arguments.steps, 0)
-    found = learn_rotations(model, SCHEMES[scheme], rows, device=DEVICE, progress=False)
-    rotate_checkpoint(model, out, rotations=found.rotations, progress=False)
-    return out
-
-
 def rows_of(model: Path, arguments: argparse.Namespace, first: list[Tensor], batches: list[Tensor]) -> list[list[str]]:
     """A row for each scheme and rotation."""
     rotated = model.with_name(f"{model.name}-rotated")
@@ -119,8 +103,6 @@ def rows_of(model: Path, arguments: argparse.Namespace, first: list[Tensor], bat
     if not hasattr(plain.config, "num_experts"):  # whose inputs nothing turns
         ways |= {"down_proj turned": (model, arguments.block), "both": (rotated, arguments.block)}
     for scheme in arguments.schemes:
-        if arguments.learn is not None:
-            ways["weights rotated, learned"] = (learned(model, scheme, arguments), None)
         for way, (directory, block) in ways.items():
             ours, compared = quantised(directory, scheme, block, first), Comparison("")
             for ids, theirs in zip(batches, expected, strict=True):
@@ -145,8 +127,6 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=256, help="quant.rotate_block")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text, at most")
-    parser.add_argument("--learn", type=Path, help="other text to learn rotations on (launch/rotate.py --learn)")
-    parser.add_argument("--steps", type=int, default=100, help="of learning")
     parser.add_argument("--results", type=Path, default=timing.RESULTS, help="folder that the table is written to")
     arguments = parser.parse_args()
     began = os.getloadavg()
@@ -156,33 +136,24 @@ def main() -> None:
     first, batches = rows[:ROWS], [row for row in rows[ROWS:] if row.shape[1] == arguments.length]
     sections = []
     with tempfile.TemporaryDirectory() as temporary:
-        parts = [("As it is", 1.0), (f"Outliers of {arguments.outliers:g} planted", arguments.outliers)]
-        for title, factor in parts[: 2 if arguments.learn is None else 1]:
+        for title, factor in (("As it is", 1.0), (f"Outliers of {arguments.outliers:g} planted", arguments.outliers)):
             model = Path(temporary) / title.split()[0].lower()
             plant(arguments.model, model, factor)
             found = rows_of(model, arguments, first, batches)
             head = ["scheme", "rotation", "checkpoint", "quantised", "KL", "top token"]
             sections.append(f"## {title}\n\n{table(head, found)}\n")
     layers = json.loads((arguments.model / "config.json").read_text())["num_hidden_layers"]
-    planted = (
-        f"Planted: {CHANNELS} channels of up_proj in each of {layers} layers, {arguments.outliers:g} times as large."
-    )
-    name = "rotations"
-    if arguments.learn is not None:
-        rows = f"{arguments.steps} steps of {ROWS_OF_STEP} x {LENGTH} tokens of {arguments.learn.name}"
-        planted = f"Learned: {rows}, for each scheme."
-        name = f"learned_rotations_{arguments.model.name}"
     text = f"""# What rotations spare quantised inputs, without training
 
 {arguments.model.name} in fp32, {len(batches) * arguments.length:,} tokens of {arguments.text.name} in rows of
 {arguments.length}; perplexity of the checkpoint and of what it becomes, KL(checkpoint || quantised) in nats per token.
 Weights rotated: launch/rotate.py, seed 0. down_proj turned: `quant.rotate` in blocks of {arguments.block}.
-{planted}
+Planted: {CHANNELS} channels of up_proj in each of {layers} layers, {arguments.outliers:g} times as large.
 {timing.machine(DEVICE, began, "transformers")}
 `{timing.command()}`
 
 """
-    timing.write(arguments.results, name, DEVICE, text + "\n".join(sections))
+    timing.write(arguments.results, "rotations", DEVICE, text + "\n".join(sections))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from model.shards import CheckpointError, DiskTensor
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<name>.+)")
-STREAM, VALUES = "stream", "values"  # the two kinds of rotations
+STREAM, VALUES = "stream", "values"  # the two rotations
 
 INPUT, MIDDLE = "input_layernorm.weight", "post_attention_layernorm.weight"
 NORMS = (INPUT, MIDDLE)
@@ -54,17 +54,6 @@ class Change:
     rows: str | None = None
     columns: str | None = None
     ones: bool = False
-
-
-def which(kind: str, key: str) -> str:
-    """Which rotation of its kind turns the tensor ``key``: one of the stream, or one of each layer's values."""
-    found = LAYER.fullmatch(key)
-    return values_of_layer(int(found["layer"])) if kind == VALUES and found is not None else STREAM
-
-
-def values_of_layer(layer: int) -> str:
-    """The name of the rotation of a layer's values."""
-    return f"{VALUES} of layer {layer}"
 
 
 def check_family(config: PretrainedConfig, where: str, *, quantised: bool) -> None:

@@ -7,47 +7,20 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PretrainedConfig
 
 from model.build import read_config
 from model.quantised.config import is_quantised
-from model.rotation.hadamard import rotation
-from model.rotation.plan import (
-    EMBEDDING,
-    HEAD,
-    NORM,
-    STREAM,
-    VALUES,
-    Change,
-    check_family,
-    head_dim,
-    plan_rotation,
-    values_of_layer,
-    which,
-)
+from model.rotation.hadamard import Rotation, rotation
+from model.rotation.plan import EMBEDDING, HEAD, NORM, STREAM, VALUES, Change, check_family, head_dim, plan_rotation
 from model.save.finish import check_destination, copy_companions, publish, write_json
 from model.save.shard_writer import Shapes, ShardWriter
 from model.shards import INDEX, Checkpoint, CheckpointError, DiskTensor, Reader, read_headers, read_tensor
 
 CHUNK = 2**25  # values in fp64 at a time: 256 MB, and a copy or two of them
-
-
-class Turning(Protocol):
-    """An orthogonal matrix of ``size`` rows, of which blocks of ``order`` turn values together."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def order(self) -> int: ...
-
-    def turn(self, values: Tensor, axis: int) -> Tensor:
-        """As of :class:`model.rotation.hadamard.Rotation`."""
 
 
 @dataclass(frozen=True)
@@ -65,33 +38,19 @@ class RotationReport:
     orders: Mapping[str, tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What rotating a checkpoint comes to, known before anything but its headers is read.
+def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool = True) -> RotationReport:
+    """Write ``source`` with rotated weights to ``out``: the same function of its tokens, of the same dtypes.
 
-    Attributes:
-        config: its config.json.
-        checkpoint: its headers, without a copy of a tied embedding.
-        untied: whether lm_head is the embedding, and becomes a tensor of its own.
-        changes: what becomes of each tensor to be written, lm_head among them.
-    """
-
-    config: PretrainedConfig
-    checkpoint: Checkpoint
-    untied: bool
-    changes: Mapping[str, Change]
-
-    def source_of(self, key: str) -> DiskTensor:
-        """What the tensor ``key`` is made from."""
-        return self.checkpoint.tensors[EMBEDDING if key == HEAD and self.untied else key]
-
-
-def plan_checkpoint(source: Path) -> Plan:
-    """See :class:`Plan`.
+    Args:
+        source: a plain Hugging Face checkpoint of one of ``plan.FAMILIES``.
+        out: directory to make.
+        seed: of the signs of both rotations.
+        progress: show a bar.
 
     Raises:
-        CheckpointError, ValueError, OSError: an unknown model, a quantised one, a tensor that is missing, of another
-            shape or without a place.
+        CheckpointError, ValueError, OSError: before anything is written: an unknown model, a quantised one, a tensor
+            that is missing, of another shape or without a place; and at the end of a read: values that are no numbers.
+            Nothing is left then.
     """
     config = read_config(source, trust_remote_code=False)
     check_family(config, str(source), quantised=is_quantised(source))
@@ -102,43 +61,8 @@ def plan_checkpoint(source: Path) -> Plan:
     if untied:
         _drop_copy_of_embedding(checkpoint.tensors)
     changes = plan_rotation(checkpoint.tensors, config, str(source))
-    if untied:
-        changes[HEAD] = Change(norm=NORM, columns=STREAM)
-    return Plan(config, checkpoint, untied, changes)
-
-
-def first_rotations(config: PretrainedConfig, seed: int) -> dict[str, Turning]:
-    """The Hadamard matrices, by what :func:`model.rotation.plan.which` calls them; all layers have the same."""
-    values = rotation(head_dim(config), seed + 1)
-    layers = {values_of_layer(layer): values for layer in range(config.num_hidden_layers)}
-    return {STREAM: rotation(config.hidden_size, seed), **layers}
-
-
-def rotate_checkpoint(
-    source: Path,
-    out: Path,
-    *,
-    seed: int = 0,
-    rotations: Mapping[str, Turning] | None = None,
-    progress: bool = True,
-) -> RotationReport:
-    """Write ``source`` with rotated weights to ``out``: the same function of its tokens, of the same dtypes.
-
-    Args:
-        source: a plain Hugging Face checkpoint of one of ``plan.FAMILIES``.
-        out: directory to make.
-        seed: of the signs of the Hadamard matrices.
-        rotations: in place of these, such as :mod:`model.rotation.learn` learned.
-        progress: show a bar.
-
-    Raises:
-        CheckpointError, ValueError, OSError: before anything is written: an unknown model, a quantised one, a tensor
-            that is missing, of another shape or without a place; and at the end of a read: values that are no numbers.
-            Nothing is left then.
-    """
-    plan = plan_checkpoint(source)
-    rotations = first_rotations(plan.config, seed) if rotations is None else rotations
-    files = _files(plan.checkpoint, plan.untied)
+    rotations = {STREAM: rotation(config.hidden_size, seed), VALUES: rotation(head_dim(config), seed + 1)}
+    files = _files(checkpoint, untied)
     total = sum(math.prod(shape) * dtype.itemsize for shapes in files.values() for dtype, shape in shapes.values())
     check_destination(out, total, overwrite=False)
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
@@ -148,7 +72,7 @@ def rotate_checkpoint(
             Reader() as reader,
             tqdm(total=total, unit="B", unit_scale=True, desc="rotate", disable=not progress) as bar,
         ):
-            work = _Work(reader, plan, rotations)
+            work = _Work(reader, checkpoint.tensors, changes, rotations)
             for file, shapes in files.items():
                 _write(aside / file, shapes, work, bar)
         if len(files) > 1:
@@ -160,9 +84,8 @@ def rotate_checkpoint(
         publish(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # nothing there any more if it was published
-    named = {STREAM: rotations[STREAM], VALUES: rotations[values_of_layer(0)]}
-    orders = {name: (turned.order, turned.size) for name, turned in named.items()}
-    return RotationReport(sum(map(len, files.values())), plan.untied, orders)
+    orders = {name: (turned.order, turned.size) for name, turned in rotations.items()}
+    return RotationReport(sum(map(len, files.values())), untied, orders)
 
 
 @dataclass(frozen=True)
@@ -170,8 +93,9 @@ class _Work:
     """All that a tensor is made from."""
 
     reader: Reader
-    plan: Plan
-    rotations: Mapping[str, Turning]
+    tensors: Mapping[str, DiskTensor]
+    changes: Mapping[str, Change]
+    rotations: Mapping[str, Rotation]
 
     def tensor(self, key: str) -> Tensor:
         """A tensor of the rotated checkpoint, in the dtype of its file.
@@ -179,7 +103,9 @@ class _Work:
         Raises:
             CheckpointError: it holds values that are no numbers, which a rotation would spread over whole rows.
         """
-        source, change = self.plan.source_of(key), self.plan.changes[key]
+        tied = key not in self.tensors
+        source = self.tensors[EMBEDDING if tied else key]
+        change = Change(norm=NORM, columns=STREAM) if tied else self.changes[key]
         values = read_tensor(self.reader, source)
         if change.ones:
             return torch.ones_like(values)
@@ -187,16 +113,9 @@ class _Work:
             return values
         if not values.isfinite().all():
             raise CheckpointError(f"{source.file}: {source.key} holds NaN or infinite values")
-        norm = None if change.norm is None else read_tensor(self.reader, self.plan.source_of(change.norm)).double()
-        turned = _turned(values.view(len(values), -1), key, change, self.rotations, norm)
+        norm = None if change.norm is None else read_tensor(self.reader, self.tensors[change.norm]).double()
+        turned = _turned(values.view(len(values), -1), change, self.rotations, norm)
         return turned.view(values.shape)
-
-
-def turned(values: Tensor, key: str, change: Change, rotations: Mapping[str, Turning]) -> Tensor:
-    """``values`` [rows, columns] or [rows] of the tensor ``key``, turned along the axes that ``change`` says."""
-    if change.columns is not None:
-        values = rotations[which(change.columns, key)].turn(values, -1)
-    return values if change.rows is None else rotations[which(change.rows, key)].turn(values, 0)
 
 
 def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
@@ -213,18 +132,22 @@ def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
         )
 
 
-def _turned(values: Tensor, key: str, change: Change, rotations: Mapping[str, Turning], norm: Tensor | None) -> Tensor:
+def _turned(values: Tensor, change: Change, rotations: Mapping[str, Rotation], norm: Tensor | None) -> Tensor:
     """``values`` [rows, columns] changed in place, in runs along the axis that is not turned as a whole."""
     axis = 1 if change.rows == STREAM else 0
     inside = change.columns if axis else change.rows
-    unit = rotations[which(inside, key)].size if inside else 1
+    unit = rotations[inside].size if inside else 1
     step = max(1, CHUNK // values.shape[1 - axis] // unit) * unit
     for start in range(0, values.shape[axis], step):
         part = values.narrow(axis, start, min(step, values.shape[axis] - start))
         wide = part.double()
         if norm is not None:
             wide *= norm
-        part.copy_(turned(wide, key, change, rotations))
+        if change.columns is not None:
+            wide = rotations[change.columns].turn(wide, 1)
+        if change.rows is not None:
+            wide = rotations[change.rows].turn(wide, 0)
+        part.copy_(wide)
     return values
 
 
