@@ -47,7 +47,6 @@ DTYPES = {
 }
 ROUNDING = 1e-3  # above 0: of a log-probability, which is the difference of two rounded numbers
 CHECKED_BYTES = 2**26  # per checksum, so that ranks can share out the checking
-DIGEST_BYTES = 2**20  # read at three places of each weight file
 
 
 class CacheError(ValueError):
@@ -62,7 +61,7 @@ class Manifest:
         top_k: K.
         vocabulary: token ids that the probabilities are of, from 0.
         samples, positions: n and P.
-        samples_digest, tokenizer_digest, teacher_digest: see the functions below.
+        samples_digest, tokenizer_digest, teacher_digest: fingerprints of what it was made of.
         teacher: directory of the teacher, as it was given.
         checksums: CRC-32 of each ``CHECKED_BYTES`` of each file.
     """
@@ -95,19 +94,6 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of the meaning of each token id."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.blake2b(json.dumps(vocabulary).encode(), digest_size=16).hexdigest()
-
-
-def digest_of_checkpoint(path: str | Path) -> str:
-    """Of config.json whole, and of name, size, beginning, middle and end of every weight file."""
-    digest = hashlib.blake2b((Path(path) / "config.json").read_bytes(), digest_size=16)
-    for file in sorted(Path(path).glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with open(file, "rb") as stream:
-            for start in (0, size // 2, max(0, size - DIGEST_BYTES)):
-                stream.seek(start)
-                digest.update(stream.read(DIGEST_BYTES))
-    return digest.hexdigest()
 
 
 def offsets_of(samples: Sequence[Sample]) -> np.ndarray:
@@ -240,9 +226,8 @@ class TeacherCache:
                     "write the cache again"
                 )
 
-    def check_made_of(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, teacher: str | None) -> None:
-        """Refuse a cache of other samples, tokens or, where its directory is there, another teacher; and one that says
-        to have targets elsewhere.
+    def check_made_of(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse a cache of other samples or tokens, and one that says to have targets elsewhere.
 
         Raises:
             CacheError: says which.
@@ -262,11 +247,13 @@ class TeacherCache:
             )
         if not np.array_equal(self._arrays["offsets"], offsets_of(samples)):
             raise CacheError(f"{self.directory / 'offsets'} is not of the samples that the manifest names: {again}")
-        there = teacher is not None and (Path(teacher) / "config.json").is_file()
-        if there and self.manifest.teacher_digest != digest_of_checkpoint(str(teacher)):
+
+    def check_teacher(self, teacher: str, digest: str) -> None:
+        """Raise CacheError unless the cache is of the checkpoint ``teacher``, whose digest is given."""
+        if self.manifest.teacher_digest != digest:
             raise CacheError(
                 f"{self.directory} is of another teacher ({self.manifest.teacher}) than loss.teacher, "
-                f"{teacher}: {again}"
+                f"{teacher}: write it again with launch/cache_teacher.py"
             )
 
     def rows(self, sample_ids: Sequence[int]) -> np.ndarray:

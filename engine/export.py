@@ -6,12 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from data.loader import MicroBatch
-from data.teacher_cache import digest_of_checkpoint
 from engine.quantisation.switches import FakeQuant
 from engine.recipe.checks import RecipeError, parse_size
 from engine.recipe.quant import SOURCE
 from engine.recipe.recipe import Recipe
 from engine.session.session import Session
+from model.fingerprint import digest_of_checkpoint
 from model.ranks import listed, say
 from model.save import check_plan, export_model, not_loaded
 from model.save.adapter import PeftFolder, collect_adapter

@@ -33,7 +33,7 @@ from engine.cluster.job import Claim
 from engine.events import Schedule, add_recipe_events, checkpoints, evaluate_held_out, evaluate_start, save
 from engine.export import export_trained
 from engine.losses.objective import DIAGNOSTICS, ROUTER_AUX, NamedTokenLoss, TokenLoss
-from engine.memory.measured import resident_bytes
+from engine.metrics import resident_bytes
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe

@@ -176,8 +176,12 @@ class Summary:
         return "\n".join(lines)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most bytes that this process held so far: those of the allocator on CUDA, resident ones on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+def resident_bytes() -> int:
+    """The most bytes that this process has had resident so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it counts KiB on Linux
+
+
+def peak_memory_bytes(device: torch.device, before: int = 0) -> int:
+    """The most bytes that this process held so far: those of the allocator on CUDA, resident ones beyond ``before`` on
+    a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_bytes() - before

@@ -46,7 +46,9 @@ class RunReport:
         """The last step is done: end the progress bar, and write what the run held in memory."""
         self._progress.close()
         if self._memory is not None and is_main():
-            write_measured(Path(state.recipe.output_dir), self._memory, state.session.device, self._resident)
+            device = state.session.device
+            peak = peak_memory_bytes(device, self._resident)
+            write_measured(Path(state.recipe.output_dir), self._memory, device.type, peak)
 
     def end(self, state: LoopState, checkpoints: Path) -> None:
         """The last lines that a person reads, and the run's results to TensorBoard, whose files are closed."""

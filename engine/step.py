@@ -26,7 +26,7 @@ from model.head import LogitFunction
 from model.ranks import RankError, gather_objects, listed, raise_everywhere, reduce_over_ranks, world_size
 from model.zero import backward, gathered, global_gradient_norm, gradient_norm
 from quant import Quantization, exempt_line, recomputing, weights_changed
-from quant.config import name_patterns
+from quant.patterns import name_patterns
 
 
 def train_step(state: LoopState) -> StepResult:

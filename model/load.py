@@ -13,11 +13,9 @@ Either way everything is checked on the headers first: each tensor of the model 
 error, on every rank, that names all that is wrong.
 """
 
-import gc
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -35,7 +33,7 @@ from model.quantised.checkpoint import read_checkpoint
 from model.quantised.held import in_codes
 from model.quantised.tensor import CodedTensor, chunks_of, fill
 from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere
-from model.shards import CheckpointError, DiskTensor, Reader, warn_of_zero_tails
+from model.shards import CheckpointError, DiskTensor, Reader, garbage_kept, warn_of_zero_tails
 from model.zero import forget_secondary_copies, full_numel, gathered, local_data, local_range
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,22 +62,6 @@ class _Read(NamedTuple):
     piece: Piece
     target: Tensor
     filled_from: str | None
-
-
-@contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Pause Python's collector of cycles, where many objects are made and all let go in the end.
-
-    While their number grows it walks through all objects of the process again and again, a million with transformers'
-    modules: a quarter of a second each time, and a fifth of the time that writing ten thousand tensors takes.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @garbage_kept()

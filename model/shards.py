@@ -6,11 +6,13 @@ memory where it belongs, with no mapping of the file (mapped pages count as this
 own. Only where the dtype differs, or the memory is a GPU's, the bytes pass through a buffer of one chunk.
 """
 
+import gc
 import json
 import math
 import os
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -338,3 +340,19 @@ def read_tensor(reader: Reader, tensor: DiskTensor) -> Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     reader.read(tensor, 0, whole.view(-1))
     return whole
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Pause Python's collector of cycles, where many objects are made and all let go in the end.
+
+    While their number grows it walks through all objects of the process again and again, a million with transformers'
+    modules: a quarter of a second each time, and a fifth of the time that writing ten thousand tensors takes.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

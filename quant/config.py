@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quant.export import export_format
+from quant.patterns import ANYWHERE, name_patterns
 from quant.rules import Rule
 from quant.spec import MX_GROUP, SCHEMES, Dtype, Granularity, Scheme, TensorSpec
 
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\..+")
-# A component of a module name that is the number of a layer or an expert.
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 # dtypes of scales that are not the model's, as llm-compressor writes them.
 _SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8", "float16": "torch.float16"}
@@ -41,7 +40,7 @@ def quantization_config(
             and predicts noise.
         kv_cache: of keys and values; None where they stay as they are.
         no_linears: those of the layers that ``Linear`` does not name: embeddings, and lm_head, which is none to vLLM.
-        anywhere: see :func:`name_patterns`.
+        anywhere: see :func:`quant.patterns.name_patterns`.
 
     Raises:
         ValueError: a scheme has no format.
@@ -135,7 +134,7 @@ def ignore_patterns(
         quantized: module names of the layers that are quantised.
         routers: module names of the MoE routers.
         copied: names of modules that stay as they are with all that is in them, wherever a reader has them.
-        anywhere: see :func:`name_patterns`.
+        anywhere: see :func:`quant.patterns.name_patterns`.
     """
     quantized = list(quantized)
     ends = dict.fromkeys(f"re:.*{re.escape('.'.join(name.split('.')[-2:]))}$" for name in routers)
@@ -148,70 +147,10 @@ def _inside(module: str, others: Iterable[str]) -> str:
     one of ``others``."""
     names = module.split(".")
     short = names[-2:] if names[-1].isdigit() else names[-1:]
-    pattern = rf"{_ANYWHERE}{re.escape('.'.join(short))}(?:\..*)?$"
+    pattern = rf"{ANYWHERE}{re.escape('.'.join(short))}(?:\..*)?$"
     if any(re.match(pattern, other) for other in others):
         pattern = rf"{re.escape(module)}(?:\..*)?$"
     return f"re:{pattern}"
-
-
-# What may stand before a name that begins where the model of text does.
-_ANYWHERE = r"(?:.*\.)?"
-
-
-def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *, anywhere: bool = False) -> list[str]:
-    """A short list for ``targets`` or ``ignore`` that matches all of ``names`` and none of ``others``.
-
-    Names that differ only in numbers (of layers, of experts) share an anchored pattern: for all numbers if no other
-    name is like them, else for the numbers of their layers: a list of every expert of every layer would be megabytes.
-
-    Args:
-        names: module names.
-        others: module names.
-        end: a regex that follows each name.
-        anywhere: whether readers may have the modules inside another one: there are patterns only, for any place.
-    """
-    others = list(others)
-    alike, strangers = _by_numbers(names), _by_numbers(others)
-    exact = not end and not anywhere
-    entries = []
-    for parts, numbers in alike.items():
-        taken = strangers.get(parts, {})
-        layers = dict.fromkeys(number[:1] for number in numbers)
-        if len(parts) == 1 and exact:
-            entries.append(parts[0])
-        elif not taken:
-            entries.append(_pattern(parts, [r"\d+"] * (len(parts) - 1), end))
-        elif len(numbers) > 1 and not layers.keys() & {number[:1] for number in taken}:
-            listed = "|".join(number for (number,) in layers)
-            entries.append(_pattern(parts, [f"(?:{listed})", *[r"\d+"] * (len(parts) - 2)], end))
-        elif not exact:
-            entries += [_pattern(parts, number, end) for number in numbers]
-        else:
-            entries += ["".join(_woven(parts, number)) for number in numbers]
-    if not anywhere:
-        return entries
-    entries = [entry.replace("re:", f"re:{_ANYWHERE}", 1) for entry in entries]
-    for entry in entries:
-        if caught := next((other for other in others if re.match(entry.removeprefix("re:"), other)), None):
-            raise ValueError(f"no pattern tells {entry.removeprefix('re:')} from {caught}: give both one scheme")
-    return entries
-
-
-def _by_numbers(names: Iterable[str]) -> dict[tuple[str, ...], dict[tuple[str, ...], None]]:
-    """The numbers in the names, by what lies between them."""
-    found: dict[tuple[str, ...], dict[tuple[str, ...], None]] = {}
-    for name in names:
-        found.setdefault(tuple(_NUMBER.split(name)), {})[tuple(_NUMBER.findall(name))] = None
-    return found
-
-
-def _pattern(parts: Iterable[str], numbers: Iterable[str], end: str) -> str:
-    return "re:" + "".join(_woven([re.escape(part) for part in parts], numbers)) + end + "$"
-
-
-def _woven(parts: Iterable[str], numbers: Iterable[str]) -> list[str]:
-    between = iter(numbers)
-    return [text for part in parts for text in (part, next(between, ""))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from engine.recipe.checks import RecipeError
 from engine.recipe.recipe import Recipe
 from engine.session.context import build_loader, start_ranks
 from engine.session.teacher import load_teacher
+from model.fingerprint import digest_of_checkpoint
 from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.zero import gathered
 
@@ -139,7 +140,7 @@ def _manifest(
             positions=int(teacher_cache.offsets_of(samples)[-1]),
             samples_digest=digest_of_samples(samples),
             tokenizer_digest=teacher_cache.digest_of_tokenizer(tokenizer),
-            teacher_digest=teacher_cache.digest_of_checkpoint(teacher),
+            teacher_digest=digest_of_checkpoint(teacher),
             teacher=teacher,
             checksums={},
         )

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.teacher_cache import digest_of_checkpoint
 from engine.checkpoint.files import file_crc32, read_object
 from engine.checkpoint.may_change import changes
 from engine.recipe.checks import RecipeError
 from engine.recipe.reading import load_recipe
 from engine.recipe.recipe import Recipe
+from model.fingerprint import digest_of_checkpoint
 from model.ranks import errors_on_all_ranks, rank, world_size
 
 LATEST = "latest"

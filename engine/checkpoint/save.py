@@ -24,12 +24,12 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from data.teacher_cache import digest_of_checkpoint
 from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text, sync_directory, write_text
 from engine.checkpoint.find import BEST, LATEST, STEPS, Best, best_checkpoint
 from engine.checkpoint.owners import Owners, rank_state
 from engine.recipe.reading import save_recipe
 from engine.session.session import Session
+from model.fingerprint import digest_of_checkpoint
 from model.finite import check_finite
 from model.frozen import fingerprints
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from data.samples import Sample, digest_of_samples
-from data.teacher_cache import digest_of_checkpoint
 from engine.recipe.recipe import Recipe
+from model.fingerprint import digest_of_checkpoint
 from model.ranks import (
     RankError,
     errors_on_all_ranks,

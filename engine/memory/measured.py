@@ -1,14 +1,12 @@
 """What a run really holds on this rank: bytes of parameters, gradients and optimizer states, and its peak."""
 
 import json
-import resource
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from model.ranks import world_size
@@ -65,12 +63,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     return total
 
 
-def resident_bytes() -> int:
-    """The most bytes that this process has had resident so far (ru_maxrss is in KiB on Linux)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def write_measured(directory: Path, watch: MemoryWatch, device: torch.device, resident: int) -> None:
+def write_measured(directory: Path, watch: MemoryWatch, device: str, peak: int) -> None:
     """Write ``memory.json``, which ``launch/memory.py --measured`` reads, unless no step was taken.
 
     If the disk is full there is a warning and no file; the run goes on.
@@ -78,18 +71,12 @@ def write_measured(directory: Path, watch: MemoryWatch, device: torch.device, re
     Args:
         directory: the run's output directory.
         watch: has measured one of its steps.
-        device: this rank's. The peak is the allocator's on CUDA; on the CPU it is what the process grew by.
-        resident: bytes that the process had resident before there was a model.
+        device: the type of this rank's device.
+        peak: the most bytes that the run has held, less what the process held before there was a model.
     """
     if watch.items is None:
         return
-    on_cuda = device.type == "cuda"
-    measured = Measured(
-        device.type,
-        world_size(),
-        torch.cuda.max_memory_allocated(device) if on_cuda else resident_bytes() - resident,
-        {"parameters": watch.parameters(), **watch.items},
-    )
+    measured = Measured(device, world_size(), peak, {"parameters": watch.parameters(), **watch.items})
     try:
         (directory / MEASURED).unlink(missing_ok=True)  # it may be somebody's link to a file elsewhere
         (directory / MEASURED).write_text(json.dumps(asdict(measured), indent=1) + "\n")

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from data.teacher_cache import digest_of_checkpoint
 from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.recipe import Recipe
 from model.experts import PerExpertMLPs
+from model.fingerprint import digest_of_checkpoint
 from model.peft import PeftSource, read_adapter
 from model.quantised.config import is_quantised
 from model.quantised.made import can_be_made

@@ -14,6 +14,7 @@ from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES, RunContext
 from engine.session.optimizer import initialize_frozen
 from model.build import build_model
+from model.fingerprint import digest_of_checkpoint
 from model.head import output_head, settle_function, take_out_head
 from model.load import load_weights
 from model.quantised.config import is_quantised
@@ -84,7 +85,10 @@ def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: Pr
                 f"loss.top_k: {top_k}, expected at most {cache.manifest.top_k}, as many as loss.teacher_cache "
                 f"{directory} keeps"
             )
-        cache.check_made_of(samples, tokenizer, recipe.loss.teacher)
+        cache.check_made_of(samples, tokenizer)
+        teacher = recipe.loss.teacher
+        if teacher is not None and (Path(teacher) / "config.json").is_file():
+            cache.check_teacher(teacher, digest_of_checkpoint(teacher))
         logits = _logits_of(recipe)
         if cache.manifest.vocabulary not in (logits, tokens := max(tokenizer.get_vocab().values()) + 1):
             raise ValueError(

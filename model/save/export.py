@@ -25,7 +25,6 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from model.finite import check_finite
-from model.load import garbage_kept
 from model.peft import FOLDER
 from model.quantised.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
@@ -36,6 +35,7 @@ from model.save.gguf_file import FILE, GGUFPlan, GGUFWriter, check_gguf_written,
 from model.save.loadable import check_loadable, check_written
 from model.save.plan import Item, copied_modules, plan_shards
 from model.save.write import write_shards
+from model.shards import garbage_kept
 from quant import Quantization
 from quant.layouts import Layout, check_layout
 

@@ -20,10 +20,10 @@ from model.shards import INDEX
 from model.towers import text_part
 from model.zero import full_shape
 from quant import Quantization, QuantLayer
-from quant.config import name_patterns
 from quant.embedding import QuantEmbedding
 from quant.experts import StackedLinear, linears_of
 from quant.layouts import Layout, layout_config
+from quant.patterns import name_patterns
 from quant.rotation import rotated_layers, transform_config
 
 # Everything beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,

@@ -1,14 +1,13 @@
 """quantization_config there and back, as compressed-tensors matches names and as vLLM does."""
 
 import json
-import re
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import is_match, match_targets
 
-from quant.config import ignore_patterns, kv_cache_from_config, name_patterns, quantization_config, rules_from_config
+from quant.config import ignore_patterns, kv_cache_from_config, quantization_config, rules_from_config
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
 
 LINEAR = torch.nn.Linear(1, 1)
@@ -248,18 +247,3 @@ def test_ignore_patterns_catch_exactly_what_they_should():
     ]
     assert all(is_match(name, LINEAR, ignore) for name in skipped + ROUTERS)
     assert not any(is_match(name, LINEAR, ignore) for name in quantized)
-
-
-def test_name_patterns_of_random_sets_match_those_and_no_others(seed):
-    """Any subset of the names of a model, with and without an end that follows them."""
-    names = ["lm_head", "embed", *(f"m.{i}.a{leaf}" for i in range(4) for leaf in ("", "_b"))]
-    names += [f"m.{i}.experts.{e}.{leaf}" for i in range(4) for e in range(3) for leaf in ("up", "down")]
-    for _ in range(50):
-        chosen = torch.rand(len(names)) < torch.rand(())
-        mine = [name for name, is_mine in zip(names, chosen, strict=True) if is_mine]
-        others = [name for name in names if name not in mine]
-        entries = name_patterns(mine, others)
-        assert [name for name in names if is_match(name, LINEAR, entries)] == mine
-        with_end = name_patterns(mine, others, r"\.end")
-        assert [name for name in names if is_match(f"{name}.end", LINEAR, with_end)] == mine
-        assert all(entry.startswith("re:") and re.compile(entry[3:]) for entry in with_end)

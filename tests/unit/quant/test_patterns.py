@@ -1,12 +1,15 @@
-"""Patterns of users and of other people's exports are compared with names in a bounded time."""
+"""Patterns of users and of other people's exports match names in a bounded time; ours match what they must, no more."""
 
 import re
 
 import pytest
+import torch
+from compressed_tensors.utils.match import is_match
 
-from quant.patterns import pattern_problem
+from quant.patterns import name_patterns, pattern_problem
 from quant.rules import DEFAULT_EXEMPT
 
+LINEAR = torch.nn.Linear(1, 1)
 NAME = "model.language_model.layers.117.mlp.experts.127.shared_expert_gate_proj_weight!"
 
 
@@ -46,3 +49,18 @@ def test_what_people_write_is_taken(pattern):
 def test_what_may_take_for_ever_is_refused(pattern, said):
     problem = pattern_problem(pattern)
     assert said == "" or (problem is not None and said in problem)
+
+
+def test_name_patterns_of_random_sets_match_those_and_no_others(seed):
+    """Any subset of the names of a model, with and without an end that follows them."""
+    names = ["lm_head", "embed", *(f"m.{i}.a{leaf}" for i in range(4) for leaf in ("", "_b"))]
+    names += [f"m.{i}.experts.{e}.{leaf}" for i in range(4) for e in range(3) for leaf in ("up", "down")]
+    for _ in range(50):
+        chosen = torch.rand(len(names)) < torch.rand(())
+        mine = [name for name, is_mine in zip(names, chosen, strict=True) if is_mine]
+        others = [name for name in names if name not in mine]
+        entries = name_patterns(mine, others)
+        assert [name for name in names if is_match(name, LINEAR, entries)] == mine
+        with_end = name_patterns(mine, others, r"\.end")
+        assert [name for name in names if is_match(f"{name}.end", LINEAR, with_end)] == mine
+        assert all(entry.startswith("re:") and re.compile(entry[3:]) for entry in with_end)

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data.teacher_cache import digest_of_checkpoint
 from engine.checkpoint import load
 from engine.checkpoint.find import check_resumable, check_samples, read_checkpoint
 from engine.recipe.adapter import AdapterRecipe
 from engine.recipe.checks import RecipeError
 from engine.recipe.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.recipe.reading import save_recipe
+from model.fingerprint import digest_of_checkpoint
 from model.frozen import fingerprints
 from model.ranks import RankError
 from tests.unit.engine.checkpoint.steps import recipe, write_step

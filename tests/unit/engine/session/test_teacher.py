@@ -1,4 +1,4 @@
-"""A teacher's cache is of as many tokens as the student or its tokenizer has."""
+"""A teacher's cache is of the teacher that is named, and of as many tokens as the student or its tokenizer has."""
 
 import random
 
@@ -13,7 +13,7 @@ from tests.tiny import tiny_checkpoint, tiny_tokenizer
 from tests.unit.data.test_teacher_cache import edit_manifest, random_samples, write
 
 
-def test_a_cache_of_another_number_of_tokens_is_refused(tmp_path):
+def test_a_cache_of_another_teacher_or_number_of_tokens_is_refused(tmp_path):
     """301 logits, 300 tokens."""
     random.seed(1)
     np.random.seed(1)
@@ -21,9 +21,13 @@ def test_a_cache_of_another_number_of_tokens_is_refused(tmp_path):
     write(tmp_path / "cache", samples, model)
     recipe = Recipe(ModelRecipe(str(model)), DataRecipe(["a"]), TrainRecipe(steps=1), "out")
     recipe.loss.teacher_cache = str(tmp_path / "cache")
-    for vocabulary in (300, 301):
+    for vocabulary, recipe.loss.teacher in ((300, str(model)), (301, "not/there/any/more")):
         edit_manifest(vocabulary=vocabulary)(tmp_path / "cache")
         open_cached_teacher(recipe, samples, tiny_tokenizer())
+    recipe.loss.teacher = str(tiny_checkpoint(tmp_path / "other", seed=5))
+    with pytest.raises(RankError, match="another teacher"):
+        open_cached_teacher(recipe, samples, tiny_tokenizer())
+    recipe.loss.teacher = None
     edit_manifest(vocabulary=10**6)(tmp_path / "cache")
     with pytest.raises(RankError, match="cache is of 1,000,000 tokens, expected 301, as many as the student has"):
         open_cached_teacher(recipe, samples, tiny_tokenizer())
