@@ -38,7 +38,7 @@ from quant import SCHEMES, prepare
 from quant.fused import fuse
 from quant.held import stand_in
 
-META, E4M3 = torch.device("meta"), torch.float8_e4m3fn
+META = torch.device("meta")
 BANDWIDTH = 0.88 * 4.3e12  # bytes per second: elementwise kernels reach that part of an H200's
 # Operations per second of GEMMs: of e4m3 with sums that go to fp32, and with "fast accumulation".
 RATES = {"bf16": 0.74e15, "fp8": 1.05e15, "fp8, fast sums": 1.40e15}
@@ -71,9 +71,7 @@ CLIPPED = {"masked_", "dequantize_and_mask_", "fake_quantize_backward_", "fake_q
 WITH_SUMS = "fake_quantize_backward_"
 SEGMENT = 8 * 2048  # elements of a run whose sum is taken at once; kSegment in quant/kernels/kernels.h
 COUNTED_RUNS = 1024  # kCountedRuns in cuda_reductions.h
-# It reads its gradient twice, in two launches: for the largest magnitude, and for codes.
-TWICE = "quantize_gradient"
-NORM_BACKWARD = "rms_norm_backward"  # likewise, where the weight has a gradient; quant/kernels/fused.cu
+NORM_BACKWARD = "rms_norm_backward"  # in two launches where the weight has a gradient; quant/kernels/fused.cu
 
 
 @dataclass
@@ -115,9 +113,8 @@ class Traffic(TorchDispatchMode):
         parts = written[0].numel() if sums else 1
         long = sums and parts > COUNTED_RUNS and read[0].numel() > SEGMENT * parts
         partial = _partial_sums(written) if name == NORM_BACKWARD else 0
-        self.launches[name] += 1 + long + (name == TWICE) + (partial > 0)
+        self.launches[name] += 1 + long + (partial > 0)
         self.bytes[name] += sum(map(_size, [*read, *written, *changed])) + partial
-        self.bytes[name] += _size(read[0]) if name == TWICE else 0
         if name in GEMMS:
             self._count_operations(name, dict(named), read, [*written, *changed][0])
         return result
@@ -262,25 +259,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp8_static, fp8 GEMM, sums in fp32": {"scheme": "fp8_static", "fp8_gemm": True, "fast_accum": False},
     "fp8_static, fp8 GEMM": {"scheme": "fp8_static", "fp8_gemm": True},
     "fp8_static, fp8 GEMM, codes gathered": {"scheme": "fp8_static", "fp8_gemm": True, "codes": True},
-    "fp8_static, fp8 GEMM, gradients in fp8": {"scheme": "fp8_static", "fp8_gemm": True, "fp8_gradients": E4M3},
-    "fp8_static, fp8 GEMM, codes gathered, gradients in fp8": {
-        "scheme": "fp8_static",
-        "fp8_gemm": True,
-        "fp8_gradients": E4M3,
-        "codes": True,
-    },
     "fp8_static, fp8 GEMM, fixed scales": {"scheme": "fp8_static", "fp8_gemm": True, "learn": False},
     "fp8_static, fp8 GEMM, norms fused": {"scheme": "fp8_static", "fp8_gemm": True, "fused": True},
     "fp8_static, fp8 GEMM, codes gathered, norms fused": {
         "scheme": "fp8_static",
         "fp8_gemm": True,
-        "codes": True,
-        "fused": True,
-    },
-    "fp8_static, fp8 GEMM, codes gathered, gradients in fp8, norms fused": {
-        "scheme": "fp8_static",
-        "fp8_gemm": True,
-        "fp8_gradients": E4M3,
         "codes": True,
         "fused": True,
     },

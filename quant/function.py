@@ -2,8 +2,7 @@
 
 *simulate* multiplies fake-quantised operands in the model's dtype, ``F.linear(fq(x), fq(weight), bias)``; *fp8_gemm*
 multiplies the codes on the fp8 tensor cores and the result by both scales, *block_gemm* codes with scales per group
-(:mod:`quant.block_gemm`). Backward is the same for all: GEMMs of the dequantised operands in the model's dtype; or of
-codes, where that is wanted (:mod:`quant.fp8_gradients`).
+(:mod:`quant.block_gemm`). Backward is the same for all: GEMMs of the dequantised operands in the model's dtype.
 
 What is kept for backward decides whether this can train a model that no device holds: a fake-quantised weight is not a
 leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This function therefore saves
@@ -29,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quant import block_gemm, fp8_gradients, gemm, kernels
-from quant.fp8_gradients import GradientCodes
+from quant import block_gemm, gemm, kernels
 from quant.held import HeldCodes, codes_of_stand_in, stands_in
 from quant.inputs import (
     QuantizedInput,
@@ -62,7 +60,6 @@ class Plan:
         restored: where layers with the same input find it in backward, as the forward multiplied it.
         dynamic_codes: keep codes for backward also of floats with dynamic scales: less memory, decoded in backward.
         weight_scale: the effective scale of the weight for the fp8 GEMM, if it is known.
-        gradients: with ``fp8_gemm``, of one weight: the format of the gradients that backward multiplies as codes, too.
     """
 
     weight: TensorSpec | None
@@ -76,7 +73,6 @@ class Plan:
     restored: Restored | None = None
     dynamic_codes: bool = False
     weight_scale: Tensor | None = None
-    gradients: torch.dtype | None = None
 
 
 def quant_linear(
@@ -232,15 +228,14 @@ class QuantLinearFunction(torch.autograd.Function):
         needs = Arguments(*ctx.needs_input_grad[1:])
         saved = Saved(*ctx.saved_tensors).unpacked(ctx.plan)  # once: activation checkpointing drops what was asked for
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
-        given = grad if ctx.plan.gradients is None else fp8_gradients.codes_of(grad, ctx.plan.gradients)
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = zeros = None
         if needs.x or (needs.input_theta and ctx.plan.input is not None):
-            grad_x, grad_input_theta, zeros = _input_gradients(ctx, saved, given, needs.weight_theta)
+            grad_x, grad_input_theta, zeros = _input_gradients(ctx, saved, grad, needs.weight_theta)
         masked = (ctx.keeps_codes and saved.mask is not None) or (ctx.plan.input is not None and ctx.plan.input.dynamic)
         unmasked = grad_x if masked and saved.scales is None else None
         if needs.weight or (needs.weight_theta and ctx.plan.weight is not None):
             used_x = used_input(ctx, saved, unmasked, after=grad)
-            grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, given, used_x, needs.weight_theta)
+            grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad, used_x, needs.weight_theta)
         elif unmasked is not None:
             mask_(ctx, saved, unmasked)
         # The theta of an operand that is not quantised now: ZeRO-3 keeps the gradient of the last step of a Parameter
@@ -331,19 +326,16 @@ def used_weight(
     return kernels.dequantize(codes, quantizer, after=after)
 
 
-def _input_gradients(ctx: Any, saved: Saved, grad: Tensor | GradientCodes, wanted: bool) -> tuple[Tensor | None, ...]:
+def _input_gradients(ctx: Any, saved: Saved, grad: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
     """Gradients of the input ``[..., in]``, not masked yet where :func:`mask_` does it, and of its theta, from
     ``grad [tokens, out]``; and zeros like the weight's theta, if these are ``wanted`` and cost no launch."""
     plan, zeros = ctx.plan, None
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
-    if isinstance(grad, GradientCodes):
-        grad_used = fp8_gradients.of_input(grad, saved, quantizer, plan.weight_scale).reshape(ctx.input_shape)
+    if quantizer is not None and wanted and saved.weight_codes is not None and stands_in(saved.weight):
+        used, zeros = kernels.dequantize_with_zeros(saved.weight_codes, quantizer, after=grad)
     else:
-        if quantizer is not None and wanted and saved.weight_codes is not None and stands_in(saved.weight):
-            used, zeros = kernels.dequantize_with_zeros(saved.weight_codes, quantizer, after=grad)
-        else:
-            used = used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)
-        grad_used = gemm.input_gradient(grad, used, saved.offsets).reshape(ctx.input_shape)
+        used = used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)
+    grad_used = gemm.input_gradient(grad, used, saved.offsets).reshape(ctx.input_shape)
     if saved.scales is not None:
         return kernels.kept_gradient_(grad_used, saved.scales, saved.mask), None, zeros
     if plan.input is None or ctx.keeps_codes or plan.input.dynamic:
@@ -354,14 +346,11 @@ def _input_gradients(ctx: Any, saved: Saved, grad: Tensor | GradientCodes, wante
 
 
 def _weight_gradients(
-    ctx: Any, saved: Saved, grad: Tensor | GradientCodes, used_x: Tensor, theta_gradient: bool
+    ctx: Any, saved: Saved, grad: Tensor, used_x: Tensor, theta_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the weight, in its shape, and of its theta where wanted, from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
-    if isinstance(grad, GradientCodes):
-        grad_used = fp8_gradients.of_weight(grad, used_x, saved.input_quantizer(ctx.plan.input))
-    else:
-        grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
+    grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
     if plan.weight is None or stands_in(saved.weight):
         # Of codes that stand in for the weight, whoever has the weight itself does the rest (:mod:`model.coded`).
         return grad_used, None

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from quant import fp8_gradients, kernels
+from quant import kernels
 from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 
@@ -201,15 +201,13 @@ def mask_(ctx: Any, saved: Any, grad: Tensor) -> None:
 
 
 def used_input(ctx: Any, saved: Any, unmasked: Tensor | None = None, *, after: Tensor) -> Tensor:
-    """The input as the forward's GEMM saw it, from what was kept of it; its transposed codes where gradients are
-    multiplied as codes. The input's gradient, if given, is masked in place."""
+    """The input as the forward's GEMM saw it, from what was kept of it. The input's gradient, if given, is masked in
+    place."""
     spec: TensorSpec | None = ctx.plan.input
     restored: Restored | None = ctx.plan.restored
     make: Callable[[], Tensor]
     if spec is None:
         return saved.x
-    if ctx.plan.gradients is not None:
-        return fp8_gradients.turned_input(ctx, saved, unmasked, after)
     if unmasked is not None and restored is not None and restored.has(saved.x):
         mask_(ctx, saved, unmasked)
     if saved.scales is not None:

@@ -53,8 +53,6 @@ class QuantLayer(nn.Module):
         fp8_gemm, block_gemm: whether the codes are multiplied while both operands are quantised, instead of their
             values, and which have one scale or one per group.
         fast_accum: of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
-        gradients: the format in which backward multiplies gradients with these codes (:mod:`quant.fp8_gradients`); None
-            where it multiplies values.
         keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
             :func:`weights_changed`. Only where weights stay resident.
         trained: whether a forward with gradients has run. Where none has, somebody uses the weight as it is.
@@ -123,7 +121,6 @@ class QuantLayer(nn.Module):
         self.shared_input: SharedInput | None = None
         self.fp8_gemm = self.block_gemm = False
         self.fast_accum = False
-        self.gradients: torch.dtype | None = None
         self.keeps_weight_codes = False
         self.trained = False
         self.known_weight_scale: Tensor | None = None
@@ -156,13 +153,7 @@ class QuantLayer(nn.Module):
         return None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
 
     def attach_adapter(self, adapter: Adapter) -> None:
-        """Compute with an adapter from now on; its Parameters become the layer's.
-
-        Raises:
-            ValueError: gradients are multiplied as codes.
-        """
-        if self.gradients is not None:
-            raise ValueError("quant.fp8_gradients: expected null: adapters have no such gradients")
+        """Compute with an adapter from now on; its Parameters become the layer's."""
         for name in ADAPTER_PARAMETERS:
             self.register_parameter(name, getattr(adapter, name))
         self.adapter = adapter
@@ -278,7 +269,6 @@ class QuantLinear(QuantLayer):
             fp8_gemm=self.fp8_gemm and both,
             block_gemm=self.block_gemm and both,
             fast_accum=self.fast_accum,
-            gradients=self.gradients if both else None,
             held=self.held,
             dynamic_codes=self.dynamic_codes and not kept_by_attention(x, self.aliases),
             weight_scale=self.known_weight_scale,

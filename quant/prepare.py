@@ -42,7 +42,6 @@ def prepare(
     fp8_gemm: bool = False,
     block_gemm: bool = False,
     fast_accum: bool = True,
-    fp8_gradients: torch.dtype | None = None,
     kv_cache: TensorSpec | None = None,
 ) -> Quantization:
     """Replace every nn.Linear of ``model`` that gets a scheme by a QuantLinear, in place, and named embeddings too.
@@ -55,7 +54,7 @@ def prepare(
         scheme, rules, exempt, named: which layer gets which scheme, see :func:`quant.rules.assign`.
         learn_weight_scale, learn_input_scale: whether scales of weights, stored ones of inputs, keys and values learn.
         ranges: what scales are to fit when they are measured.
-        fp8_gemm, fast_accum, fp8_gradients, block_gemm: what of codes is multiplied where, see :class:`QuantLayer`.
+        fp8_gemm, fast_accum, block_gemm: what of codes is multiplied where, see :class:`QuantLayer`.
         kv_cache: how keys and values are quantised, see :func:`quant.kv_cache.attach_kv_cache`; None: not at all.
 
     Raises:
@@ -79,7 +78,7 @@ def prepare(
     quant_linears = _replace(modules, linears, schemes, of_weights, of_globals, of_inputs)
     of_inputs += [cache_group(name, cache, ranges) for name, cache in caches.items()]
     _share_inputs(quant_linears, by_weight)
-    simulated = _use_fp8_gemm(quant_linears, fp8_gemm, fast_accum, fp8_gradients) if fp8_gemm or fp8_gradients else []
+    simulated = _use_fp8_gemm(quant_linears, fast_accum) if fp8_gemm else []
     simulated = _use_block_gemm(quant_linears) if block_gemm else simulated
     replaced: dict[str, QuantLayer] = {**quant_linears}
     for name, embedding in embeddings.items():
@@ -242,34 +241,15 @@ def _share_inputs(layers: dict[str, QuantLinear], sets: list[list[str]]) -> None
                 layers[name].shared_input = shared
 
 
-def _use_fp8_gemm(
-    layers: dict[str, QuantLinear], wanted: bool, fast_accum: bool, gradients: torch.dtype | None
-) -> list[str]:
-    """Where it is wanted, switch the layers over whose codes :func:`quant.gemm.scaled_linear` multiplies; names of
-    those that have the scheme for it but are something else."""
-    able = {name: layer for name, layer in layers.items() if wanted and layer.scheme.has_fp8_gemm}
+def _use_fp8_gemm(layers: dict[str, QuantLinear], fast_accum: bool) -> list[str]:
+    """Switch the layers over whose codes :func:`quant.gemm.scaled_linear` multiplies; return the names of those that
+    have the scheme for it but are something else."""
+    able = {name: layer for name, layer in layers.items() if layer.scheme.has_fp8_gemm}
     for layer in able.values():
         layer.fast_accum = fast_accum
         whole = layer.in_features % 16 == 0 and layer.out_features % 16 == 0
         layer.fp8_gemm = whole and (not layer.projections or takes_codes_of_stacks(layer.weight))
-    if gradients is not None:
-        _use_fp8_gradients(layers, gradients)
     return [name for name, layer in able.items() if not layer.fp8_gemm]
-
-
-def _use_fp8_gradients(layers: dict[str, QuantLinear], dtype: torch.dtype) -> None:
-    """Have layers that multiply codes do so with their gradients.
-
-    Raises:
-        ValueError: there is none, or one of them is a stack of experts.
-    """
-    able = {name: layer for name, layer in layers.items() if layer.fp8_gemm}
-    stacks = [name for name, layer in able.items() if layer.projections]
-    if stacks or not able:
-        why = f"{stacks[0]} is a stack of experts, which has none" if stacks else "no layer here multiplies codes"
-        raise ValueError(f"quant.fp8_gradients: expected null: {why}")
-    for layer in able.values():
-        layer.gradients = dtype
 
 
 def _use_block_gemm(layers: dict[str, QuantLinear]) -> list[str]:

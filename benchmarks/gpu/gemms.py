@@ -1,6 +1,5 @@
 """TFLOP/s of the GEMMs of a Qwen3-8B layer: bf16 in its three directions, fp8 with sums in fp32 and with fast ones, and
-the gradients' in fp8, with what they take to quantise and to turn over; and the errors of the forward's against fp64.
-Decides whether fast accumulation and gradients in fp8 pay, and what the former costs.
+the errors of the forward's against fp64. Decides whether fast accumulation pays, and what it costs.
 
     python benchmarks/gpu/gemms.py [--dry]
 """
@@ -16,9 +15,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.clock import milliseconds
-from quant import SCHEMES, gemm, kernels
-from quant.fp8_gradients import codes_of, of_weight
-from quant.scale import Quantizer, Scale
 
 TOKENS = 8192
 SHAPES = [(4096, 4096), (1024, 4096), (6144, 4096), (12288, 4096), (24576, 4096), (4096, 12288)]  # out, in
@@ -50,27 +46,15 @@ def line_of(tokens: int, out: int, width: int, device: torch.device) -> str:
         scales = {"scale_a": one, "scale_b": one}
         return torch._scaled_mm(codes, weight_codes.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
-    scale = Quantizer(Scale(one), SCHEMES["fp8_static"].weights, torch.bfloat16)
-    of_grad, turned = codes_of(grad, torch.float8_e4m3fn), kernels.transpose_codes(codes)
-
-    def whole() -> Tensor:
-        """Both products of backward, and all that they are made of."""
-        found = codes_of(grad, torch.float8_e4m3fn)
-        of_weights, _ = kernels.quantize_transposed(weight, scale, after=grad)
-        gemm.scaled_linear(found.codes, found.scale, of_weights, one, None, torch.bfloat16)
-        return of_weight(found, kernels.transpose_codes(codes), scale)
-
     ways: dict[str, Callable[[], Tensor]] = {
         "bf16": lambda: x @ weight.t(),
         "dX": lambda: grad @ weight,
         "dW": lambda: grad.t() @ x,
         "fp8": lambda: fp8(False),
         "fp8 fast": lambda: fp8(True),
-        "fp8 dW": lambda: of_weight(of_grad, turned, scale),
     }
     flop = 2 * tokens * out * width
     rates = ", ".join(f"{name} {flop / milliseconds(way, device) / 1e9:.0f}" for name, way in ways.items())
-    rates += f", fp8 dX and dW as a layer has them {2 * flop / milliseconds(whole, device) / 1e9:.0f}"
     exact = codes[:ROWS].double() @ weight_codes.double().t()
     errors = ((fp8(fast)[:ROWS].double() - exact).norm() / exact.norm() for fast in (False, True))
     return f"{tokens}x{out}x{width}: {rates} TFLOP/s; error " + ", fast ".join(f"{one.item():.1e}" for one in errors)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from quant.kernels import prepare_kernels
-from quant.reference_gradient import FORMATS
 
 SHAPES = [(64, 96), (33, 77), (3, 5000), (2, 16384 * 3 + 5)]
 LARGE = [(4096, 8192)]
@@ -37,7 +36,6 @@ def main() -> None:
             dynamic_grids(x, grad)
             rows_of_experts(x)
             norms_and_swiglu(x, grad)
-            gradients_in_fp8(grad)
     if device.type == "cuda":
         torch.cuda.synchronize()
     print("ok")
@@ -98,14 +96,6 @@ def norms_and_swiglu(x: Tensor, grad: Tensor) -> None:
                 weight = grad[0].contiguous()
                 _, mask, _, rstd = ops.rms_norm_quantize(x, weight, 1e-6, s0, grid, torch.float32, True, wanted)
                 ops.rms_norm_backward(grad, x, weight, rstd, mask, wanted)
-
-
-def gradients_in_fp8(grad: Tensor) -> None:
-    """In both formats, and codes turned over."""
-    for dtype in FORMATS.values():
-        codes, _, _ = torch.ops.deepqat.quantize_gradient(grad, dtype)
-        torch.ops.deepqat.transpose_codes(codes)
-    torch.ops.deepqat.quantize_transposed(grad, torch.full((1,), 0.01, device=grad.device), None)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,6 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "fp8": ("--profile", "--export.enabled", "true"),
     "fp8_simulate": ("--quant.compute", "simulate"),
     "fp8_gather_codes": ("--quant.gather_codes", "true"),
-    "fp8_gradients": ("--quant.fp8_gradients", "e4m3", "--quant.compute", "fp8_gemm"),
     "w4": ("--quant.scheme", "w4a16_g32"),
     "bf16_recomputed": (*BF16, *RECOMPUTED),
     "fp8_recomputed": RECOMPUTED,

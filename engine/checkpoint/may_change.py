@@ -65,7 +65,6 @@ MAY_CHANGE = {
         "initial_input_scale",
         "compute",
         "fp8_fast_accum",
-        "fp8_gradients",
         "keep_codes",
         "gather_codes",
         "fake_quant_start",

@@ -1,5 +1,4 @@
-"""Rules of fp8 codes that are multiplied: how their products add up, and gradients that are codes too, each said in one
-line."""
+"""Rules of fp8 codes that are multiplied: how their products add up, each said in one line."""
 
 from engine.recipe.rules import Rule
 
@@ -21,29 +20,5 @@ RULES_OF_GRADIENTS = (
         "quant.fp8_fast_accum",
         lambda r: not r.quant.fp8_fast_accum and r.model.dtype != "bfloat16",
         "true: the fp8 GEMM gives bfloat16, model.dtype is {model.dtype}",
-    ),
-    Rule(
-        "gradients in fp8 are of layers that multiply codes",
-        "quant.fp8_gradients",
-        lambda r: r.quant.fp8_gradients and r.quant.compute in ("simulate", "block_gemm"),
-        "null: quant.compute {quant.compute} has no fp8 GEMM",
-    ),
-    Rule(
-        "gradients in fp8 are of schemes with an fp8 GEMM",
-        "quant.fp8_gradients",
-        lambda r: r.quant.fp8_gradients and r.quant.known() and not r.quant.has_fp8_gemm(),
-        "null: quant.scheme {quant.scheme} has no fp8 codes per tensor on both sides",
-    ),
-    Rule(
-        "gradients in fp8 come out as bfloat16",
-        "quant.fp8_gradients",
-        lambda r: r.quant.fp8_gradients and r.model.dtype != "bfloat16",
-        "null: the fp8 GEMM gives bfloat16, model.dtype is {model.dtype}",
-    ),
-    Rule(
-        "gradients in fp8 are not of adapters",
-        "quant.fp8_gradients",
-        lambda r: r.quant.fp8_gradients and r.adapter.on,
-        "null: with adapter.kind {adapter.kind} gradients are multiplied in model.dtype",
     ),
 )

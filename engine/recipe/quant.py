@@ -152,10 +152,6 @@ class QuantRecipe:
     """Of the fp8 GEMM. true: Hopper's tensor cores add up all products themselves, in fewer bits than fp32 has, as vLLM
     has them do; false: their sums go to fp32 every 128 products, and the GEMM takes a third longer. CPUs and Blackwell
     add in fp32 either way. See docs/how_a_layer_computes.md."""
-    fp8_gradients: Literal["e4m3", "e5m2"] | None = None
-    """Layers that multiply fp8 codes multiply the gradients of their outputs as codes, too, in this format, with one
-    scale for each layer and micro-batch: faster on fp8 tensor cores, and not the same training. null: gradients are
-    multiplied in model.dtype. See docs/how_a_layer_computes.md."""
     keep_codes: bool = False
     """true: of inputs in fp4 or fp8 with dynamic scales a layer keeps codes and scales for backward, 0.5 to 1.1 bytes
     per element instead of two or four; the same training bit for bit, and decoded once more in backward. Inputs that

@@ -15,7 +15,6 @@ UNQUANTISED: dict[str, object] = {
     "quant.scales_follow_weights": False,
     "quant.compute": "auto",
     "quant.fp8_fast_accum": True,
-    "quant.fp8_gradients": None,
     "quant.keep_codes": False,
     "quant.fuse_norms": False,
     "quant.gather_codes": False,

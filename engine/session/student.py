@@ -36,7 +36,6 @@ from model.zero import INPUT_ALIASES, full_shape, partition_new_parameters, stag
 from quant import Quantization, QuantLinear, Scheme, prepare
 from quant.fused import fuse
 from quant.held import as_weight
-from quant.reference_gradient import FORMATS
 from quant.rotation import rotate_inputs
 
 SIMULATED = (
@@ -89,8 +88,6 @@ def empty_student(
         check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
             output_head(model)  # its losses are computed from its hidden states, or this is an error
-        if recipe.quant.fp8_gradients:
-            _check_gradients(recipe, model, device)
         if recipe.quant.rotate:
             _check_plain(recipe)
         if recipe.adapter.on:
@@ -111,21 +108,6 @@ def _check_plain(recipe: Recipe) -> None:
             f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantised, and its scales "
             "are of weights that are not turned; start from the checkpoint that it was made from"
         )
-
-
-def _check_gradients(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> None:
-    """Refuse gradients in fp8 where nothing multiplies codes, or where stacks of experts would. A prediction of memory,
-    on the meta device, does not know the GPU."""
-    found = f"quant.fp8_gradients: {recipe.quant.fp8_gradients!r}, expected null"
-    if not uses_fp8_gemm(recipe, device) and not device.type == "meta":
-        raise ValueError(f"{found}: quant.compute {recipe.quant.compute} simulates on this device ({device.type})")
-    if any(isinstance(module, ExpertMLPs) for module in model.modules()):
-        raise ValueError(f"{found}, or model.experts per_expert: stacked experts have no gradients in fp8")
-
-
-def _gradients(recipe: Recipe, device: torch.device) -> torch.dtype | None:
-    """The format of gradients in fp8."""
-    return FORMATS[str(recipe.quant.fp8_gradients)] if uses_fp8_gemm(recipe, device) else None
 
 
 def _hold(recipe: Recipe, model: PreTrainedModel) -> None:
@@ -149,7 +131,6 @@ def quantise_student(
             fp8_gemm=uses_fp8_gemm(recipe, device),
             block_gemm=recipe.quant.compute == "block_gemm" and can_multiply_blocks(device),
             fast_accum=recipe.quant.fp8_fast_accum,
-            fp8_gradients=_gradients(recipe, device) if recipe.quant.fp8_gradients else None,
             kv_cache=recipe.quant.preset().kv_cache,
         )
         if recipe.quant.rotate:

@@ -3,8 +3,8 @@
 :mod:`quant.kernels.ops` is what the rest of the package calls, and :mod:`quant.kernels.registration` declares the
 operators behind it. ``arithmetic.h`` is the arithmetic that both backends include, ``cpu.cpp`` and ``cuda.cu`` are the
 operations around it, with their loops in the headers that they include, ``bindings.cpp`` makes them operators,
-``gradients.cpp`` those of gradients in fp8, files ``fused*`` have norms and SwiGLU with the quantisation of their
-result (:mod:`quant.fused_reference`), and :mod:`quant.kernels.build` compiles these files at first use.
+files ``fused*`` have norms and SwiGLU with the quantisation of their result (:mod:`quant.fused_reference`), and
+:mod:`quant.kernels.build` compiles these files at first use.
 """
 
 from quant.kernels.build import prepare_kernels
@@ -23,9 +23,7 @@ from quant.kernels.ops import (
     kept_gradient_,
     masked_,
     quantize,
-    quantize_gradient,
     quantize_tokens,
-    quantize_transposed,
     quantize_with_scale,
     quantize_with_values,
     restore_tokens,
@@ -34,7 +32,6 @@ from quant.kernels.ops import (
     silu_mul_backward,
     silu_mul_quantize,
     sum_rows,
-    transpose_codes,
 )
 
 __all__ = [
@@ -53,9 +50,7 @@ __all__ = [
     "masked_",
     "prepare_kernels",
     "quantize",
-    "quantize_gradient",
     "quantize_tokens",
-    "quantize_transposed",
     "quantize_with_scale",
     "quantize_with_values",
     "restore_tokens",
@@ -64,5 +59,4 @@ __all__ = [
     "silu_mul_backward",
     "silu_mul_quantize",
     "sum_rows",
-    "transpose_codes",
 ]

@@ -257,8 +257,6 @@ struct MiniFloat {
 
 // 0x43e80000 is 464, halfway to 480, whose code e4m3 gives up for NaN; the tie goes to the even 448.
 using E4M3 = MiniFloat<8, 3, -6, 448, 0x43e80000u, 0x7f>;
-// Of gradients; the number below 61440, halfway to 65536, to which the tie goes. Values saturate: no code is infinite.
-using E5M2 = MiniFloat<8, 2, -14, 57344, 0x476fffffu, 0x7f>;
 // 0x40dfffff is the number below 7, halfway to 8, to which the tie goes. There is no NaN: its code is 0.
 using E2M1 = MiniFloat<4, 1, 0, 6, 0x40dfffffu, 0>;
 

@@ -34,7 +34,7 @@ from quant.kernels.registration import OPERATORS, SCHEMAS
 
 SOURCES = Path(__file__).parent
 LIBRARY = "deepqat_kernels"
-CPP = ("bindings.cpp", "gradients.cpp", "cpu.cpp", "fused_bindings.cpp", "fused_cpu.cpp")
+CPP = ("bindings.cpp", "cpu.cpp", "fused_bindings.cpp", "fused_cpu.cpp")
 CUDA = ("cuda.cu", "fused.cu")
 
 # Contracting a*b+c to one rounding would part CPU and GPU, and both from the reference, in the last bit.

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "cpu_loops.h"
 #include "cpu_tokens.h"
@@ -289,75 +288,6 @@ void sum_rows(const void* rows_, const int64_t* places, Dtype dtype, int64_t cou
         }
       }
     });
-  });
-}
-
-namespace {
-
-constexpr int64_t kTileSide = 64;
-
-// The codes [rows, columns] of some rows, `from` the first of them, at their places of the transposed matrix, in tiles
-// that stay in the caches.
-void transpose_rows(const uint8_t* codes, int64_t from, int64_t end, int64_t rows, int64_t columns, uint8_t* transposed) {
-  const int64_t length = whole_row(rows);
-  for (int64_t column = 0; column < columns; column += kTileSide) {
-    const int64_t last = std::min(column + kTileSide, columns);
-    for (int64_t j = column; j < last; ++j) {
-      uint8_t* out = transposed + j * length;
-      for (int64_t i = from; i < end; ++i) out[i] = codes[i * columns + j];
-      if (end == rows) std::fill(out + rows, out + length, 0);
-    }
-  }
-}
-
-// body(from, end) for rows of a matrix, a tile's height at a time, on all threads.
-template <typename Body>
-void for_each_tile(int64_t rows, int64_t columns, Body body) {
-  const int64_t grain = 1 + kSegment / (kTileSide * std::max<int64_t>(columns, 1));
-  at::parallel_for(0, (rows + kTileSide - 1) / kTileSide, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t tile = begin; tile < end; ++tile) body(tile * kTileSide, std::min((tile + 1) * kTileSide, rows));
-  });
-}
-
-// Codes in both layouts.
-template <typename T, typename G>
-void quantize_both(G grid, const T* x, int64_t rows, int64_t columns, float inverse, uint8_t* codes,
-                   uint8_t* transposed) {
-  for_each_tile(rows, columns, [&](int64_t from, int64_t end) {
-    const auto* in = x + from * columns;
-    auto* out = codes + from * columns;
-    unrolled((end - from) * columns, [&](int64_t i) { out[i] = grid.quantized(load(in[i]) * inverse); });
-    transpose_rows(codes, from, end, rows, columns, transposed);
-  });
-}
-
-}  // namespace
-
-void quantize_gradient(const void* grad_, Dtype dtype, int grid, int64_t rows, int64_t columns, const float* largest,
-                       void* codes_, void* transposed_, float* scale) {
-  with_dtype(dtype, [&](auto zero) {
-    const auto* grad = static_cast<const decltype(zero)*>(grad_);
-    auto *codes = static_cast<uint8_t*>(codes_), *transposed = static_cast<uint8_t*>(transposed_);
-    *scale = token_scale(*largest, grid == kE5M2Grid ? E5M2::kMax : E4M3::kMax);
-    if (grid == kE5M2Grid) return quantize_both(E5M2{}, grad, rows, columns, 1.0f / *scale, codes, transposed);
-    quantize_both(E4M3{}, grad, rows, columns, 1.0f / *scale, codes, transposed);
-  });
-}
-
-void quantize_transposed(const void* x_, Dtype dtype, const Scales& scales, int64_t rows, int64_t columns,
-                         void* transposed, float* scale) {
-  float inverse, learned;
-  effective_scales(scales, 0, 1, scale, &inverse, &learned);
-  with_dtype(dtype, [&](auto zero) {
-    const auto* x = static_cast<const decltype(zero)*>(x_);
-    std::vector<uint8_t> codes(rows * columns);
-    quantize_both(E4M3{}, x, rows, columns, inverse, codes.data(), static_cast<uint8_t*>(transposed));
-  });
-}
-
-void transpose_codes(const void* codes, int64_t rows, int64_t columns, void* transposed) {
-  for_each_tile(rows, columns, [&](int64_t from, int64_t end) {
-    transpose_rows(static_cast<const uint8_t*>(codes), from, end, rows, columns, static_cast<uint8_t*>(transposed));
   });
 }
 

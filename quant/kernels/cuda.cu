@@ -5,7 +5,6 @@
 #include "cuda_loops.h"
 #include "cuda_reductions.h"
 #include "cuda_token_operations.h"
-#include "cuda_transposed.h"
 #include "dispatch.h"
 
 namespace deepqat::cuda {
@@ -58,14 +57,6 @@ void launch_tokens(const char* name, const Op& op, const Tokens& t, bool wide, v
       launch<tokens<Op, kLanes>>(name, stream, count, op, count, features, wide);
     }
   }
-}
-
-template <typename Source>
-void launch_transposed(const char* name, const Source& source, int64_t rows, int64_t columns, void* out, bool wide,
-                       void* stream) {
-  const int64_t per_row = divided_up(columns, kTileSide), tiles = per_row * divided_up(rows, kTileSide);
-  launch<transposed<Source>>(name, stream, tiles, source, rows, columns, Divisor(per_row), per_row, tiles,
-                             whole_row(rows), static_cast<uint8_t*>(out), wide && columns % kVector == 0);
 }
 
 }  // namespace
@@ -203,35 +194,6 @@ void sum_rows(const void* rows_, const int64_t* places, Dtype dtype, int64_t cou
     launch<summed_rows<T>>("sum_rows", stream, divided_up(vectors, kLanes), rows, places, Divisor(per_row), vectors,
                            per_sum, width, out, wide);
   });
-}
-
-void quantize_gradient(const void* grad_, Dtype dtype, int grid, int64_t rows, int64_t columns, const float* largest,
-                       void* codes_, void* out, float* scale, void* stream) {
-  with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const auto* grad = static_cast<const T*>(grad_);
-    auto* codes = static_cast<uint8_t*>(codes_);
-    const bool wide = aligned(grad, codes);
-    const auto of_grid = [&](auto g) {
-      const GradientCodes<T, decltype(g)> source{grad, largest, codes, scale};
-      launch_transposed("quantize_gradient", source, rows, columns, out, wide, stream);
-    };
-    grid == kE5M2Grid ? of_grid(E5M2{}) : of_grid(E4M3{});
-  });
-}
-
-void quantize_transposed(const void* x_, Dtype dtype, const Scales& scales, int64_t rows, int64_t columns, void* out,
-                         float* scale, void* stream) {
-  with_dtype(dtype, [&](auto zero) {
-    const auto* x = static_cast<const decltype(zero)*>(x_);
-    const CodesOf<decltype(zero)> source{x, DeviceScales(scales), scale};
-    launch_transposed("quantize_transposed", source, rows, columns, out, aligned(x), stream);
-  });
-}
-
-void transpose_codes(const void* codes_, int64_t rows, int64_t columns, void* out, void* stream) {
-  const auto* codes = static_cast<const uint8_t*>(codes_);
-  launch_transposed("transpose_codes", GivenCodes{codes}, rows, columns, out, aligned(codes), stream);
 }
 
 }  // namespace deepqat::cuda

@@ -149,11 +149,9 @@ DEEPQAT_DEVICE Vector<T> stored(const float (&x)[kVector]) {
 
 // Two codes. The conversion rounds to nearest, ties to even, subnormals included; it saturates, infinities included, at
 // +-448, to where everything from 448 to 464 rounds anyway; it keeps the sign of zero and makes 0x7f of every NaN. That
-// is E4M3::quantized(v), and with 57344 and all above it E5M2's.
-template <typename G>
+// is E4M3::quantized(v).
 DEEPQAT_DEVICE __nv_fp8x2_storage_t code_pair(float first, float second) {
-  constexpr auto kKind = std::is_same_v<G, E4M3> ? __NV_E4M3 : __NV_E5M2;
-  return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, kKind);
+  return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
 }
 
 // E4M3::decode of two codes: by way of fp16, which holds every e4m3 value.
@@ -172,7 +170,7 @@ DEEPQAT_DEVICE void round_to_grid(GridOf grid_of, const float (&v)[kVector], flo
 #if defined(DEEPQAT_HARDWARE_E4M3)
   if constexpr (std::is_same_v<GridAt<GridOf>, E4M3>) {
     unrolled<kVector / 2>([&](int i) {
-      const float2 pair = e4m3_values(code_pair<E4M3>(v[2 * i], v[2 * i + 1]));
+      const float2 pair = e4m3_values(code_pair(v[2 * i], v[2 * i + 1]));
       rounded[2 * i] = pair.x;
       rounded[2 * i + 1] = pair.y;
     });
@@ -187,9 +185,9 @@ template <typename GridOf>
 DEEPQAT_DEVICE Vector<typename GridAt<GridOf>::Code> encoded(GridOf grid_of, const float (&v)[kVector]) {
   Vector<typename GridAt<GridOf>::Code> codes;
 #if defined(DEEPQAT_HARDWARE_E4M3)
-  if constexpr (std::is_same_v<GridAt<GridOf>, E4M3> || std::is_same_v<GridAt<GridOf>, E5M2>) {
+  if constexpr (std::is_same_v<GridAt<GridOf>, E4M3>) {
     __nv_fp8x2_storage_t pairs[kVector / 2];
-    unrolled<kVector / 2>([&](int i) { pairs[i] = code_pair<GridAt<GridOf>>(v[2 * i], v[2 * i + 1]); });
+    unrolled<kVector / 2>([&](int i) { pairs[i] = code_pair(v[2 * i], v[2 * i + 1]); });
     memcpy(&codes, pairs, sizeof codes);
     return codes;
   }

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quant import fused_reference, reference, reference_gradient
-from quant.kernels.registration import WHOLE_ROW
+from quant import fused_reference, reference
 from quant.packing import pack_bits, pack_nibbles, unpack_bits
 from quant.spec import MX_GROUP, NVFP4_GROUP, Dtype, TensorSpec
 
@@ -301,28 +300,6 @@ def _wanted(codes: Tensor, inside: Tensor, rounded: Tensor, mask: bool, values: 
 
 def _spec_of_tensor(grid: int) -> TensorSpec:
     return TensorSpec("fp8_e4m3", 8, "tensor") if grid == 0 else TensorSpec("int", abs(grid), "tensor", narrow=grid < 0)
-
-
-def quantize_gradient(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`quant.kernels.quantize_gradient`."""
-    codes, scale = reference_gradient.quantize_gradient(grad.contiguous(), dtype)
-    return codes, transpose_codes(codes), scale
-
-
-def quantize_transposed(
-    x: Tensor, s0: Tensor, theta: Tensor | None, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Transposed codes of e4m3 with one scale, and that scale as it is used, ``[1]``."""
-    codes, _ = quantize(x, s0, theta, 0, torch.float32, False)
-    return transpose_codes(codes), effective_scale(s0, theta, torch.float32).view(1)
-
-
-def transpose_codes(codes: Tensor) -> Tensor:
-    """The transpose, its rows filled up with zeros."""
-    rows = codes.shape[0]
-    transposed = codes.new_zeros(codes.shape[1], -(-rows // WHOLE_ROW) * WHOLE_ROW, dtype=torch.uint8)
-    transposed[:, :rows] = codes.view(torch.uint8).t()
-    return transposed.view(codes.dtype)
 
 
 def _spec(grid: int) -> TensorSpec:

@@ -31,7 +31,6 @@ struct Scales {
 
 // Otherwise the number of bits of a signed integer; less than 0 without the smallest one: -4 is -7 to 7.
 constexpr int kE4M3Grid = 0, kE2M1Grid = 1;
-constexpr int kE5M2Grid = 9;  // of gradients alone
 
 // Tokens, or groups of their features, each of which has a scale of its own, of what stands in it.
 struct Tokens {
@@ -61,11 +60,6 @@ constexpr int64_t segments_of(int64_t block) { return (block + kSegment - 1) / k
 
 constexpr int kShortToken = 32;
 
-// What the rows of a transposed matrix of codes are filled up to with zeros, as the fp8 GEMM wants them.
-constexpr int kWholeRow = 16;
-
-constexpr int64_t whole_row(int64_t n) { return (n + kWholeRow - 1) / kWholeRow * kWholeRow; }
-
 #define DEEPQAT_DECLARE_KERNELS(STREAM)                                                                                \
   void effective_scale(const Scales& scales, float* out STREAM);                                                       \
   void quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* codes, uint8_t* mask,                \
@@ -87,12 +81,7 @@ constexpr int64_t whole_row(int64_t n) { return (n + kWholeRow - 1) / kWholeRow 
   void fake_quantize_tokens_backward(const void* grad, const void* x, Dtype dtype, const Tokens& tokens,               \
                                      void* grad_x STREAM);                                                             \
   void sum_rows(const void* rows, const int64_t* places, Dtype dtype, int64_t count, int64_t per_sum, int64_t width,   \
-                void* out STREAM);                                                                                     \
-  void quantize_gradient(const void* grad, Dtype dtype, int grid, int64_t rows, int64_t columns, const float* largest, \
-                         void* codes, void* transposed, float* scale STREAM);                                          \
-  void quantize_transposed(const void* x, Dtype dtype, const Scales& scales, int64_t rows, int64_t columns,            \
-                           void* transposed, float* scale STREAM);                                                     \
-  void transpose_codes(const void* codes, int64_t rows, int64_t columns, void* transposed STREAM);
+                void* out STREAM);
 
 namespace cpu {
 DEEPQAT_DECLARE_KERNELS()
@@ -121,9 +110,6 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 //   grad_theta     null where it is not wanted
 //   places         [count, per_sum]: which rows [.., width] make each of the sums [count, width]
 //   scale, zero_point   one per token; the zero point is 0 where symmetric, and of floats
-//   largest        the magnitude of grad's largest element; grid is kE4M3Grid or kE5M2Grid, and scale one
-//   scale          of quantize_transposed the effective one, in e4m3 with one for all of x
-//   transposed     [columns, whole_row(rows)] of codes [rows, columns], from an address that 8 divides
 //   scales         one per token, as stored: float, a byte of E8M0, or one of e4m3, times the global scale
 //   codes          in keep_tokens, of floats alone, two codes of e2m1 in a byte, the first in the low four bits; tokens
 //                  whose mask is wanted, or whose codes are e2m1, have a multiple of eight features

@@ -315,28 +315,6 @@ def _of_one(quantizer: Quantizer) -> tuple[Tensor, int, torch.dtype]:
     return s0, grid_of(spec), stored_dtype(spec, dtype)
 
 
-def quantize_gradient(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """A gradient ``[rows, columns]`` in fp8, as :mod:`quant.reference_gradient` defines it: its codes; those of its
-    transpose, whose rows are filled up with zeros to whole 16 elements; and their scale, fp32 ``[1]``."""
-    ensure_ready()
-    codes, transposed, scale = _OPS.quantize_gradient(grad, dtype)
-    return codes, transposed, scale
-
-
-def quantize_transposed(x: Tensor, quantizer: Quantizer, *, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of e4m3 per tensor of the transpose of ``x [rows, columns]``, filled up likewise, and the effective scale
-    ``[1]``, in one launch."""
-    ensure_ready()
-    codes, scale = _OPS.quantize_transposed(x, quantizer.scale.s0, quantizer.scale.theta, after)
-    return codes, scale
-
-
-def transpose_codes(codes: Tensor) -> Tensor:
-    """Those of the transpose of ``codes [rows, columns]``, of one byte each, filled up likewise."""
-    ensure_ready()
-    return _OPS.transpose_codes(codes)
-
-
 def _of_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, int, bool]:
     """``x, grid, symmetric`` for the operators."""
     return _token_groups(x, spec), grid_of(spec), spec.symmetric

@@ -74,11 +74,7 @@ SCHEMAS = (
     "silu_mul_quantize(Tensor gate, Tensor up, Tensor s0, int grid, ScalarType scale_dtype, bool mask, bool values) "
     "-> (Tensor, Tensor, Tensor)",
     "silu_mul_backward(Tensor grad, Tensor gate, Tensor up, Tensor mask) -> (Tensor, Tensor)",
-    "quantize_gradient(Tensor grad, ScalarType format) -> (Tensor, Tensor, Tensor)",
-    "quantize_transposed(Tensor x, Tensor s0, Tensor? theta, Tensor? after=None) -> (Tensor, Tensor)",
-    "transpose_codes(Tensor codes) -> Tensor",
 )
-WHOLE_ROW = 16  # what rows of transposed codes are filled up to; kWholeRow in kernels.h
 for _schema in SCHEMAS:
     OPERATORS.define(_schema)
 
@@ -109,10 +105,6 @@ def _theta_gradient(x: Tensor, theta: Tensor | None, wanted: bool) -> Tensor:
 def _quantized_tokens(x: Tensor, grid: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     shape, codes = (*x.shape[:-1], 1), _like(x, _CODE_DTYPES.get(grid, torch.int8))
     return codes, x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int8)
-
-
-def _transposed(codes: Tensor) -> Tensor:
-    return codes.new_empty(codes.shape[1], (codes.shape[0] + WHOLE_ROW - 1) // WHOLE_ROW * WHOLE_ROW)
 
 
 def _kept_tokens(
@@ -163,13 +155,6 @@ _FAKES: dict[str, Callable[..., Any]] = {
     ),
     "silu_mul_quantize": lambda gate, up, s0, *rest: _written(gate, *rest),
     "silu_mul_backward": lambda grad, gate, up, mask: (_like(gate), _like(gate)),
-    "quantize_gradient": lambda grad, dtype: (
-        _like(grad, dtype),
-        _transposed(_like(grad, dtype)),
-        grad.new_empty(1, dtype=torch.float32),
-    ),
-    "quantize_transposed": lambda x, s0, *_: (_transposed(_like(x, torch.float8_e4m3fn)), s0.new_empty(1)),
-    "transpose_codes": _transposed,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"deepqat::{_name}", _fake)

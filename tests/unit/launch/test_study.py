@@ -67,7 +67,7 @@ def test_parts_differ_in_quantisation_alone(tmp_path):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"quant": {"gather_codes": True, "fp8_gradients": "e5m2", "fp8_fast_accum": False, "compute": "fp8_gemm"}},
+        {"quant": {"gather_codes": True, "fp8_fast_accum": False, "compute": "fp8_gemm"}},
         {"quant": {"fuse_norms": True, "rotate": [r".*\.down_proj"], "rotate_block": 64}},
         {"quant": {"scheme": "nvfp4_w4a4", "keep_codes": True}},
         {"quant": {"scales_follow_weights": True, "weight_range": "absmax"}, "learnable": {"act_scale": True}},

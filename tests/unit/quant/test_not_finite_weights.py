@@ -96,12 +96,10 @@ def ways(scheme: Scheme, learns: bool) -> Iterator[tuple[str, Case]]:
     """Every way in which a layer of that scheme may compute."""
     gemms: list[dict[str, Any]] = [{}]
     if scheme.has_fp8_gemm:
-        gemms += [{"fp8_gemm": True}, {"fp8_gemm": True, "fp8_gradients": torch.float8_e4m3fn}]
+        gemms.append({"fp8_gemm": True})
     if scheme.has_block_gemm:
         gemms.append({"block_gemm": True})
     for gemm, stack, adapter, kept in product(gemms, (False, True), (False, True), (False, True)):
-        if "fp8_gradients" in gemm and (stack or adapter):
-            continue
         layer = layer_of(scheme, learns=learns, stack=stack, adapter=adapter, **gemm)
         layer.keeps_weight_codes = layer.dynamic_codes = kept
         parts = {UNSEEN: layer.weight, "A": layer.lora_a, "B": layer.lora_b} if adapter else {"weight": layer.weight}

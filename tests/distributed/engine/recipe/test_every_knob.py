@@ -170,7 +170,6 @@ ELSEWHERE = {
     "quant.start_inside": "the same",
     "quant.rotate_block": "inputs of 256 features and more: tests/unit/tools/verify/test_rotated.py",
     "quant.fp8_fast_accum": "GPUs alone add up in two ways: tests/unit/test_fast_accum.py",
-    "quant.fp8_gradients": "a CPU refuses it: tests/gpu/test_fp8_gradients.py",
     "adapter.start": "a folder of an adapter: tests/distributed/engine/test_adapters.py",
     "loss.teacher_cache": "a cache: tests/distributed/engine/losses/test_losses.py",
     "export.template": "a GGUF file: tests/distributed/engine/test_gguf.py",

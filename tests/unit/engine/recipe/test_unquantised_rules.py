@@ -16,7 +16,6 @@ BROKEN = {
         {"quant.compute": "block_gemm", "quant.scheme": "mxfp8"},
     ],
     "quant.fp8_fast_accum": [{"quant.fp8_fast_accum": False}],
-    "quant.fp8_gradients": [{"quant.fp8_gradients": "e4m3"}],
     "quant.keep_codes": [{"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4"}],
     "quant.fuse_norms": [{"quant.fuse_norms": True}],
     "quant.gather_codes": [{"quant.gather_codes": True}],

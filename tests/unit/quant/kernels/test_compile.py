@@ -15,14 +15,12 @@ from quant.reference import absmax_scale
 from quant.spec import get_scheme
 
 TRACED = "aot_eager_decomp_partition"
-GRADIENTS = "fp8_gemm, gradients in fp8"
 WAYS = {
     # scheme, whether input scales learn, fp8_gemm
     "learned": ("fp8_static", True, False),
     "fixed": ("fp8_static", False, False),
     "fp8_gemm": ("fp8_static", False, True),
     "fp8_gemm learned": ("fp8_static", True, True),
-    GRADIENTS: ("fp8_static", False, True),
     "w4a16": ("w4a16_g32", False, False),
     "dynamic": ("8da4w", False, False),
     "nvfp4": ("nvfp4", False, False),
@@ -68,7 +66,6 @@ class Layer:
             learn_weight_scale=True,
             learn_input_scale=learn_input,
             fp8_gemm=fp8_gemm,
-            fp8_gradients=torch.float8_e4m3fn if way == GRADIENTS else None,
         )
         with torch.no_grad():  # all of them clip some, so that masks and thetas have something to do
             for group in q.weight_groups:
@@ -206,7 +203,6 @@ def test_compiled_by_inductor(seed):
     [
         ("learned", torch.float32),
         ("fp8_gemm", torch.bfloat16),
-        (GRADIENTS, torch.bfloat16),
         pytest.param("fp8_gemm learned", torch.float32, marks=pytest.mark.full),
         ("w4a16", torch.bfloat16),
         ("dynamic", torch.bfloat16),

@@ -1,7 +1,6 @@
 """What torch must know of the operators: schemas, shapes, gradients by autograd, and a reference that can stand in."""
 
 import math
-import random
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ def samples_with_scales() -> list[tuple[str, tuple]]:
 
 
 def samples_of_layers() -> list[tuple[str, tuple]]:
-    """Of the fused layers and what their backward needs: norms, SwiGLU, gradients as codes, sums of rows."""
+    """Of the fused layers and what their backward needs: norms, SwiGLU, sums of rows."""
     found: list[tuple[str, tuple]] = []
     for x in (torch.randn(16, 5).t(), torch.randn(2, 16, 5).bfloat16().transpose(1, 2), torch.randn(0, 8).half()):
         how, other, mask = (torch.ones(1), 0, torch.float32), torch.randn_like(x), packing.pack_bits(x < 0.5)
@@ -74,10 +73,6 @@ def samples_of_layers() -> list[tuple[str, tuple]]:
                 ("silu_mul_quantize", (x, other, *how, wanted, wanted)),
                 ("silu_mul_backward", (other, x, x.clone(), mask)),
             ]
-        grad = torch.randn(5, 6).to(x.dtype)
-        found.append(("quantize_gradient", (grad, random.choice([torch.float8_e4m3fn, torch.float8_e5m2]))))
-        found.append(("quantize_transposed", (grad, torch.full((1,), 0.1), None)))
-        found.append(("transpose_codes", (grad.to(torch.float8_e4m3fn),)))
     for places in (torch.tensor([[0, 2], [1, 1], [2, 0]]), torch.zeros(4, 0, dtype=torch.int64)):
         found.append(("sum_rows", (torch.randn(5, 3).t(), places.t().contiguous().t())))
     return found

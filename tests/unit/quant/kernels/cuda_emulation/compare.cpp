@@ -80,8 +80,7 @@ int main(int, char** arguments) {
       {2, test_effective_scale}, {15, test_quantize}, {10, test_dequantize}, {10, test_fake_quantize},
       {25, test_backward},       {10, test_amax},     {15, test_tokens},     {1, test_partials},
       {10, test_sum_rows},       {25, test_norms},    {10, test_swiglu},    {100, test_divisor},
-      {1, test_errors},          {15, test_quantize_gradient},              {15, test_quantize_transposed},
-      {1, test_counts},
+      {1, test_errors},          {1, test_counts},
   };
   const int rounds = std::atoi(arguments[2]);
   for (int round = 0; round < rounds; ++round)

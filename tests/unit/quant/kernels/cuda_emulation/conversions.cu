@@ -23,11 +23,6 @@ int main(int, char** arguments) {
     const float x = float_of(static_cast<uint32_t>(bits));
     const uint8_t code = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
     const float rounded = grid.round(x);
-    const uint8_t of_gradient = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
-    if (of_gradient != E5M2{}.quantized(x)) {
-      std::fprintf(stderr, "0x%08x: e5m2 code %d, by arithmetic.h %d\n", bits_of(x), of_gradient, E5M2{}.quantized(x));
-      return 1;
-    }
 
     const __nv_bfloat16 converted = __float2bfloat16_rn(x);
     int16_t stored;

@@ -76,39 +76,4 @@ void test_swiglu() {
   grad_up.compare("grad_up", c.dtype);
 }
 
-void test_quantize_gradient() {
-  Case c("quantize_gradient");
-  const int64_t rows = c.count, columns = c.block, length = whole_row(rows);
-  const int grid = chance(0.5) ? kE5M2Grid : kE4M3Grid;
-  what += " grid " + std::to_string(grid);
-  float largest, partial[8];
-  cpu::amax(c.grad.data(), c.dtype, 1, c.numel, partial, &largest);
-  Result codes(c.numel, 1, any_offset()), scale(1, 4, below(3));
-  Result transposed(columns * length, 1, 8 * below(2)), again(columns * length, 1, 8 * below(2));
-  cpu::quantize_gradient(c.grad.data(), c.dtype, grid, rows, columns, &largest, codes.cpu.data(), transposed.cpu.data(),
-                         static_cast<float*>(scale.cpu.data()));
-  cuda::quantize_gradient(c.grad.data(), c.dtype, grid, rows, columns, &largest, codes.cuda.data(),
-                          transposed.cuda.data(), static_cast<float*>(scale.cuda.data()), stream);
-  codes.compare("codes");
-  transposed.compare("transposed codes");
-  scale.compare("scale", Dtype::kFloat32);
-  cpu::transpose_codes(codes.cpu.data(), rows, columns, again.cpu.data());
-  cuda::transpose_codes(codes.cuda.data(), rows, columns, again.cuda.data(), stream);
-  again.compare("codes that were transposed");
-  if (memcmp(again.cpu.data(), transposed.cpu.data(), again.cpu.bytes()) != 0) fail("both transposes differ");
-}
-
-void test_quantize_transposed() {
-  ScaledCase c("quantize_transposed", chance(0.5));
-  const int64_t rows = c.count, columns = c.block;
-  const Scales one{c.scales.s0, c.scales.theta, c.theta_dtype, Stored::kFloat32, 1, c.numel};
-  Result transposed(columns * whole_row(rows), 1, 8 * below(2)), scale(1, 4, below(3));
-  cpu::quantize_transposed(c.x.data(), c.dtype, one, rows, columns, transposed.cpu.data(),
-                           static_cast<float*>(scale.cpu.data()));
-  cuda::quantize_transposed(c.x.data(), c.dtype, one, rows, columns, transposed.cuda.data(),
-                            static_cast<float*>(scale.cuda.data()), stream);
-  transposed.compare("transposed codes");
-  scale.compare("scale", Dtype::kFloat32);
-}
-
 }  // namespace
