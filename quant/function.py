@@ -1,8 +1,8 @@
 """A Linear with quantised operands, and its gradients: one function, computed in one of two ways.
 
 *simulate* multiplies fake-quantised operands in the model's dtype, ``F.linear(fq(x), fq(weight), bias)``; *fp8_gemm*
-multiplies the codes on the fp8 tensor cores and the result by both scales, *block_gemm* codes with scales per group
-(:mod:`quant.block_gemm`). Backward is the same for all: GEMMs of the dequantised operands in the model's dtype.
+multiplies the codes on the fp8 tensor cores and the result by both scales. Backward is the same for both: GEMMs of the
+dequantised operands in the model's dtype.
 
 What is kept for backward decides whether this can train a model that no device holds: a fake-quantised weight is not a
 leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This function therefore saves
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quant import block_gemm, gemm, kernels
+from quant import gemm, kernels
 from quant.held import HeldCodes, codes_of_stand_in, stands_in
 from quant.inputs import (
     QuantizedInput,
@@ -54,7 +54,6 @@ class Plan:
         input_numel: features of the input. LSQ counts features, not tokens, so that the gradient of a batch is the sum
             of the gradients of its parts.
         fp8_gemm: multiply the codes. Both operands must be e4m3 per tensor, both sides of the weight multiples of 16.
-        block_gemm: multiply codes with scales per group, of NVFP4 or MXFP8 on both sides; backward keeps them too.
         fast_accum: of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
         held: how ``weight`` holds codes, where it does; it is quantised then, and frozen.
         restored: where layers with the same input find it in backward, as the forward multiplied it.
@@ -67,7 +66,6 @@ class Plan:
     weight_numel: int
     input_numel: int
     fp8_gemm: bool = False
-    block_gemm: bool = False
     fast_accum: bool = False
     held: HeldCodes | None = None
     restored: Restored | None = None
@@ -112,10 +110,10 @@ def quant_linear(
     quantized = QuantizedInput()
     spec = plan.input
     if spec is not None:
-        dynamic = spec.dynamic and not (plan.dynamic_codes or plan.block_gemm)
+        dynamic = spec.dynamic and not plan.dynamic_codes
         fixed = torch.is_grad_enabled() and not _learns(input_scale) and not dynamic
         trains_weight = weight.requires_grad or _learns(weight_scale) or apply is not None
-        wanted = Wanted(plan.fp8_gemm or plan.block_gemm, codes=fixed and trains_weight, mask=fixed and x.requires_grad)
+        wanted = Wanted(plan.fp8_gemm, codes=fixed and trains_weight, mask=fixed and x.requires_grad)
         with torch.no_grad():
             make = partial(quantize_input, x, input_scale, spec, weight.dtype, wanted)
             if shared is None:
@@ -285,7 +283,7 @@ def keep(ctx: Any, plan: Plan, given: Arguments, needs: Arguments) -> Saved:
 def product(plan: Plan, given: Arguments) -> Tensor:
     """``[..., out]``, without a gradient; see :func:`quant_linear`."""
     saved = Saved.of(given).unpacked(plan)
-    if plan.fp8_gemm or plan.block_gemm:
+    if plan.fp8_gemm:
         return _product_of_codes(plan, saved, given)
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
     used = used_weight(given.weight, quantizer, saved.weight_codes)
@@ -301,9 +299,6 @@ def _product_of_codes(plan: Plan, saved: Saved, given: Arguments) -> Tensor:
     """The GEMM of the codes of both operands, scaled."""
     assert plan.weight is not None and plan.input is not None
     quantizer, codes, bias = saved.weight_quantizer(plan.weight), given.codes, given.bias
-    if plan.block_gemm:
-        x = block_gemm.BlockCodes(codes, given.scales, given.input_s0)
-        return block_gemm.product(given.x, x, saved.weight, quantizer, saved.weight_codes, bias)
     input_scale = kernels.effective_scale(saved.input_quantizer(plan.input))
     weight_codes, weight_scale = saved.weight_codes, plan.weight_scale
     if weight_codes is None:

@@ -127,8 +127,6 @@ def _quantize_dynamic(x: Tensor, above: Tensor | None, spec: TensorSpec, wanted:
     if not any(wanted) or spec.dtype == "int" or x.numel() == 0:
         return QuantizedInput(kernels.fake_quantize_tokens(x, spec, above))
     kept = QuantizedInput(*kernels.keep_tokens(x, spec, above, mask=wanted.mask))
-    if wanted.codes_for_gemm:
-        return kept._replace(values=None)
     return kept if wanted.codes else kept._replace(codes=None)
 
 

@@ -50,8 +50,7 @@ class QuantLayer(nn.Module):
         weight_fake_quant, input_fake_quant: what is quantised now.
         input_observer: watches the input in every forward while set.
         shared_input: hands the quantised input to the layers that read the same tensor, or None.
-        fp8_gemm, block_gemm: whether the codes are multiplied while both operands are quantised, instead of their
-            values, and which have one scale or one per group.
+        fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
         fast_accum: of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
         keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
             :func:`weights_changed`. Only where weights stay resident.
@@ -119,7 +118,7 @@ class QuantLayer(nn.Module):
         self.input_fake_quant = scheme.activations is not None
         self.input_observer: Observer | None = None
         self.shared_input: SharedInput | None = None
-        self.fp8_gemm = self.block_gemm = False
+        self.fp8_gemm = False
         self.fast_accum = False
         self.keeps_weight_codes = False
         self.trained = False
@@ -267,7 +266,6 @@ class QuantLinear(QuantLayer):
             weight_numel=self.weight_numel,
             input_numel=self.in_features,
             fp8_gemm=self.fp8_gemm and both,
-            block_gemm=self.block_gemm and both,
             fast_accum=self.fast_accum,
             held=self.held,
             dynamic_codes=self.dynamic_codes and not kept_by_attention(x, self.aliases),

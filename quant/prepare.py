@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.block_gemm import divides
 from quant.calibrate import Ranges
 from quant.embedding import QuantEmbedding
 from quant.experts import StackedLinear, linears_of
@@ -40,7 +39,6 @@ def prepare(
     learn_input_scale: bool,
     ranges: Ranges = Ranges(),  # noqa: B008 (frozen)
     fp8_gemm: bool = False,
-    block_gemm: bool = False,
     fast_accum: bool = True,
     kv_cache: TensorSpec | None = None,
 ) -> Quantization:
@@ -54,7 +52,7 @@ def prepare(
         scheme, rules, exempt, named: which layer gets which scheme, see :func:`quant.rules.assign`.
         learn_weight_scale, learn_input_scale: whether scales of weights, stored ones of inputs, keys and values learn.
         ranges: what scales are to fit when they are measured.
-        fp8_gemm, fast_accum, block_gemm: what of codes is multiplied where, see :class:`QuantLayer`.
+        fp8_gemm, fast_accum: what of codes is multiplied where, see :class:`QuantLayer`.
         kv_cache: how keys and values are quantised, see :func:`quant.kv_cache.attach_kv_cache`; None: not at all.
 
     Raises:
@@ -79,7 +77,6 @@ def prepare(
     of_inputs += [cache_group(name, cache, ranges) for name, cache in caches.items()]
     _share_inputs(quant_linears, by_weight)
     simulated = _use_fp8_gemm(quant_linears, fast_accum) if fp8_gemm else []
-    simulated = _use_block_gemm(quant_linears) if block_gemm else simulated
     replaced: dict[str, QuantLayer] = {**quant_linears}
     for name, embedding in embeddings.items():
         replaced[name], group = _replace_embedding(model, name, embedding, schemes[name], learn_weight_scale)
@@ -250,14 +247,3 @@ def _use_fp8_gemm(layers: dict[str, QuantLinear], fast_accum: bool) -> list[str]
         whole = layer.in_features % 16 == 0 and layer.out_features % 16 == 0
         layer.fp8_gemm = whole and (not layer.projections or takes_codes_of_stacks(layer.weight))
     return [name for name, layer in able.items() if not layer.fp8_gemm]
-
-
-def _use_block_gemm(layers: dict[str, QuantLinear]) -> list[str]:
-    """The same of those whose codes :func:`quant.block_gemm.product` multiplies, which takes no stacks."""
-    able = {name: layer for name, layer in layers.items() if layer.scheme.has_block_gemm}
-    if not able:
-        names = ", ".join(dict.fromkeys(layer.scheme.name for layer in layers.values()))
-        raise ValueError(f"quant.compute: block_gemm needs NVFP4 or MXFP8 on both sides, and there is {names}")
-    for layer in able.values():
-        layer.block_gemm = divides(layer.in_features, layer.out_features) and not layer.projections
-    return [name for name, layer in able.items() if not layer.block_gemm]

@@ -242,11 +242,6 @@ class Scheme:
         return self.activations is not None and not self.activations.dynamic
 
     @property
-    def has_block_gemm(self) -> bool:
-        """Whether :mod:`quant.block_gemm` multiplies the codes: NVFP4 or MXFP8 on both sides."""
-        return (self.weights, self.activations) in ((_NVFP4, _NVFP4_TOKEN), (_MXFP8, _MXFP8_TOKEN))
-
-    @property
     def has_fp8_gemm(self) -> bool:
         """Whether ``torch._scaled_mm`` can multiply the codes: e4m3 with one scale on both sides."""
         return self.weights == self.activations == FP8_TENSOR

@@ -6,7 +6,7 @@ RULES_OF_GRADIENTS = (
     Rule(
         "fast sums are of layers that multiply codes",
         "quant.fp8_fast_accum",
-        lambda r: not r.quant.fp8_fast_accum and r.quant.compute in ("simulate", "block_gemm"),
+        lambda r: not r.quant.fp8_fast_accum and r.quant.compute == "simulate",
         "true: quant.compute {quant.compute} has no fp8 GEMM",
     ),
     Rule(

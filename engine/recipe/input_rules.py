@@ -42,18 +42,6 @@ RULES_OF_INPUTS = (
         "false: no scheme here has dynamic inputs in fp4 or fp8",
     ),
     Rule(
-        "codes with scales per group are NVFP4 or MXFP8",
-        "quant.compute",
-        lambda r: r.quant.compute == "block_gemm" and r.quant.known() and not r.quant.has_block_gemm(),
-        "auto or simulate: quant.scheme {quant.scheme} is not NVFP4 or MXFP8 on both sides",
-    ),
-    Rule(
-        "the GEMM of codes with scales per group gives bfloat16",
-        "quant.compute",
-        lambda r: r.quant.compute == "block_gemm" and r.model.dtype != "bfloat16",
-        "auto or simulate: that GEMM gives bfloat16, model.dtype is {model.dtype}",
-    ),
-    Rule(
         "weights that travel as codes have one scale per tensor or row",
         "quant.gather_codes",
         lambda r: r.quant.gather_codes and r.quant.known() and not r.quant.has_weights_to_gather_as_codes(),

@@ -143,11 +143,9 @@ class QuantRecipe:
     """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none."""
     initial_input_scale: float | None = field(default=None, metadata=FACTOR)
     """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
-    compute: Literal["auto", "simulate", "fp8_gemm", "block_gemm"] = "auto"
+    compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
     """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
-    tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0). block_gemm:
-    a GEMM of codes with scales per group, for nvfp4_w4a4 and mxfp8 on compute capability 10.0; it was never run on
-    one, so nothing chooses it by itself."""
+    tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0)."""
     fp8_fast_accum: bool = True
     """Of the fp8 GEMM. true: Hopper's tensor cores add up all products themselves, in fewer bits than fp32 has, as vLLM
     has them do; false: their sums go to fp32 every 128 products, and the GEMM takes a third longer. CPUs and Blackwell
@@ -315,10 +313,6 @@ class QuantRecipe:
         chosen += [self._scheme(name) for name in self.schemes] if self.scheme == SOURCE else []
         weights = [scheme.weights for scheme in chosen if scheme is not None]
         return any(spec.granularity in ("tensor", "channel") and spec.symmetric for spec in weights)
-
-    def has_block_gemm(self) -> bool:
-        """Whether some layer's codes can be multiplied with the scales of their groups."""
-        return any(scheme.has_block_gemm for scheme in self.linear_schemes())
 
 
 def _problems_of_scheme(name: str, own: SchemeRecipe) -> Iterator[str]:

@@ -40,7 +40,7 @@ from quant.rotation import rotate_inputs
 
 SIMULATED = (
     "simulated, for the fp8 GEMM takes sides that are multiples of 16 alone, and of stacked experts bf16 on compute "
-    "capability 9.0; block_gemm takes no stacks, and widths that are multiples of 32"
+    "capability 9.0"
 )
 # To round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
@@ -129,7 +129,6 @@ def quantise_student(
             learn_input_scale=recipe.learnable.act_scale,
             ranges=recipe.quant.ranges(),
             fp8_gemm=uses_fp8_gemm(recipe, device),
-            block_gemm=recipe.quant.compute == "block_gemm" and can_multiply_blocks(device),
             fast_accum=recipe.quant.fp8_fast_accum,
             kv_cache=recipe.quant.preset().kv_cache,
         )
@@ -277,18 +276,6 @@ def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
     return able and recipe.model.dtype == "bfloat16" and recipe.quant.has_fp8_gemm()
 
 
-def can_multiply_blocks(device: torch.device) -> bool:
-    """That codes are multiplied with the scales of their groups, which a CPU emulates.
-
-    Raises:
-        ValueError: the device is a GPU that cannot.
-    """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (10, 0):
-        gpu = f"{torch.cuda.get_device_name(device)} applies no scales per group (compute capability 10.0)"
-        raise ValueError(f"quant.compute: 'block_gemm', expected auto or simulate: {gpu}")
-    return True
-
-
 def _compile_layers(model: PreTrainedModel) -> None:
     """Compile each decoder layer by itself with torch.compile, in place.
 
@@ -364,10 +351,8 @@ def _kind_of_matrix(name: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _summary(recipe: Recipe, quantization: Quantization) -> str:
-    multiplied = [layer for layer in quantization.layers.values() if layer.fp8_gemm or layer.block_gemm]
-    how = (
-        f"{len(multiplied)} by {'fp8 GEMM' if multiplied[0].fp8_gemm else 'block_gemm'}" if multiplied else "simulated"
-    )
+    multiplied = sum(layer.fp8_gemm for layer in quantization.layers.values())
+    how = f"{multiplied} by fp8 GEMM" if multiplied else "simulated"
     counts = Counter(layer.scheme.name for layer in quantization.layers.values())
     schemes = ", ".join(f"{count} {name}" for name, count in counts.items()) if len(counts) > 1 else "".join(counts)
     parts = [f"{len(quantization.layers)} linear layers, {schemes}, {how}"] if quantization.layers else []

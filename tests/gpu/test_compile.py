@@ -11,6 +11,4 @@ from tests.unit.quant.kernels.test_compile import WAYS, check, fresh  # noqa: F4
 def test_every_way_by_inductor(way, seed):  # noqa: F811
     if WAYS[way][2] and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 tensor cores begin with compute capability 8.9")
-    if way.endswith("block_gemm") and torch.cuda.get_device_capability() < (10, 0):
-        pytest.skip("scales per group begin with compute capability 10.0")
     check(way, torch.bfloat16, "inductor", device="cuda")

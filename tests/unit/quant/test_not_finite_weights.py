@@ -49,7 +49,7 @@ def layer_of(scheme: Scheme, *, learns: bool, stack: bool = False, adapter: bool
     if stack:
         weight = nn.Parameter(torch.randn(EXPERTS, OUT, IN).div(16).bfloat16())
         model[0] = StackedLinear(weight, (EXPERTS, OUT, IN), ("up_proj",))
-    of_input = learns and scheme.learns_input and not how.get("block_gemm")
+    of_input = learns and scheme.learns_input
     quantization = quant.prepare(model, scheme, learn_weight_scale=learns, learn_input_scale=of_input, exempt=(), **how)
     layer = model[0]
     with torch.no_grad():
@@ -97,8 +97,6 @@ def ways(scheme: Scheme, learns: bool) -> Iterator[tuple[str, Case]]:
     gemms: list[dict[str, Any]] = [{}]
     if scheme.has_fp8_gemm:
         gemms.append({"fp8_gemm": True})
-    if scheme.has_block_gemm:
-        gemms.append({"block_gemm": True})
     for gemm, stack, adapter, kept in product(gemms, (False, True), (False, True), (False, True)):
         layer = layer_of(scheme, learns=learns, stack=stack, adapter=adapter, **gemm)
         layer.keeps_weight_codes = layer.dynamic_codes = kept

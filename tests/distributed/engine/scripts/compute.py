@@ -77,7 +77,6 @@ def main() -> None:
             layers = state.session.quantization.layers
             counter.shapes = {torch.Size((layer.out_features, layer.in_features)) for layer in layers.values()}
             seen["fp8_gemm"] = [name for name, layer in layers.items() if layer.fp8_gemm]
-            seen["blocks"] = [name for name, layer in layers.items() if layer.block_gemm]
             seen["keeps"] = all(layer.keeps_weight_codes for layer in layers.values())
             seen["shown"] = {}
             for name, layer in layers.items():

@@ -210,26 +210,6 @@ def test_codes_of_inputs_are_kept_instead_of_these(tmp_path, attention):
     assert predicted[0] - predicted[1] == counted[0] - counted[1] > 0
 
 
-def test_codes_with_scales_per_group_are_kept_as_in_a_model_that_computes(tmp_path):
-    """quant.compute: block_gemm, of all layers; beside simulation, which keeps their inputs."""
-    config = tiny_config("qwen3", layers=6, even=True)
-    config.save_pretrained(tmp_path / "even")
-    predicted, counted = [], []
-    for compute in ("simulate", "block_gemm"):
-        settings = recipe(tmp_path, tmp_path / "even" / "config.json", quant={"scheme": "mxfp8", "compute": compute})
-        events = student_events(meta_student(settings), None, 2).events
-        predicted.append(events[[event.kind for event in events].index("backward") - 1].live)
-        config._attn_implementation = "sdpa"
-        model = Qwen3ForCausalLM(config).bfloat16().train()
-        blocks = compute == "block_gemm"
-        quantization = prepare(
-            model, SCHEMES["mxfp8"], learn_weight_scale=True, learn_input_scale=False, block_gemm=blocks
-        )
-        assert all(layer.block_gemm == blocks for layer in quantization.layers.values())
-        counted.append(kept_bytes(lambda model=model: model(torch.zeros(2, 64, dtype=torch.int64)).logits, model))
-    assert predicted[0] - predicted[1] == counted[0] - counted[1] > 0
-
-
 def test_attention_whose_node_nobody_knows_is_not_looked_for(tmp_path):
     """flex_attention's, as its output is a graph of its own in a run: the codes of o_proj's inputs are counted."""
     own = {"path": str(tmp_path / "model")}

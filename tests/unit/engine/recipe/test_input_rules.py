@@ -17,16 +17,9 @@ BROKEN = {
     "adapters are not of turned weights": {**ROTATED, "adapter.kind": "lora", "learnable.weight": False},
     "turned inputs are read from one format": {**ROTATED, "export.format": "dequantized"},
     "codes are kept of dynamic floats": {"quant.keep_codes": True, "quant.scheme": "8da4w"},
-    "codes with scales per group are NVFP4 or MXFP8": {"quant.compute": "block_gemm", "quant.scheme": "mxfp4_w4a4"},
-    "the GEMM of codes with scales per group gives bfloat16": {
-        "quant.compute": "block_gemm",
-        "quant.scheme": "mxfp8",
-        "model.dtype": "float32",
-    },
     "weights that travel as codes have one scale per tensor or row": {
         "quant.gather_codes": True,
         "quant.scheme": "nvfp4_w4a4",
-        "quant.compute": "block_gemm",
     },
     "norms write codes of static scales": {"quant.fuse_norms": True, "quant.scheme": "fp8_dynamic"},
     "norms write codes of scales that do not learn": {"quant.fuse_norms": True, "learnable.act_scale": True},
@@ -54,12 +47,12 @@ def test_each_is_broken_alone(rule):
 def test_good_ones_pass(scheme):
     settings = {**ROTATED, "quant.rotate_block": 1024, "quant.scheme": scheme}
     assert list(contradictions(recipe(settings))) == []
-    kept = {"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4", "quant.compute": "block_gemm"}
+    kept = {"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4"}
     assert list(contradictions(recipe(kept))) == []
     for gathered in ("fp8_dynamic", "int8_dynamic", "w4a16_channel"):
         assert list(contradictions(recipe({"quant.gather_codes": True, "quant.scheme": gathered}))) == []
     rules = [RuleRecipe("fp8_static", first=1)]
-    mixed = {"quant.gather_codes": True, "quant.scheme": "mxfp8", "quant.compute": "block_gemm", "quant.rules": rules}
+    mixed = {"quant.gather_codes": True, "quant.scheme": "mxfp8", "quant.rules": rules}
     assert list(contradictions(recipe(mixed))) == []
     for fused in ("fp8_static", "w8a8_static"):
         assert list(contradictions(recipe({"quant.fuse_norms": True, "quant.scheme": fused}))) == []

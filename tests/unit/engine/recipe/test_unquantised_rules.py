@@ -11,10 +11,7 @@ from tests.unit.engine.recipe.test_input_rules import recipe
 BROKEN = {
     "quant.scales": [{"quant.scales": "ptq"}],
     "quant.scales_follow_weights": [{"quant.scales_follow_weights": True, "quant.weight_range": "absmax"}],
-    "quant.compute": [
-        {"quant.compute": "fp8_gemm"},
-        {"quant.compute": "block_gemm", "quant.scheme": "mxfp8"},
-    ],
+    "quant.compute": [{"quant.compute": "fp8_gemm"}],
     "quant.fp8_fast_accum": [{"quant.fp8_fast_accum": False}],
     "quant.keep_codes": [{"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4"}],
     "quant.fuse_norms": [{"quant.fuse_norms": True}],

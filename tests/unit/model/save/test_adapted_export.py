@@ -59,7 +59,7 @@ def attach(layer, name):
     layer.attach_adapter(Adapter(*pair, 0.75))
 
 
-WAYS = {"fp8_static": "fp8_gemm", "nvfp4_w4a4": "block_gemm", "mxfp8": "block_gemm", "mxfp4_mxfp8": "dynamic_codes"}
+WAYS = {"fp8_static": "fp8_gemm", "nvfp4_w4a4": "dynamic_codes", "mxfp4_mxfp8": "dynamic_codes"}
 
 
 def multiplied(quantization):
@@ -67,12 +67,12 @@ def multiplied(quantization):
     found = {}
     for name, layer in quantization.layers.items():
         quantises, layer.input_fake_quant = layer.input_fake_quant, False
-        codes, layer.block_gemm, layer.fp8_gemm = (layer.block_gemm, layer.fp8_gemm), False, False
+        codes, layer.fp8_gemm = layer.fp8_gemm, False
         experts, units = layer.num_experts, torch.eye(layer.in_features, dtype=layer.weight.dtype)
         ends = torch.arange(1, experts + 1, dtype=torch.int32) * layer.in_features if experts else None
         with torch.no_grad():
             columns = layer(units.repeat(experts or 1, 1), ends)
-        layer.input_fake_quant, (layer.block_gemm, layer.fp8_gemm) = quantises, codes
+        layer.input_fake_quant, layer.fp8_gemm = quantises, codes
         whole = columns.view(*layer.weight_shape[:-2], layer.in_features, -1).transpose(-2, -1)
         for part in linears_of(name, layer):
             scale = part.scale(layer.weight_scale(), layer.scheme.weights)
@@ -150,7 +150,7 @@ def test_other_ways_to_multiply_have_the_gradients_of_the_sum(sources, scheme, s
         _, quantization = adapted(sources[kind], scheme, torch.bfloat16)
         name = next(one for one in quantization.layers if one.endswith(("o_proj", "gate_up_proj")[kind != "qwen3"]))
         layer = quantization.layers[name]
-        setattr(layer, WAYS[scheme], not (layer.num_experts and WAYS[scheme] == "block_gemm"))
+        setattr(layer, WAYS[scheme], True)
         plain = copy.deepcopy(layer)
         plain.adapter, plain.weight = None, nn.Parameter(layer.merged_weight())
         ends = torch.tensor([3, 3, 7, 11, 16], dtype=torch.int32) if layer.num_experts else None

@@ -25,10 +25,7 @@ WAYS = {
     "dynamic": ("8da4w", False, False),
     "nvfp4": ("nvfp4", False, False),
     "nvfp4_w4a4, codes kept": ("nvfp4_w4a4", False, False),
-    "nvfp4_w4a4, block_gemm": ("nvfp4_w4a4", False, False),
-    "mxfp8, block_gemm": ("mxfp8", False, False),
 }
-SWITCHES = {"codes kept": "dynamic_codes", "block_gemm": "block_gemm"}  # of layers, by how the name of a way ends
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,9 +74,8 @@ class Layer:
             for group in q.input_groups:
                 largest = {"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}[leaf(group)]
                 group.s0.fill_(448 * 6 / largest if group.spec.dynamic else largest / 448)
-        if (switch := SWITCHES.get(way.rpartition(", ")[2])) is not None:
-            for one in q.layers.values():
-                setattr(one, switch, True)
+        for one in q.layers.values():
+            one.dynamic_codes = way.endswith("codes kept")
         self.layer: nn.Module = model.model.layers[0].mlp if mlp else model.model.layers[0]
         self.x, self.grad = torch.randn(2, 8, 64).to(device, dtype), torch.randn(2, 8, 64).to(device, dtype)
         positions = torch.arange(8, device=device)[None]
@@ -206,11 +202,7 @@ def test_compiled_by_inductor(seed):
         pytest.param("fp8_gemm learned", torch.float32, marks=pytest.mark.full),
         ("w4a16", torch.bfloat16),
         ("dynamic", torch.bfloat16),
-        ("mxfp8, block_gemm", torch.bfloat16),
-        *(
-            pytest.param(way, torch.bfloat16, marks=pytest.mark.full)
-            for way in ("nvfp4", "nvfp4_w4a4, codes kept", "nvfp4_w4a4, block_gemm")
-        ),
+        *(pytest.param(way, torch.bfloat16, marks=pytest.mark.full) for way in ("nvfp4", "nvfp4_w4a4, codes kept")),
     ],
 )
 def test_traced_as_one_graph(way, dtype, seed):
