@@ -23,7 +23,8 @@ from tests.mutants.worker import prepare, run_tests
 HITS = '''"""Append the number of every function that runs to a file, once in each phase of a test."""
 import os
 seen = set()
-_open, _write, _close, _file = os.open, os.write, os.close, os.environ["MUTANTS_HITS"]
+os.register_at_fork(after_in_child=seen.clear)
+_open, _write, _close, _file = os.open, os.write, os.close, FILE
 def _hit(number):
     if number not in seen:
         seen.add(number)
@@ -64,7 +65,8 @@ class Hits:
 def instrument(tree: Path, scratch: Path) -> list[tuple[str, str]]:
     """Let every function of the copy tell that it runs; module and qualified name by number, "" for a module."""
     names: list[tuple[str, str]] = []
-    (scratch / "_hits.py").write_text(HITS)
+    (scratch / "_hits.py").write_text(HITS.replace("FILE", repr(os.environ["MUTANTS_HITS"])))
+    header = f"import sys\nsys.path.append({str(scratch)!r})\nfrom _hits import _hit\nsys.path.pop()\n"
     for module in modules(tree):
         source = (scratch / module).read_text(encoding="utf-8")
         body = ast.parse(source).body
@@ -72,8 +74,7 @@ def instrument(tree: Path, scratch: Path) -> list[tuple[str, str]]:
         docstring = bool(body) and isinstance(body[0], ast.Expr)
         skip = sum(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in body[:3]) + docstring
         for first, qualname in [*([(body[skip], "")] if body[skip:] else []), *_functions(body, "")]:
-            imported = "" if qualname else "from _hits import _hit\n"
-            added.append((first.lineno, first.col_offset, f"{imported}_hit({len(names)})\n"))
+            added.append((first.lineno, first.col_offset, f"{'' if qualname else header}_hit({len(names)})\n"))
             names.append((module, qualname))
         for line, column, text in sorted(added, reverse=True):
             if not lines[line - 1][:column].strip():

@@ -1,9 +1,10 @@
 """Run the tests that reach each mutant; say which mutants they kill.
 
-python -m tests.mutants.run --tree . --minutes 9 [--names table.json] [--verdict killed]
+python -m tests.mutants.run --tree . --minutes 9 [--names table.json] [--verdict killed] [--ranks]
 
 Needs ``tests.mutants.measure`` of the same tree first. Goes on where it stopped; a line for each mutant is appended to
-``results.jsonl`` in the folder of the measurement.
+``results.jsonl`` in the folder of the measurement. With --ranks, mutants that the unit tests did not kill meet the
+tests of several ranks, as far as those were measured.
 """
 
 import argparse
@@ -20,23 +21,25 @@ from tests.mutants.generate import Mutant
 from tests.mutants.sites import Site
 from tests.mutants.worker import prepare, run_tests
 
-BUDGET, OF_A_FILE = 15.0, 0.4  # seconds of tests for one mutant; what collecting one more file of them takes
+BUDGET, OF_A_FILE = 10.0, 0.3  # seconds of tests for one mutant; what collecting one more file of them takes
 
 
 class Tests:
     """The tests of a tree, as measured."""
 
-    def __init__(self, measured: Path) -> None:
-        self._files = [json.loads(line) for line in measured.read_text(encoding="utf-8").splitlines()]
+    def __init__(self, measured: Path, ranks: bool) -> None:
+        rows = [json.loads(line) for line in measured.read_text(encoding="utf-8").splitlines()]
+        self._files = [row for row in rows if row["file"].startswith("tests/unit/") != ranks]
 
     def reaching(self, module: str, qualname: str, budget: float) -> dict[str, list[str]]:
         """Tests by file that reach a function: the module's own first, then the quick ones, up to ``budget`` seconds.
 
-        Code outside of functions is reached by every test of a file that imports the module.
+        Code outside of functions, in a class's body too, is reached by every test of a file that imports the module.
         """
+        is_class = qualname.rpartition(".")[2].lstrip("_")[:1].isupper()
         found: list[tuple[tuple[int, float], str, str]] = []
         for file in self._files:
-            calls = file["calls"].get(f"{module}:{self._measured_name(module, qualname)}")
+            calls = file["calls"].get(f"{module}:{'' if is_class else qualname}")
             if calls is None:
                 continue
             own = "test_" + Path(module).stem in file["file"] and Path(module).parts[-2] in file["file"]
@@ -51,11 +54,6 @@ class Tests:
                 spent += cost
                 chosen[name].append(test)
         return dict(chosen)
-
-    def _measured_name(self, module: str, qualname: str) -> str:
-        """The function of a qualified name; "" for what runs when the module is imported, a class's body too."""
-        known = any(f"{module}:{qualname}" in file["calls"] for file in self._files)
-        return qualname if known or qualname.rpartition(".")[2][:1].islower() or "_" in qualname else ""
 
     def seconds(self, chosen: dict[str, list[str]]) -> float:
         """How long the chosen tests took."""
@@ -73,11 +71,11 @@ def verdict(scratch: Path, module: str, site: Site, tests: Tests, budget: float)
     begin = time.monotonic()
     try:
         path.write_bytes(site.apply(source))
-        code, told = run_tests(scratch, [*chosen], wanted, 40 + 5 * tests.seconds(chosen))
+        code, told = run_tests(scratch, [*chosen], wanted, 15 + 3 * tests.seconds(chosen))
     finally:
         path.write_bytes(source)
     killer = next((one["test"] for one in told if one["outcome"] in ("failed", "error")), None)
-    found = "timeout" if code is None else "survived" if code == 0 else "killed"
+    found = {None: "timeout", 0: "survived", 5: "unreached"}.get(code, "killed")
     row = {"verdict": found, "code": code, "tests": len(wanted), "seconds": round(time.monotonic() - begin, 1)}
     return row | ({"killer": killer} if killer else {})
 
@@ -89,24 +87,31 @@ def main() -> None:
     parser.add_argument("--mutants", type=Path, default=Path(__file__).with_name("killed.json"))
     parser.add_argument("--names", type=Path, help="table of what was renamed and moved (see find.py)")
     parser.add_argument("--verdict", help="only mutants with this verdict in --mutants")
+    parser.add_argument("--ranks", action="store_true", help="tests outside of tests/unit, on what survived those")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--budget", type=float, default=BUDGET)
     args = parser.parse_args()
     end, tree, work = time.monotonic() + 60 * args.minutes, args.tree.resolve(), args.work.resolve()
     out = work / "results.jsonl"
-    done = set(read(out)) if out.exists() else set()
-    left = [
-        one for one, old in read(args.mutants).items() if one not in done and args.verdict in (None, old["verdict"])
-    ]
-    tests, names, whole = Tests(work / "measured.jsonl"), Names(args.names), Tree(tree)
+    done = read(out) if out.exists() else {}
+    left = [one for one, old in read(args.mutants).items() if args.verdict in (None, old["verdict"])]
+    left = [one for one in left if _is_due(done.get(one), args.ranks)]
+    tests, names, whole = Tests(work / "measured.jsonl", args.ranks), Names(args.names), Tree(tree)
     prepare(tree, work / "mutated")
     while left and time.monotonic() < end:
         mutant = left.pop(0)
         row = _run_one(work / "mutated", mutant, whole, names, tests, args.budget)
         with out.open("a", encoding="utf-8") as file:
-            print(json.dumps({**asdict(mutant), **row}, ensure_ascii=False), file=file)
+            print(json.dumps({**asdict(mutant), **row, "ranks": args.ranks}, ensure_ascii=False), file=file)
         print(f"{row['verdict']:9} {row.get('seconds', 0):5} s  {str(mutant)[:150]}", flush=True)
     print(f"{len(left)} mutants left")
+
+
+def _is_due(row: dict[str, Any] | None, ranks: bool) -> bool:
+    """Tell if a mutant is still to be run, from the last row of its results."""
+    if row is None or not ranks:
+        return row is None and not ranks
+    return not row["ranks"] and row["verdict"] in ("survived", "unreached")
 
 
 def _run_one(scratch: Path, mutant: Mutant, whole: Tree, names: Names, tests: Tests, budget: float) -> dict[str, Any]:

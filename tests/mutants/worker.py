@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ HEAVY = (
     *("transformers.models.qwen3.modeling_qwen3", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
 )
 MEMORY, FILE = 8 << 30, 2 << 30  # bytes that a mutant may take, and write to a file
+PATIENCE = 4  # other programs may have the processors
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -86,18 +89,23 @@ def run_tests(
     limit: float,
     plugins: Sequence[Callable[..., Any]] = (),
 ) -> tuple[int | None, list[dict[str, Any]]]:
-    """Run pytest on ``scratch`` in a fork; its exit code, None after ``limit`` seconds, and what was told of tests."""
+    """Run pytest on ``scratch`` in a fork; its exit code, and what was told of tests.
+
+    The code is None after ``limit`` seconds of computing, or PATIENCE times as many of waiting.
+    """
     told, log = scratch.parent / "told.jsonl", scratch.parent / "log.txt"
     told.write_text("")
     if (pid := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
         _become(scratch, arguments, Plugin(_teller(told), wanted), log, plugins)
-    end, code = time.monotonic() + limit, None
+    end, code = time.monotonic() + PATIENCE * limit, None
     while code is None and time.monotonic() < end:
         ended, status = os.waitpid(pid, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if ended else None
         time.sleep(0.0 if ended else 0.03)
     _kill_children()
     shutil.rmtree(scratch.parent / "tmp", ignore_errors=True)
+    code = None if code in (-signal.SIGXCPU, -signal.SIGKILL) else code
     return code, [json.loads(line) for line in told.read_text().splitlines() if line.endswith("}")]
 
 
@@ -126,6 +134,7 @@ def _become(
         for name in [name for name in sys.modules if name.split(".")[0] in ("tests", *FOLDERS)]:
             del sys.modules[name]
         random.SystemRandom = lambda: random.Random(0)  # type: ignore[assignment, misc]
+        _fork_instead()
         import hypothesis
         import pytest
 
@@ -137,6 +146,15 @@ def _become(
         code = int(pytest.main([*options, *arguments], plugins=[plugin, *made]))
     finally:
         os._exit(code)
+
+
+def _fork_instead() -> None:
+    """Let processes that tests take from a fork server be forks of the test's: all that is heavy is imported there."""
+    forks = multiprocessing.get_context("fork")
+    forks.set_forkserver_preload = lambda names: [importlib.import_module(name) for name in names]  # type: ignore
+    of_method = multiprocessing.get_context
+    multiprocessing.get_context = lambda name=None: forks if name == "forkserver" else of_method(name)  # type: ignore
+    forkserver.ensure_running = lambda: None
 
 
 def _kill_children() -> None:
