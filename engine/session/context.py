@@ -23,7 +23,7 @@ from data.text import read_text
 from engine.cluster.job import join_ranks
 from engine.cluster.nodes import check_nodes_agree, check_same_samples, several_machines
 from engine.recipe.checks import RecipeError
-from engine.recipe.ds_config import resolve
+from engine.recipe.ds_config import remarks, resolve
 from engine.recipe.recipe import Recipe
 from model.ranks import (
     errors_on_all_ranks,
@@ -67,6 +67,8 @@ def start_ranks(recipe: Recipe) -> RunContext:
     slower = Counter(text for text in gather_objects(prepare_kernels()) if text)
     for text, ranks in slower.items():
         say(text if ranks == world_size() else f"{text} ({ranks} of {world_size()} ranks)")
+    for line in remarks(recipe.deepspeed):
+        say(line)
     for seeder in (torch.manual_seed, random.seed, np.random.seed):
         seeder(recipe.train.seed)
     return RunContext(device, ds_config, read_tokenizer(recipe))

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerC
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from engine.recipe.ds_keys import ALLOWED, REFUSED
+from engine.recipe.ds_config import BROKEN, CHECKED
 from engine.recipe.recipe import Recipe
 from quant import PRESETS
 
@@ -136,7 +136,7 @@ def changed(contents: dict[str, Any], drawn: list[Change]) -> dict[str, Any]:
 
 def ds_keys() -> dict[tuple[str, ...], Any]:
     """The type of every key of a DeepSpeed file by its path, from DeepSpeed's own models of sections and our lists."""
-    found: dict[tuple[str, ...], Any] = {(key,): Any for key in sorted(ALLOWED | REFUSED.keys())}
+    found: dict[tuple[str, ...], Any] = {(key,): Any for key in sorted(CHECKED | BROKEN.keys())}
     models: list[tuple[tuple[str, ...], type[BaseModel]]] = [
         (("zero_optimization",), DeepSpeedZeroConfig),
         (("zero_optimization", "offload_param"), DeepSpeedZeroOffloadParamConfig),

@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from engine.recipe.ds_config import ALLOWED, FROM_RECIPE, REFUSED, DsConfigError, config_path, resolve, teacher_config
+from engine.recipe.ds_config import (
+    BROKEN,
+    BROKEN_ZERO,
+    CHECKED,
+    DsConfigError,
+    config_path,
+    keys_of_deepspeed,
+    remarks,
+    resolve,
+    teacher_config,
+)
 from tests.root import ROOT
 from tests.unit.engine.recipe.ds_files import SHIPPED, recipe, resolve_file
 
@@ -94,40 +105,119 @@ def test_hpz_takes_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch, name: st
     assert told["zero_optimization"]["zero_hpz_partition_size"] == 8
 
 
-def test_every_key_that_deepspeed_reads_is_sorted() -> None:
-    """A new DeepSpeed may read new keys, or no longer read one: each is to be allowed or refused on purpose."""
+def test_lists_name_keys_of_deepspeed() -> None:
+    """A new DeepSpeed may no longer read a key that is listed here."""
+    assert (CHECKED | BROKEN.keys()) - keys_of_deepspeed() == set()
+    names = {name for key, field in DeepSpeedZeroConfig.model_fields.items() for name in (key, field.alias)}
+    assert BROKEN_ZERO.keys() - names == set()
 
-    class Recorder(dict):
-        asked: set[str] = set()  # noqa: RUF012 - shared by the copies that DeepSpeed makes, on purpose
 
-        def __copy__(self) -> "Recorder":
-            return Recorder(self)
+# As published: the transformers documentation of DeepSpeed, and examples/deepspeed of LLaMA-Factory.
+FP16 = {
+    "enabled": "auto",
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+SIZES = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+STAGE_3 = {
+    "stage": 3,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+CPU = {"device": "cpu", "pin_memory": True}
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "transformers zero2": {
+        "fp16": {**FP16, "auto_cast": False},
+        "optimizer": ADAMW,
+        "scheduler": WARMUP,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": CPU,
+            "allgather_partitions": True,
+            "allgather_bucket_size": 2e8,
+            "overlap_comm": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 2e8,
+            "contiguous_gradients": True,
+        },
+        **SIZES,
+    },
+    "transformers zero3": {
+        "fp16": FP16,
+        "bf16": {"enabled": "auto"},
+        "optimizer": ADAMW,
+        "scheduler": WARMUP,
+        "zero_optimization": {**STAGE_3, "offload_optimizer": CPU, "offload_param": CPU},
+        **SIZES,
+        "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+    },
+    "LLaMA-Factory z0": {
+        **SIZES,
+        "zero_allow_untested_optimizer": True,
+        "fp16": FP16,
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": 0,
+            "allgather_partitions": True,
+            "allgather_bucket_size": 5e8,
+            "overlap_comm": False,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 5e8,
+            "contiguous_gradients": True,
+            "round_robin_gradients": True,
+        },
+    },
+    "LLaMA-Factory z3": {
+        **SIZES,
+        "zero_allow_untested_optimizer": True,
+        "fp16": FP16,
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {**STAGE_3, "overlap_comm": False},
+    },
+}
 
-        def get(self, key: str, default: Any = None) -> Any:
-            self.asked.add(key)
-            return super().get(key, default)
 
-        def __getitem__(self, key: str) -> Any:
-            self.asked.add(key)
-            return super().__getitem__(key)
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_published_files_are_taken(tmp_path: Path, name: str, dtype: str) -> None:
+    config = resolve_file(tmp_path, PUBLISHED[name], dtype=dtype)
+    assert not {"optimizer", "scheduler"} & config.keys()
+    said = [line.removeprefix(f"{tmp_path}/mine.json: ") for line in remarks(str(tmp_path / "mine.json"))]
+    owned = ["optimizer: has no effect: the recipe owns it", "scheduler: has no effect: the recipe owns it"]
+    hysteresis = ["fp16.hysteresis: has no effect: every overflow halves the loss scale"]
+    assert said == [*(owned if "optimizer" in PUBLISHED[name] else []), *hysteresis]
 
-        def __contains__(self, key: object) -> bool:
-            self.asked.add(str(key))
-            return super().__contains__(key)
 
-        def keys(self) -> Any:
-            return self
+def test_keys_that_are_handed_on_are_said(tmp_path: Path) -> None:
+    config = resolve_file(tmp_path, {"zero_optimization": {"stage": 1}, "use_data_before_expert_parallelism": False})
+    assert config["use_data_before_expert_parallelism"] is False
+    (line,) = remarks(str(tmp_path / "mine.json"))
+    assert line.endswith("mine.json: use_data_before_expert_parallelism: handed on to DeepSpeed as it is, untried")
 
-    from deepspeed.runtime import config as deepspeed_config
 
-    DeepSpeedConfig(Recorder(train_batch_size=1))
-    # Read only to say that the feature is gone; to this project they are unknown keys.
-    removed = set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS) | {"curriculum_learning", "sequence_parallel_size"}
-    assert ALLOWED - Recorder.asked == set()
-    assert set(REFUSED) - Recorder.asked == set()
-    assert Recorder.asked - removed - ALLOWED - set(REFUSED) == set()
-    assert not ALLOWED & set(REFUSED)
-    assert FROM_RECIPE < ALLOWED
+def test_the_recipes_own_values_may_stand_in_the_optimizer(tmp_path: Path) -> None:
+    own = recipe().optim
+    params = {"lr": own.lr, "betas": list(own.betas), "eps": own.eps, "weight_decay": own.weight_decay}
+    given = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": params}}
+    assert "optimizer" not in resolve_file(tmp_path, given)
 
 
 def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,6 @@ def test_no_other_accumulation_in_fp32(tmp_path: Path, stage: int) -> None:
         ("zero_optimisation", "unknown key, which DeepSpeed would ignore in silence; did you mean zero_optimization?"),
         ("gradient_cliping", "unknown key, which DeepSpeed would ignore in silence; did you mean gradient_clipping?"),
         ("qqq", "unknown key, which DeepSpeed would ignore in silence; expected one of aio, bf16,"),
-        ("optimizer", "the recipe owns the optimizer: set optim.lr,"),
-        ("scheduler", "the recipe owns the schedule: set optim.schedule,"),
         ("activation_checkpointing", "set train.activation_checkpointing in the recipe"),
         ("gradient_allreduce_op", "leave it out: the loop scales the loss for DeepSpeed's default"),
     ],
@@ -107,8 +105,8 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"fp16": {"loss_scale": math.inf}}, "fp16.loss_scale: inf, expected at most 4.29497e+09"),
 ]
 ZERO_VALUES: list[tuple[dict[str, Any], str]] = [
-    ({"elastic_checkpoint": True}, "elastic_checkpoint: leave it out: DeepQAT has not been tried with it"),
-    ({"zenflow": {}}, "zenflow: leave it out"),
+    ({"elastic_checkpoint": True}, "elastic_checkpoint: leave it out: a resume reads shards of"),
+    ({"zenflow": {}}, "zenflow: leave it out: it updates weights with gradients of earlier steps"),
     ({"leaf_module": 3}, "leaf_module: leave it out"),
     ({"sub_group_size": 0}, "sub_group_size: 0, expected 1 to 2^40 elements"),
     ({"reduce_bucket_size": 10**30}, f"reduce_bucket_size: {10**30}, expected 1 to 2^40 elements"),
@@ -152,8 +150,16 @@ ZERO_VALUES: list[tuple[dict[str, Any], str]] = [
         ),
         ({"zero_optimization": {"stage": 3}, "fp16": 16}, ": fp16: 16, expected an object"),
         (
-            {"zero_optimization": {"stage": 3}, "fp16": {"hysteresis": 2}},
-            ": fp16.hysteresis: leave it out: every overflow halves the scale",
+            {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}},
+            ': optimizer.lr: 0.0003, expected "auto" or the recipe\'s value: the recipe owns the optimizer: set',
+        ),
+        (
+            {"zero_optimization": {"stage": 3}, "optimizer": {"type": "Lion", "params": {"lr": "auto"}}},
+            ": optimizer.type: 'Lion', expected \"auto\" or the recipe's value",
+        ),
+        (
+            {"zero_optimization": {"stage": 3}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
+            ': scheduler.warmup_num_steps: 9, expected "auto": the recipe owns the schedule: set optim.schedule',
         ),
         (
             {"zero_optimization": {"stage": 3}, "fp16": {"loss_scale": -1}},
