@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.checkpoint.save import CheckpointError
+from engine.checks import sum_where_ranks_agree
 from engine.cluster.job import Claim
 from engine.events import Schedule, add_recipe_events, checkpoints, evaluate_held_out, evaluate_start, save
 from engine.export import export_trained
@@ -40,7 +41,7 @@ from engine.recipe.recipe import Recipe
 from engine.report import RunReport
 from engine.start import start_run
 from engine.state import Action, LoopState
-from engine.step import sum_where_ranks_agree, train_step
+from engine.step import train_step
 from model.ranks import RankError, say
 
 

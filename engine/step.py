@@ -1,18 +1,16 @@
 """One optimizer step: count the tokens, accumulate gradients, update, report; and one micro-batch to its losses."""
 
-import json
-import re
-import zlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from data.device import on_device, without_wait
+from data.device import on_device
 from data.loader import MicroBatch, model_inputs, real_tokens, valid_tokens
+from engine.checks import check_layers_ran, sum_where_ranks_agree, watch_gradients
 from engine.faults import nan_unless_finite
 from engine.losses.chunked import LossResult, chunked_losses
 from engine.losses.objective import ROUTER_AUX, Objective, router_loss_factor
@@ -23,10 +21,9 @@ from engine.session.optimizer import SCALE_GROUPS, lr_factor, trained_scales
 from engine.session.session import Session
 from engine.state import LoopState, StepResult
 from model.head import LogitFunction
-from model.ranks import RankError, gather_objects, listed, raise_everywhere, reduce_over_ranks, world_size
+from model.ranks import RankError, raise_everywhere, reduce_over_ranks, world_size
 from model.zero import backward, gathered, global_gradient_norm, gradient_norm
-from quant import Quantization, exempt_line, recomputing, weights_changed
-from quant.patterns import name_patterns
+from quant import recomputing, weights_changed
 
 
 def train_step(state: LoopState) -> StepResult:
@@ -77,64 +74,6 @@ def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
     return valid, tokens
 
 
-def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Sums over all ranks, which must agree on what events have set (:func:`_settings`).
-
-    A collective, and one reduction alone: a checksum travels with the counts. It is the same on every rank if and only
-    if the sum of its squares, times the ranks, is the square of its sum. The end of a run has no counts, but meets here
-    the next step of a rank that does not end.
-
-    Raises:
-        RankError: on every rank: what differs, with the values of two ranks.
-    """
-    # Of 24 bits, so that a sum of squares over 2^15 ranks is exact in 64.
-    checksum = zlib.crc32("\n".join(_settings(state).values()).encode()) >> 8
-    numbers = without_wait(torch.tensor([*counts, checksum, checksum**2]), state.session.device)
-    valid, tokens, checksums, squares = reduce_over_ranks(numbers).tolist()
-    if squares * world_size() != checksums**2:
-        raise RankError(_difference(state))
-    return valid, tokens
-
-
-def _settings(state: LoopState) -> dict[str, str]:
-    """What events may have changed and must be the same on every rank, as text by name."""
-    levers, quant = state.session.levers, state.quant
-    values: dict[str, Any] = {
-        "loss weights": levers.loss_weights,
-        "peak rates": levers.peak_rates,
-        "frozen scales": levers.frozen,
-        "fake quant": quant.quantization.fake_quant_state(),
-        "observing": quant.quantization.observing,
-        "stale scales": quant.stale,
-        "steps with fake quant": quant.scale_steps,
-        "conditions that were met": state.owners["schedule"].state_dict(),
-        "losses of the script": [(loss.name, loss.weight) for loss in state.token_losses],
-        "loss": vars(state.recipe.loss),
-        "optim": vars(state.recipe.optim),
-        "stopped": state.stopped,
-    }
-    return {name: json.dumps(value, sort_keys=True, default=_as_plain) for name, value in values.items()}
-
-
-def _as_plain(value: Any) -> Any:
-    """What JSON has no form for: sets of names in their order, anything else as Python shows it."""
-    return sorted(value) if isinstance(value, set | frozenset) else repr(value)
-
-
-def _difference(state: LoopState) -> str:
-    """What the ranks do not agree on, the same on every rank; a collective."""
-    found = gather_objects(_settings(state))
-    for other, theirs in enumerate(found):
-        for name, mine in found[0].items():
-            if mine != theirs[name]:
-                return (
-                    f"step {state.step}: the ranks differ in what events have set: {name} is {mine} on rank 0 and "
-                    f"{theirs[name]} on rank {other}. Conditions and actions must do the same on every rank: give "
-                    "them what is the same there, as losses are"
-                )
-    return f"step {state.step}: the ranks differ in what events have set"
-
-
 def _set_learning_rates(state: LoopState) -> None:
     """Set the schedule's learning rate of this step in every parameter group.
 
@@ -167,11 +106,11 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
     if session.loss_scale is not None:
         engine.optimizer.loss_scale = session.loss_scale.value
     sums: dict[str, Tensor] = {}
-    untouched = _watch_gradients(session.model) if state.last is None else None
+    untouched = watch_gradients(session.model) if state.last is None else None
     for batch in (on_device(each, session.device) for each in batches):
         losses = training_losses(session, batch, objective, valid=valid, diagnostics=diagnostics)
         if state.last is None:
-            _check_layers_ran(session.quantization)
+            check_layers_ran(session.quantization)
         sums = {name: sums.get(name, 0) + value for name, value in losses.sums.items()}
         with recomputing():
             backward(engine, nan_unless_finite(losses.total))
@@ -180,56 +119,6 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
     if untouched is not None:
         raise_everywhere(untouched())
     return sums
-
-
-def _check_layers_ran(quantization: Quantization) -> None:
-    """Refuse to train layers that are quantised on disk only, after a first forward; a collective.
-
-    Raises:
-        RankError: on every rank: a forward of the model uses the weight of a layer without calling the layer.
-    """
-    unused = [name for name, layer in quantization.layers.items() if not layer.trained]
-    raise_everywhere(
-        f"{listed(unused, 3)}: the model's forward did not call them, so that training would not quantise what the "
-        f"export does; set {exempt_line(unused)}"
-        if unused
-        else None
-    )
-
-
-def _watch_gradients(model: nn.Module) -> Callable[[], str | None]:
-    """Find out which trained Parameters get a gradient.
-
-    Returns:
-        What says what is wrong: trained Parameters that had none, on any rank, since the watch began. Weight decay
-        alone would move them. It ends the watch, and is a collective.
-    """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    without = dict.fromkeys(trained)
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: without.pop(name, None))
-        for name, parameter in trained.items()
-    ]
-
-    def untouched() -> str | None:
-        for hook in hooks:
-            hook.remove()
-        elsewhere = gather_objects(list(without))
-        names = [name for name in without if all(name in others for others in elsewhere)]
-        return _no_gradient(names, trained.keys() - set(names)) if names else None
-
-    return untouched
-
-
-def _no_gradient(names: Sequence[str], others: Set[str]) -> str:
-    """What is wrong with trained Parameters of these ``names`` that got no gradient, while ``others`` got one."""
-    patterns = name_patterns(names, others)
-    quoted = [f"'{one.removeprefix('re:') if one.startswith('re:') else re.escape(one)}'" for one in patterns]
-    return (
-        f"{listed(names, 3)}: the loss of the first step did not depend on them (its rows may be too short to "
-        "reach them), so that weight decay alone would move them; to leave them as they are, set "
-        f"learnable.freeze: [{', '.join(quoted)}]"
-    )
 
 
 class Update(NamedTuple):

@@ -134,7 +134,7 @@ ON_A_CPU = {"quant/gemm.py: _split"}
 # and what remains: the counts before the first forward; DeepSpeed's look whether the norm is finite, before the update;
 # the losses and the norm after it.
 WAITS = {
-    "engine/step.py: sum_where_ranks_agree": 1,
+    "engine/checks.py: sum_where_ranks_agree": 1,
     "deepspeed/runtime/utils.py: is_invalid_grad_norm": 1,
     "engine/step.py: _reduce": 1,
 }

@@ -1,0 +1,124 @@
+"""Checks around the optimizer step: once after the first forward and backward, and in each step that ranks agree."""
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.device import without_wait
+from engine.state import LoopState
+from model.ranks import RankError, gather_objects, listed, raise_everywhere, reduce_over_ranks, world_size
+from quant import Quantization, exempt_line
+from quant.patterns import name_patterns
+
+
+def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Sum counts over all ranks, and check that schedule events have set the same on each; one all-reduce.
+
+    A checksum of the settings travels with the counts. It is the same on every rank if and only if the sum of its
+    squares, times the ranks, is the square of its sum. At the end of a run the counts are 0: a rank that stops alone
+    meets here the next step of the others.
+
+    Raises:
+        RankError: on every rank: what differs, with the values of two ranks.
+    """
+    # Of 24 bits, so that a sum of squares over 2^15 ranks is exact in 64.
+    checksum = zlib.crc32("\n".join(_settings(state).values()).encode()) >> 8
+    numbers = without_wait(torch.tensor([*counts, checksum, checksum**2]), state.session.device)
+    valid, tokens, checksums, squares = reduce_over_ranks(numbers).tolist()
+    if squares * world_size() != checksums**2:
+        raise RankError(_difference(state))
+    return valid, tokens
+
+
+def _settings(state: LoopState) -> dict[str, str]:
+    """Settings that schedule events may have changed and that every rank must share, as text by name."""
+    levers, quant = state.session.levers, state.quant
+    values: dict[str, Any] = {
+        "loss weights": levers.loss_weights,
+        "peak rates": levers.peak_rates,
+        "frozen scales": levers.frozen,
+        "fake quant": quant.quantization.fake_quant_state(),
+        "observing": quant.quantization.observing,
+        "stale scales": quant.stale,
+        "steps with fake quant": quant.scale_steps,
+        "conditions that were met": state.owners["schedule"].state_dict(),
+        "losses of the script": [(loss.name, loss.weight) for loss in state.token_losses],
+        "loss": vars(state.recipe.loss),
+        "optim": vars(state.recipe.optim),
+        "stopped": state.stopped,
+    }
+    return {name: json.dumps(value, sort_keys=True, default=_as_plain) for name, value in values.items()}
+
+
+def _as_plain(value: Any) -> Any:
+    """Replace an object that JSON cannot hold: a set by its sorted elements, anything else by its repr."""
+    return sorted(value) if isinstance(value, set | frozenset) else repr(value)
+
+
+def _difference(state: LoopState) -> str:
+    """Describe the first setting that differs between ranks, the same text on every rank; a collective."""
+    found = gather_objects(_settings(state))
+    for other, theirs in enumerate(found):
+        for name, mine in found[0].items():
+            if mine != theirs[name]:
+                return (
+                    f"step {state.step}: the ranks differ in what events have set: {name} is {mine} on rank 0 and "
+                    f"{theirs[name]} on rank {other}. Conditions and actions must do the same on every rank: give "
+                    "them what is the same there, as losses are"
+                )
+    return f"step {state.step}: the ranks differ in what events have set"
+
+
+def check_layers_ran(quantization: Quantization) -> None:
+    """Check after the first forward that the model called every quantised layer; a collective.
+
+    Raises:
+        RankError: on every rank: a forward of the model uses the weight of a layer without calling the layer.
+    """
+    unused = [name for name, layer in quantization.layers.items() if not layer.trained]
+    raise_everywhere(
+        f"{listed(unused, 3)}: the model's forward did not call them, so that training would not quantise what the "
+        f"export does; set {exempt_line(unused)}"
+        if unused
+        else None
+    )
+
+
+def watch_gradients(model: nn.Module) -> Callable[[], str | None]:
+    """Record which trained Parameters receive a gradient.
+
+    Returns:
+        A function that ends the recording and describes the trained Parameters that received none on any rank (weight
+        decay alone would move them), or returns None; a collective.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    without = dict.fromkeys(trained)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: without.pop(name, None))
+        for name, parameter in trained.items()
+    ]
+
+    def untouched() -> str | None:
+        for hook in hooks:
+            hook.remove()
+        elsewhere = gather_objects(list(without))
+        names = [name for name in without if all(name in others for others in elsewhere)]
+        return _no_gradient(names, trained.keys() - set(names)) if names else None
+
+    return untouched
+
+
+def _no_gradient(names: Sequence[str], others: Set[str]) -> str:
+    """Describe trained Parameters (``names``) that received no gradient, while ``others`` did."""
+    patterns = name_patterns(names, others)
+    quoted = [f"'{one.removeprefix('re:') if one.startswith('re:') else re.escape(one)}'" for one in patterns]
+    return (
+        f"{listed(names, 3)}: the loss of the first step did not depend on them (its rows may be too short to "
+        "reach them), so that weight decay alone would move them; to leave them as they are, set "
+        f"learnable.freeze: [{', '.join(quoted)}]"
+    )
