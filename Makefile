@@ -13,6 +13,7 @@
 #   make test-peft     those of the extra "peft", which is installed into .venv-peft
 #   make test-oldest   the unit tests on the oldest torch that is supported, which is installed into .venv-oldest (GBs)
 #   make test-half-hour  benchmarks/gpu/half_hour.py on the CPU, all three stages in tiny sizes; four minutes
+#   make golden        20 steps of tiny models against a record, bit for bit; five minutes
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
 
@@ -32,7 +33,7 @@ export PATH := $(VENV)/bin:$(PATH)
 test test-full test-eval test-gguf test-mlx test-executorch test-peft test-oldest: export OMP_NUM_THREADS = 1
 
 .PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-mlx test-executorch test-peft \
-    test-oldest test-half-hour lint typecheck
+    test-oldest test-half-hour golden lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -82,6 +83,9 @@ test-half-hour: $(STAMP)
 	for stage in A B C; do \
 	    $(VENV)/bin/python benchmarks/gpu/half_hour.py $$stage --dry --out runs/half_hour --work runs/half_hour || exit 1; \
 	done
+
+golden: $(STAMP)
+	$(VENV)/bin/python tests/golden/record.py --check
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
