@@ -100,10 +100,6 @@ class Observer:
             self.clipped = self.clipped.to(x.device) + (~inside_range(x, scale, self.spec)).sum()
             self.total += x.numel()
 
-    def clipped_fraction(self) -> float:
-        """Share of elements outside the range, 0 where nothing was counted. Reads the device."""
-        return self.clipped.item() / self.total if self.total else 0.0
-
     def state_dict(self) -> dict[str, Tensor]:
         """What was seen so far, for a checkpoint; :meth:`load_state_dict` takes it back."""
         state = {"absmax": self.absmax.cpu(), "clipped": self.clipped.cpu(), "total": torch.tensor(self.total)}

@@ -103,17 +103,15 @@ def packed_shapes(in_features: int, out_features: int, scheme: Scheme, model_dty
         if layout == NVFP4_PACKED:
             shapes["weight_global_scale"] = (torch.float32, (1,))
     if scheme.stored_input is not None:
-        shapes[input_suffix(scheme.stored_input)] = (_input_dtype(scheme.stored_input, model_dtype), (1,))
+        global_ = scheme.stored_input.has_global_scale
+        dtype = torch.float32 if global_ else _stored_dtype(scheme.stored_input, model_dtype)
+        shapes[input_suffix(scheme.stored_input)] = (dtype, (1,))
     return shapes
 
 
 def input_suffix(spec: TensorSpec) -> str:
     """What the stored scale of an input is called behind the name of its Linear."""
     return "input_global_scale" if spec.has_global_scale else "input_scale"
-
-
-def _input_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if spec.has_global_scale else _stored_dtype(spec, model_dtype)
 
 
 def _stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:

@@ -162,7 +162,7 @@ class SharedInput:
         if torch.compiler.is_compiling() or x.is_inference():
             return make(), None
         entry = self._entry
-        if entry is None or not _same(entry, x):
+        if entry is None or not (_same_memory(entry.x, x) and x._version == entry.version):
             entry = self._entry = _Entry(x.detach(), x._version, wanted, make())
         entry.taken += 1
         if entry.taken >= self.consumers:
@@ -172,11 +172,6 @@ class SharedInput:
     def drop(self) -> None:
         """Forget the entry: all layers have taken it, or the scale changed after an unfinished forward."""
         self._entry = None
-
-
-def _same(entry: _Entry, x: Tensor) -> bool:
-    """Whether ``x`` shows the memory that the entry was made from, and nothing was written to it since."""
-    return _same_memory(entry.x, x) and x._version == entry.version
 
 
 def _same_memory(seen: Tensor, x: Tensor) -> bool:
