@@ -23,9 +23,9 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 STAMP := $(VENV)/.installed$(subst /,_,$(CURDIR))
 
 GGUF_TESTS := tests/unit/model/save/test_gguf.py tests/distributed/engine/test_gguf.py
-MLX_TESTS := tests/unit/quant/test_mlx.py tests/distributed/engine/test_mlx.py
-EXECUTORCH_TESTS := tests/unit/quant/test_torchao.py tests/distributed/engine/test_executorch.py
-PEFT_TESTS := tests/distributed/model/save/test_adapter.py
+MLX_TESTS := tests/unit/quant/formats/test_mlx.py tests/distributed/engine/test_mlx.py
+EXECUTORCH_TESTS := tests/unit/quant/formats/test_torchao.py tests/distributed/engine/test_executorch.py
+PEFT_TESTS := tests/distributed/model/save/test_lora.py
 
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
 export PATH := $(VENV)/bin:$(PATH)

@@ -34,7 +34,7 @@ from benchmarks import timing
 from benchmarks.step import MIB, SIZES, Part, make_part, peak_bytes
 from benchmarks.step_ways import ours
 from quant import QuantLinear, prepare_kernels
-from quant.adapter import Adapter
+from quant.lora import Adapter
 
 RANK, SCALING = 16, 2.0
 PLAIN = "plain, LoRA beside"

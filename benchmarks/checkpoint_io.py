@@ -121,7 +121,7 @@ def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
 
     from engine.session.context import init_ranks
     from model.build import build_model
-    from model.load import load_weights
+    from model.checkpoint.load import load_weights
     from model.ranks import barrier, is_main, shut_down
     from model.save import export_model
 
@@ -181,7 +181,7 @@ def peak_bytes() -> int:
 def make_coded(source: Path, coded: Path, config: dict[str, Any], device: torch.device) -> None:
     """The checkpoint in int4, in groups of 32; a collective."""
     from model.build import build_model
-    from model.load import load_weights
+    from model.checkpoint.load import load_weights
     from model.save import export_model
     from model.scales import renew_weight_scales
     from model.zero import partition_new_parameters

@@ -30,12 +30,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks import timing
 from model.build import build_model
-from model.load import load_weights
-from model.quantised.scales import take_scales
-from model.quantised.schemes import source_schemes
+from model.checkpoint.load import load_weights
+from model.quantized.scales import take_scales
+from model.quantized.schemes import source_schemes
 from model.save import export_model
 from quant import Quantization, prepare
-from quant.layouts import check_layout
+from quant.formats.layouts import check_layout
 from tests.gguf_templates import gguf_template
 from tools.compressed import load_compressed
 from tools.verify import executorch as xnnpack

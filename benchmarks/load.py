@@ -38,9 +38,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from launch.launcher import find_launcher
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
+from model.checkpoint.safetensors import CHUNK_BYTES
 from model.ranks import barrier, gather_objects, is_main
-from model.shards import CHUNK_BYTES
 from model.zero import full_numel, init_process_group, local_range
 
 METHODS = ("direct", "rank0")

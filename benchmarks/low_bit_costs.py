@@ -28,9 +28,9 @@ from benchmarks import timing
 from benchmarks.markdown import table
 from benchmarks.recovery_runs import SETTINGS
 from engine.cluster.job import Claim
-from engine.events import Schedule, add_recipe_events
+from engine.config.reading import parse_recipe
 from engine.losses.teacher import ModelTeacher
-from engine.recipe.reading import parse_recipe
+from engine.schedule import Schedule, add_recipe_events
 from engine.start import start_run
 from engine.state import LoopState
 from engine.step import train_step

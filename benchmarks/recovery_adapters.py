@@ -37,13 +37,13 @@ import torch
 
 from benchmarks import timing
 from benchmarks.markdown import table
-from engine.events import evaluate_held_out
+from engine.config.reading import parse_recipe
 from engine.loop import Loop
-from engine.recipe.reading import parse_recipe
+from engine.schedule import evaluate_held_out
 from engine.state import LoopState
 from model.scales import renew_weight_scales
 from quant import SCHEMES, weights_changed
-from quant.adapter import merge
+from quant.lora import merge
 
 DEVICE = torch.device("cpu")
 PERPLEXITY = "eval/perplexity"

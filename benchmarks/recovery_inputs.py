@@ -39,13 +39,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 from benchmarks import timing
 from benchmarks.markdown import table
 from benchmarks.recovery_runs import SETTINGS
+from engine.config.reading import parse_recipe
 from engine.loop import Loop
-from engine.recipe.reading import parse_recipe
 from launch.calibrate import calibrate
 from launch.launcher import ROOT
 from model.build import build_model
-from model.load import load_weights
-from model.quantised.config import is_quantised, weights_alone
+from model.checkpoint.load import load_weights
+from model.quantized.config import is_quantised, weights_alone
 from quant import SCHEMES
 from tools.compressed import load_compressed
 from tools.verify.check import Comparison, windows

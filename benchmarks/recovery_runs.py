@@ -16,9 +16,9 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import recovery_torchao
+from engine.config.config import Recipe
+from engine.config.reading import parse_recipe
 from engine.loop import Loop
-from engine.recipe.reading import parse_recipe
-from engine.recipe.recipe import Recipe
 from launch.calibrate import calibrate
 from tools.evaluation.perplexity import evaluate_text, load_for_evaluation, read_eval_text
 from tools.evaluation.score import ScoringModel, scoring_model

@@ -46,8 +46,8 @@ from benchmarks import recovery_start_kept, recovery_torchao, timing
 from benchmarks.recovery_inputs import load
 from benchmarks.recovery_runs import SETTINGS
 from benchmarks.recovery_start_table import Found, Run, read_runs, tables
+from engine.config.reading import parse_recipe
 from engine.loop import Loop
-from engine.recipe.reading import parse_recipe
 from launch.calibrate import calibrate
 from launch.compare import named
 from quant import SCHEMES

@@ -15,9 +15,9 @@ from benchmarks import timing
 from data.loader import Loader, model_inputs
 from data.samples import IGNORE
 from data.text import read_text
+from engine.config.config import Recipe
+from engine.config.loss import LossRecipe
 from engine.losses.chunked import TeacherHidden, chunked_losses
-from engine.recipe.loss import LossRecipe
-from engine.recipe.recipe import Recipe
 from engine.session.optimizer import lr_factor
 from quant import SCHEMES
 

@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from benchmarks import timing
 from benchmarks.markdown import table
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.rotation import rotate_checkpoint, rotate_weights
 from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, prepare

@@ -65,7 +65,7 @@ def measure(checkpoint: str, out: Path, results: Path, repeats: int) -> None:
     """On each rank: build, load, and export several times; rank 0 writes the results of all."""
     from engine.session.context import init_ranks
     from model.build import build_model
-    from model.load import load_weights
+    from model.checkpoint.load import load_weights
     from model.ranks import gather_objects, is_main
     from model.save import export_model
     from model.scales import measure_weight_scales, write_scales

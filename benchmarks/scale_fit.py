@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.timing import arguments_of, command, machine, write
 from model.scales.codes import add_products, count_of_sums, other_weights
 from quant import SCHEMES, Ranges, partial_errors, partial_fit, partial_stats, scales_from_errors, scales_from_stats
-from quant.calibrate import zero_points_from_stats
-from quant.experts import LinearPart
 from quant.fit import Fit, misfit
+from quant.linear import LinearPart
+from quant.observers import zero_points_from_stats
 from quant.reference import dequantize, fake_quant, quantize, round_scale
 from quant.spec import TensorSpec
 

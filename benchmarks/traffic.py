@@ -33,10 +33,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.timing import RESULTS
-from model.arrange_experts import arrange_experts
+from model.moe.arrange import arrange_experts
 from quant import SCHEMES, prepare
 from quant.fused import fuse
-from quant.held import stand_in
+from quant.packed_weight import stand_in
 
 META = torch.device("meta")
 BANDWIDTH = 0.88 * 4.3e12  # bytes per second: elementwise kernels reach that part of an H200's
@@ -67,11 +67,11 @@ FREE |= {"set_"}
 # In place, and without sums, these touch gradients only where something was clipped: nothing, here.
 CLIPPED = {"masked_", "dequantize_and_mask_", "fake_quantize_backward_", "fake_quantize_tokens_and_mask_"}
 # Of long runs partial sums, and their sum; of more runs than are counted on the device in a launch of its own, see
-# launch_reduction in quant/kernels/cuda_reductions.h.
+# launch_reduction in quant/kernels/cuda/reductions.h.
 WITH_SUMS = "fake_quantize_backward_"
 SEGMENT = 8 * 2048  # elements of a run whose sum is taken at once; kSegment in quant/kernels/kernels.h
-COUNTED_RUNS = 1024  # kCountedRuns in cuda_reductions.h
-NORM_BACKWARD = "rms_norm_backward"  # in two launches where the weight has a gradient; quant/kernels/fused.cu
+COUNTED_RUNS = 1024  # kCountedRuns in cuda/reductions.h
+NORM_BACKWARD = "rms_norm_backward"  # in two launches where the weight has a gradient; quant/kernels/cuda/fused.cu
 
 
 @dataclass

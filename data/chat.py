@@ -32,8 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.jsonl import BadLineError, check_fields, conversation_of, lines_of
 from data.samples import IGNORE, DataError, Problems, Sample, check_files
-from data.special import SpecialTokens
-from data.template import Answer, LossOn, Rendering, Template
+from data.template import Answer, LossOn, Rendering, SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS, Tokeniser, TokeniserError, Tokens, in_groups
 
 

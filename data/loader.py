@@ -17,18 +17,29 @@ attention is then causal within each sample, and blind beyond it. Padding at the
 own to it, so nobody attends to padding, and padding attends to nobody. Flash attention reads the same borders only in
 batches of one row. The experts of a MoE compute padding in both kinds of batch; its router's auxiliary loss leaves
 padding out where there is an attention mask, so it counts the few padding positions of packed rows.
+
+Samples of different lengths into bins of one length, so that almost no position of a batch is padding.
+
+Best fit: a sample goes into the fullest bin that still has room for it. Within a window of `WINDOW` consecutive samples
+the long ones are placed first (best-fit decreasing), because what is left over is then filled by short ones; a window
+bounds the work per sample, and costs at most the last bins of each window. In rows of 512, 97.7% of the positions hold
+a token of GSM8K's chats, and more than 99% where more of the samples are short.
+
+Samples are placed whole: a sample that is cut in two would train its second half without its context.
+
+Micro-batches on their way to the device: in one copy, for which the host does not wait.
 """
 
 import itertools
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from data.packing import pack
 from data.samples import IGNORE, DataError, Sample, digest_of_samples
 
 MicroBatch = dict[str, torch.Tensor]
@@ -343,3 +354,69 @@ def _files(samples: Sequence[Sample], weights: Mapping[str, float]) -> list[tupl
             "least one: raise the weight, or leave the file out"
         )
     return list(zip(ids, counts.tolist(), strict=True))
+
+
+WINDOW = 4096
+
+
+def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The bin of each sample, int64 [n], bins numbered from 0 without gaps; a pure function of its arguments.
+
+    Args:
+        lengths: int [n], each from 1 to ``capacity``.
+        capacity: positions of a bin.
+    """
+    bins = np.empty(len(lengths), dtype=np.int64)
+    count = 0
+    for start in range(0, len(lengths), WINDOW):
+        window = lengths[start : start + WINDOW]
+        placed = _best_fit_decreasing(window, capacity)
+        bins[start : start + WINDOW] = placed + count
+        count += int(placed.max()) + 1
+    return bins
+
+
+def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The bin of each sample of one window."""
+    order = np.argsort(-lengths, kind="stable")
+    bins = np.empty(len(lengths), dtype=np.int64)
+    rooms: list[int] = []  # sorted; room left * WINDOW + bin, so that the tightest bin is found by bisection
+    count = 0
+    for sample, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        index = bisect_left(rooms, length * WINDOW)
+        if index < len(rooms):
+            room, chosen = divmod(rooms.pop(index), WINDOW)
+        else:
+            room, chosen, count = capacity, count, count + 1
+        bins[sample] = chosen
+        if room > length:
+            insort(rooms, (room - length) * WINDOW + chosen)
+    return bins
+
+
+READ_BY_THE_HOST = ("sample_ids", "spans")
+
+
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """A micro-batch of a loader with its ``positions`` [N]: where there are labels, among all B * T, in their order.
+
+    What the host reads stays where it is. That there are as many positions as there are could be read from labels on a
+    GPU too; the host would wait for all that the GPU has to do before.
+    """
+    batch = {**batch, "positions": (batch["labels"].flatten() != IGNORE).nonzero().squeeze(-1)}
+    return batch if device.type == "cpu" else _moved(batch, lambda flat: without_wait(flat, device))
+
+
+def without_wait(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, for which the host waits neither now nor for what the device has to do before."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _moved(batch: MicroBatch, copy: Callable[[Tensor], Tensor]) -> MicroBatch:
+    """``batch`` with views of one ``copy`` of all its tensors, which are int64, one behind the other."""
+    tensors = {name: tensor for name, tensor in batch.items() if name not in READ_BY_THE_HOST}
+    parts = copy(torch.cat([tensor.flatten() for tensor in tensors.values()])).split(
+        [tensor.numel() for tensor in tensors.values()]
+    )
+    moved = {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
+    return {**batch, **moved}

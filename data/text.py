@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.samples import DataError, Sample, check_files, plain_backend
-from data.special import SpecialTexts, SpecialTokens
+from data.template import SpecialTexts, SpecialTokens
 from data.tokens import named_errors
 
 PIECE = 1 << 17  # characters: a whole file in one call would use one core, and some 200 bytes of memory per character

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.jsonl import BadLineError
 from data.samples import DataError, plain_backend
-from data.special import Span, SpecialTexts
+from data.template import Span, SpecialTexts
 
 T = TypeVar("T")
 

@@ -85,7 +85,7 @@ PREPARE = [
     Box("code", "model.load", "each rank reads its own slices", SET_UP[0], row(1), SET_UP[1]),
     Box("code", "quant.prepare", "Linears become QuantLinears", SET_UP[0], row(2), SET_UP[1]),
     Box("code", "model.scales", "first scales, read or measured", SET_UP[0], row(3), SET_UP[1]),
-    Box("code", "engine.quantisation.switches", "activation scales, if none were read", SET_UP[0], row(4), SET_UP[1]),
+    Box("code", "engine.fake_quant", "activation scales, if none were read", SET_UP[0], row(4), SET_UP[1]),
     Box("code", "data.chat, data.text", "tokens, and which are learned", SET_UP[0], row(5), SET_UP[1]),
     Box("code", "data.loader", "batches by step and rank", SET_UP[0], row(6), SET_UP[1]),
 ]

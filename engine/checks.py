@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.device import without_wait
+from data.loader import without_wait
 from engine.state import LoopState
 from model.ranks import RankError, gather_objects, listed, raise_everywhere, reduce_over_ranks, world_size
 from quant import Quantization, exempt_line
-from quant.patterns import name_patterns
+from quant.rules import name_patterns
 
 
 def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) -> tuple[int, int]:

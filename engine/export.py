@@ -6,16 +6,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from data.loader import MicroBatch
-from engine.quantisation.switches import FakeQuant
-from engine.recipe.checks import RecipeError, parse_size
-from engine.recipe.quant import SOURCE
-from engine.recipe.recipe import Recipe
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError, parse_size
+from engine.config.quant import SOURCE
+from engine.fake_quant import FakeQuant
 from engine.session.session import Session
 from model.fingerprint import digest_of_checkpoint
 from model.ranks import listed, say
 from model.save import check_plan, export_model, not_loaded
-from model.save.adapter import PeftFolder, collect_adapter
-from quant.layouts import Layout, check_layout
+from model.save.lora import PeftFolder, collect_adapter
+from quant.formats.layouts import Layout, check_layout
 
 
 def check_export(recipe: Recipe) -> None:

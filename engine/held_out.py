@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from data.device import on_device
 from data.held_out import HeldOut
-from data.loader import MicroBatch, valid_tokens
-from engine.quantisation.switches import FakeQuant
+from data.loader import MicroBatch, on_device, valid_tokens
+from engine.fake_quant import FakeQuant
 from engine.session.session import Session
 from model.ranks import reduce_over_ranks
 from model.zero import forward_only

@@ -31,14 +31,14 @@ from pathlib import Path
 from engine.checkpoint.save import CheckpointError
 from engine.checks import sum_where_ranks_agree
 from engine.cluster.job import Claim
-from engine.events import Schedule, add_recipe_events, checkpoints, evaluate_held_out, evaluate_start, save
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
+from engine.config.reading import load_recipe
 from engine.export import export_trained
 from engine.losses.objective import DIAGNOSTICS, ROUTER_AUX, NamedTokenLoss, TokenLoss
 from engine.metrics import resident_bytes
-from engine.recipe.checks import RecipeError
-from engine.recipe.reading import load_recipe
-from engine.recipe.recipe import Recipe
 from engine.report import RunReport
+from engine.schedule import Schedule, add_recipe_events, checkpoints, evaluate_held_out, evaluate_start, save
 from engine.start import start_run
 from engine.state import Action, LoopState
 from engine.step import train_step

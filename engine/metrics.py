@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from engine.recipe.recipe import Recipe
+from engine.config.config import Recipe
 from model.ranks import is_main, say
 
 RETRY_SECONDS = 60.0
@@ -26,7 +26,7 @@ class Metrics:
 
     Tags: ``loss/...``, ``kd/...``, ``eval/...``; ``lr/<group>``; ``train/...`` (grad norms of all, of weights and of
     scales, tokens per second and device, peak memory, skipped steps, loss scale of fp16, epoch); ``quant/...`` (see
-    engine.quantisation.statistics).
+    engine.fake_quant).
 
     Curves are no reason to end a run: where they cannot be written (a full disk, a directory that is gone), that is
     said once, what comes meanwhile is lost, and new files are tried from time to time.

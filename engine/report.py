@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from engine.checkpoint.find import best_checkpoint
+from engine.fake_quant import QuantStats
 from engine.memory.measured import MemoryWatch, write_measured
 from engine.metrics import Metrics, Progress, Summary, peak_memory_bytes
-from engine.quantisation.statistics import QuantStats
 from engine.state import LoopState, StepResult
 from model.ranks import is_main, say, world_size
 

@@ -6,22 +6,21 @@ from pathlib import Path
 
 from engine.checkpoint.find import LATEST, STEPS, Checkpoint, check_resumable, check_samples, verify_checkpoint
 from engine.checkpoint.load import load_checkpoint
-from engine.checkpoint.owners import Owners
+from engine.checkpoint.stateful import Owners
 from engine.cluster.job import Claim
 from engine.cluster.nodes import check_shared, several_machines
-from engine.events import Schedule, check_events
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
+from engine.config.reading import save_recipe
 from engine.export import check_export, check_exportable
+from engine.fake_quant import FakeQuant, check_inputs
 from engine.faults import SkippedSteps
 from engine.held_out import HeldOutResults
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import Metrics
-from engine.quantisation.inputs import check_inputs
-from engine.quantisation.switches import FakeQuant
-from engine.recipe.checks import RecipeError
-from engine.recipe.reading import save_recipe
-from engine.recipe.recipe import Recipe
+from engine.schedule import Schedule, check_events
 from engine.session.context import build_loader, start_ranks
-from engine.session.masks import with_checked_rows
+from engine.session.probes import with_checked_rows
 from engine.session.session import Session, build_session
 from engine.state import LoopState
 from model.ranks import errors_on_all_ranks, is_main, say

@@ -7,15 +7,14 @@ import torch
 
 from data.held_out import HeldOut
 from data.loader import Loader
-from engine.checkpoint.owners import Owners
+from engine.checkpoint.stateful import Owners
 from engine.cluster.job import StopRequests
+from engine.config.config import Recipe
+from engine.fake_quant import FakeQuant, QuantStats
 from engine.faults import SkippedSteps
 from engine.held_out import HeldOutResults
 from engine.losses.objective import NamedTokenLoss, Objective
 from engine.metrics import Metrics
-from engine.quantisation.statistics import QuantStats
-from engine.quantisation.switches import FakeQuant
-from engine.recipe.recipe import Recipe
 from engine.session.session import Session
 
 

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data.device import on_device
-from data.loader import MicroBatch, model_inputs, real_tokens, valid_tokens
+from data.loader import MicroBatch, model_inputs, on_device, real_tokens, valid_tokens
 from engine.checks import check_layers_ran, sum_where_ranks_agree, watch_gradients
+from engine.fake_quant import Watch, watching
 from engine.faults import nan_unless_finite
 from engine.losses.chunked import LossResult, chunked_losses
 from engine.losses.objective import ROUTER_AUX, Objective, router_loss_factor
 from engine.losses.teacher import CachedTeacher, Sight, Teacher
 from engine.offload import OnHost
-from engine.quantisation.statistics import Watch, watching
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, trained_scales
 from engine.session.session import Session
 from engine.state import LoopState, StepResult
@@ -181,7 +180,7 @@ def training_losses(
 
     Args:
         session: the run.
-        batch: of the loader, :func:`data.device.on_device`.
+        batch: of the loader, :func:`data.loader.on_device`.
         objective: which losses.
         valid: tokens with a target in the whole optimizer step, over all ranks and micro-batches. DeepSpeed divides by
             the accumulation steps and averages over the ranks, which this number counts already.

@@ -33,9 +33,9 @@ from dataclasses import replace
 import yaml
 
 from data.loader import Loader
+from engine.config.config import Recipe
+from engine.fake_quant import calibrate_inputs
 from engine.memory.meta_model import meta_student
-from engine.quantisation.switches import calibrate_inputs
-from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES, RunContext, build_loader, start_ranks
 from engine.session.session import Session, build_session
 from launch.exits import clean_exit, recipe_or_exit

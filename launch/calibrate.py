@@ -17,9 +17,9 @@ if __name__ == "__main__":
     end_quietly()
     check_model_path()  # before the imports, which take many seconds
 
+from engine.config.config import Recipe
 from engine.export import check_export, export
-from engine.quantisation.switches import calibrate_inputs
-from engine.recipe.recipe import Recipe
+from engine.fake_quant import calibrate_inputs
 from engine.session.context import build_loader, start_ranks
 from engine.session.session import build_session
 from launch.exits import clean_exit, recipe_or_exit

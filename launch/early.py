@@ -2,7 +2,7 @@
 and Ctrl-C while it imports, or a transformers that is too old, is one line.
 
 A wrong path is the mistake that people make most. All else is found by reading the recipe
-(:mod:`engine.recipe.reading`), which knows every knob; what cannot be understood here is left to that.
+(:mod:`engine.config.reading`), which knows every knob; what cannot be understood here is left to that.
 """
 
 import os
@@ -14,7 +14,7 @@ from types import TracebackType
 
 import yaml
 
-from engine.recipe.paths import checkpoint_problems
+from engine.config.paths import checkpoint_problems
 
 GRACE_SECONDS = 1.0  # for the rank that prints, before another's end makes the launcher end them all
 

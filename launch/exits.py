@@ -14,11 +14,11 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from engine.cluster.exits import spans_nodes, tell_other_nodes
 from engine.cluster.job import ignore_signals
-from engine.recipe.checks import RecipeError
-from engine.recipe.reading import parse_recipe
-from engine.recipe.recipe import Recipe
+from engine.cluster.nodes import spans_nodes, tell_other_nodes
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
+from engine.config.reading import parse_recipe
 from model.ranks import RankError, barrier, is_lost_peer, is_main, rank, shut_down, world_size
 
 # The first process to end makes the launcher end the others, and there is no process group yet to wait in: the silent
@@ -34,7 +34,7 @@ LOST_PEER = (
 
 
 def recipe_or_exit(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
-    """The recipe of a command line (:func:`engine.recipe.reading.parse_recipe`); a bad one ends the process.
+    """The recipe of a command line (:func:`engine.config.reading.parse_recipe`); a bad one ends the process.
 
     Raises:
         SystemExit: with code 2, the problems printed.

@@ -18,12 +18,12 @@ from typing import get_args
 
 from engine.checkpoint.find import read_checkpoint, verify_checkpoint
 from engine.checkpoint.load import load_checkpoint
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
+from engine.config.reading import load_recipe
+from engine.config.sections import ExportFormat
 from engine.export import check_export, export_trained
-from engine.quantisation.switches import FakeQuant
-from engine.recipe.checks import RecipeError
-from engine.recipe.reading import load_recipe
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import ExportFormat
+from engine.fake_quant import FakeQuant
 from engine.session.context import start_ranks
 from engine.session.session import build_session
 from launch.exits import clean_exit

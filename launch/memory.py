@@ -16,11 +16,11 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from engine.config.deepspeed import SHIPPED, DsConfigError
+from engine.config.errors import RecipeError
 from engine.memory.measured import Measured, read_measured
 from engine.memory.plan import RESERVE, Planner, Prediction
 from engine.memory.table import GB, as_json, comparison_table, headline, memory_table, traffic_table
-from engine.recipe.checks import RecipeError
-from engine.recipe.ds_config import SHIPPED, DsConfigError
 from engine.session.student import quantised_share
 from launch.exits import clean_exit, recipe_or_exit
 

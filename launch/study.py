@@ -40,18 +40,18 @@ from operator import attrgetter
 from typing import get_args, get_type_hints
 
 from engine.checkpoint.find import LATEST
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
+from engine.config.events import EventRecipe
+from engine.config.quant import SOURCE, QuantRecipe
+from engine.config.reading import load_recipe, save_recipe
+from engine.config.unquantised_rules import UNQUANTISED
 from engine.export import check_export
-from engine.recipe.checks import RecipeError
-from engine.recipe.events import EventRecipe
-from engine.recipe.quant import SOURCE, QuantRecipe
-from engine.recipe.reading import load_recipe, save_recipe
-from engine.recipe.recipe import Recipe
-from engine.recipe.unquantised_rules import UNQUANTISED
 from launch.compare import named, unique
 from launch.exits import clean_exit, recipe_or_exit
 from launch.launcher import ROOT, environment, program
 from model.build import read_config
-from model.quantised.config import is_quantised
+from model.quantized.config import is_quantised
 from model.ranks import errors_on_all_ranks
 
 FT, PTQ, QAT = "ft", "ptq", "qat"

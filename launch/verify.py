@@ -23,7 +23,7 @@ import contextlib
 import json
 import os
 
-from engine.recipe.paths import checkpoint_problems
+from engine.config.paths import checkpoint_problems
 
 GGUF_FILE = "model.gguf"  # of model.save, which takes seconds to import
 
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers.utils import logging
 
     from data.samples import DataError, load_tokenizer
-    from model.quantised.config import find_quantization_config
+    from model.quantized.config import find_quantization_config
     from model.ranks import RankError
     from tools.verify import executorch, gguf, mlx
     from tools.verify.check import Report, compare_with_transformers, windows

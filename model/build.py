@@ -31,12 +31,11 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model import zero
-from model.arrange_experts import arrange_experts
-from model.conv1d import arrange_conv1d
-from model.experts import Form
-from model.quantised.config import check_readable, is_quantised
+from model.families import arrange_conv1d, class_names, is_composite, model_class, text_of_composite
+from model.moe.arrange import arrange_experts
+from model.moe.experts import Form
+from model.quantized.config import check_readable, is_quantised
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
-from model.towers import class_names, is_composite, model_class, text_of_composite
 
 FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied with what is not
 AUTO = "auto"  # the attention that a class has
@@ -70,8 +69,8 @@ def build_model(
         device: of the buffers, and on stages 0-2 of the parameters.
         trust_remote_code: whether Python code in ``path`` may be run.
         attn_implementation: as transformers names them ("eager", "flash_attention_2", ...), or "auto", see below.
-        experts: the form of MoE layers, see :mod:`model.experts`.
-        hold: chooses, on the meta device, the weights that are held as codes (:mod:`quant.held`).
+        experts: the form of MoE layers, see :mod:`model.moe.experts`.
+        hold: chooses, on the meta device, the weights that are held as codes (:mod:`quant.packed_weight`).
         rotated: whether the caller turns inputs where a quantised checkpoint says so (``transform_config``).
 
     Raises:

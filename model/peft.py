@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from model.names import module_name_on_disk
+from model.checkpoint.names import module_name_on_disk
 from model.ranks import say
-from quant.patterns import pattern_problem
+from quant.rules import pattern_problem
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FOLDER = "adapter"  # inside the export of the model that it stays beside

@@ -1,6 +1,9 @@
 """Quantisation numerics and modules; knows tensors, not clusters."""
 
-from quant.calibrate import (
+from quant.kernels import prepare_kernels
+from quant.kv_cache import QuantCache
+from quant.linear import ADAPTER_PARAMETERS, SCALE_PARAMETERS, QuantEmbedding, QuantLayer, QuantLinear, weights_changed
+from quant.observers import (
     Observer,
     Ranges,
     combine,
@@ -15,10 +18,6 @@ from quant.calibrate import (
     scales_from_stats,
     zero_points_from_stats,
 )
-from quant.embedding import QuantEmbedding
-from quant.kernels import prepare_kernels
-from quant.kv_cache import QuantCache
-from quant.linear import ADAPTER_PARAMETERS, SCALE_PARAMETERS, QuantLayer, QuantLinear, weights_changed
 from quant.prepare import prepare
 from quant.quantization import Quantization, ScaleGroup
 from quant.rules import DEFAULT_EXEMPT, Rule, exempt_line

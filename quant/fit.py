@@ -3,7 +3,7 @@
 Many scales are right for one weight: the largest magnitude's, the one of the smallest squared error, one that was
 clipped, signed, rounded to a power of two, or trained over thousands of steps. Scales of other bits, of another layer
 or of another order are none of these. Two numbers per scale tell them apart, the squared error that it makes and the
-one that the weight's own scale makes (:func:`quant.calibrate.partial_fit`), and two more for the Linear:
+one that the weight's own scale makes (:func:`quant.observers.partial_fit`), and two more for the Linear:
 
 - **error**: squared error over squared weights, at most :data:`WORSE` times that of the own scales, or ``_floor``;
 - **width**: the geometric mean of the scale over the own absmax scale; beyond :data:`WIDEST` codes are left unused,

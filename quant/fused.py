@@ -3,7 +3,7 @@
 With a static scale the input of q, k and v, and of gate and up, is an RMSNorm's output, and that of down is
 ``silu(gate) * up``: written in the model's dtype, then read again to be quantised. The modules here stand where a
 model's own did, hold the same Parameters and children under the same names, and give codes instead
-(:mod:`quant.handed`), with the arithmetic of :mod:`quant.fused_reference`. While some reader does not quantise its
+(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.fused_reference`. While some reader does not quantise its
 input, or watches it, they compute what the module computed that they replace, bit for bit.
 """
 
@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from quant import kernels
-from quant.handed import HandedInput, HandedOver
-from quant.inputs import QuantizedInput, Restored
+from quant.inputs import HandedInput, HandedOver, QuantizedInput, Restored
 from quant.linear import QuantLinear
 from quant.rules import examples
 from quant.scale import Quantizer, Scale

@@ -8,6 +8,27 @@ multiplies its gradient by what the forward multiplied, which the first one rest
 Under ZeRO-3 each module gets an alias of the tensor, not the tensor itself: two inputs are the same if they show the
 same memory in the same version. Under ``torch.compile`` nothing is handed over: the compiler sees that three identical
 operators are one.
+
+An output that exists in quantised form alone, and the layers that it is handed to.
+
+A norm whose readers all quantise what it gives them with one fixed scale need not write it: it gives them codes. What
+it returns stands where its output would stand in the model, with shape, dtype, device and gradient, and without values
+(:class:`HandedOver`). The readers take the codes out of it (:class:`HandedInput`). Whoever else looks at its values, a
+router, a hook, a model whose forward is another one than was thought, ends with an error that says so.
+
+Whether an input is kept for backward anyway, because fused attention made it and keeps its own output.
+
+A layer that keeps codes for its backward does so to free what they were made of. Of o_proj's input that frees nothing:
+it is a view of what fused attention gave out, and attention's backward wants that output, beside queries, keys and
+values. Codes would then be bytes on top. So such an input is kept itself, which takes none, and quantised again in
+backward, which gives the bits that the codes stand for.
+
+The graph says it: behind an input that shows attention's output as it lies there are nodes of views, and then
+attention's node. Whatever computes (a gate, a cast, a copy in another layout, a rotation) has a node of its own, and
+codes are kept. Eager attention is no such node: its last product keeps what it multiplied, not what it gave out.
+
+A wrong answer would cost bytes, never bits. The input shares attention's version counter, so that a write to either
+between forward and backward is an error there.
 """
 
 import weakref
@@ -186,7 +207,7 @@ def _same_memory(seen: Tensor, x: Tensor) -> bool:
 
 
 def mask_(ctx: Any, saved: Any, grad: Tensor) -> None:
-    """Mask an input's gradient as :func:`used_input` would, of a :class:`quant.function.Saved` and its context."""
+    """Mask an input's gradient as :func:`used_input` would, of a :class:`quant.autograd.Saved` and its context."""
     if ctx.keeps_codes:
         kernels.masked_(grad, saved.mask)
     else:
@@ -224,3 +245,114 @@ def _dynamic_values(saved: Any, spec: TensorSpec, unmasked: Tensor | None, after
     values = kernels.fake_quantize_tokens_and_mask_(unmasked, x, spec, above, values=True)
     assert values is not None
     return values
+
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class HandedOver(Tensor):
+    """A tensor of which readers get the quantised form, and nobody the values.
+
+    It may be detached, which ZeRO-3's hooks do, and asked for its shape; every other operator is an error.
+
+    Attributes:
+        quantized: what the readers use. Its mask stays with whoever made it, who masks the gradient of them all.
+        restored: where they find it in backward.
+        source: whose output it is, for an error.
+    """
+
+    quantized: QuantizedInput
+    restored: Restored
+    source: str
+
+    @staticmethod
+    def __new__(cls, like: Tensor, quantized: QuantizedInput, restored: Restored, source: str) -> "HandedOver":
+        """In the shape and dtype of ``like``, contiguous."""
+        made: HandedOver = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        made.quantized, made.restored, made.source = quantized, restored, source
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"HandedOver(shape={tuple(self.shape)}, dtype={self.dtype}, by {self.source})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _ALIASES:
+            one = args[0]
+            return HandedOver(one, one.quantized, one.restored, one.source)
+        if func is torch.ops.aten.new_empty.default:
+            return torch.empty(args[1], dtype=args[0].dtype, device=args[0].device)
+        given = next(one for one in (*args, *(kwargs or {}).values()) if isinstance(one, HandedOver))
+        raise RuntimeError(
+            f"{given.source} hands the layers behind it their quantised input and has no values, which {func} reads; "
+            "set quant.fuse_norms: false"
+        )
+
+
+class HandedInput(SharedInput):
+    """What layers share that may be handed an input: its quantised form, or what :class:`SharedInput` makes of one that
+    has values."""
+
+    def get(
+        self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
+    ) -> tuple[QuantizedInput, Restored | None]:
+        """As of the base class. The mask is None where the input was handed over.
+
+        Raises:
+            RuntimeError: what was handed over lacks what is wanted: a switch moved between norm and layer.
+        """
+        if not isinstance(x, HandedOver):
+            return super().get(x, wanted, make)
+        if x.quantized.values is None and not wanted.codes_for_gemm:
+            raise RuntimeError(
+                f"{x.source} gave codes alone and a layer behind it simulates: fake quant was switched between them; "
+                "switch it between steps"
+            )
+        return x.quantized, x.restored if self.consumers > 1 else None
+
+
+# Nodes of operators whose output shows the memory, and counts the writes, of their one input. _unsafe_view is none of
+# them: it counts writes of its own.
+VIEWS = frozenset({"Alias", "Permute", "ReshapeAlias", "Slice", "Squeeze", "T", "Transpose", "Unsqueeze", "View"})
+# Nodes whose backward asks for their output: torch's (tools/autograd/derivatives.yaml of 2.11 to 2.13, in which each of
+# these formulas has `output`), and flash-attn's (flash_attn_interface.py, save_for_backward of out_padded).
+ATTENTION = frozenset(
+    {
+        "ScaledDotProductFlashAttentionForCpu",
+        "ScaledDotProductFlashAttention",
+        "ScaledDotProductEfficientAttention",
+        "ScaledDotProductCudnnAttention",
+        "ScaledDotProductFusedAttentionOverrideable",
+        "FlashAttentionForward",
+        "EfficientAttentionForward",
+        "CudnnAttentionForward",
+        "FlashAttnFunc",
+        "FlashAttnVarlenFunc",
+    }
+)
+
+
+def kept_by_attention(x: Tensor, aliases: frozenset[str] = frozenset()) -> bool:
+    """Whether ``x`` shows the memory of an output that fused attention keeps for its own backward.
+
+    Args:
+        x: a layer's input, as autograd knows it.
+        aliases: names of autograd Functions around modules whose output shows the memory of their one input, and counts
+            its writes. Nothing says that of a Function but its author.
+
+    Returns:
+        False also under ``torch.compile``, which has no graph yet to look at.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    node = x.grad_fn
+    while node is not None:
+        kind = node.name().rstrip("0123456789").removesuffix("Backward")
+        if kind not in VIEWS and kind not in aliases:
+            return kind in ATTENTION
+        node = node.next_functions[0][0]
+    return False

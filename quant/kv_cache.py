@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from quant import kernels
-from quant.calibrate import Observer
+from quant.observers import Observer
 from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import TensorSpec
 

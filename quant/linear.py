@@ -3,26 +3,34 @@
 It holds the very Parameters of the Linear that it replaces (under ZeRO-3 these are partitioned, and what hangs on them
 is kept) and the scales, which layers that serving fuses share. What is quantised at this moment is a switch, not a
 structure: a schedule turns fake quantisation on in the middle of a run.
+
+The module that stands where a quantised nn.Embedding stood.
+
+One weight for all experts of a MoE layer, and the Linears that a checkpoint has in its place.
+
+A stack ``[E, out, in]`` is one Parameter: one gather under ZeRO-3, one launch of the quantiser, one grouped GEMM.
+Rules, files and serving know the Linears of single experts, by names such as ``experts.7.gate_proj``;
+:func:`linears_of` says which part of the stack each of them is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quant import gemm, kernels
-from quant.adapter import Adapter
-from quant.calibrate import Observer
-from quant.experts import StackedLinear
-from quant.function import Plan, quant_linear
+from quant.autograd import Plan, UsedWeightFunction, quant_linear
 from quant.hadamard import rotate
-from quant.held import held_codes
-from quant.inputs import SharedInput
-from quant.kept_by_attention import kept_by_attention
-from quant.scale import Quantizer, Scale
-from quant.spec import Scheme
-from quant.used_weight import UsedWeightFunction
+from quant.inputs import SharedInput, kept_by_attention
+from quant.lora import Adapter
+from quant.observers import Observer
+from quant.packed_weight import held_codes
+from quant.scale import Quantizer, Scale, lsq_factor
+from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
 # The Parameters of a quantised layer that the layer it replaces does not have: the parts of a Scale of the weight, then
 # s0 and theta of one of the input. Checkpoints know them by these names.
@@ -33,14 +41,14 @@ ADAPTER_PARAMETERS = ("lora_a", "lora_b")
 
 class QuantLayer(nn.Module):
     """A weight ``[out_features, in_features]`` with its scale, fake-quantised where that is switched on; or a stack of
-    those of E experts, as in :class:`quant.experts.StackedLinear`.
+    those of E experts, as in :class:`quant.linear.StackedLinear`.
 
     Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``weight_shape``.
 
     Attributes:
         scheme: how the layer is quantised.
         in_features, out_features: of one expert, where it is a stack.
-        num_experts, projections: as in :class:`quant.experts.StackedLinear`; 0 and () where it is none.
+        num_experts, projections: as in :class:`quant.linear.StackedLinear`; 0 and () where it is none.
         weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype; or ``[E, out, in]`` and None.
         held: how ``weight`` holds its codes instead; None where it does not.
         weight_s0, weight_global, input_s0: frozen fp32 scales, NaN until filled; ``weight_global`` is None but for
@@ -197,15 +205,15 @@ class QuantLayer(nn.Module):
 class QuantLinear(QuantLayer):
     """``F.linear`` whose operands are fake-quantised where that is switched on; exactly ``F.linear`` where neither is.
 
-    Made from a :class:`quant.experts.StackedLinear` it is all experts' Linears, with a scale per expert where one would
+    Made from a :class:`quant.linear.StackedLinear` it is all experts' Linears, with a scale per expert where one would
     have a scale per tensor.
 
     A theta that trains gets a gradient of zeros while its operand is not quantised.
 
     Attributes:
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
-        dynamic_codes: as of :class:`quant.function.Plan`, for inputs that attention does not keep anyway.
-        aliases: as of :func:`quant.kept_by_attention.kept_by_attention`; none unless somebody wraps modules in such.
+        dynamic_codes: as of :class:`quant.autograd.Plan`, for inputs that attention does not keep anyway.
+        aliases: as of :func:`quant.inputs.kept_by_attention`; none unless somebody wraps modules in such.
         rotation: in blocks of how many features the input is turned before anything else (:mod:`quant.hadamard`), for a
             weight that was turned likewise; None where it is not.
     """
@@ -327,3 +335,159 @@ def weights_changed(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantLayer):
             module.forget_codes()
+
+
+class QuantEmbedding(QuantLayer):
+    """``F.embedding`` of a table whose rows are fake-quantised where that is switched on.
+
+    Only the rows that are looked up are quantised. For its scale, for calibration and export, the table ``[rows,
+    features]`` is the weight of a Linear of ``features`` inputs and ``rows`` outputs.
+
+    The scheme is weight-only, of symmetric integers per channel (row) or group: vLLM, the one reader of quantised
+    embeddings, passes over their zero points without a word.
+    """
+
+    def __init__(self, embedding: nn.Embedding, scheme: Scheme, *, weight: Scale) -> None:
+        """Takes over the Parameter object of ``embedding``; ``weight`` is the scale of its table.
+
+        Raises:
+            ValueError: the scheme is another one, or the embedding does more than look up.
+        """
+        if not self.takes(scheme):
+            raise ValueError(
+                f"scheme {scheme.name!r}: embeddings can have symmetric integer weights per channel or group, without "
+                "inputs"
+            )
+        if type(embedding) is not nn.Embedding or embedding.max_norm is not None or embedding.scale_grad_by_freq:
+            raise ValueError(f"{embedding} does more than look up rows; leave it unquantised")
+        size = {"in_features": embedding.embedding_dim, "out_features": embedding.num_embeddings}
+        super().__init__(embedding, scheme, **size, weight=weight, input=None)
+        self.padding_idx = embedding.padding_idx
+        self.train(embedding.training)
+
+    @staticmethod
+    def takes(scheme: Scheme) -> bool:
+        """Whether an embedding can have this scheme."""
+        spec = scheme.weights
+        integers = spec.dtype == "int" and spec.symmetric and spec.granularity in ("channel", "group")
+        return scheme.activations is None and integers
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``ids`` int64 of any shape. Returns ``[..., features]`` in the model's dtype."""
+        if torch.is_grad_enabled():
+            self.trained = True
+        rows = F.embedding(ids, self.weight, self.padding_idx)
+        theta: Tensor | None = self.weight_theta
+        if not self.weight_fake_quant or ids.numel() == 0:
+            # ZeRO-3 would apply the last gradient of a Parameter again that gets none.
+            return rows if theta is None or not torch.is_grad_enabled() else rows + 0 * theta.sum()
+        self._check_scale_dtypes()
+        spec = self.scheme.weights
+        if theta is not None:
+            numel = spec.elements_per_scale((self.out_features, self.in_features))
+            theta = F.embedding(ids, scaled_gradient(theta, lsq_factor(numel, spec))).flatten(0, -2)
+        s0 = F.embedding(ids, self.weight_s0).flatten(0, -2)
+        of_rows = Quantizer(Scale(s0, theta), spec, self.weight.dtype)
+        return kernels.fake_quantize(rows.flatten(0, -2), of_rows).view(rows.shape)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.out_features}, {self.in_features}, scheme={self.scheme.name}, fake_quant={self.weight_fake_quant}"
+        )
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    """``x``, whose gradient is multiplied by ``factor``."""
+    return _ScaledGradient.apply(x, factor)
+
+
+class StackedLinear(nn.Module):
+    """The Linears of E experts that read inputs of one kind, without biases.
+
+    Attributes:
+        weight: ``[E, out, in]``; a ZeRO-3 partition (shape ``[0]``) outside forward.
+        in_features, out_features: of one expert.
+        num_experts: E.
+        projections: names of the Linears of one expert whose rows lie behind one another, of equal size.
+    """
+
+    bias = None
+
+    def __init__(self, weight: nn.Parameter, shape: tuple[int, int, int], projections: tuple[str, ...]) -> None:
+        super().__init__()
+        self.weight = weight
+        self.num_experts, self.out_features, self.in_features = shape
+        self.projections = projections
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """``x`` is ``[rows, in]``, sorted by expert; ``offsets`` as in :mod:`quant.gemm`. Returns ``[rows, out]``."""
+        return gemm.linear(x, self.weight, None, offsets)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+@dataclass(frozen=True)
+class LinearPart:
+    """One Linear of a checkpoint inside a layer of the model.
+
+    Attributes:
+        name: of the Linear, as a module of its own would have it.
+        out_features, in_features: its sizes.
+        expert: its index in a stack; None where the layer is the Linear.
+        first_row: where its rows begin among those of the expert.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    expert: int | None = None
+    first_row: int = 0
+
+    def weight(self, whole: Tensor) -> Tensor:
+        """``[out, in]``, a view of the layer's weight."""
+        return whole if self.expert is None else whole[self.expert].narrow(0, self.first_row, self.out_features)
+
+    def scale(self, whole: Tensor, spec: TensorSpec) -> Tensor:
+        """The part of the layer's scale that is this Linear's: a view, in the shape that the scale of a Linear has."""
+        if self.expert is None:
+            return whole
+        if whole.dim() == 1:
+            return whole[self.expert].view(1)
+        size = spec.group_size if spec.granularity == "block" and spec.group_size else 1
+        return whole[self.expert].narrow(0, self.first_row // size, self.out_features // size)
+
+    def of_scale(self, whole: Scale, spec: TensorSpec) -> Scale:
+        """This Linear's part of everything that belongs to the layer's scale, see :meth:`scale`."""
+        s0, theta, above, zero = whole
+        return Scale(
+            self.scale(s0, spec),
+            None if theta is None else self.scale(theta, spec),
+            None if above is None else self.scale(above, FP8_TENSOR),
+            None if zero is None else self.scale(zero, spec),
+        )
+
+
+def linears_of(name: str, layer: nn.Module) -> Iterator[LinearPart]:
+    """The Linears that a checkpoint has in place of ``layer``, a module called ``name``: the layer itself, or, of a
+    stack, the Linears of each expert in turn."""
+    projections: tuple[str, ...] = getattr(layer, "projections", ())
+    out_features, in_features = int(layer.out_features), int(layer.in_features)  # type: ignore[arg-type]
+    if not projections:
+        yield LinearPart(name, out_features, in_features)
+        return
+    parent, rows = name.rpartition(".")[0], out_features // len(projections)
+    for expert in range(int(layer.num_experts)):  # type: ignore[arg-type]
+        for index, projection in enumerate(projections):
+            yield LinearPart(f"{parent}.{expert}.{projection}".lstrip("."), rows, in_features, expert, index * rows)

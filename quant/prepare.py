@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibrate import Ranges
-from quant.embedding import QuantEmbedding
-from quant.experts import StackedLinear, linears_of
 from quant.gemm import takes_codes_of_stacks
 from quant.inputs import SharedInput
 from quant.kv_cache import attach_kv_cache
-from quant.linear import QuantLayer, QuantLinear
+from quant.linear import QuantEmbedding, QuantLayer, QuantLinear, StackedLinear, linears_of
+from quant.observers import Ranges
 from quant.quantization import (
     Linears,
     Quantization,

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibrate import Observer, Ranges
-from quant.experts import StackedLinear
 from quant.kv_cache import QuantCache
-from quant.linear import QuantLayer
+from quant.linear import QuantLayer, StackedLinear
+from quant.observers import Observer, Ranges
 from quant.rules import examples
 from quant.scale import Scale
 from quant.spec import FP8_TENSOR, Scheme, TensorSpec

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quant.fused_layers import FUSED
 from quant.hadamard import BLOCKS, hadamard
 from quant.linear import QuantLayer, QuantLinear
 from quant.quantization import Quantization
-from quant.rules import examples
+from quant.rules import FUSED, examples
 
 GROUP = "rotated"  # the name of the group in a file
 KEY = f"{GROUP}_input.weight"  # of the matrix behind the name of a layer

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from quant import Quantization
-from quant.experts import LinearPart, StackedLinear, linears_of
-from quant.linear import QuantLayer
+from quant.linear import LinearPart, QuantLayer, StackedLinear, linears_of
 
 
 def linears(quantization: Quantization) -> Iterator[tuple[LinearPart, QuantLayer]]:

@@ -17,16 +17,29 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.build import AUTO, build_model
-from model.finite import check_finite
-from model.load import keys_left_unread, missing_keys
-from model.names import Names, module_name_on_disk, own_tensors
-from model.pieces import Piece
-from model.quantised.config import read_quantization_config
+from model.checkpoint.load import check_finite, keys_left_unread, missing_keys
+from model.checkpoint.names import Names, module_name_on_disk, own_tensors
+from model.checkpoint.safetensors import (
+    Checkpoint,
+    CheckpointError,
+    Reader,
+    read_headers,
+    read_tensor,
+    warn_of_zero_tails,
+)
+from model.checkpoint.slices import Piece
+from model.quantized.config import read_quantization_config
 from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
-from model.shards import Checkpoint, CheckpointError, Reader, read_headers, read_tensor, warn_of_zero_tails
-from quant.config import kv_cache_from_config, rules_from_config
-from quant.export import dequantized_weight, input_suffix, packed_shapes, unpack_scale, unpack_weight, unpack_zero
+from quant.formats.compressed_tensors import (
+    dequantized_weight,
+    input_suffix,
+    packed_shapes,
+    unpack_scale,
+    unpack_weight,
+    unpack_zero,
+)
+from quant.formats.config import kv_cache_from_config, rules_from_config
 from quant.linear import QuantLayer, QuantLinear
 from quant.prepare import prepare
 from quant.quantization import Quantization, ScaleGroup

@@ -13,17 +13,16 @@ from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data import teacher_cache
-from data.device import on_device
 from data.held_out import HeldOut
-from data.loader import MicroBatch, model_inputs
+from data.loader import MicroBatch, model_inputs, on_device
 from data.samples import Sample, digest_of_samples
 from data.teacher_cache import Manifest, Writer
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
 from engine.losses.chunked import TeacherHidden, row_blocks
 from engine.losses.kd import take_top_k
 from engine.losses.objective import tokens_at_a_time
 from engine.losses.teacher import ModelTeacher
-from engine.recipe.checks import RecipeError
-from engine.recipe.recipe import Recipe
 from engine.session.context import build_loader, start_ranks
 from engine.session.teacher import load_teacher
 from model.fingerprint import digest_of_checkpoint

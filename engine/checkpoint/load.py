@@ -1,14 +1,47 @@
-"""Loading a training checkpoint into a session, at the number of ranks that wrote it or at another one."""
+"""Loading a training checkpoint into a session, at the number of ranks that wrote it or at another one.
+
+Loading a training checkpoint at another number of ranks, on stages 1 to 3.
+
+Every rank of the old run left its flat fp32 masters and Adam moments in a file of DeepSpeed's, and beside it where the
+pieces of each parameter lie in them (:func:`model.zero.optimizer_pieces`). Every rank of the new run maps the old files
+into memory and copies what overlaps with its own pieces: no conversion, no second copy on the disk, no collective, and
+a rank reads no more than it keeps.
+
+DeepSpeed's own way are universal checkpoints (``deepspeed.checkpoint.ds_to_universal``, then an engine configured to
+load them; it works on these directories too). At 0.19.8 they do not give back what was saved, nor can that be put right
+from outside: stage 3 takes the step count of the first group for all of them, and the learning rate, weight decay
+and eps of the first (theta has its own of each), stages 1 and 2 raise IndexError where a rank holds nothing of a group
+(which few scales on many ranks do), and frozen parameters, the initial scales, are not restored on stage 3.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from engine.checkpoint.files import CheckedFiles, read_object
 from engine.checkpoint.find import Checkpoint
-from engine.checkpoint.owners import Owners, check_owners, from_flat_layout, load_owners, restore_random_states
-from engine.checkpoint.reshard import load_resharded, merge_ranks, reseed
+from engine.checkpoint.stateful import Owners, check_owners, from_flat_layout, load_owners, restore_random_states
 from engine.session.session import Session
-from model.finite import check_finite
-from model.frozen import fingerprints, frozen_weights
+from model.checkpoint.fingerprint import fingerprints, frozen_weights
+from model.checkpoint.load import check_finite
 from model.ranks import barrier, errors_on_all_ranks, listed, rank, say, world_size
-from model.zero import LeftOut, OptimizerPiece, forget_secondary_copies, stage, use_masters
+from model.zero import (
+    LeftOut,
+    OptimizerPiece,
+    flat_masters,
+    forget_secondary_copies,
+    is_partitioned,
+    local_data,
+    local_range,
+    optimizer_pieces,
+    stage,
+    use_masters,
+)
 from quant import weights_changed
 
 # The recipe's settings of an optimizer's group, beside the learning rate, which is set before every step.
@@ -86,3 +119,169 @@ def _load_engine(session: Session, checkpoint: Checkpoint, left_out: LeftOut) ->
     session.engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
     for group, own in zip(session.engine.optimizer.param_groups, settings, strict=True):
         group.update(own)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@torch.no_grad()
+def load_resharded(
+    session: Session, path: Path, layouts: list[list[OptimizerPiece]], stage: int, left_out: LeftOut
+) -> None:
+    """Load parameters, masters, moments, step counts and the engine's counters of ``len(layouts)`` old ranks.
+
+    Args:
+        session: the new run, as set up.
+        path: the step directory, verified.
+        layouts: the pieces of every rank of the old run.
+        stage: ZeRO stage of both, 1 to 3.
+        left_out: what the files do not hold.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, or does not hold a parameter of this model. No collective has been
+            made then; call :func:`model.zero.use_masters` when no rank has raised.
+    """
+    masters = [
+        _Masters(_only(path, f"*zero_pp_rank_{old}_mp_rank_00_optim_states.pt"), stage) for old in _ranks(layouts)
+    ]
+    _load_masters(session, masters, layouts)
+    if stage == 3:
+        files = [path / f"zero_pp_rank_{old}_mp_rank_00_model_states.pt" for old in _ranks(layouts)]
+        states = [read_object(file, mmap=True) for file in files]
+        _load_frozen_partitions(session, states, left_out)
+        buffers = {name: states[0]["module"][name] for name in states[0]["buffer_names"]}
+        session.model.load_state_dict(buffers, strict=False)
+    else:
+        states = [read_object(path / "mp_rank_00_model_states.pt", mmap=True)]
+        left_out.put_in(states[0])
+        session.model.load_state_dict(states[0]["module"])
+    for counter in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(session.engine, counter, states[0][counter])
+
+
+def _ranks(layouts: list[list[OptimizerPiece]]) -> range:
+    return range(len(layouts))
+
+
+def _only(path: Path, pattern: str) -> Path:
+    found = list(path.glob(pattern))
+    if len(found) != 1:
+        raise ValueError(f"{path}: expected one file {pattern}, found {len(found)}")
+    return found[0]
+
+
+class _Masters:
+    """The optimizer's file of one old rank, mapped into memory."""
+
+    def __init__(self, file: Path, stage: int) -> None:
+        saved = read_object(file, mmap=True)["optimizer_state_dict"]
+        self.fp32: list[Tensor] = saved["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
+        inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+        self.state: dict[int, dict[str, Tensor]] = inner["state"]
+
+    def flat(self, group: int, key: str) -> Tensor:
+        """The flat masters (``fp32``) or moments of a group."""
+        return self.fp32[group] if key == "fp32" else self.state[group][key]
+
+
+def _load_masters(session: Session, sources: list[_Masters], layouts: list[list[OptimizerPiece]]) -> None:
+    """Copy this rank's pieces of masters and moments, and the step counts of their groups, from the old files."""
+    wrapper = session.engine.optimizer
+    flats, state = flat_masters(wrapper), wrapper.state
+    old_pieces: dict[str, list[tuple[_Masters, OptimizerPiece]]] = {}
+    for source, layout in zip(sources, layouts, strict=True):
+        for piece in layout:
+            old_pieces.setdefault(piece.name, []).append((source, piece))
+    for piece in optimizer_pieces(session.model, wrapper):
+        old = old_pieces.get(piece.name, [])
+        flat = flats[piece.group]
+        # A run whose steps were all left out has no moments yet.
+        keys = ("fp32", *MOMENTS) if all(one.group in source.state for source, one in old) else ("fp32",)
+        for key in keys:
+            whole = flat if key == "fp32" else _moments(state, flat, old)[key]
+            target = whole.detach()[piece.offset : piece.offset + piece.stop - piece.start]
+            found = _copy(target, piece.start, _parts(old, key))
+            if found != target.numel():
+                raise ValueError(
+                    f"the checkpoint holds {found:,} of {target.numel():,} elements of {piece.name} ({key})"
+                )
+
+
+def _moments(state: Any, flat: Tensor, old: list[tuple[_Masters, OptimizerPiece]]) -> dict[str, Tensor]:
+    """The optimizer's state of a flat tensor, with the step count that the parameters in it had."""
+    source, piece = old[0]
+    moments = state[flat]
+    step = source.state[piece.group]["step"]
+    for key in MOMENTS:
+        if key not in moments:
+            moments[key] = torch.zeros_like(flat)
+    if "step" not in moments:
+        # torch's fused Adam counts on the device, the others on the host.
+        moments["step"] = torch.zeros_like(step, device=flat.device if flat.is_cuda else "cpu")
+    moments["step"].copy_(step)
+    return moments
+
+
+def _parts(old: list[tuple[_Masters, OptimizerPiece]], key: str) -> Iterator[tuple[int, Tensor]]:
+    """The old pieces of one parameter: where each starts in it, and its elements."""
+    for source, piece in old:
+        flat = source.flat(piece.group, key)
+        yield piece.start, flat[piece.offset : piece.offset + piece.stop - piece.start]
+
+
+def _copy(target: Tensor, start: int, parts: Iterator[tuple[int, Tensor]]) -> int:
+    """Copy what overlaps with ``target``, which begins at element ``start``; returns how many elements that were."""
+    copied = 0
+    for begin, part in parts:
+        low, high = max(start, begin), min(start + target.numel(), begin + part.numel())
+        if low < high:
+            target[low - start : high - start].copy_(part[low - begin : high - begin])
+            copied += high - low
+    return copied
+
+
+def _load_frozen_partitions(session: Session, states: list[dict[str, Any]], left_out: LeftOut) -> None:
+    """Load the frozen parameters of stage 3, such as the initial scales, which are in no optimizer."""
+    for name, parameter in session.model.named_parameters():
+        if parameter.requires_grad or not is_partitioned(parameter) or name in left_out.names:
+            continue
+        target, (start, _) = local_data(parameter), local_range(parameter)
+        fragments = [state["frozen_param_fragments"][name].flatten() for state in states]
+        parts = ((index * fragment.numel(), fragment) for index, fragment in enumerate(fragments))
+        found = _copy(target, start, parts)  # the padding of the old run lies behind the parameter's end
+        if found != target.numel():
+            raise ValueError(f"the checkpoint holds {found:,} of {target.numel():,} elements of {name} (frozen)")
+
+
+def reseed(seed: int, step: int) -> None:
+    """Seed the generators of a rank that was none before, by the recipe's seed, the step and the rank.
+
+    They cannot be those of the old ranks, whose number was another; a run that is resumed twice gets them twice.
+    """
+    words = np.random.SeedSequence((seed, step, rank())).generate_state(3)
+    seeders: tuple[Callable[[int], Any], ...] = (torch.manual_seed, random.seed, np.random.seed)
+    for seeder, word in zip(seeders, words.tolist(), strict=True):
+        seeder(word)
+
+
+def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Make of the files of all old ranks the one that this new rank loads (:mod:`engine.checkpoint.stateful`).
+
+    The owners' states are the same on every rank, but for what the observers of the quantisation have seen.
+    """
+    owners = states[0]["owners"]
+    quantization = owners["quantization"]
+    seen = [state["owners"]["quantization"]["observers"] for state in states]
+    merged = {owner: merge_observers([one[owner] for one in seen]) for owner in quantization["observers"]}
+    return {**states[0], "owners": {**owners, "quantization": {**quantization, "observers": merged}}}
+
+
+def merge_observers(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Merge what all old ranks saw of one input: every new rank gets the maximum, rank 0 alone the counts,
+
+    so that a maximum, and a sum, over the new ranks are what they would have been over the old ones.
+    """
+    absmax = torch.stack([state["absmax"] for state in states]).amax()
+    share = 1 if rank() == 0 else 0
+    counts = {key: share * torch.stack([state[key] for state in states]).sum(0) for key in states[0] if key != "absmax"}
+    return {"absmax": absmax, **counts}

@@ -1,8 +1,8 @@
 """Training checkpoints: DeepSpeed's state of every rank, and what DeepSpeed does not keep.
 
 ``<directory>/step_00000100/`` holds DeepSpeed's files (weights and fp32 masters, optimizer state), ``recipe.yaml``, one
-``rank_<r>.pt`` per rank (:mod:`engine.checkpoint.owners`: DeepSpeed stores a client's state of rank 0 only on stages 1
-and 2) and ``state.json``, the manifest: bytes and CRC-32 of every file. Everything is written into
+``rank_<r>.pt`` per rank (:mod:`engine.checkpoint.stateful`: DeepSpeed stores a client's state of rank 0 only on stages
+1 and 2) and ``state.json``, the manifest: bytes and CRC-32 of every file. Everything is written into
 ``step_00000100.partial``, through to the disk, and renamed when every rank is done; then ``latest``, a file with the
 step's name, is replaced by a rename. So a directory without ``.partial`` was whole when it got its name, whatever
 interrupted the run, and what happened to it since shows in the manifest.
@@ -15,7 +15,7 @@ of each in the manifest instead. One that a script has changed since is written.
 
 ZeRO's state holds no half-accumulated gradients, so checkpoints are taken at optimizer steps. The data cursor is the
 step itself: the loader's batches are a function of the step. At another number of ranks see
-``engine/checkpoint/reshard.py``.
+``engine/checkpoint/load.py``.
 """
 
 import json
@@ -26,12 +26,12 @@ from pathlib import Path
 
 from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text, sync_directory, write_text
 from engine.checkpoint.find import BEST, LATEST, STEPS, Best, best_checkpoint
-from engine.checkpoint.owners import Owners, rank_state
-from engine.recipe.reading import save_recipe
+from engine.checkpoint.stateful import Owners, rank_state
+from engine.config.reading import save_recipe
 from engine.session.session import Session
+from model.checkpoint.fingerprint import fingerprints
+from model.checkpoint.load import check_finite
 from model.fingerprint import digest_of_checkpoint
-from model.finite import check_finite
-from model.frozen import fingerprints
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.zero import LeftOut, stage
 

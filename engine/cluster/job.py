@@ -39,7 +39,7 @@ from typing import IO, Any
 import psutil
 import torch
 
-from engine.recipe.checks import RecipeError
+from engine.config.errors import RecipeError
 from model.ranks import RankError, barrier, errors_on_all_ranks, is_main, world_size
 from model.zero import init_process_group, own_device
 

@@ -6,6 +6,11 @@ and an output directory that is not shared gets half of a checkpoint. So all of 
 
 A machine here is a launcher with its ranks, and the one with ``LOCAL_RANK`` 0 speaks for it. On one machine there is
 nothing to compare: who calls asks :func:`several_machines` first.
+
+Errors that end a job of several machines before it has begun: how the ranks of the other machines learn of them.
+
+Once there is a process group, :mod:`model.ranks` raises what one rank found on all of them. Before that a machine whose
+recipe is bad, or which lacks a file, would end alone, and the others would wait for it until the time-out.
 """
 
 import hashlib
@@ -16,21 +21,29 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from data.samples import Sample, digest_of_samples
-from engine.recipe.recipe import Recipe
+from engine.cluster.job import join_ranks
+from engine.config.config import Recipe
 from model.fingerprint import digest_of_checkpoint
 from model.ranks import (
     RankError,
+    barrier,
     errors_on_all_ranks,
     gather_objects,
     is_main,
     listed,
+    local_world_size,
+    raise_everywhere,
     rank,
+    shut_down,
 )
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
@@ -189,3 +202,26 @@ def _digest_of_sources() -> str:
 def _samples_text(samples: Sequence[Sample]) -> str:
     """The number of the samples and a digest of their contents, for comparison and for the message."""
     return f"{len(samples):,} samples, digest {digest_of_samples(samples)}"
+
+
+def spans_nodes() -> bool:
+    """Whether the launcher says that there are ranks on other machines; to be asked before there is a process group."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return (local_world_size() or world) < world
+
+
+def tell_other_nodes(error: str) -> None:
+    """Bring an error from before the process group to the ranks of other machines, which may not have it.
+
+    Every process group begins with a look at such errors (``engine.session.context.init_ranks``), so this rank joins it
+    to say what is wrong. Nothing happens on one machine, nor once there is a process group.
+    """
+    if not spans_nodes() or dist.is_initialized():
+        return
+    join_ranks()
+    with suppress(RankError):  # the caller ends this process
+        raise_everywhere(f"on {socket.gethostname()}: {error}")
+    # The other ranks wait in the same barriers, at the end of launch.exits.clean_exit. If this process ended before
+    # they get there, they would report its disappearance instead of the error.
+    barrier()
+    shut_down()

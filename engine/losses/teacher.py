@@ -15,15 +15,14 @@ from torch import nn
 from torch.nn import Parameter
 from transformers import PreTrainedTokenizerBase
 
-from data.device import without_wait
-from data.loader import MicroBatch
+from data.loader import MicroBatch, without_wait
 from data.teacher_cache import TeacherCache
 from engine.losses import chunked as losses
 from engine.losses.kd import TopK
 from model.head import HiddenStates, LMHead, hidden_states
 from model.zero import forward_only
 from quant import Quantization, QuantLinear
-from quant.adapter import without_adapters
+from quant.lora import without_adapters
 
 
 class Sight(NamedTuple):

@@ -1,4 +1,5 @@
-"""What changes for the planner where weights travel as codes (:mod:`model.coded`): bytes of gathers, and scales."""
+"""What changes for the planner where weights travel as codes (:mod:`model.zero.quantized_gather`): bytes of gathers,
+and scales."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from torch import nn
 from engine.memory.zero_gather import Buffer, Gatherer
 from engine.memory.zero_parameters import Inventory, ShardedParameter
 from engine.memory.zero_states import FP32
-from model.coded import NONE_CODED, can_be_coded
+from model.zero.quantized_gather import NONE_CODED, can_be_coded
 from quant import QuantLayer
 
 

@@ -1,6 +1,6 @@
 """Memory of ``quant.first_codes``: what choosing codes holds beside the weights, before there is an optimizer.
 
-For each decoder layer in turn (:mod:`model.first_codes`) these live at a time:
+For each decoder layer in turn (:mod:`model.ptq_init`) these live at a time:
 
 - the hidden states of all samples of the rank, and the position embeddings that each is called with;
 - under stage 3 the layer, gathered, or what lies outside the layers while the samples are recorded;
@@ -15,7 +15,7 @@ the widest tensor of the layer three times and hidden states four times, or of s
 for each expert that a token goes to, with the token's hidden states :data:`COPIES` times. All these were counted by
 torch's profiler (tests/unit/engine/memory/test_first_codes.py).
 
-Tuning a layer (``blocks``, :mod:`model.first_codes.tuning`) comes after that:
+Tuning a layer (``blocks``, :mod:`model.ptq_init.blockwise`) comes after that:
 
 - the hidden states of the original, too;
 - of the rank's elements of the layer's weights two copies, an fp32 master and Adam's moments, and while it steps two
@@ -33,12 +33,12 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
+from engine.config.config import Recipe
 from engine.memory.meta_model import MetaStudent
 from engine.memory.zero_states import FP32, Settings
-from engine.recipe.recipe import Recipe
-from model.first_codes import decoder_layers, quantised_together
+from model.ptq_init import decoder_layers, quantised_together
 from quant import QuantLayer
-from quant.experts import linears_of
+from quant.linear import linears_of
 
 FP64 = 8
 MATRICES = 5  # of the size of a Gram matrix, in which codes are chosen

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import AttentionMaskInterface
 
 NAME = "deepqat_on_meta"
-# Implementations whose output layers know in the graph (:mod:`quant.kept_by_attention`).
+# Implementations whose output layers know in the graph (:mod:`quant.inputs`).
 KNOWN = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 

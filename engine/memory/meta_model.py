@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
+from engine.config.config import Recipe
 from engine.losses.chunked import Teacher, TeacherHidden, TeacherTopK, chunked_losses
 from engine.losses.kd import CACHED_KINDS, TopK
 from engine.memory.meta_attention import attention_on_meta
 from engine.memory.meta_step import MARKS, Event, record_step, representatives
-from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES
 from engine.session.student import empty_student, quantise_student
 from model.build import attention_for, build_model, read_config
-from model.experts import ExpertMLPs
 from model.head import LMHead, QuantHead, hidden_states, install_head, output_head, take_out_head
+from model.moe.experts import ExpertMLPs
 from model.ranks import errors_on_all_ranks
 from quant import Quantization, QuantLinear
 

@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.config.config import Recipe
+from engine.config.deepspeed import DsConfigError, resolve, teacher_config
 from engine.losses.objective import tokens_at_a_time
 from engine.memory.coded import CodedWeights
 from engine.memory.first_codes import bytes_of_first_codes
@@ -30,8 +32,6 @@ from engine.memory.zero_stage_3 import TEACHER
 from engine.memory.zero_stages import STEP_COPIES
 from engine.memory.zero_states import Held, Settings, held_by
 from engine.memory.zero_step import StepCost, cost_of_step
-from engine.recipe.ds_config import DsConfigError, resolve, teacher_config
-from engine.recipe.recipe import Recipe
 
 RESERVE = 4 * 10**9
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from engine.config.config import Recipe
 from engine.memory.measured import Measured
 from engine.memory.plan import RESERVE, Prediction
 from engine.memory.zero_states import ITEMS
-from engine.recipe.recipe import Recipe
 
 GB = 10**9
 UNSET = "-"

@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 
-from engine.recipe.sections import OptimRecipe
+from engine.config.sections import OptimRecipe
 from engine.session.optimizer import classify, parameter_groups
 from model.zero import leaves_of_stage_3, to_be_whole
 

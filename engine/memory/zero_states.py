@@ -64,7 +64,7 @@ class Settings:
 
     @classmethod
     def of(cls, ds_config: dict[str, Any], ranks: int) -> "Settings":
-        """Read the settings from a configuration that :func:`engine.recipe.ds_config.resolve` returned."""
+        """Read the settings from a configuration that :func:`engine.config.deepspeed.resolve` returned."""
         half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
         size = 2 if half else FP32
         sizes = {"fp32": FP32, "fp16": 2, "bf16": 2}

@@ -18,13 +18,13 @@ from data.chat import read_chat
 from data.held_out import HeldOut, seen_in_training, split
 from data.loader import Loader, MicroBatch, sample_inputs
 from data.samples import Sample, load_tokenizer
-from data.special import SpecialTexts
+from data.template import SpecialTexts
 from data.text import read_text
 from engine.cluster.job import join_ranks
 from engine.cluster.nodes import check_nodes_agree, check_same_samples, several_machines
-from engine.recipe.checks import RecipeError
-from engine.recipe.ds_config import remarks, resolve
-from engine.recipe.recipe import Recipe
+from engine.config.config import Recipe
+from engine.config.deepspeed import remarks, resolve
+from engine.config.errors import RecipeError
 from model.ranks import (
     errors_on_all_ranks,
     gather_objects,
@@ -82,7 +82,7 @@ def init_ranks() -> torch.device:
     Raises:
         RecipeError: a job of several processes does not say which rank this one is.
         RankError: another machine has found something wrong before it came here
-        (engine.cluster.exits.tell_other_nodes).
+        (engine.cluster.nodes.tell_other_nodes).
     """
     device = join_ranks()
     raise_everywhere(None)

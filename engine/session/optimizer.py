@@ -1,11 +1,22 @@
 """What trains, and how: ``learnable`` switches, parameter groups, the optimizer, and DeepSpeed's engines around them.
 
 Parameters are sorted by the module that owns them, not by pieces of their names.
+
+The loss scale of fp16 training: as large as gradients allow, so that small ones do not vanish.
+
+fp16 has no number between 0 and 6e-8, and none above 65504. Loss and gradients are multiplied by a power of two, and
+the sums of gradients, in fp32, divided by it again. The scale is found while training (Micikevicius et al. 2018, Mixed
+Precision Training, section 3.2, arXiv:1710.03740): a step with an Inf in a gradient is left out and halves it, so many
+steps in a row without one double it.
+
+DeepSpeed has a scaler of its own, which doubles the scale between a step's backward and its update: that update divides
+by twice what its gradients were multiplied with. On stage 0 it knows other settings, too. Here DeepSpeed gets a static
+scale, and :class:`LossScale` sets it before each step.
 """
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +25,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.recipe.ds_config import teacher_config
-from engine.recipe.events import DECAYING
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import LearnableRecipe, OptimRecipe
-from engine.session.loss_scale import LossScale
+from engine.config.config import Recipe
+from engine.config.deepspeed import teacher_config
+from engine.config.events import DECAYING
+from engine.config.sections import LearnableRecipe, OptimRecipe
 from model.build import INDEXER, check_rotary_buffers
-from model.experts import ExpertMLPs, router_names
+from model.moe.experts import ExpertMLPs, router_names
 from model.ranks import errors_on_all_ranks, listed, say
 from model.zero import forget_secondary_copies, full_shape, keep_frozen_fp32, on_cuda, stage
 from quant import QuantCache, QuantEmbedding, QuantLayer
@@ -267,7 +277,7 @@ def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrai
     forget_secondary_copies(model)
     config = ds_config
     if recipe.model.dtype == "float16":
-        # A static scale, which is set before every step: see engine.session.loss_scale.
+        # A static scale, which is set before every step: see engine.session.optimizer.
         config = {**ds_config, "fp16": {"enabled": True, "loss_scale": LossScale.from_config(ds_config["fp16"]).value}}
     with keep_frozen_fp32(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -296,3 +306,55 @@ def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.M
     forget_secondary_copies(model)
     engine, *_ = deepspeed.initialize(model=model, config=teacher_config(ds_config))
     return engine
+
+
+@dataclass
+class LossScale:
+    """A scale that follows the gradients.
+
+    Attributes:
+        value: the scale of the next step, a power of two.
+        window: steps in a row without an overflow after which it doubles; None: it never changes.
+        least: it is not halved below this.
+        good_steps: in a row, since the last change.
+    """
+
+    value: float
+    window: int | None
+    least: float
+    good_steps: int = 0
+
+    @classmethod
+    def from_config(cls, fp16: dict[str, Any]) -> "LossScale":
+        """The scale that the ``fp16`` section of a DeepSpeed configuration asks for, with DeepSpeed's defaults."""
+        fp16 = {key: value for key, value in fp16.items() if value != "auto"}  # which means the default
+        static = float(fp16.get("loss_scale", 0))
+        if static:
+            return cls(static, None, static)
+        least = float(fp16.get("min_loss_scale", 1))
+        return cls(
+            max(2.0 ** fp16.get("initial_scale_power", 16), least), int(fp16.get("loss_scale_window", 1000)), least
+        )
+
+    def stepped(self, *, overflow: bool) -> bool:
+        """A step is done; ``overflow``: a gradient was not finite. Whether the scale went down for it."""
+        if self.window is None:
+            return False
+        if overflow:
+            self.good_steps = 0
+            before, self.value = self.value, max(self.value / 2, self.least)
+            return self.value < before
+        self.good_steps += 1
+        if self.good_steps >= self.window:
+            self.good_steps, self.value = 0, 2 * self.value
+        return False
+
+    def state_dict(self) -> dict[str, float]:
+        """What moves, for a checkpoint."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from what :meth:`state_dict` gave; a scale that does not move stays what it is."""
+        if self.window is None:
+            return
+        self.value, self.good_steps = state["value"], int(state["good_steps"])

@@ -17,20 +17,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.loader import MicroBatch
 from data.samples import Sample
+from engine.config.config import Recipe
 from engine.losses.teacher import SelfTeacher, Teacher, unquantised_forward
-from engine.recipe.recipe import Recipe
 from engine.session.context import RunContext
-from engine.session.levers import Levers
-from engine.session.loss_scale import LossScale
-from engine.session.optimizer import initialize_frozen, initialize_student
+from engine.session.optimizer import LossScale, initialize_frozen, initialize_student
+from engine.session.overrides import Levers
 from engine.session.student import build_student, first_codes, initial_scales
 from engine.session.teacher import load_teacher, open_cached_teacher
-from model.adapters import start_from_error
-from model.coded import gather_codes
-from model.frozen import fingerprints, frozen_weights
+from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.head import LMHead, QuantHead, install_head, output_head, settle_function
+from model.lora import start_from_error
 from model.ranks import errors_on_all_ranks
 from model.scales import release_scales
+from model.zero.quantized_gather import gather_codes
 from quant import Quantization
 
 First = Callable[[int], Iterable[MicroBatch]] | None
@@ -49,7 +48,7 @@ class Session:
     model: PreTrainedModel
     quantization: Quantization
     uncalibrated: frozenset[str]
-    """Owners of the input groups that had no scale when the session was built; see engine.quantisation.switches."""
+    """Owners of the input groups that had no scale when the session was built; see engine.fake_quant."""
     teacher: Teacher | None
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
@@ -63,7 +62,7 @@ class Session:
     read: Mapping[str, int]
     """Fingerprints of frozen weights as they were read, which a checkpoint of adapters leaves out if they still are."""
     mask: bool = True
-    """Whether padded rows come with an attention mask; see engine.session.masks."""
+    """Whether padded rows come with an attention mask; see engine.session.probes."""
 
     def owners(self) -> dict[str, Levers | Quantization | LossScale]:
         """What of the session a resumed run needs beside DeepSpeed's state, by the name that checkpoints keep it by."""

@@ -14,28 +14,28 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from data.loader import MicroBatch
-from engine.recipe.quant import SOURCE
-from engine.recipe.recipe import Recipe
-from engine.session.adapters import add_adapters, check_adapters, hold_base
+from engine.config.config import Recipe
+from engine.config.quant import SOURCE
 from engine.session.context import DTYPES, samples_on_all_ranks
+from engine.session.lora import add_adapters, check_adapters, hold_base
 from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.build import build_model
-from model.experts import ExpertMLPs, router_names
-from model.first_codes import choose_first_codes
+from model.checkpoint.load import load_weights
 from model.head import output_head
-from model.load import load_weights
-from model.quantised.config import is_quantised
-from model.quantised.made import fill_made_scales
-from model.quantised.scales import take_scales
-from model.quantised.schemes import source_schemes
-from model.quantised.start import take_start
+from model.moe.experts import ExpertMLPs, router_names
+from model.ptq_init import choose_first_codes
+from model.quantized.config import is_quantised
+from model.quantized.quantize_on_load import fill_made_scales
+from model.quantized.scales import take_scales
+from model.quantized.schemes import source_schemes
+from model.quantized.start import take_start
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, say
 from model.rotation import rotate_weights
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import INPUT_ALIASES, full_shape, partition_new_parameters, stage
 from quant import Quantization, QuantLinear, Scheme, prepare
 from quant.fused import fuse
-from quant.held import as_weight
+from quant.packed_weight import as_weight
 from quant.rotation import rotate_inputs
 
 SIMULATED = (

@@ -8,16 +8,16 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data.samples import DataError, Sample, load_tokenizer
 from data.teacher_cache import TeacherCache
+from engine.config.config import Recipe
+from engine.config.deepspeed import teacher_config
 from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary, first_difference
-from engine.recipe.ds_config import teacher_config
-from engine.recipe.recipe import Recipe
 from engine.session.context import DTYPES, RunContext
 from engine.session.optimizer import initialize_frozen
 from model.build import build_model
+from model.checkpoint.load import load_weights
 from model.fingerprint import digest_of_checkpoint
 from model.head import output_head, settle_function, take_out_head
-from model.load import load_weights
-from model.quantised.config import is_quantised
+from model.quantized.config import is_quantised
 from model.ranks import errors_on_all_ranks, rank, say, world_size
 
 

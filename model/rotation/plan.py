@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from model.shards import CheckpointError, DiskTensor
+from model.checkpoint.safetensors import CheckpointError, DiskTensor
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

@@ -13,12 +13,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model.build import read_config
-from model.quantised.config import is_quantised
+from model.checkpoint.safetensors import (
+    INDEX,
+    Checkpoint,
+    CheckpointError,
+    DiskTensor,
+    Reader,
+    read_headers,
+    read_tensor,
+)
+from model.quantized.config import is_quantised
 from model.rotation.hadamard import Rotation, rotation
 from model.rotation.plan import EMBEDDING, HEAD, NORM, STREAM, VALUES, Change, check_family, head_dim, plan_rotation
 from model.save.finish import check_destination, copy_companions, publish, write_json
 from model.save.shard_writer import Shapes, ShardWriter
-from model.shards import INDEX, Checkpoint, CheckpointError, DiskTensor, Reader, read_headers, read_tensor
 
 CHUNK = 2**25  # values in fp64 at a time: 256 MB, and a copy or two of them
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from model.names import module_name_on_disk
+from model.checkpoint.names import module_name_on_disk
 from model.save.plan import Item
 from model.save.shard_writer import ShardWriter, safetensors_head
 from model.save.write import Writers
 from quant import Quantization, QuantLayer
-from quant.embedding import QuantEmbedding
-from quant.torchao import PLAIN, TENSOR_NAMES, check_intx_of, intx_metadata
+from quant.formats.torchao import PLAIN, TENSOR_NAMES, check_intx_of, intx_metadata
+from quant.linear import QuantEmbedding
 
 # Model types that transformers loads with torchao's tensors, and whose graph torch.export takes and XNNPACK computes:
 # tests/distributed/engine/test_executorch.py lowers each with ExecuTorch 1.5.1.

@@ -24,20 +24,20 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from model.finite import check_finite
+from model.checkpoint.load import check_finite
+from model.checkpoint.safetensors import garbage_kept
 from model.peft import FOLDER
-from model.quantised.checkpoint import read_checkpoint
+from model.quantized.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
-from model.save.adapter import PeftFolder
 from model.save.executorch import check_executorch, torchao_files
 from model.save.finish import check_destination, configuration, copy_companions, publish, write_config, write_index
 from model.save.gguf_file import FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
 from model.save.loadable import check_loadable, check_written
+from model.save.lora import PeftFolder
 from model.save.plan import Item, copied_modules, plan_shards
 from model.save.write import write_shards
-from model.shards import garbage_kept
 from quant import Quantization
-from quant.layouts import Layout, check_layout
+from quant.formats.layouts import Layout, check_layout
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def export_model(
             checkpoint.
         source_dir: what the model was built from; its configurations, tokenizer and chat template are carried over.
         out_dir: the directory to make.
-        layout: how its layers are written, see :mod:`quant.layouts`.
+        layout: how its layers are written, see :mod:`quant.formats.layouts`.
         template: of layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
         adapter: one that stays beside the model, written into a folder ``adapter``.
         max_shard_size: bytes of tensors in a file. A larger module gets a file of its own; GGUF is always one file.

@@ -12,19 +12,18 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from model.names import Names, module_name_on_disk
+from model.checkpoint.names import Names, module_name_on_disk
+from model.checkpoint.safetensors import INDEX
+from model.families import text_part
 from model.ranks import listed
 from model.save.mlx import write_for_mlx
 from model.save.plan import Item, copied_modules
-from model.shards import INDEX
-from model.towers import text_part
 from model.zero import full_shape
 from quant import Quantization, QuantLayer
-from quant.embedding import QuantEmbedding
-from quant.experts import StackedLinear, linears_of
-from quant.layouts import Layout, layout_config
-from quant.patterns import name_patterns
+from quant.formats.layouts import Layout, layout_config
+from quant.linear import QuantEmbedding, StackedLinear, linears_of
 from quant.rotation import rotated_layers, transform_config
+from quant.rules import name_patterns
 
 # Everything beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,
 # remote code.

@@ -31,7 +31,7 @@ from model.save.gguf_template import (
 from model.save.plan import Item
 from model.save.shard_writer import ShardWriter
 from quant import QuantLayer
-from quant.gguf import BLOCK, BYTES, block_type
+from quant.formats.gguf import BLOCK, BYTES, block_type
 
 FILE = "model.gguf"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -4,14 +4,20 @@ The class is built on the meta device, and transformers' own loader gives it the
 too: renaming, merging experts and concatenating all run, on shapes alone. So a family is found whose files have a
 layout that the export does not write, listed or not: before a run, from the plan of its export, and after the export
 from the headers of its files. Nothing is read or held but names.
+
+Whether the code of a class asks packed layers for the weight that they do not have.
+
+compressed-tensors keeps the codes of integer and fp4 layers as ``weight_packed``. Some classes read ``weight`` of a
+layer nevertheless: while transformers loads them, to give it a first value (Falcon, NanoChat's ``o_proj``), or in their
+forward (RWKV). Both are run here on the meta device, so that a class is found which nobody listed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -19,17 +25,22 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from model.names import concatenates
+from model.checkpoint.names import concatenates
+from model.checkpoint.safetensors import read_headers
+from model.families import model_class
 from model.ranks import listed
-from model.save.packed import weights_read
 from model.save.plan import Item, linears_of_quantised
-from model.shards import read_headers
-from model.towers import model_class
 from quant import Quantization, exempt_line
-from quant.embedding import QuantEmbedding
-from quant.experts import StackedLinear
-from quant.export import FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED, NVFP4_PACKED, Shapes, export_format
+from quant.formats.compressed_tensors import (
+    FLOAT_QUANTIZED,
+    INT_QUANTIZED,
+    MXFP8_QUANTIZED,
+    NVFP4_PACKED,
+    Shapes,
+    export_format,
+)
 from quant.kv_cache import QuantCache
+from quant.linear import QuantEmbedding, StackedLinear
 
 META = torch.device("meta")
 UNPACKED = (FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED)
@@ -175,3 +186,76 @@ def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None
 
 def _has_zero_points(quantization: Quantization) -> bool:
     return any(layer.weight_zero is not None for layer in quantization.layers.values())
+
+
+META = torch.device("meta")
+TOKENS = 8
+
+
+def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
+    """Names of layers whose weight the class of ``model`` reads though it is packed.
+
+    A forward ends at the first weight that is not there, and does not say whose it is: then these are all layers.
+
+    Args:
+        model: any model of the class, partitioned or not; nothing of it is read but its config.
+        packed: names of the Linears that an export packs. Those that transformers does not have as Linears, such as
+            experts, are left out.
+    """
+    if not packed:
+        return []
+    with META, no_init_weights():
+        empty: PreTrainedModel = type(model)(model.config)
+    linears = {name: module for name, module in empty.named_modules() if isinstance(module, nn.Linear)}
+    here = sorted(linears.keys() & set(packed))
+    if read := [name for name in here if _initialised(empty, name)]:
+        return read
+    for name in here:
+        _pack(linears[name])
+    return here if _forward_lacks_a_weight(empty) else []
+
+
+def _initialised(model: PreTrainedModel, name: str) -> bool:
+    """Whether initialising a layer, or a module that holds it, fails for its missing weight and for nothing else."""
+    parts = name.split(".")
+    above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
+    holders = [module for module in above if not isinstance(module, PreTrainedModel)]
+    if _lacks(model, holders):
+        return False
+    weight = holders[-1]._parameters.pop("weight")
+    found = _lacks(model, holders)
+    holders[-1]._parameters["weight"] = weight
+    return found
+
+
+def _lacks(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
+    """Whether the class's initialisation of these modules asks for an attribute that one of them does not have."""
+    try:
+        with META:
+            for module in modules:
+                model._init_weights(module)
+    except AttributeError:
+        return True
+    return False
+
+
+def _pack(linear: nn.Linear) -> None:
+    """As compressed-tensors leaves a layer: without a weight, and with a forward of its own."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        return hidden.new_empty(*hidden.shape[:-1], linear.out_features)
+
+    del linear._parameters["weight"]
+    linear.forward = forward  # type: ignore[method-assign, assignment]
+
+
+@torch.no_grad()
+def _forward_lacks_a_weight(model: PreTrainedModel) -> bool:
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
+    try:
+        model.eval()(input_ids=ids, use_cache=False)
+    except AttributeError as error:
+        return "no attribute 'weight'" in str(error)
+    except Exception:  # what cannot run without values says nothing about weights
+        return False
+    return False

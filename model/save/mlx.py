@@ -5,11 +5,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from model.names import module_name_on_disk
+from model.checkpoint.names import module_name_on_disk
 from model.ranks import listed
 from quant import Quantization
-from quant.experts import linears_of
-from quant.mlx import affine_config
+from quant.formats.mlx import affine_config
+from quant.linear import linears_of
 
 # Model types whose tensors mlx-lm reads under the names of transformers and computes with as transformers does:
 # tests/distributed/engine/test_mlx.py runs each in mlx-lm 0.32.2.

@@ -12,21 +12,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 from transformers.utils.quantization_config import QuantizationMethod
 
-from model.names import Names, Place, module_name_on_disk
-from model.pieces import Stack
-from model.quantised.tensor import CodedTensor
+from model.checkpoint.names import Names, Place, module_name_on_disk
+from model.checkpoint.safetensors import DiskTensor
+from model.checkpoint.slices import Stack
+from model.quantized.tensor import CodedTensor
 from model.ranks import listed
 from model.save.mlx import check_mlx, mlx_place
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
-from model.shards import DiskTensor
 from model.zero import batches, full_numel, is_partitioned, is_whole
 from quant import SCALE_PARAMETERS, Quantization, QuantLayer, QuantLinear
-from quant.experts import LinearPart, linears_of
-from quant.export import Shapes
+from quant.formats.compressed_tensors import Shapes
+from quant.formats.layouts import Layout, block_shapes, linear_shapes
 from quant.fused import FusedModule
 from quant.kv_cache import QuantCache
-from quant.layouts import Layout, block_shapes, linear_shapes
+from quant.linear import LinearPart, linears_of
 from quant.rotation import KEY
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.shards import DTYPES
+from model.checkpoint.safetensors import DTYPES
 
 # As the library lays them: wide elements first, so that each tensor begins at a multiple of its element's size.
 ORDER = ("I64", "F64", "F32", "U32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")

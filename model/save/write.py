@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from model.quantised.tensor import CodedTensor, chunks_of
+from model.checkpoint.safetensors import SINGLE, DiskTensor, Reader
+from model.quantized.tensor import CodedTensor, chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.save.plan import Item
 from model.save.shard_writer import ShardWriter
-from model.shards import SINGLE, DiskTensor, Reader
 from model.zero import ReceiveBuffer, batches, gathered_on_main
 from quant import QuantLayer, QuantLinear
-from quant.export import cache_scale
+from quant.formats.compressed_tensors import cache_scale
+from quant.formats.layouts import BLOCK_ENDS, linear_tensors
 from quant.kv_cache import QuantCache
-from quant.layouts import BLOCK_ENDS, linear_tensors
 from quant.rotation import KEY, stored_matrix
 
 # Of parameters that are gathered together. Less is slower: a large one cannot come while a few small ones are written.

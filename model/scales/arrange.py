@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from model.names import module_name_on_disk
+from model.checkpoint.names import module_name_on_disk
 from model.scales.read import GLOBAL_SCALE, WEIGHT_SCALE, ZERO_POINT, StoredScales, cache_keys, input_ending
 from model.zero import full_shape
 from quant import Quantization, QuantLayer, ScaleGroup
-from quant.experts import LinearPart, linears_of
-from quant.packing import packed_columns, unpack_zero_points
+from quant.formats.packing import packed_columns, unpack_zero_points
+from quant.linear import LinearPart, linears_of
 from quant.spec import TensorSpec
 
 Linears = dict[str, LinearPart]  # by name on disk

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.quantised.tensor import read_codes
-from model.shards import DiskTensor, Reader
-from quant.experts import LinearPart
-from quant.packing import packed_columns
+from model.checkpoint.safetensors import DiskTensor, Reader
+from model.quantized.tensor import read_codes
+from quant.formats.packing import packed_columns
+from quant.linear import LinearPart
 from quant.reference import dequantize, fake_quant
 from quant.spec import TensorSpec
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from model.checkpoint.safetensors import CheckpointError, Reader
 from model.ranks import raise_everywhere, reduce_over_ranks
 from model.scales.arrange import GroupScale
 from model.scales.codes import FileWeight, count_of_sums, local_products, other_weights
 from model.scales.in_place import measure_weight_scales, scale_buckets
-from model.shards import CheckpointError, Reader
 from model.zero import is_partitioned, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, Ranges, Scale, ScaleGroup, kernels, partial_fit
-from quant.experts import LinearPart, linears_of
 from quant.fit import Fit, misfit
+from quant.linear import LinearPart, linears_of
 
 _MOST = 5  # layers that an error describes
 

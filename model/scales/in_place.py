@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.adapters import local_weight
+from model.lora import local_weight
 from model.ranks import listed, raise_everywhere, reduce_over_ranks
 from model.zero import batches, full_numel, full_shape, gathered, release
 from quant import (
@@ -28,7 +28,7 @@ from quant import (
     scales_from_stats,
     zero_points_from_stats,
 )
-from quant.export import bad_zero_points
+from quant.formats.compressed_tensors import bad_zero_points
 from quant.reference import global_scale
 from quant.spec import FP8_TENSOR, TensorSpec
 

@@ -8,9 +8,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from model.names import module_name_on_disk
-from model.shards import DiskTensor, read_header
-from quant.export import input_suffix
+from model.checkpoint.names import module_name_on_disk
+from model.checkpoint.safetensors import DiskTensor, read_header
+from quant.formats.compressed_tensors import input_suffix
 from quant.reference import E8M0_BIAS
 from quant.spec import Scheme
 

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model.quantised.config import find_quantization_config, fp8_rules
-from model.quantised.modelopt import FILE, modelopt_kv_cache, modelopt_rules
+from model.quantized.config import FILE, find_quantization_config, fp8_rules, modelopt_kv_cache, modelopt_rules
 from model.ranks import listed
 from model.scales.arrange import Linears
 from model.scales.read import WEIGHT_SCALE, StoredScales, input_ending
 from quant import Quantization, Rule, Scheme, TensorSpec
-from quant.config import kv_cache_from_config, rules_from_config
+from quant.formats.config import kv_cache_from_config, rules_from_config
 
 CONFIG = "config.json"
 _STARTS = ("gptq", "awq", "auto-round", "mxfp4")  # methods that quant.start reads: their scales go with their codes

@@ -10,10 +10,8 @@ Filling a partition directly (:func:`local_data`) is allowed only before ``deeps
 the parameters into its fp32 master there, and the next step overwrites whatever was written to them afterwards.
 """
 
-from model.zero.accelerator import on_cuda, own_device
 from model.zero.frozen import LeftOut
-from model.zero.gather import batches, forward_only, gathered, whole_values
-from model.zero.on_main import ReceiveBuffer, gathered_on_main
+from model.zero.gather import ReceiveBuffer, batches, forward_only, gathered, gathered_on_main, whole_values
 from model.zero.optimizer import (
     CHECKPOINT_CLASSES,
     CHECKPOINT_GLOBALS,
@@ -47,6 +45,8 @@ from model.zero.parameters import (
     local_range,
     mark_leaf,
     materialise,
+    on_cuda,
+    own_device,
     partition_new_parameters,
     partitions,
     release,

@@ -1,4 +1,5 @@
-"""Lets parameters travel to forward and backward in another form than they have (see :mod:`model.coded`)."""
+"""Lets parameters travel to forward and backward in another form than they have (see
+:mod:`model.zero.quantized_gather`)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,8 @@
 """Parameters under ZeRO: how stage 3 makes new ones, their whole shapes, and the elements of them that this rank holds.
-And the process group that it shares them out over."""
+And the process group that it shares them out over.
+
+Where ranks compute: on what DeepSpeed's accelerator is, which DS_ACCELERATOR may name; not on what torch finds.
+"""
 
 import copy
 import os
@@ -15,13 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_buffers_in_fp32, keep_in_fp32_pattern
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.utils import (
-    groups,
-    safe_get_local_grad,
-    safe_set_local_grad,
-    set_z3_leaf_module,
-    z3_leaf_module,
-)
+from deepspeed.utils import groups, safe_get_local_grad, safe_set_local_grad, set_z3_leaf_module, z3_leaf_module
 from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -344,3 +341,25 @@ def keep_frozen_fp32(model: nn.Module) -> Iterator[None]:
     yield
     for parameter, data in kept:
         parameter.data = data.to(parameter.device)
+
+
+def on_cuda() -> bool:
+    """Whether ranks compute on CUDA devices."""
+    return bool(get_accelerator().device_name() == "cuda")
+
+
+def own_device(local_rank: int) -> torch.device:
+    """The device of a rank. Raises RankError: DeepSpeed's accelerator is another, or this machine has too few."""
+    name = get_accelerator().device_name()
+    if name != "cpu" and not (on_cuda() and local_rank < torch.cuda.device_count()):
+        raise RankError(_missing(name, local_rank))
+    return torch.device("cuda", local_rank) if on_cuda() else torch.device("cpu")
+
+
+def _missing(name: str, local_rank: int) -> str:
+    if name != "cuda":
+        return f"DeepSpeed's accelerator is {name!r}, expected cuda or cpu: DS_ACCELERATOR chooses one"
+    return (
+        f"LOCAL_RANK is {local_rank}, but torch finds {torch.cuda.device_count()} CUDA devices here: start as many "
+        "ranks on a machine as it has GPUs (CUDA_VISIBLE_DEVICES hides some), or set DS_ACCELERATOR=cpu"
+    )

@@ -34,8 +34,8 @@ from quant.kernels.registration import OPERATORS, SCHEMAS
 
 SOURCES = Path(__file__).parent
 LIBRARY = "deepqat_kernels"
-CPP = ("bindings.cpp", "cpu.cpp", "fused_bindings.cpp", "fused_cpu.cpp")
-CUDA = ("cuda.cu", "fused.cu")
+CPP = ("bindings.cpp", "cpu/quantizers.cpp", "fused_bindings.cpp", "cpu/fused.cpp")
+CUDA = ("cuda/quantizers.cu", "cuda/fused.cu")
 
 # Contracting a*b+c to one rounding would part CPU and GPU, and both from the reference, in the last bit.
 CXX_FLAGS = (
@@ -239,7 +239,7 @@ def _architectures() -> list[str]:
 def _digest(flags: list[str]) -> str:
     """A digest of everything that the library depends on."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.glob("*.[ch]*")):
+    for source in sorted(SOURCES.rglob("*.[ch]*")):
         if source.suffix in (".h", ".cpp", ".cu"):
             digest.update(source.read_bytes())
     digest.update(repr((flags, NVCC_FLAGS, torch.__version__, torch.version.cuda)).encode())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quant import fused_reference, reference
-from quant.packing import pack_bits, pack_nibbles, unpack_bits
+from quant.formats.packing import pack_bits, pack_nibbles, unpack_bits
 from quant.spec import MX_GROUP, NVFP4_GROUP, Dtype, TensorSpec
 
 # What has scales that are no numbers of a dtype.

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from quant.formats.packing import unpack_nibbles
 from quant.kernels import eager
 from quant.kernels.build import ensure_ready
-from quant.packing import unpack_nibbles
 from quant.scale import Quantizer
 from quant.spec import TensorSpec
 

@@ -18,15 +18,15 @@ from data.chat import read_chat
 from data.loader import Loader, MicroBatch, model_inputs, sample_inputs, valid_tokens
 from data.samples import IGNORE
 from data.text import read_text
-from engine.recipe.loss import LossRecipe
-from engine.recipe.reading import load_recipe
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import OptimRecipe
-from engine.session.adapters import add_adapters
+from engine.config.config import Recipe
+from engine.config.loss import LossRecipe
+from engine.config.reading import load_recipe
+from engine.config.sections import OptimRecipe
+from engine.session.lora import add_adapters
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups, peak_learning_rates, set_learnable
 from model.build import build_model
-from model.experts import Form
-from model.load import load_weights
+from model.checkpoint.load import load_weights
+from model.moe.experts import Form
 from quant import Quantization, prepare
 from quant.hadamard import rotate
 from quant.reference import absmax_scale

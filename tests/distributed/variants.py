@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.recipe.reading import load_recipe
+from engine.config.reading import load_recipe
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import load_result, plain_weights
 from tests.distributed.recipes import write_chats, write_recipe

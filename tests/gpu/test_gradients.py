@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quant import gemm
-from quant.function import Plan, quant_linear
+from quant.autograd import Plan, quant_linear
 from quant.reference import fake_quant, fake_quant_backward, inside_range
 from quant.scale import Scale
 from quant.spec import TensorSpec

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quant.function import Plan, quant_linear
+from quant.autograd import Plan, quant_linear
 from quant.reference import fake_quant
 from quant.scale import Scale
 from quant.spec import TensorSpec

@@ -13,8 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.traffic import Traffic
-from data.device import on_device
-from data.loader import pad
+from data.loader import on_device, pad
 from data.samples import Sample
 from engine.faults import nan_unless_finite
 from engine.losses.chunked import chunked_losses

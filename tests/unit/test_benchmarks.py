@@ -16,8 +16,8 @@ from benchmarks.recovery import sweep, zero_where_v_is_outside
 from benchmarks.recovery_runs import QUICK, Bench
 from benchmarks.recovery_torchao import loss_of
 from data.samples import IGNORE
+from engine.config.loss import LossRecipe
 from engine.losses.kd import KD_KINDS
-from engine.recipe.loss import LossRecipe
 from quant import QuantLinear, Scale, get_scheme
 from tests.patience import PATIENCE
 from tests.root import ROOT

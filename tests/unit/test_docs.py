@@ -18,8 +18,8 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from engine.recipe.reading import load_recipe, parse_recipe
-from engine.recipe.recipe import Recipe
+from engine.config.config import Recipe
+from engine.config.reading import load_recipe, parse_recipe
 from tests.root import ROOT
 
 README = ROOT / "README.md"

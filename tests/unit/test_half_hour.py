@@ -14,7 +14,7 @@ from benchmarks.gpu.half_hour import Stage
 from benchmarks.gpu.kernel_times import kind_of
 from benchmarks.gpu.stages import MORE_TRAININGS, STAGES, TRAININGS, Job, Place
 from benchmarks.gpu.train import recipe_of
-from engine.recipe.reading import parse_recipe
+from engine.config.reading import parse_recipe
 from quant.kernels import prepare_kernels
 from quant.kernels.registration import SCHEMAS
 from tests.root import ROOT

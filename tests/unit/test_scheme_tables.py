@@ -7,7 +7,7 @@ from torch import nn
 
 from model.save import not_loaded
 from quant import PRESETS, Quantization
-from quant.export import packed_shapes
+from quant.formats.compressed_tensors import packed_shapes
 from tests.root import ROOT
 
 SIZE = 4096

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.traffic import META, QWEN3_8B, Traffic, counted, decoder_layer, quant_linear
-from data.device import on_device
+from data.loader import on_device
 from data.samples import IGNORE
 from engine.faults import nan_unless_finite
 from engine.losses.chunked import _adds_in_fp32, chunked_losses

@@ -14,8 +14,8 @@ from engine.session.context import samples_on_all_ranks
 from model.ranks import reduce_over_ranks
 from model.zero import forward_only
 from quant import Quantization
-from quant.experts import linears_of
-from quant.export import packed_shapes
+from quant.formats.compressed_tensors import packed_shapes
+from quant.linear import linears_of
 from quant.rules import fused_sets
 from tools.allocation.allocation import Option, Part
 

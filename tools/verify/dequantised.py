@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from model.checkpoint.safetensors import Reader, read_headers, read_tensor
 from model.save import export_model
-from model.shards import Reader, read_headers, read_tensor
 from tools.compressed import load_compressed
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from model.names import Names, module_name_on_disk, own_tensors
-from model.quantised.config import read_quantization_config
+from model.checkpoint.names import Names, module_name_on_disk, own_tensors
+from model.checkpoint.safetensors import Checkpoint, Reader, read_headers, read_tensor
+from model.quantized.config import read_quantization_config
 from model.ranks import listed
 from model.save import is_router
 from model.scales import cache_keys
-from model.shards import Checkpoint, Reader, read_headers, read_tensor
 from quant import Quantization, QuantLayer, QuantLinear
-from quant.export import packed_shapes, unpack_weight, weight_codes
+from quant.formats.compressed_tensors import packed_shapes, unpack_weight, weight_codes
 from quant.rotation import KEY, stored_matrix
 from tools.compressed import is_ignored, quantized_keys
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from model.save import is_expert
 from quant import QuantEmbedding, QuantLayer
-from quant.gguf import BLOCK
+from quant.formats.gguf import BLOCK
 from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED, Comparison
 from tools.verify.files import dtype_on_disk
 

@@ -46,16 +46,16 @@ from compressed_tensors.transform import TransformConfig, apply_transform_config
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
-from model.names import module_name_on_disk
-from model.quantised.config import read_quantization_config
+from model.checkpoint.names import module_name_on_disk
+from model.checkpoint.safetensors import Reader, read_headers, read_tensor
+from model.families import model_class
+from model.quantized.config import read_quantization_config
 from model.ranks import RankError, listed
 from model.save import fused_there, is_expert, not_loaded
 from model.scales import cache_keys
-from model.shards import Reader, read_headers, read_tensor
-from model.towers import model_class
 from quant import Quantization, QuantLayer, QuantLinear, Scheme, TensorSpec
-from quant.config import quantization_args
-from quant.export import export_format
+from quant.formats.compressed_tensors import export_format
+from quant.formats.config import quantization_args
 from quant.hadamard import rotate
 from quant.kv_cache import QuantCache
 from quant.rotation import KEY

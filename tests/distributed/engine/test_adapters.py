@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quant import SCHEMES
-from quant.adapter import merge
+from quant.lora import merge
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import assert_equals_plain_loop, load_result
 from tests.distributed.recipes import write_chats, write_ds_config, write_recipe

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from data.loader import valid_tokens
+from engine.config.reading import load_recipe
 from engine.losses.kd import KD_KINDS
-from engine.recipe.reading import load_recipe
 from tests.definitions import kd_loss
 from tests.distributed.plain import (
     assert_equals_plain_loop,
@@ -123,7 +123,7 @@ def test_padded_rows_without_a_mask_equal_a_plain_loop_with_one(paths):
 # What asks for a value in a step: of tensors that lie on the host on a GPU too (batches before they are copied, the
 # step counts of torch's Adam),
 ON_THE_HOST = {
-    "data/device.py: on_device",
+    "data/loader.py: on_device",
     "data/loader.py: <genexpr>",
     "data/loader.py: pad",
     "data/loader.py: real_tokens",

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, safe_open, save_file
 
+from engine.config.errors import RecipeError
+from engine.config.reading import load_recipe
 from engine.export import check_export
-from engine.recipe.checks import RecipeError
-from engine.recipe.reading import load_recipe
 from launch.verify import main as verify
 from model.save.executorch import MODELS, check_executorch
 from quant import SCHEMES, prepare

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.recipe.reading import load_recipe
+from engine.config.reading import load_recipe
 from launch.verify import main as verify
 from tests.distributed.launcher import run_ranks
 from tests.distributed.recipes import write_chats, write_recipe

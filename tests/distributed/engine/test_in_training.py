@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from data.chat import read_chat
 from data.held_out import split
 from engine.checkpoint.find import best_checkpoint
-from engine.recipe.reading import load_recipe
+from engine.config.reading import load_recipe
 from tests.definitions import kd_loss
 from tests.distributed.plain import QUANTIZED_RTOL, load_result, plain_model, plain_weights
 from tests.distributed.variants import Variant, run_variants

@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load, load_file
 
-from engine.recipe.reading import load_recipe
-from quant.packing import unpack_int32
+from engine.config.reading import load_recipe
+from quant.formats.packing import unpack_int32
 from tests.distributed.variants import NO_TEACHER, Variant, run_variants
 from tools.verify.check import compare_with_transformers
 

@@ -7,7 +7,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from data.loader import valid_tokens
-from engine.recipe.reading import load_recipe
+from engine.config.reading import load_recipe
 from launch import study
 from tests.distributed.plain import inputs_of, load_result, plain_loaders
 from tests.distributed.variants import DROPOUT, NO_TEACHER, Variant, changed, run_variants

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.recipe.reading import load_recipe
+from engine.config.reading import load_recipe
 from launch.verify import main as verify
 from model.save.mlx import MODELS, check_mlx
 from quant import SCHEMES, prepare

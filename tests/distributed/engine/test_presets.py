@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from quant import PRESETS
-from quant.export import input_suffix, unpack_scale, unpack_weight, unpack_zero
+from quant.formats.compressed_tensors import input_suffix, unpack_scale, unpack_weight, unpack_zero
 from tests.distributed.engine.scripts.presets import MIXED, ROTATED
 from tests.distributed.launcher import run_ranks
 from tests.tiny import tiny_checkpoint

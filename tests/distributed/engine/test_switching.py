@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.recipe.reading import load_recipe
+from engine.config.reading import load_recipe
 from quant import SCHEMES, Ranges
 from quant.reference import absmax_scale, fake_quant
 from tests.distributed.plain import assert_equals_plain_loop, load_result

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.recipe.reading import load_recipe
-from engine.session.loss_scale import LossScale
+from engine.config.reading import load_recipe
+from engine.session.optimizer import LossScale
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from tests.distributed.launcher import run_ranks
 from tests.distributed.plain import assert_equals_plain_loop, load_result, plain_weights
 from tests.distributed.recipes import write_chats, write_ds_config, write_recipe

@@ -28,10 +28,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.cluster.job import join_ranks
+from engine.config.reading import RecipeError
 from engine.loop import Loop
-from engine.recipe.reading import RecipeError
 from model.build import AUTO, attention_for, build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError, gather_objects, is_main, raise_everywhere, rank
 from model.save import export_model, not_loaded
 from tests.distributed.garbage import collect

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.device import _moved, on_device, without_wait
-from data.loader import Loader, model_inputs
+from data.loader import Loader, _moved, model_inputs, on_device, without_wait
 from data.samples import IGNORE, Sample
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import Loader, MicroBatch, model_inputs, pad, real_tokens, sample_inputs, valid_tokens
-from data.packing import WINDOW, pack
+from data.loader import WINDOW, Loader, MicroBatch, model_inputs, pack, pad, real_tokens, sample_inputs, valid_tokens
 from data.samples import IGNORE, DataError, Sample
 from tests.tiny import tiny_model
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.chat import read_chat
 from data.samples import IGNORE, DataError
-from data.special import SpecialTexts, shown_again
+from data.template import SpecialTexts, shown_again
 from data.text import read_text
 from tests.tiny import TEXT, tiny_tokenizer
 from tests.unit.data.chats import END, GOOD, KINDS, learned, messages, text, turns, whole, write

@@ -262,9 +262,9 @@ def test_common_tokens():
 
 
 def test_names_of_losses_are_taken():
+    from engine.config.config import Recipe
+    from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
     from engine.loop import Loop
-    from engine.recipe.recipe import Recipe
-    from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 
     loop = Loop(Recipe(ModelRecipe("m"), DataRecipe(["d"]), TrainRecipe(steps=1), "out"))
     loop.token_loss("mine", weight=0.5)(lambda chunk: chunk.student.sum(-1))

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import quant
 from engine.offload import OnHost
 from model.build import build_model
+from model.checkpoint.load import load_weights
 from model.head import install_head
-from model.load import load_weights
 from quant.reference import absmax_scale
 from tests.root import ROOT
 from tests.tiny import tiny_checkpoint

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.errors import RecipeError
+from engine.config.reading import load_recipe
 from engine.export import check_export
-from engine.recipe.checks import RecipeError
-from engine.recipe.reading import load_recipe
-from tests.unit.engine.recipe.recipes import minimal
+from tests.unit.engine.config.recipes import minimal
 
 
 def test_a_layout_that_cannot_hold_a_scheme_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import metrics
+from engine.config.config import Recipe
+from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from engine.metrics import Metrics
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 
 RECIPE = Recipe(model=ModelRecipe("model"), data=DataRecipe(["a"]), train=TrainRecipe(steps=1), output_dir="run")
 

@@ -7,12 +7,12 @@ import tempfile
 import pytest
 from torch import nn
 
-from engine.events import Schedule, check_events
-from engine.recipe.checks import RecipeError
-from engine.recipe.events import EVENT_RATES, parse_condition
-from engine.recipe.reading import load_recipe
-from engine.session.levers import Levers
+from engine.config.errors import RecipeError
+from engine.config.events import EVENT_RATES, parse_condition
+from engine.config.reading import load_recipe
+from engine.schedule import Schedule, check_events
 from engine.session.optimizer import lr_factor, peak_learning_rates
+from engine.session.overrides import Levers
 from quant import get_scheme, prepare
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 from engine.cluster.job import Claim
-from engine.recipe.recipe import Recipe
+from engine.config.config import Recipe
 from engine.start import _take_output
 from model.ranks import RankError
-from tests.unit.engine.recipe.ds_files import recipe
+from tests.unit.engine.config.ds_files import recipe
 
 
 def written_to(directory: str) -> Recipe:

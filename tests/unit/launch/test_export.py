@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from engine.recipe.reading import save_recipe
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
+from engine.config.config import Recipe
+from engine.config.reading import save_recipe
+from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from launch import export
 
 

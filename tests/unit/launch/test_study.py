@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from transformers import DbrxConfig, GPT2Config, LlamaConfig, MixtralConfig
 
-from engine.recipe.adapter import AdapterRecipe
-from engine.recipe.checks import RecipeError
-from engine.recipe.events import EventRecipe
-from engine.recipe.loss import LossRecipe
-from engine.recipe.quant import QuantRecipe, SchemeRecipe, TensorRecipe
-from engine.recipe.reading import parse_recipe, save_recipe
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import DataRecipe, ExportRecipe, LearnableRecipe, ModelRecipe, OptimRecipe, TrainRecipe
+from engine.config.adapter import AdapterRecipe
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
+from engine.config.events import EventRecipe
+from engine.config.loss import LossRecipe
+from engine.config.quant import QuantRecipe, SchemeRecipe, TensorRecipe
+from engine.config.reading import parse_recipe, save_recipe
+from engine.config.sections import DataRecipe, ExportRecipe, LearnableRecipe, ModelRecipe, OptimRecipe, TrainRecipe
 from launch import study
 from tests.tiny import tiny_config
 

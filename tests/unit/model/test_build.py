@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model.arrange_experts import _looks_like_experts, _numbers_of_experts
 from model.build import build_model, may_hold_experts
+from model.moe.arrange import _looks_like_experts, _numbers_of_experts
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
 from tests.root import ROOT

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from model.quantised.config import read_quantization_config
-from quant.config import rules_from_config
+from model.quantized.config import read_quantization_config
+from quant.formats.config import rules_from_config
 
 
 @pytest.mark.parametrize(

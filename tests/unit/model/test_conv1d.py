@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.save import check_plan, export_model
 from model.scales import renew_weight_scales

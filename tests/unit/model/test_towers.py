@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
+from model.families import Tower, left_out, text_part
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
-from model.towers import Tower, left_out, text_part
 from quant import SCHEMES, prepare
 from quant.rules import Rule
 from tests.families.variants import COMPOSITE, VARIANTS

@@ -16,8 +16,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from quant.calibrate import Observer
 from quant.kv_cache import attach_kv_cache
+from quant.observers import Observer
 from quant.reference import effective_scale, fake_quant
 from quant.spec import PRESETS
 

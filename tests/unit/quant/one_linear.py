@@ -6,7 +6,7 @@ import random
 import torch
 from torch import nn
 
-from quant.function import Plan, quant_linear
+from quant.autograd import Plan, quant_linear
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quantize_tokens
 from quant.scale import Scale
 from quant.spec import TensorSpec

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quant import Rule, get_scheme, prepare
-from quant.embedding import QuantEmbedding
+from quant.linear import QuantEmbedding
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quant_backward
 from quant.scale import Scale
 from quant.spec import Scheme, TensorSpec

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.initialization import no_init_weights
 
 from quant import DEFAULT_EXEMPT, SCHEMES, prepare
-from quant.fused_layers import FUSED, VLLM_VERSION
+from quant.rules import FUSED, VLLM_VERSION
 from tests.families.make import composite
 from tests.families.variants import VARIANTS
 
@@ -63,7 +63,7 @@ def test_every_group_of_vllm_is_in_the_table_or_has_a_reason_not_to_be():
         spelled = tuple(longer if longer and longer.endswith(f".{name}") else name for name in SAME.get(names, names))
         if frozenset(spelled) not in ours and names not in NOT_HERE:
             unknown.append((names, group["files"][:3]))
-    assert not unknown, "vLLM fuses layers that no row of quant/fused_layers.py has"
+    assert not unknown, "vLLM fuses layers that no row of quant/rules.py has"
 
 
 def test_rows_of_a_class_come_before_those_of_any_class():

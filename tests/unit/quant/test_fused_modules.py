@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 import quant
 from quant import fused_reference, reference
 from quant.fused import Fused, FusedMLP, FusedRMSNorm, fuse, rms_norm
-from quant.handed import HandedOver
+from quant.inputs import HandedOver
 from tests.tiny import tiny_model
 from tests.unit.quant.attention import fill_scales
 

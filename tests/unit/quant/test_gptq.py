@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from quant import SCHEMES, Quantizer, Scale, TensorSpec
-from quant.calibrate import partial_stats, scales_from_stats, zero_points_from_stats
 from quant.gptq import DAMPING, add_inputs, choose, compensate, fit_scales, output_error, takes
+from quant.observers import partial_stats, scales_from_stats, zero_points_from_stats
 from quant.reference import dequantize, fake_quant, quantize
 
 pytestmark = pytest.mark.usefixtures("seed")

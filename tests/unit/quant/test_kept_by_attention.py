@@ -15,7 +15,7 @@ import quant
 from benchmarks.step import kept_bytes
 from model.scales import renew_weight_scales
 from quant.hadamard import rotate
-from quant.kept_by_attention import ATTENTION, kept_by_attention
+from quant.inputs import ATTENTION, kept_by_attention
 from quant.spec import get_scheme
 from tests.tiny import tiny_config
 

@@ -18,8 +18,8 @@ from transformers import (
 
 from engine.session.optimizer import classify
 from quant import prepare
-from quant.calibrate import Observer
 from quant.kv_cache import attach_kv_cache
+from quant.observers import Observer
 from quant.reference import inside_range
 from quant.spec import PRESETS
 from tests.unit.quant.kv_models import (

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quant.calibrate import Observer
-from quant.function import Plan, quant_linear
+from quant.autograd import Plan, quant_linear
 from quant.linear import SCALE_PARAMETERS, QuantLinear
+from quant.observers import Observer
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quantize_tokens, inside_range
 from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme

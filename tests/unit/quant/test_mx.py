@@ -11,7 +11,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
 from quant import kernels
-from quant.config import quantization_args
+from quant.formats.config import quantization_args
 from quant.reference import (
     absmax_scale,
     fake_quant,

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import quant
-from model.coded import can_be_coded
-from model.coded.parts import part_gradients_, quantize_part
+from model.zero.quantized_gather import can_be_coded, part_gradients_, quantize_part
 from quant import SCHEMES, QuantEmbedding, Quantizer, QuantLayer, QuantLinear, Scheme
-from quant.adapter import Adapter
-from quant.experts import StackedLinear
-from quant.held import stand_in
+from quant.linear import StackedLinear
+from quant.lora import Adapter
+from quant.packed_weight import stand_in
 from quant.scale import lsq_factor
 
 OUT, IN, EXPERTS, TOKENS, RANK = 128, 256, 3, 9, 4
@@ -162,9 +161,10 @@ def gathered(layer: QuantLinear, whole: Tensor) -> Callable[[], list[Tensor]]:
     return run
 
 
-# What no step shows on a CPU, and what is looked at before anything is written (tests/unit/model/test_finite.py): an
-# infinity in what an adapter is added to, which does not train; and NaN, too, where the codes of their sum are kept. No
-# step writes it (tests/distributed/engine/test_adapters.py), so that it stays what it was when it was looked at.
+# What no step shows on a CPU, and what is looked at before anything is written
+# (tests/unit/model/checkpoint/test_load.py): an infinity in what an adapter is added to, which does not train; and NaN,
+# too, where the codes of their sum are kept. No step writes it (tests/distributed/engine/test_adapters.py), so that it
+# stays what it was when it was looked at.
 UNSEEN = "base"
 
 

@@ -8,8 +8,8 @@ from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp, generate_gparam
 
 from quant import kernels
-from quant.calibrate import Observer
-from quant.config import quantization_args
+from quant.formats.config import quantization_args
+from quant.observers import Observer
 from quant.reference import (
     fake_quantize_tokens,
     fake_quantize_tokens_backward,

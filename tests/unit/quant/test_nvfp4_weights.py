@@ -6,7 +6,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from quant import SCHEMES, kernels
-from quant.config import quantization_args
+from quant.formats.config import quantization_args
 from quant.reference import absmax_scale, fake_quant, global_scale, round_scale
 from quant.scale import Quantizer, Scale
 

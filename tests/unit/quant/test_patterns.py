@@ -6,8 +6,7 @@ import pytest
 import torch
 from compressed_tensors.utils.match import is_match
 
-from quant.patterns import name_patterns, pattern_problem
-from quant.rules import DEFAULT_EXEMPT
+from quant.rules import DEFAULT_EXEMPT, name_patterns, pattern_problem
 
 LINEAR = torch.nn.Linear(1, 1)
 NAME = "model.language_model.layers.117.mlp.experts.127.shared_expert_gate_proj_weight!"

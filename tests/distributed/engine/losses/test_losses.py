@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.loader import valid_tokens
 from data.samples import IGNORE
 from data.teacher_cache import TeacherCache
-from engine.recipe.reading import load_recipe
+from engine.config.reading import load_recipe
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import SCHEMES, prepare

@@ -9,11 +9,11 @@ import torch
 import yaml
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from engine.config.reading import load_recipe
 from engine.memory.plan import Planner
-from engine.recipe.reading import load_recipe
 from launch.memory import main
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import SCHEMES, prepare

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.losses.objective import LossChunk
-from engine.recipe.reading import load_recipe
 from model.ranks import RankError, barrier, is_main, rank, shut_down
 from tests.distributed.garbage import collect
 

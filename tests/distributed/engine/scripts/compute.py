@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.recipe.reading import load_recipe
 from model.ranks import is_main
 from quant import QuantLinear
-from quant.kept_by_attention import kept_by_attention
+from quant.inputs import kept_by_attention
 from tests.distributed.engine.scripts.train import run
 from tests.distributed.garbage import collect
 

@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.recipe.reading import load_recipe
 from model.ranks import rank
 from model.zero import local_data
 from tests.distributed.garbage import collect

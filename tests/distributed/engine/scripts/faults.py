@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from data.loader import Loader, MicroBatch
+from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.losses.objective import LossChunk
-from engine.recipe.reading import load_recipe
 from launch.exits import clean_exit
 from model.ranks import barrier, is_main, rank
 from tests.distributed.engine.scripts.train import run, whole_parameters

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from engine.checkpoint.save import CheckpointError
+from engine.config.config import Recipe
+from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.recipe.reading import load_recipe
-from engine.recipe.recipe import Recipe
 from model.ranks import is_main
 from tests.distributed.engine.scripts.train import run
 from tests.distributed.garbage import collect

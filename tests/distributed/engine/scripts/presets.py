@@ -14,15 +14,15 @@ import torch.nn.functional as F
 
 from engine.session.context import init_ranks
 from model.build import build_model
-from model.load import load_weights
-from model.quantised.scales import take_scales
+from model.checkpoint.load import load_weights
+from model.quantized.scales import take_scales
 from model.ranks import RankError, is_main, raise_everywhere, rank
 from model.rotation import rotate_weights
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from model.zero import keep_frozen_fp32, partition_new_parameters
 from quant import PRESETS, Quantization, prepare, weights_changed
-from quant.experts import linears_of
+from quant.linear import linears_of
 from quant.reference import quantize
 from quant.rotation import rotate_inputs
 from quant.rules import Rule

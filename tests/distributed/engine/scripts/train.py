@@ -13,8 +13,8 @@ import deepspeed
 import torch
 from torch import nn
 
+from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.recipe.reading import load_recipe
 from model.ranks import is_main, reduce_over_ranks
 from model.zero import full_numel, full_shape, gathered, is_partitioned, is_whole, local_data, local_range
 from tests.distributed.fp16_cpu import allow_fp16_on_cpu

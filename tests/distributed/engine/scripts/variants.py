@@ -17,10 +17,10 @@ import torch
 from data.loader import Loader, MicroBatch
 from engine.loop import Loop, LoopState
 from engine.losses.kd import KD_KINDS
-from engine.session.masks import needs_mask
+from engine.session.probes import needs_mask
 from model.ranks import is_main, rank
 from model.zero import gathered
-from quant.experts import linears_of
+from quant.linear import linears_of
 from tests.distributed.engine.scripts.train import run, whole_parameters
 from tests.distributed.garbage import collect
 from tests.distributed.host_waits import HostWaits

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from model.shards import INDEX
+from model.checkpoint.safetensors import INDEX
 from quant import SCHEMES
-from quant.packing import unpack_int32
+from quant.formats.packing import unpack_int32
 from tests.distributed.launcher import run_waiting
 from tests.distributed.model.save.scripts.save import CHANNEL, SHARD
 from tests.tiny import tiny_checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.recipe.reading import load_recipe
+from engine.config.reading import load_recipe
 from quant import SCHEMES, Quantization, prepare
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant
 from quant.spec import PRESETS

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, logging
 
 from model.build import check_rotary_buffers
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import rank, shut_down
 from model.zero import (
     WHOLE_ELEMENTS,

@@ -15,8 +15,9 @@ import torch
 from data.loader import MicroBatch
 from engine.session.context import init_ranks, samples_on_all_ranks
 from model.build import build_model
-from model.first_codes import choose_first_codes, tuning
-from model.load import load_weights
+from model.checkpoint.load import load_weights
+from model.ptq_init import blockwise as tuning
+from model.ptq_init import choose_first_codes
 from model.ranks import rank
 from model.scales import renew_weight_scales
 from model.zero import gathered, partition_new_parameters

@@ -11,12 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model.load import load_weights
-from model.quantised.checkpoint import read_checkpoint
+from model.checkpoint.load import load_weights
+from model.checkpoint.safetensors import INDEX, PAGE_BYTES, read_headers
+from model.quantized.checkpoint import read_checkpoint
 from model.ranks import is_main, rank, world_size
 from model.save import export_model
 from model.scales import renew_weight_scales
-from model.shards import INDEX, PAGE_BYTES, read_headers
 from model.zero import full_numel, local_range, partition_new_parameters
 from quant import SCHEMES, prepare
 from tests.distributed.model.scripts.models import CPU, built, ds_config, loaded

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError, gather_objects, world_size
 
 CPU = torch.device("cpu")

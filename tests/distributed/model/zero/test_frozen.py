@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.engine.test_adapters import LORA
 from tests.distributed.launcher import run_ranks
-from tests.distributed.model.save.test_adapter import SCRIPT
+from tests.distributed.model.save.test_lora import SCRIPT
 from tests.distributed.plain import load_result
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.tiny import tiny_checkpoint

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.recipe.reading import parse_recipe
+from engine.config.reading import parse_recipe
 from tests.distributed.launcher import run_ranks, run_waiting
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.root import ROOT

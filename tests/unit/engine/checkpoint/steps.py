@@ -7,9 +7,9 @@ import torch
 
 from engine.checkpoint.files import CheckedFiles
 from engine.checkpoint.save import _make_current
-from engine.recipe.reading import save_recipe
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
+from engine.config.config import Recipe
+from engine.config.reading import save_recipe
+from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from model.zero import LeftOut
 
 NOTHING = LeftOut(torch.nn.Module(), ())

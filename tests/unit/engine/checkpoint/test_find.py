@@ -17,7 +17,7 @@ from engine.checkpoint.find import (
     read_checkpoint,
     verify_checkpoint,
 )
-from engine.recipe.checks import RecipeError
+from engine.config.errors import RecipeError
 from engine.report import best_line
 from tests.patience import ends
 from tests.unit.engine.checkpoint.steps import recipe, write_step

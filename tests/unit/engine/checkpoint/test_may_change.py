@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.find import check_resumable
-from engine.checkpoint.may_change import MAY_CHANGE, STAYS, knobs
-from engine.recipe.checks import RecipeError
+from engine.checkpoint.find import MAY_CHANGE, STAYS, check_resumable, knobs
+from engine.config.errors import RecipeError
 from tests.unit.engine.checkpoint.steps import recipe, write_step
 
 ROWS = {("data", "micro_batch_size"), ("train", "gradient_accumulation_steps")}  # compared together

@@ -12,7 +12,7 @@ import torch
 
 from engine.checkpoint.files import file_crc32, read_object
 from engine.checkpoint.find import check_resumable, verify_checkpoint
-from engine.recipe.checks import RecipeError
+from engine.config.errors import RecipeError
 from model.ranks import RankError
 from model.zero import CHECKPOINT_CLASSES
 from tests.patience import ends

@@ -9,12 +9,12 @@ import torch
 
 from engine.checkpoint import load
 from engine.checkpoint.find import check_resumable, check_samples, read_checkpoint
-from engine.recipe.adapter import AdapterRecipe
-from engine.recipe.checks import RecipeError
-from engine.recipe.quant import RuleRecipe, SchemeRecipe, TensorRecipe
-from engine.recipe.reading import save_recipe
+from engine.config.adapter import AdapterRecipe
+from engine.config.errors import RecipeError
+from engine.config.quant import RuleRecipe, SchemeRecipe, TensorRecipe
+from engine.config.reading import save_recipe
+from model.checkpoint.fingerprint import fingerprints
 from model.fingerprint import digest_of_checkpoint
-from model.frozen import fingerprints
 from model.ranks import RankError
 from tests.unit.engine.checkpoint.steps import recipe, write_step
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from engine.config.config import Recipe
+from engine.config.quant import QuantRecipe
+from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from engine.memory.plan import RESERVE, Planner
-from engine.recipe.quant import QuantRecipe
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
 from model.build import build_model
-from model.first_codes import choose_first_codes, tuning
-from model.load import load_weights
+from model.checkpoint.load import load_weights
+from model.ptq_init import blockwise as tuning
+from model.ptq_init import choose_first_codes
 from model.scales import renew_weight_scales
 from quant import SCHEMES, prepare
 from tests.distributed.engine.memory.scripts.memory import most_bytes

@@ -10,15 +10,15 @@ import yaml
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.step import kept_bytes
+from engine.config.config import Recipe
+from engine.config.deepspeed import DsConfigError
+from engine.config.reading import load_recipe
 from engine.memory import meta_step
 from engine.memory.meta_model import meta_student, student_events
 from engine.memory.plan import RESERVE, Planner
 from engine.memory.zero_cost import Additions, own_bytes
 from engine.memory.zero_parameters import Inventory, ShardedParameter
 from engine.memory.zero_states import Settings, held_by
-from engine.recipe.ds_config import DsConfigError
-from engine.recipe.reading import load_recipe
-from engine.recipe.recipe import Recipe
 from launch.memory import main
 from model.zero import WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL, to_be_whole
 from quant import SCALE_PARAMETERS, SCHEMES, prepare

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.recipe.reading import load_recipe
-from engine.recipe.recipe import Recipe
+from engine.config.config import Recipe
+from engine.config.reading import load_recipe
 from engine.session.student import build_student
 
 CPU = torch.device("cpu")

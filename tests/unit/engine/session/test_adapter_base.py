@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.recipe.checks import RecipeError
+from engine.config.errors import RecipeError
 from engine.session.student import build_student, empty_student, initial_scales
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales

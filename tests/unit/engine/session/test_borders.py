@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from data.loader import MicroBatch, model_inputs
-from engine.session.borders import border_problem
+from engine.session.probes import border_problem
 from tests.tiny import tiny_model
 
 SMALL: dict[str, Any] = {

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from data.held_out import HeldOut
 from data.loader import Loader, pack_rows, pad
 from data.samples import Sample
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import DataRecipe, EvalRecipe, ModelRecipe, TrainRecipe
+from engine.config.config import Recipe
+from engine.config.sections import DataRecipe, EvalRecipe, ModelRecipe, TrainRecipe
 from engine.session.context import build_loader, samples_on_all_ranks
 from model.ranks import RankError
 from tests.tiny import TEXT, tiny_checkpoint

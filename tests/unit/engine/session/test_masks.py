@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from data.loader import MicroBatch, model_inputs
-from engine.session.masks import mask_problem, stop_asking
+from engine.session.probes import mask_problem, stop_asking
 from tests.distributed.host_waits import HostWaits
 from tests.tiny import tiny_model
 from tests.unit.engine.session.test_borders import APART, BIDIRECTIONAL, SEEN, random_model

@@ -7,10 +7,10 @@ import pytest
 import torch
 from deepspeed.utils import z3_leaf_module
 
+from engine.config.config import Recipe
+from engine.config.quant import QuantRecipe
+from engine.config.sections import DataRecipe, LearnableRecipe, ModelRecipe, TrainRecipe
 from engine.memory.meta_model import MetaStudent, meta_student
-from engine.recipe.quant import QuantRecipe
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import DataRecipe, LearnableRecipe, ModelRecipe, TrainRecipe
 from engine.session.optimizer import classify
 from engine.session.student import quantised_share
 from model.ranks import RankError

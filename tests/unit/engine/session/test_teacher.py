@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from engine.recipe.recipe import Recipe
-from engine.recipe.sections import DataRecipe, ModelRecipe, TrainRecipe
+from engine.config.config import Recipe
+from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from engine.session.teacher import open_cached_teacher
 from model.ranks import RankError
 from tests.tiny import tiny_checkpoint, tiny_tokenizer

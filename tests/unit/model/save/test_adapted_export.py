@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, QuantLinear, prepare, weights_changed
-from quant.adapter import Adapter
-from quant.experts import linears_of
+from quant.linear import linears_of
+from quant.lora import Adapter
 from tests.thinned import thinned
 from tests.tiny import tiny_checkpoint
 from tools.compressed import load_compressed

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.save import check_plan, export_model
 from model.scales import renew_weight_scales
 from quant import Ranges, prepare
-from quant.gguf import blocks
+from quant.formats.gguf import blocks
 from quant.reference import dequantize, quantize
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES
@@ -234,7 +234,7 @@ def test_what_is_missing_or_unknown_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_other_schemes_are_refused_with_the_nearest(name):
-    from quant.layouts import check_layout
+    from quant.formats.layouts import check_layout
 
     scheme = PRESETS[name].linear
     if scheme in (Q4, Q8, SCHEMES["q4_0"], SCHEMES["q8_0"], None):

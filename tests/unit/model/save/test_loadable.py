@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
+from model.checkpoint.safetensors import read_headers
 from model.ranks import RankError
 from model.save import check_plan, export_model, not_loaded
 from model.save.loadable import check_written
 from model.save.plan import plan_shards
 from model.scales import renew_weight_scales
-from model.shards import read_headers
 from quant import SCHEMES, prepare
 from quant.rules import DEFAULT_EXEMPT
 from tests.families.variants import VARIANTS

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.save import export_model
 from model.scales import load_scales, renew_weight_scales, write_scales
 from quant import Scheme, TensorSpec, prepare
-from quant.packing import unpack_zero_points
+from quant.formats.packing import unpack_zero_points
 from tests.tiny import tiny_checkpoint
 
 LAYER = "model.layers.0"

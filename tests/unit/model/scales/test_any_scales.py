@@ -18,7 +18,7 @@ from torch import Tensor
 from model.ranks import RankError
 from model.scales import load_scales
 from quant import SCHEMES, Quantization, QuantLayer, Scheme
-from quant.packing import unpack_zero_points
+from quant.formats.packing import unpack_zero_points
 from quant.reference import fake_quant
 from tests.tiny import tiny_checkpoint
 from tests.unit.model.scales.files import ASYM, Files, alone, checkpoint, exported, quantised

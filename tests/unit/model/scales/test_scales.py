@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from model.ranks import RankError
 from model.scales import follow_weights, load_scales, measure_weight_scales, renew_weight_scales, weight_statistics
 from quant import Scheme, TensorSpec, get_scheme, prepare
-from quant.packing import pack_zero_points
+from quant.formats.packing import pack_zero_points
 from quant.reference import fake_quant, inside_range
 from tests.tiny import tiny_model
 

@@ -76,7 +76,7 @@ echo $kind $$ >> "$LOG"
 case $MODE in
     wait) while ! test -e "$GO"; do sleep 0.05; done ;;
     hang_$kind) echo half > "$output"; exec sleep 100000 ;;
-    broken) echo "cpu.cpp:12:34: error: expected something else" >&2; exit 1 ;;
+    broken) echo "quantizers.cpp:12:34: error: expected something else" >&2; exit 1 ;;
 esac
 case $kind in
     compile) echo object > "$output" ;;
@@ -245,7 +245,7 @@ def test_a_compiler_that_fails(machine):
     assert result["right"] and not result["compiled"] and machine.libraries() == []
     assert result["said"] == [result["remark"]]
     assert "eager mode on the CPU" in result["remark"] and "compiling the kernels failed" in result["remark"]
-    assert "cpu.cpp:12:34: error: expected something else" in result["remark"]
+    assert "quantizers.cpp:12:34: error: expected something else" in result["remark"]
     result = machine.run(CXX="/bin/false")
     assert result["right"] and not result["compiled"] and result["said"] == [result["remark"]]
     assert "compiling the kernels failed" in result["remark"] and "/bin/false" in result["remark"]

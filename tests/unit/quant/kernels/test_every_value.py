@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant import packing
+from quant.formats import packing
 from quant.kernels import eager
 from tests.unit.quant.kernels.cases import DTYPES, GRIDS, Case, special_values
 from tests.unit.quant.kernels.comparing import OPS, assert_same, check_theta_gradient, check_tokens

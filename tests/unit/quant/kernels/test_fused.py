@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quant import fused_reference, kernels, packing, reference
+from quant import fused_reference, kernels, reference
+from quant.formats import packing
 from quant.kernels import eager
 from quant.scale import Quantizer, Scale
 from quant.spec import FP8_TENSOR, TensorSpec

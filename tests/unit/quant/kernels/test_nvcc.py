@@ -28,7 +28,7 @@ def run(*command: str | Path) -> str:
 
 # The compiler takes half a minute per architecture; `make test-nvcc` runs this by itself.
 @pytest.mark.full
-@pytest.mark.parametrize("source", sorted(SOURCES.glob("*.cu")), ids=lambda source: source.name)
+@pytest.mark.parametrize("source", sorted(SOURCES.rglob("*.cu")), ids=lambda source: source.name)
 def test_kernels_compile_without_warnings_and_stay_in_registers(source, tmp_path):
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
     report = run("nvcc", "--threads=0", *FLAGS, *targets, "-Xptxas", "-v", "-c", source, "-o", tmp_path / "kernels.o")

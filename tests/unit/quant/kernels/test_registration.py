@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from quant import packing
+from quant.formats import packing
 from quant.kernels import eager
 from tests.unit.quant.kernels.cases import DTYPES, Case, spec_of
 from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient

@@ -9,7 +9,7 @@ import torch
 from matplotlib.image import imread
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.save import export_model
 from model.scales import measure_weight_scales, write_scales
 from quant import get_scheme, prepare

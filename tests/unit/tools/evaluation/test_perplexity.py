@@ -9,14 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import measure_weight_scales, write_scales
 from quant import get_scheme, prepare
 from quant.linear import QuantLinear
 from tests.tiny import tiny_checkpoint, tiny_config, tiny_model, tiny_tokenizer
-from tests.unit.model.quantised.test_columns import gptq_checkpoint
+from tests.unit.model.quantized.test_gptq_awq import gptq_checkpoint
 from tools.compressed import load_compressed
 from tools.evaluation.perplexity import Perplexity, evaluate_text, load_for_evaluation, read_eval_text
 from tools.evaluation.score import CHUNK_TOKENS, Window, rolling_windows, score_windows, scoring_model

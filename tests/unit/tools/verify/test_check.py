@@ -14,8 +14,8 @@ from transformers import AutoConfig
 
 from launch.verify import main
 from model.build import build_model
-from model.experts import Form
-from model.load import load_weights
+from model.checkpoint.load import load_weights
+from model.moe.experts import Form
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import measure_weight_scales, write_scales

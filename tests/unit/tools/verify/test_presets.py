@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import Quantization, prepare
-from quant.export import input_suffix, unpack_scale, unpack_weight, unpack_zero
-from quant.layouts import check_layout
+from quant.formats.compressed_tensors import input_suffix, unpack_scale, unpack_weight, unpack_zero
+from quant.formats.layouts import check_layout
 from quant.reference import fake_quant, quantize
 from quant.rules import Rule
 from quant.scale import first_input_scale

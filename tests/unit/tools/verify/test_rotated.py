@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.rotation import rotate_weights
 from model.save import export_model

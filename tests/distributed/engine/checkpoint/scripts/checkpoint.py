@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.find import LATEST
+from engine.config.config import Recipe
+from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.recipe.reading import load_recipe
-from engine.recipe.recipe import Recipe
 from launch.export import export_checkpoint
 from model.ranks import barrier, is_main, rank
 from tests.distributed.engine.scripts.train import run

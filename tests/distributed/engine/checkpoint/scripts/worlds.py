@@ -20,8 +20,8 @@ import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
+from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.recipe.reading import load_recipe
 from launch.export import export_checkpoint
 from model.ranks import gather_objects, is_main
 from model.zero import flat_masters, gathered, optimizer_pieces

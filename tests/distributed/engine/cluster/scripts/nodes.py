@@ -21,8 +21,8 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from safetensors.torch import load_file, save_file
 
 from engine.cluster import nodes
+from engine.config.reading import load_recipe
 from engine.loop import Loop
-from engine.recipe.reading import load_recipe
 from engine.session.context import init_ranks
 from engine.state import LoopState
 from launch.exits import clean_exit

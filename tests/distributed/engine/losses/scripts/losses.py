@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine import fake_quant as quant_stats
+from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.losses.objective import LossChunk
-from engine.quantisation import statistics as quant_stats
-from engine.recipe.reading import load_recipe
 from model.ranks import RankError, gather_objects, is_main, rank
 from tests.distributed.engine.scripts.train import run
 from tests.distributed.engine.scripts.variants import OnlyRankZero

@@ -13,9 +13,9 @@ from typing import Any
 import deepspeed.comm as comm
 import torch
 
+from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.memory.measured import MEASURED, read_measured
-from engine.recipe.reading import load_recipe
 from model.ranks import is_main
 
 MEASURED_STEP = 3  # the first whose gathers follow a complete trace

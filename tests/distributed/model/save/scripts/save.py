@@ -17,8 +17,7 @@ import torch
 
 from engine.session.context import init_ranks
 from model.build import build_model
-from model.coded import gather_codes
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError, barrier, is_main, raise_everywhere, rank
 from model.save import export_model
 from model.scales import measure_weight_scales, write_scales
@@ -31,9 +30,10 @@ from model.zero import (
     local_data,
     partition_new_parameters,
 )
+from model.zero.quantized_gather import gather_codes
 from quant import SCHEMES, Scheme, TensorSpec, prepare, weights_changed
-from quant.experts import linears_of
-from quant.held import codes_of_stand_in, stands_in
+from quant.linear import linears_of
+from quant.packed_weight import codes_of_stand_in, stands_in
 from quant.reference import effective_scale, quantize
 from tests.linears import split_stacks
 

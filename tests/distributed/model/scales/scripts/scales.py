@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.recipe.reading import load_recipe
+from engine.config.reading import load_recipe
 from engine.session.context import init_ranks, start_ranks
 from engine.session.session import build_session
 from launch.calibrate import calibrate
 from model.build import build_model
-from model.load import load_weights
+from model.checkpoint.load import load_weights
 from model.ranks import RankError, rank
 from model.scales import load_scales, measure_weight_scales
 from model.zero import gathered, partition_new_parameters

@@ -9,10 +9,10 @@
 #include <random>
 #include <string>
 
-#include "cpu.cpp"
-#include "cuda.cu"
-#include "fused.cu"
-#include "fused_cpu.cpp"
+#include "cpu/quantizers.cpp"
+#include "cuda/quantizers.cu"
+#include "cuda/fused.cu"
+#include "cpu/fused.cpp"
 
 namespace {
 

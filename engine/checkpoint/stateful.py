@@ -1,0 +1,102 @@
+"""What a rank must remember beside DeepSpeed's state: its part of a checkpoint, ``rank_<r>.pt``.
+
+Everything that a resumed run needs has one owner, an object with ``state_dict`` and ``load_state_dict``. A checkpoint
+walks over the owners by their names, and does not know what is in their states. A rank's file holds::
+
+    owners   name of an owner -> its state: plain values and tensors on the CPU
+    random   the random states of the process
+    pieces   where this rank's pieces of every parameter lie in DeepSpeed's files, see engine.checkpoint.load
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import astuple
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from engine.session.session import Session
+from model.zero import on_cuda, optimizer_pieces
+
+
+class Owner(Protocol):
+    """An object that owns something that a resumed run needs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors on the CPU."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+
+
+Owners = Mapping[str, Owner]
+
+
+def rank_state(session: Session, owners: Owners) -> dict[str, Any]:
+    """What this rank's file holds."""
+    return {
+        "owners": {name: owner.state_dict() for name, owner in owners.items()},
+        "random": random_states(),
+        "pieces": [astuple(piece) for piece in optimizer_pieces(session.model, session.engine.optimizer)],
+    }
+
+
+def check_owners(owners: Owners, state: Mapping[str, Any]) -> None:
+    """Refuse a rank's file that lacks the state of an owner. Raises ValueError."""
+    if missing := sorted(owners.keys() - state["owners"].keys()):
+        raise ValueError(f"the checkpoint keeps no state of {', '.join(missing)}: another version has written it")
+
+
+def load_owners(owners: Owners, state: Mapping[str, Any]) -> None:
+    """Give every owner its state back. States without an owner (an export has no schedule) are left alone."""
+    for name, owner in owners.items():
+        owner.load_state_dict(state["owners"][name])
+
+
+def random_states() -> dict[str, Any]:
+    """The states of this process' generators: torch's on the CPU and on the current CUDA device, Python's, numpy's."""
+    name, keys, *position = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if on_cuda() else None,
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *position),
+    }
+
+
+def restore_random_states(state: Mapping[str, Any]) -> None:
+    """Put the generators where :func:`random_states` found them."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and on_cuda():
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(state["python"])
+    name, keys, *position = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
+
+
+def from_flat_layout(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's file as it was before states had owners, in the layout of today; one of today as it is.
+
+    Everything lay on one level then, and the levers held what now belongs to the switches of fake quant, the schedule,
+    the evaluations and the count of skipped steps.
+    """
+    if "owners" in state:
+        return dict(state)
+    levers = state["levers"]
+    owners = {
+        "levers": {name: levers[name] for name in ("loss_weights", "peak_rates", "frozen")},
+        "quantization": {name: state[name] for name in ("fake_quant", "observing", "observers")},
+        "fake_quant": {name: levers[name] for name in ("scale_steps", "stale")},
+        "schedule": {"met": levers["met"]},
+        "evaluations": {"last": levers["evaluation"]},
+        "skipped_steps": {"in_a_row": levers["left_out"]},
+    }
+    if state["loss_scale"] is not None:
+        owners["loss_scale"] = state["loss_scale"]
+    names = {"torch": "rng", "cuda": "cuda_rng", "python": "python_rng", "numpy": "numpy_rng"}
+    return {
+        "owners": owners,
+        "random": {name: state[old] for name, old in names.items()},
+        "pieces": state["pieces"],
+    }

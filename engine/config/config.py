@@ -1,0 +1,188 @@
+"""The recipe: every knob of a run, typed, documented and checked before any process group starts.
+
+One dataclass field is one knob; engine/config/reading.py reads them from YAML and the command line. A typo in a 64-GPU
+job should cost a second, not the time that the queue, the process group and the model take to come up: so a value out
+of bounds and knobs that contradict each other fail here, with the key's path, the value and what was expected.
+
+Two kinds of checks are separate on purpose. :meth:`Recipe.validate` looks at values only, so that a recipe can be
+read anywhere; :meth:`Recipe.validate_files` looks at the files that the recipe names. Paths in a YAML file are
+relative to the current directory, not to that file.
+"""
+
+import os
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config.adapter import AdapterRecipe
+from engine.config.contradictions import contradictions
+from engine.config.errors import RecipeError, not_empty, value_problems
+from engine.config.events import EventRecipe
+from engine.config.loss import LossRecipe, TeacherKind
+from engine.config.paths import checkpoint_problems, not_there
+from engine.config.quant import QuantRecipe
+from engine.config.sections import (
+    DataRecipe,
+    EvalRecipe,
+    ExportRecipe,
+    LearnableRecipe,
+    ModelRecipe,
+    OptimRecipe,
+    TrainRecipe,
+)
+
+
+@dataclass
+class Recipe:
+    """Where results go, and how parameters are sharded.
+
+    The whole recipe: built from YAML and the command line by :func:`engine.config.reading.parse_recipe`, or in Python.
+
+    Raises:
+        RecipeError: a value is out of bounds or contradicts another one.
+    """
+
+    model: ModelRecipe
+    """The checkpoint to train."""
+    data: DataRecipe
+    """Training samples."""
+    train: TrainRecipe
+    """The loop."""
+    output_dir: str = field(metadata=not_empty("a directory"))
+    """Directory for everything that the run writes: recipe, TensorBoard files, checkpoints, export."""
+    quant: QuantRecipe = field(default_factory=QuantRecipe)
+    """Quantisation."""
+    learnable: LearnableRecipe = field(default_factory=LearnableRecipe)
+    """What trains."""
+    adapter: AdapterRecipe = field(default_factory=AdapterRecipe)
+    """Adapters, which train in place of the weights."""
+    optim: OptimRecipe = field(default_factory=OptimRecipe)
+    """Optimizer and schedule."""
+    loss: LossRecipe = field(default_factory=LossRecipe)
+    """Losses and teacher."""
+    schedule: list[EventRecipe] = field(default_factory=list)
+    """Events. Each has one of at (a step), every (so many steps), when (a condition like loss/lm < 2.5); and some of
+    fake_quant (true, false, weights, activations), layers (regex), observe, freeze_scales, lr (by group), loss (by
+    name)."""
+    eval: EvalRecipe = field(default_factory=EvalRecipe)
+    """Evaluation during training."""
+    export: ExportRecipe = field(default_factory=ExportRecipe)
+    """Compressed checkpoint."""
+    deepspeed: str = field(default="zero3", metadata=not_empty("a name in ds_configs/ or a JSON file"))
+    """ZeRO strategy: the name of a file in ds_configs/ (zero0 ... zero3_offload) or the path of such a JSON file."""
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def export_dir(self) -> Path:
+        """Where the compressed checkpoint goes."""
+        return Path(self.export.dir) if self.export.dir else Path(self.output_dir) / "export"
+
+    def distils(self) -> bool:
+        """Whether the distillation loss has a weight above 0 at any step, from the start or by an event."""
+        later = any((event.loss or {}).get("kd", 0) > 0 for event in self.schedule)
+        return self.loss.kd_weight > 0 or later
+
+    def teacher_kind(self) -> TeacherKind:
+        """Which teacher the run has: none where it does not distil, whatever ``loss`` names."""
+        return self.loss.named_teacher() if self.distils() else "none"
+
+    def never_quantises(self) -> bool:
+        """Whether fake quant is off from the first step to the last: nothing in the recipe switches it on."""
+        return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
+
+    def outgrows(self) -> bool:
+        """Whether resting scales come to be those of another model while it trains. The model beside which adapters
+        stay is what it was, inputs included: other adapters are served on it, too."""
+        learn = self.learnable
+        return not self.adapter.beside and any((learn.weight, learn.norm, learn.router, self.adapter.on))
+
+    def validate(self) -> None:
+        """Check every value, and values against each other; no file is touched. Call it again after an assignment.
+
+        Raises:
+            RecipeError: names every problem, one line each.
+        """
+        problems = list(_field_problems(self, ""))
+        problems += self.quant.problems()
+        for index, event in enumerate(self.schedule):
+            problems += event.problems(f"schedule[{index}]")
+        if len(self.data.train) + len(self.data.eval) > 1:
+            problems += _named_twice(self.data, os.path.abspath)
+        problems += contradictions(self)
+        if problems:
+            raise RecipeError("\n".join(problems))
+
+    def validate_models(self) -> None:
+        """Check that there are configurations of the models that the recipe names, whose weights nobody reads.
+
+        Raises:
+            RecipeError: names every one that is missing, one line each.
+        """
+        problems = list(checkpoint_problems("model.path", self.model.path))
+        if self.teacher_kind() == "model":
+            problems += checkpoint_problems("loss.teacher", str(self.loss.teacher))
+        if problems:
+            raise RecipeError("\n".join(problems))
+
+    def validate_files(self) -> None:
+        """Check that the files and directories which the recipe reads exist, relative to the current directory.
+
+        Raises:
+            RecipeError: names every one that is missing, one line each.
+        """
+        problems = list(checkpoint_problems("model.path", self.model.path))
+        if self.teacher_kind() == "cache":
+            # The teacher itself need not be there any more.
+            cache = str(self.loss.teacher_cache)
+            if not os.path.isfile(os.path.join(cache, "manifest.json")):
+                said = "expected a directory that launch/cache_teacher.py wrote, with manifest.json"
+                problems.append(f"loss.teacher_cache: {not_there(cache)}, {said}")
+        elif self.teacher_kind() == "model":
+            problems += checkpoint_problems("loss.teacher", str(self.loss.teacher))
+        for key in ("scales", "start"):
+            if (path := getattr(self.quant, key)) is not None and not os.path.isdir(path):
+                problems.append(f"quant.{key}: {not_there(path)}, expected the directory of a PTQ checkpoint")
+        for key, files in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+            for index, file in enumerate(files):
+                if not os.path.isfile(file):
+                    problems.append(f"{key}[{index}]: {not_there(file)}, expected a file")
+        if len(self.data.train) + len(self.data.eval) > 1:
+            problems += _named_twice(self.data, _file_identity)  # links to one file too
+        if os.path.lexists(self.output_dir) and not os.path.isdir(self.output_dir):
+            problems.append(f"output_dir: {self.output_dir!r}, expected a directory, or no file of that name")
+        if problems:
+            raise RecipeError("\n".join(problems))
+
+
+def _field_problems(section: Any, path: str) -> Iterator[str]:
+    """One line per field of a section, and of those in it, that has another value than it declares. Defaults are good:
+    that is for the tests to see.
+    """
+    for item in fields(section):
+        value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")
+        if value == (item.default if item.default_factory is MISSING else item.default_factory()):
+            continue
+        listed = isinstance(value, list) and ("each" in item.metadata or any(map(is_dataclass, value)))
+        for at, one in ({f"{key}[{n}]": one for n, one in enumerate(value)} if listed else {key: value}).items():
+            yield from _field_problems(one, at) if is_dataclass(one) else value_problems(at, one, item.metadata)
+
+
+def _named_twice(data: DataRecipe, identity: Callable[[str], Hashable]) -> Iterator[str]:
+    """A problem line per file of data.train and data.eval that was named before; ``identity`` tells files apart."""
+    first: dict[Hashable, str] = {}
+    for key, files in (("data.train", data.train), ("data.eval", data.eval)):
+        for index, file in enumerate(files):
+            here = f"{key}[{index}]"
+            if (there := first.setdefault(identity(file), here)) != here:
+                yield f"{here}: {file!r} is {there}, expected each file once (data.weights says how often it is used)"
+
+
+def _file_identity(path: str) -> Hashable:
+    """What is the same for all names of a file; a path for one that is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return path
+    return (found.st_dev, found.st_ino)

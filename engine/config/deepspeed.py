@@ -1,0 +1,578 @@
+"""The DeepSpeed configuration: a file of ``ds_configs/`` completed by the recipe, contradictions refused.
+
+The JSON files hold DeepSpeed's own keys, so that its documentation applies and a published file can be brought along.
+Where a key says the same as an option of the recipe, the file holds "auto" (or nothing) and the recipe's value goes in;
+another value than the recipe's is an error, because one of the two would be ignored. An "auto" in a section means
+DeepSpeed's own default, as it does to DeepSpeed.
+
+The recipe owns the optimizer and its schedule, some keys break a run (``BROKEN``), the rest passes. DeepSpeed accepts a
+misspelt top-level key in silence (``zero_optimisation`` trains at stage 0), and clips gradients at 1.0 unless told
+otherwise. So top-level keys that DeepSpeed never reads are refused, and clipping is always written out.
+"""
+
+import copy
+import difflib
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import BaseModel, ValidationError
+
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
+from model.ranks import local_world_size
+
+SHIPPED = Path(__file__).parents[2] / "ds_configs"
+
+COMPILED = (
+    "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of each "
+    "module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
+)
+# DeepSpeed's own models of sections.
+MODELS: dict[str, type[BaseModel]] = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "bf16": DeepSpeedBF16Config,
+    "fp16": DeepSpeedFP16Config,
+    "comms_logger": CommsLoggerConfig,
+    "tensorboard": TensorBoardConfig,
+    "csv_monitor": CSVConfig,
+    "wandb": WandbConfig,
+    "comet": CometConfig,
+}
+# Top-level keys whose values the recipe has.
+FROM_RECIPE = frozenset(
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+)
+_MEAN = "leave it out: the loop scales the loss for DeepSpeed's default, a mean over ranks and micro-batches"
+_DATA = "the recipe owns the data: see its data section"
+_PARALLEL = "leave it out: every rank here holds a share of the whole model, by ZeRO alone"
+# Top-level keys that break a run, with the remedy.
+BROKEN = {
+    "bfloat16": 'write "bf16", the name of today',
+    "torch_autocast": "set model.dtype in the recipe: parameters and GEMMs have that type",
+    "activation_checkpointing": "set train.activation_checkpointing in the recipe",
+    "data_efficiency": _DATA,
+    "dataloader_drop_last": _DATA,
+    "weight_quantization": "set quant.scheme in the recipe",
+    "gradient_allreduce_op": _MEAN,
+    "gradient_predivide_factor": _MEAN,
+    "managed_gradient_accumulation": _MEAN,
+    "prescale_gradients": _MEAN,
+    "compile": "leave it out: DeepCompile was not tried with fake quantization; train.compile works on stages 0 to 2",
+    "datastates_ckpt": "leave it out: a resume reads the files of DeepSpeed's own checkpoint engine",
+    "disable_allgather": "leave it out: weights would not be gathered after the update",
+    "hybrid_engine": "leave it out: it replaces the modules of the model",
+    "expert_parallel": _PARALLEL,
+    "pipeline": _PARALLEL,
+    "tensor_parallel": _PARALLEL,
+}
+# Keys of zero_optimization that break a run, unless they have DeepSpeed's default.
+BROKEN_ZERO = {
+    "load_from_fp32_weights": "a resumed run would go on from rounded weights, not from the optimizer's fp32 copies",
+    "zero_quantized_weights": (
+        "it rounds what is gathered for the forward, scales too (by way of fp16), but not what is gathered for the "
+        "export, so that another model would be exported than the one that was trained"
+    ),
+    "elastic_checkpoint": "a resume reads shards of the ordinary layout",
+    "legacy_stage1": "it is gone from DeepSpeed",
+    "zenflow": "it updates weights with gradients of earlier steps",
+    "leaf_module": "model.experts decides which modules are gathered as a whole",
+    "compute_grad_norm": "gradients are clipped by their norm, which is logged",
+    "cpu_offload": "write offload_optimizer: {device: cpu}",
+    "cpu_offload_param": "write offload_param: {device: cpu}",
+}
+BROKEN_ZERO["zero_quantized_nontrainable_weights"] = BROKEN_ZERO["zero_quantized_weights"]
+
+# The keys of the student's configuration that its teacher, which has no optimizer, takes over.
+TEACHER_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+    "zero_optimization",
+    "communication_data_type",
+    "log_level",
+)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Good values of a key that DeepSpeed does not check, or only when it uses them."""
+
+    good: Callable[[Any], bool]
+    text: str
+
+
+def _whole(lowest: int) -> Expected:
+    return Expected(lambda value: type(value) is int and value >= lowest, f"a whole number, {lowest} or more")
+
+
+_BOOL = Expected(lambda value: isinstance(value, bool), "true or false")
+_FILE = Expected(lambda value: value is None or (isinstance(value, str) and value.isprintable()), "a file name or null")
+_NUMBER = Expected(lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number, 0 or more")
+VALUES: dict[str, Expected] = {
+    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), _BOOL),
+    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), _BOOL),
+    "steps_per_print": Expected(
+        lambda value: value is None or (type(value) is int and value >= 1), "a number of steps, 1 or more, or null"
+    ),
+    "log_level": Expected(
+        lambda value: value in ("debug", "info", "warning", "error", "critical"),
+        "debug, info, warning, error or critical",
+    ),
+    "communication_data_type": Expected(
+        lambda value: value in (None, "fp16", "bf16", "fp32"), "fp16, bf16, fp32 or null"
+    ),
+}
+# All that a file may set in sections of which DeepSpeed has no model that checks them. Others it would ignore in
+# silence, or obey: other types of parameters and buffers would train another model, and other ways of keeping
+# checkpoints are not those that a resume reads.
+NESTED: dict[str, dict[str, Expected]] = {
+    "data_types": {"grad_accum_dtype": Expected(lambda value: True, "")},  # see _fill_precision
+    "flops_profiler": {
+        "enabled": _BOOL,
+        "recompute_fwd_factor": _NUMBER,
+        "profile_step": _whole(1),
+        "module_depth": _whole(-1),
+        "top_modules": _whole(1),
+        "detailed": _BOOL,
+        "output_file": _FILE,
+    },
+    "aio": {
+        **dict.fromkeys(("block_size", "queue_depth", "intra_op_parallelism"), _whole(1)),
+        **dict.fromkeys(("single_submit", "overlap_events", "use_gds"), _BOOL),
+    },
+    "timers": {
+        "throughput": Expected(
+            lambda value: (
+                isinstance(value, dict)
+                and all(key in ("enabled", "synchronized") and isinstance(on, bool) for key, on in value.items())
+            ),
+            "an object with enabled and synchronized, true or false",
+        )
+    },
+    "checkpoint": {
+        "tag_validation": Expected(
+            lambda value: isinstance(value, str) and value.upper() in ("IGNORE", "WARN", "FAIL"),
+            "Ignore, Warn or Fail",
+        )
+    },
+}
+# Top-level keys whose values are checked, here or by DeepSpeed's own models.
+CHECKED = frozenset({*FROM_RECIPE, *MODELS, *NESTED, *VALUES, "optimizer", "scheduler"})
+# Values that fail long after the start, or mean another training, and that DeepSpeed's own models let pass.
+_COPIES = "leave it out: the optimizer's copies are fp32"
+_NVME = "{!r}, expected cpu or none: "
+_MOST_ELEMENTS = 2**40  # of a bucket; a larger number is no size that any memory has
+
+
+def _not_true(value: Any) -> bool:
+    return not value
+
+
+def _not_false(value: Any) -> bool:
+    return value is None or value is True
+
+
+def _between(least: float, most: float) -> Callable[[Any], bool]:
+    return lambda value: not isinstance(value, int | float) or least <= value <= most
+
+
+SETTINGS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    # DeepSpeed takes a missing stage for 0: every rank would hold everything, and at scale run out of memory.
+    ("zero_optimization.stage", lambda value: value not in (None, "auto"), "missing, expected 0, 1, 2 or 3"),
+    # DeepSpeed takes true for 1.
+    ("zero_optimization.stage", lambda value: not isinstance(value, bool), "{!r}, expected 0, 1, 2 or 3"),
+    *(
+        (f"zero_optimization.{key}", _between(least, _MOST_ELEMENTS), f"{{!r}}, expected {least} to 2^40 elements")
+        for key, least in (
+            ("reduce_bucket_size", 1),
+            ("allgather_bucket_size", 1),
+            ("sub_group_size", 1),
+            ("stage3_prefetch_bucket_size", 0),
+        )
+    ),
+    (
+        "zero_optimization.offload_param.device",
+        lambda value: value != "nvme",
+        _NVME + "weights are read into their partitions and scales measured there, in memory; a file would have to be "
+        "read and written for each",
+    ),
+    (
+        "zero_optimization.offload_optimizer.device",
+        lambda value: value != "nvme",
+        _NVME + "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load "
+        "neither the weights nor groups below 1 MB, among which are the scales",
+    ),
+    (
+        "bf16.check_grad_overflow",
+        _not_false,
+        "leave it out: without it a step whose gradients are not finite is taken on some stages, and every weight is "
+        "NaN after it",
+    ),
+    ("bf16.bf16_master_weights_and_grads", _not_true, _COPIES),
+    ("bf16.bf16_optimizer_states", _not_true, "leave it out: the optimizer's moments are fp32"),
+    ("fp16.auto_cast", _not_true, "leave it out: inputs are token ids"),
+    ("fp16.fp16_master_weights_and_grads", _not_true, _COPIES),
+    # Numbers that fp32 has room for.
+    ("fp16.loss_scale", _between(-math.inf, 2.0**32), "{!r}, expected at most 4.29497e+09"),
+    ("fp16.min_loss_scale", _between(-math.inf, 2.0**32), "{!r}, expected at most 4.29497e+09"),
+    ("fp16.initial_scale_power", _between(-math.inf, 32), "{!r}, expected at most 32"),
+)
+# Keys that published files have and that change nothing here.
+WITHOUT_EFFECT = {
+    "fp16.hysteresis": "every overflow halves the loss scale",
+    "fp16.consecutive_hysteresis": "every overflow halves the loss scale",
+}
+
+
+class DsConfigError(RecipeError):
+    """A bad DeepSpeed configuration. Its text has one line per problem, which names the file and the key."""
+
+
+def config_path(name_or_path: str) -> Path:
+    """The file of ``zero3`` (a name in ds_configs/) or ``my/config.json`` (a path, relative to the current directory).
+
+    Raises:
+        DsConfigError: there is no such file; lists the names there are.
+    """
+    is_path = name_or_path.endswith(".json") or os.path.sep in name_or_path
+    path = Path(name_or_path) if is_path else SHIPPED / f"{name_or_path}.json"
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.json")))
+        where = "" if path.is_absolute() else f" in {os.getcwd()}"
+        wrong = f"there is no such file{where}" if is_path else f"expected one of {names}, or the path of a .json file"
+        raise DsConfigError(f"deepspeed: {name_or_path!r}, {wrong}")
+    return path
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The file's own keys and values, top-level keys checked.
+
+    Raises:
+        DsConfigError: not JSON (names file and line), not an object, a key twice, or a key that may not be there.
+    """
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key in (keys := [key for key, _ in pairs]):
+            if keys.count(key) > 1:
+                raise DsConfigError(f"{path}: {key!r} occurs twice in one object")
+        return dict(pairs)
+
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
+    except DsConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DsConfigError(_no_json(path, error)) from error
+    if not isinstance(config, dict):
+        raise DsConfigError(f"{path}: expected an object with DeepSpeed's keys, found {type(config).__name__}")
+    problems = [f"{path}: {problem}" for key, value in config.items() for problem in _key_problems(key, value)]
+    if problems:
+        raise DsConfigError("\n".join(problems))
+    return config
+
+
+def _no_json(path: Path, error: Exception) -> str:
+    """Why a file is none of JSON: a number may have more digits than Python reads, too."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})"
+    if isinstance(error, UnicodeDecodeError):
+        return f"{path}: not UTF-8 text ({error})"
+    if isinstance(error, RecursionError):
+        return f"{path}: nested too deep for a configuration"
+    return f"{path}: not JSON ({error})"
+
+
+@functools.cache
+def keys_of_deepspeed() -> frozenset[str]:
+    """Top-level keys that DeepSpeed reads, recorded while it reads a configuration."""
+    asked: set[str] = set()
+
+    class Recorder(dict):  # type: ignore[type-arg]
+        def __copy__(self) -> "Recorder":
+            return Recorder(self)
+
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+        def __getitem__(self, key: str) -> Any:
+            asked.add(key)
+            return super().__getitem__(key)
+
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+        def keys(self) -> Any:
+            return self
+
+    DeepSpeedConfig(Recorder(train_batch_size=1))
+    return frozenset(asked)
+
+
+def _key_problems(key: str, value: Any) -> list[str]:
+    """Problems of one top-level key and its value."""
+    if key in BROKEN:
+        return [f"{key}: {BROKEN[key]}"]
+    if key not in keys_of_deepspeed():
+        close = difflib.get_close_matches(key, sorted(keys_of_deepspeed() - BROKEN.keys()), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(CHECKED))}"
+        return [f"{key}: unknown key, which DeepSpeed would ignore in silence; {hint}"]
+    if key in {*MODELS, *NESTED, "optimizer", "scheduler"} and value != "auto" and not isinstance(value, dict):
+        return [f"{key}: {value!r}, expected an object"]
+    if key in NESTED and isinstance(value, dict):
+        return [problem for name, inner in value.items() for problem in _nested_problems(key, name, inner)]
+    if value == "auto" and key not in FROM_RECIPE:
+        return [f'{key}: the recipe has no value for "auto"; write one, or leave the key out']
+    if key in VALUES and not VALUES[key].good(value):
+        return [f"{key}: {value!r}, expected {VALUES[key].text}"]
+    return []
+
+
+def _nested_problems(section: str, key: str, value: Any) -> Iterator[str]:
+    """What is wrong with a key of a section that DeepSpeed does not check."""
+    if key not in (known := NESTED[section]):
+        yield f"{section}.{key}: leave it out; expected {', '.join(known)} at most"
+    elif not known[key].good(value):
+        yield f"{section}.{key}: {value!r}, expected {known[key].text}"
+
+
+def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -> dict[str, Any]:
+    """The complete configuration for ``deepspeed.initialize`` and ``zero.Init``, a new dict.
+
+    Needs no process group: call it before there is one, with the WORLD_SIZE of the environment.
+
+    Args:
+        recipe: names the file, and has the values that the file leaves open.
+        world_size: ranks of the job.
+        local_size: ranks of a node; by default what the launcher says, which it must where hpZ is auto.
+
+    Raises:
+        DsConfigError: the file is missing or wrong, or contradicts the recipe; one line per problem.
+    """
+    path = config_path(recipe.deepspeed)
+    config = read_config(path)
+    problems = _take_out_optimizer(config, recipe)
+    problems += _fill_from_recipe(config, recipe, world_size) + _fill_precision(config, recipe)
+    if config.get("zero_optimization", {}).get("zero_hpz_partition_size") is not None:
+        problems += _fill_hpz(config["zero_optimization"], world_size, local_size or local_world_size())
+    problems += _section_problems(config)
+    if recipe.train.compile and config.get("zero_optimization", {}).get("stage") == 3:
+        problems.append(COMPILED)
+    if recipe.quant.gather_codes:
+        problems += _gather_problems(config, recipe)
+    if problems := problems or list(_refused_by_deepspeed(config)):
+        raise DsConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    if config["zero_optimization"].get("offload_optimizer") is not None:
+        # The optimizer is torch.optim.AdamW everywhere, also on the CPU: DeepSpeed's CPUAdam compiles at first use.
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    return config
+
+
+def remarks(name_or_path: str) -> list[str]:
+    """Keys of a good file that have no effect, or that DeepQAT hands on untried; one line each."""
+    path = config_path(name_or_path)
+    config = read_config(path)
+    lines = [f"{key}: has no effect: the recipe owns it" for key in ("optimizer", "scheduler") if key in config]
+    for dotted, why in WITHOUT_EFFECT.items():
+        section, _, key = dotted.partition(".")
+        if isinstance(config.get(section), dict) and config[section].get(key, "auto") != "auto":
+            lines.append(f"{dotted}: has no effect: {why}")
+    lines += [f"{key}: handed on to DeepSpeed as it is, untried" for key in config if key not in CHECKED]
+    return [f"{path}: {line}" for line in lines]
+
+
+def _take_out_optimizer(config: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Remove ``optimizer`` and ``scheduler``, which published files have; returns values that are not the recipe's."""
+    optim = recipe.optim
+    optimizer, scheduler = config.pop("optimizer", {}), config.pop("scheduler", {})
+    if optimizer == "auto" or scheduler == "auto":
+        return []
+    same: dict[str, Any] = {
+        "type": ("Adam", "AdamW"),
+        "torch_adam": (True, False),
+        "adam_w_mode": (True,),
+        "lr": (optim.lr,),
+        "betas": (list(optim.betas),),
+        "eps": (optim.eps,),
+        "weight_decay": (optim.weight_decay,),
+    }
+    given = {"type": optimizer.get("type", "AdamW"), **(optimizer.get("params") or {})}
+    remedy = "the recipe owns the optimizer: set optim.lr, optim.betas, optim.eps and optim.weight_decay there"
+    problems = [
+        f'optimizer.{key}: {value!r}, expected "auto" or the recipe\'s value: {remedy}'
+        for key, value in given.items()
+        if value != "auto" and value not in same.get(key, ())
+    ]
+    remedy = "the recipe owns the schedule: set optim.schedule, optim.warmup_steps and optim.min_lr_ratio there"
+    return problems + [
+        f'scheduler.{key}: {value!r}, expected "auto": {remedy}'
+        for key, value in (scheduler.get("params") or {}).items()
+        if value != "auto"
+    ]
+
+
+def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
+    """What rules out gathering weights as codes (quant.gather_codes): the model's dtype, the stage or hpZ."""
+    zero = config.get("zero_optimization", {})
+    if recipe.model.dtype == "float16":
+        return [
+            "fp16 is on (model.dtype: float16), but quant.gather_codes is true: codes are gathered in bfloat16 and "
+            "float32 only; use one of the two"
+        ]
+    if zero.get("stage") != 3:
+        return [
+            f"zero_optimization.stage is {zero.get('stage', 0)}, but quant.gather_codes is true: only stage 3 gathers "
+            "weights for every layer; use stage 3, or quant.gather_codes false"
+        ]
+    if zero.get("zero_hpz_partition_size", 1) != 1:
+        return [
+            f"zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']}, but quant.gather_codes "
+            "is true: hpZ would keep what the codes stand for in place of the weights; use one of the two"
+        ]
+    return []
+
+
+def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -> list[str]:
+    """Write the recipe's values into the keys that say the same; returns the contradictions."""
+    micro, accumulation = recipe.data.micro_batch_size, recipe.train.gradient_accumulation_steps
+    product = "data.micro_batch_size * train.gradient_accumulation_steps * ranks"
+    shared = (
+        ("train_micro_batch_size_per_gpu", micro, "data.micro_batch_size", micro),
+        ("gradient_accumulation_steps", accumulation, "train.gradient_accumulation_steps", accumulation),
+        ("train_batch_size", micro * accumulation * world_size, product, micro * accumulation * world_size),
+        ("gradient_clipping", recipe.optim.grad_clip, "optim.grad_clip", recipe.optim.grad_clip),
+        ("bf16.enabled", recipe.model.dtype == "bfloat16", "model.dtype", recipe.model.dtype),
+        ("fp16.enabled", recipe.model.dtype == "float16", "model.dtype", recipe.model.dtype),
+    )
+    problems = []
+    for key, value, recipe_key, recipe_value in shared:
+        *parents, last = key.split(".")
+        section = config.setdefault(parents[0], {}) if parents else config
+        written = section.setdefault(last, "auto")
+        if written not in ("auto", value):
+            problems.append(
+                f'{key} is {written!r}, but {recipe_key} is {recipe_value!r}: write "auto", or make them equal'
+            )
+        section[last] = value
+    return problems
+
+
+def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Gradients accumulate in fp32 beside 16-bit parameters, where DeepSpeed can (stages 1-3); returns the problems."""
+    types = config.setdefault("data_types", {})
+    stage = config.get("zero_optimization", {}).get("stage")
+    written = types.pop("grad_accum_dtype", "auto")
+    if written != "auto":
+        types["grad_accum_dtype"] = written
+    own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[recipe.model.dtype]
+    # On stage 0 DeepSpeed raises "unsupported mix" for anything but the parameters' own type.
+    only_own = stage == 0 and own != "fp32"
+    if written not in ("auto", own) and (only_own or written != "fp32"):
+        return [f"data_types.grad_accum_dtype is {written!r}{_other_precision(own, only_own)}"]
+    if own != "fp32" and not only_own:
+        types.setdefault("grad_accum_dtype", "fp32")
+    return []
+
+
+def _other_precision(own: str, only_own: bool) -> str:
+    """What is wrong with a type that gradients are to accumulate in, beside parameters of the type ``own``."""
+    if only_own:
+        return f": stage 0 accumulates in {own} only; leave it out or use stage 1"
+    also = "" if own == "fp32" else f" or {own}"
+    return f", expected fp32 (the default){also}: DeepSpeed would add up gradients in any type that torch has"
+
+
+def _fill_hpz(zero: dict[str, Any], world_size: int, local_size: int | None) -> list[str]:
+    """Replace hpZ's "auto" by the number of ranks of a node, among which gathering is fast; returns the problems."""
+    size = zero["zero_hpz_partition_size"]
+    if size == "auto":
+        if local_size is None and world_size > 1:
+            return [
+                "zero_optimization.zero_hpz_partition_size is 'auto', the ranks of a node, but the launcher sets "
+                "neither LOCAL_WORLD_SIZE nor LOCAL_SIZE; set one of them, or write their number"
+            ]
+        size = zero["zero_hpz_partition_size"] = local_size or 1
+    if not isinstance(size, int) or size < 1 or world_size % size:
+        return [
+            f"zero_optimization.zero_hpz_partition_size: {size!r}, expected auto (the ranks of a node), or a number "
+            f"that divides the {world_size} ranks of this job"
+        ]
+    return []
+
+
+def _section_problems(config: dict[str, Any]) -> Iterator[str]:
+    """What is wrong inside the nested sections, some of it found by DeepSpeed's own models of them.
+
+    DeepSpeed would say so only after the process group has started, or not at all.
+    """
+    for path, good, problem in SETTINGS:
+        value: Any = config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not good(value):
+            yield f"{path}: {problem.format(value)}"
+    for section, model in MODELS.items():
+        values = config.get(section, {})
+        if section == "zero_optimization":  # without those that are refused, which may raise anything
+            broken = {key for key in values if key in BROKEN_ZERO and not _is_default(key, values[key])}
+            yield from (f"{section}.{key}: leave it out: {BROKEN_ZERO[key]}" for key in sorted(broken))
+            values = {key: value for key, value in values.items() if key not in broken}
+        try:
+            model(**values)
+        except ValidationError as error:
+            for found in error.errors():
+                yield f"{'.'.join(map(str, (section, *found['loc'])))}: {found['msg']}, found {found['input']!r}"
+        except (TypeError, OverflowError) as error:
+            yield _not_taken(section, values, error)
+
+
+def _not_taken(section: str, values: dict[str, Any], error: Exception) -> str:
+    """Of a key that Python has a meaning for, such as self, or an integer that DeepSpeed makes a float of."""
+    large = [key for key, one in values.items() if isinstance(one, int) and abs(one) >= 2**63]
+    if isinstance(error, OverflowError):
+        return f"{'.'.join((section, *large[:1]))}: expected numbers that 64 bits hold"
+    return f"{section}: DeepSpeed cannot take its keys ({error})"
+
+
+def _is_default(key: str, value: Any) -> bool:
+    """Tell if a key of zero_optimization has a value that changes nothing."""
+    field = DeepSpeedZeroConfig.model_fields.get(key)
+    return value in (None, "auto") or (field is not None and value == field.default)
+
+
+def _refused_by_deepspeed(config: dict[str, Any]) -> Iterator[str]:
+    """What DeepSpeed's own reading of the whole configuration says, which would else come after the process group."""
+    # Whose sizes it would compare, before there is one, with those of a single rank.
+    given = {key: copy.deepcopy(value) for key, value in config.items() if key != "train_batch_size"}
+    try:
+        DeepSpeedConfig(given)
+    except ValidationError as error:
+        for found in error.errors():
+            yield f"{'.'.join(map(str, found['loc']))}: {found['msg']}, found {found['input']!r}"
+    except Exception as error:  # of any kind: it reads some keys without a look at their type
+        yield f"DeepSpeed cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def teacher_config(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a frozen teacher, an engine without an optimizer, beside a student with ``ds_config``.
+
+    The same partitioning; nothing of the optimizer, and none of the monitors, which would write the student's files
+    again. ``ds_config`` is what :func:`resolve` returned; it is not changed.
+    """
+    config = {key: copy.deepcopy(ds_config[key]) for key in TEACHER_KEYS if key in ds_config}
+    config["zero_optimization"].pop("offload_optimizer", None)
+    return config

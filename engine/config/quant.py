@@ -1,0 +1,325 @@
+"""The recipe's ``quant`` section: what is quantised and how, where scales come from, when fake quant starts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.config.errors import FACTOR, at_least, each, need, regex, values
+from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
+from quant.hadamard import BLOCKS
+
+NONE = "none"  # the scheme of a rule whose layers stay as they are
+SOURCE = "source"  # the schemes and layers of a quantised model.path
+
+
+@dataclass
+class TensorRecipe:
+    """How one tensor is quantised; quant.spec.TensorSpec explains the words."""
+
+    dtype: Literal["int", "fp8_e4m3", "fp4_e2m1"]
+    """Number format."""
+    bits: int = 8
+    """Bits per code."""
+    granularity: Literal["tensor", "channel", "group", "block", "token"] = "tensor"
+    """What shares a scale."""
+    group_size: int | None = None
+    """Elements per group, or along each side of a block."""
+    symmetric: bool = True
+    """false: a zero point per token, for dynamic int inputs."""
+    dynamic: bool = False
+    """Of inputs: the scale is that of each token, none is stored."""
+    ggml: bool = False
+    """Of int weights in groups: scales are what llama.cpp's blocks have, numbers of fp16 that may be negative."""
+    narrow: bool = False
+    """true: symmetric int weights without the smallest code: -7..7 of 4 bits, first scale absmax / 7."""
+    mx: bool = False
+    """true: of floats in groups of 32, scales are powers of two (OCP MX); fp4_e2m1 in groups of 32 has no others."""
+
+    def spec(self) -> TensorSpec:
+        """The same as a :class:`quant.TensorSpec`.
+
+        Raises:
+            ValueError: the parts do not go together.
+        """
+        return TensorSpec(
+            self.dtype,
+            self.bits,
+            self.granularity,
+            self.group_size,
+            self.symmetric,
+            self.dynamic,
+            self.ggml,
+            self.narrow,
+            self.mx,
+        )
+
+
+@dataclass
+class SchemeRecipe:
+    """A scheme that the recipe composes itself, from how weights and inputs are quantised."""
+
+    weights: TensorRecipe
+    """How the weights are quantised."""
+    activations: TensorRecipe | None = None
+    """How the inputs are quantised; null: they stay as they are."""
+
+    def scheme(self, name: str) -> Scheme:
+        """The same as a :class:`quant.Scheme`, under the name that the recipe gives it.
+
+        Raises:
+            ValueError: the parts do not go together.
+        """
+        return Scheme(name, self.weights.spec(), None if self.activations is None else self.activations.spec())
+
+
+@dataclass
+class RuleRecipe:
+    """A scheme for the layers that match ``layers``, and ``first`` or ``last`` where either is given."""
+
+    scheme: str
+    """A name like quant.scheme's; none: they stay as they are."""
+    layers: str | None = field(default=None, metadata=regex())
+    """Regex on the whole module name. null: any."""
+    first: int | None = field(default=None, metadata=at_least(1))
+    """Layers in the first so many decoder layers."""
+    last: int | None = field(default=None, metadata=at_least(1))
+    """Layers in the last so many decoder layers."""
+
+
+@dataclass
+class QuantRecipe:
+    """What is quantised, where the first scales come from, and when fake quant starts."""
+
+    scheme: str = "fp8_static"
+    """Number format and granularity of weights, inputs and KV cache: a name of quant.spec.PRESETS or quant.schemes.
+    source: each layer as the quantised checkpoint in model.path has it; what is not quantised there stays so."""
+    schemes: dict[str, SchemeRecipe] = field(default_factory=dict)
+    """Schemes of your own by name, each with weights and perhaps activations, which have dtype, bits, granularity,
+    group_size, symmetric, dynamic, ggml, narrow and mx as in quant.spec.TensorSpec."""
+    rules: list[RuleRecipe] = field(default_factory=list)
+    """Mixed precision: the first rule that matches a layer decides, like {first: 3, scheme: w4a16_g128}. Exempt layers
+    stay as they are; layers that no rule matches get quant.scheme."""
+    lm_head: str | None = None
+    """Scheme of lm_head, one without inputs such as w8a16_channel. null: it stays as it is."""
+    embedding: str | None = None
+    """Scheme of the token embeddings, one without inputs. null: they stay as they are."""
+    exempt: list[str] = field(default_factory=lambda: list(DEFAULT_EXEMPT), metadata=each(regex()))
+    """Regexes; a linear layer whose whole module name matches one stays unquantised. Replaces the default list."""
+    exempt_more: list[str] = field(default_factory=list, metadata=each(regex()))
+    """Regexes beside those of quant.exempt: the default list stays."""
+    scales: str | None = None
+    """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
+    start: str | None = None
+    """Directory of a quantised checkpoint of the model in model.path (GPTQ, AWQ, AutoRound, ...): training starts from
+    the weights of model.path with its scales. null: none."""
+    start_inside: bool = False
+    """true: each weight of model.path that has another code in quant.start becomes what that code stands for: step 0
+    computes with the weights of quant.start."""
+    first_codes: Literal["nearest", "gptq", "blocks"] = "nearest"
+    """Codes that training starts with. nearest: each weight's own. gptq: those that keep the outputs of each layer on
+    quant.calibration_batches micro-batches per rank (GPTQ), and the weights that have others become what these stand
+    for. blocks: then the weights and scales of each decoder layer are trained for 200 steps to keep its outputs: the
+    best PTQ, for the time of some 250 steps of training. Both take symmetric and asymmetric
+    weights, scales per group or channel. Keys and values are not quantised meanwhile, nor for gptq inputs with stored
+    scales."""
+    weight_range: Literal["auto", "absmax", "mse"] = "auto"
+    """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
+    integers of 3 bits and fewer, absmax for the others."""
+    signed_scales: bool = False
+    """true: scales of symmetric integer weights are negative where that lets the code without a counterpart be used
+    (-2 of 2 bits): 20% less squared error at 2 bits. transformers multiplies by whatever sign a scale has; other
+    readers were not tried."""
+    input_range: Literal["absmax", "percentile", "mse"] = "absmax"
+    """Stored scale of an input, from what calibration sees: the largest magnitude fits, or quant.percentile of the
+    magnitudes, or the squared error is smallest."""
+    percentile: float = field(
+        default=99.99, metadata=values("above 0 and at most 100", lambda percentage: 0 < percentage <= 100)
+    )
+    """Percentage of an input's magnitudes that fit, for quant.input_range percentile."""
+    scales_follow_weights: bool = False
+    """true: the weights' scales are measured again after every step, from absmax (quant.weight_range absmax). With
+    learnable.weight_scale that is learnable weight clipping (LWC), without it absmax quantisation of every step."""
+    calibration_batches: int = field(default=16, metadata=at_least(0))
+    """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none."""
+    initial_input_scale: float | None = field(default=None, metadata=FACTOR)
+    """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
+    compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
+    """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
+    tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0)."""
+    fp8_fast_accum: bool = True
+    """Of the fp8 GEMM. true: Hopper's tensor cores add up all products themselves, in fewer bits than fp32 has, as vLLM
+    has them do; false: their sums go to fp32 every 128 products, and the GEMM takes a third longer. CPUs and Blackwell
+    add in fp32 either way. See docs/how_a_layer_computes.md."""
+    keep_codes: bool = False
+    """true: of inputs in fp4 or fp8 with dynamic scales a layer keeps codes and scales for backward, 0.5 to 1.1 bytes
+    per element instead of two or four; the same training bit for bit, and decoded once more in backward. Inputs that
+    fused attention keeps anyway (o_proj's) stay as they are."""
+    fuse_norms: bool = False
+    """true: norms and SwiGLU write the codes of the layers behind them, in one operator, where these have static scales
+    that do not learn; of Llama, Mistral, Qwen2 and Qwen3. Other roundings than torch's norm has, and not tried on a GPU
+    yet. See docs/how_a_layer_computes.md."""
+    gather_codes: bool = False
+    """true: ZeRO-3 gathers the weights of quantised layers as codes, one byte each instead of two or four, where a
+    layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
+    bit. See ds_configs/README.md."""
+    rotate: list[str] = field(default_factory=list, metadata=each(regex()))
+    """Regexes on whole names of layers whose inputs a Hadamard matrix turns while the model runs, like
+    '.*\\.down_proj': outliers are spread over their blocks. Weights are turned when they are loaded: the model is the
+    same function. See docs/rotations.md."""
+    rotate_block: int = field(
+        default=256, metadata=values(f"one of {', '.join(map(str, BLOCKS))}", BLOCKS.__contains__)
+    )
+    """Features that quant.rotate turns together."""
+    fake_quant_start: int = field(default=0, metadata=at_least(-1))
+    """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never,
+    or when an event under schedule says so."""
+
+    def problems(self) -> Iterator[str]:
+        """One line per name of a scheme that is taken or unknown, and per composed scheme that is impossible."""
+        if wrong := [problem for name, own in self.schemes.items() for problem in _problems_of_scheme(name, own)]:
+            yield from wrong
+            return  # what follows asks for the schemes
+        if self.scheme == SOURCE:
+            yield from self._problems_beside_source()
+        if self.scheme not in (known := [*PRESETS, *self.schemes]):
+            yield f"quant.scheme: {self.scheme!r}, expected one of {', '.join(known)}"
+        for index, rule in enumerate(self.rules):
+            yield from self._problems_of_rule(f"quant.rules[{index}]", rule)
+        for place in ("lm_head", "embedding"):
+            if getattr(self, place) is not None:
+                yield from self._problems_of_place(place)
+
+    def _problems_beside_source(self) -> Iterator[str]:
+        expected = "nothing beside quant.scheme source, which says it of every layer"
+        for key in ("rules", "lm_head", "embedding"):
+            yield from need(not getattr(self, key), f"quant.{key}", getattr(self, key), expected)
+        expected = "{}: with quant.scheme source the scales are those of the files, which this would measure again"
+        start, follow = self.fake_quant_start, self.scales_follow_weights
+        yield from need(start <= 0, "quant.fake_quant_start", start, expected.format(0))
+        yield from need(not follow, "quant.scales_follow_weights", follow, expected.format("false"))
+
+    def _problems_of_rule(self, key: str, rule: RuleRecipe) -> Iterator[str]:
+        schemes = [NONE, *SCHEMES, *self.schemes]
+        yield from need(rule.scheme in schemes, f"{key}.scheme", rule.scheme, f"one of {', '.join(schemes)}")
+        if rule.layers is None and rule.first is None and rule.last is None:
+            yield f"{key}: every layer, expected layers, first or last (quant.scheme is for every layer)"
+
+    def _problems_of_place(self, place: str) -> Iterator[str]:
+        schemes = {one: self._scheme(one) for one in (*SCHEMES, *self.schemes)}
+        good = [one for one, scheme in schemes.items() if scheme.activations is None]
+        if place == "embedding":
+            good = [one for one in good if QuantEmbedding.takes(schemes[one])]
+        name = getattr(self, place)
+        yield from need(name in good, f"quant.{place}", name, f"one of {', '.join(good)}")
+
+    def _scheme(self, name: str) -> Scheme:
+        """The scheme of a name that is known: a shipped one, or one of ``schemes``."""
+        return SCHEMES[name] if name in SCHEMES else self.schemes[name].scheme(name)
+
+    def own_weights(self) -> list[TensorSpec]:
+        """How the weights of the recipe's own schemes are quantised."""
+        return [own.weights.spec() for own in self.schemes.values()]
+
+    def preset(self) -> Preset:
+        """The preset that quant.scheme names; a scheme of the recipe's own is a preset without a KV cache."""
+        return PRESETS[self.scheme] if self.scheme in PRESETS else Preset(self._scheme(self.scheme))
+
+    def default_scheme(self) -> Scheme | None:
+        """The scheme of the Linears of which nothing else speaks; None: they stay as they are."""
+        return None if self.scheme == SOURCE else self.preset().linear
+
+    def chosen_rules(self) -> list[Rule]:
+        """The rules of quant.rules, as :mod:`quant.rules` applies them to layers."""
+        return [
+            Rule(None if rule.scheme == NONE else self._scheme(rule.scheme), rule.layers, rule.first, rule.last)
+            for rule in self.rules
+        ]
+
+    def ranges(self) -> Ranges:
+        """What a scale is chosen to fit when it is measured: the largest magnitude, or the squared error."""
+        return Ranges(self.weight_range, self.signed_scales, self.input_range, self.percentile)
+
+    def scales_brought_by(self) -> str | None:
+        """The key that gives the weights their first scales where these are not measured from them alone."""
+        brought = {
+            "quant.first_codes": self.first_codes != "nearest",
+            "quant.start": bool(self.start),
+            "quant.scales": bool(self.scales),
+            "quant.scheme source": self.scheme == SOURCE,
+        }
+        return next((key for key, used in brought.items() if used), None)
+
+    def head_scheme(self) -> Scheme | None:
+        """The scheme of lm_head; None: lm_head stays as it is."""
+        return None if self.lm_head is None else self._scheme(self.lm_head)
+
+    def embedding_scheme(self) -> Scheme | None:
+        """The scheme of the token embeddings; None: they stay as they are."""
+        return None if self.embedding is None else self._scheme(self.embedding)
+
+    def linear_schemes(self) -> list[Scheme]:
+        """Every scheme that some layer may get; empty while a name is unknown or a scheme is wrong."""
+        if any(True for _ in self.problems()):
+            return []
+        rules = [rule.scheme for rule in self.chosen_rules()]
+        found = [self.preset().linear, *rules, self.head_scheme(), self.embedding_scheme()]
+        if self.scheme == SOURCE:
+            found += [self._scheme(name) for name in self.schemes]
+        return list(dict.fromkeys(scheme for scheme in found if scheme is not None))
+
+    def known(self) -> bool:
+        """Whether every scheme that the section names exists, and every one that it composes is possible."""
+        return not any(True for _ in self.problems())
+
+    def quantises_activations(self) -> bool:
+        """Whether some layer may quantise its input, or attention its KV cache."""
+        return any(scheme.activations for scheme in self.linear_schemes()) or self.stores_input_scales()
+
+    def stores_input_scales(self) -> bool:
+        """Whether there are scales of inputs or of the KV cache to calibrate."""
+        stored = any(scheme.stored_input for scheme in self.linear_schemes())
+        return stored or (self.known() and self.preset().kv_cache is not None)
+
+    def learns_input_scales(self) -> bool:
+        """Whether some of these can be learned: global scales above dynamic ones can not."""
+        static = any(scheme.learns_input for scheme in self.linear_schemes())
+        return static or (self.known() and self.preset().kv_cache is not None)
+
+    def has_global_input_scales(self) -> bool:
+        """Whether some layer stores a global scale above dynamic scales of its input (NVFP4)."""
+        return any(scheme.stored_input and not scheme.learns_input for scheme in self.linear_schemes())
+
+    def has_signed_integers(self) -> bool:
+        """Whether some layer's weights are symmetric integers, whose scales quant.signed_scales may make negative."""
+        return any(self.ranges().signs(scheme.weights) for scheme in self.linear_schemes())
+
+    def has_dynamic_floats(self) -> bool:
+        """Whether some layer's inputs are floats with scales of their own tokens or groups."""
+        inputs = [scheme.activations for scheme in self.linear_schemes() if scheme.activations is not None]
+        return any(spec.dynamic and spec.dtype != "int" for spec in inputs)
+
+    def has_static_inputs(self) -> bool:
+        """Whether some layer's inputs have one stored scale, and none below it."""
+        inputs = [scheme.activations for scheme in self.linear_schemes() if scheme.activations is not None]
+        return any(not spec.dynamic for spec in inputs)
+
+    def has_fp8_gemm(self) -> bool:
+        """Whether some layer's codes can be multiplied by the fp8 GEMM."""
+        return any(scheme.has_fp8_gemm for scheme in self.linear_schemes())
+
+    def has_weights_to_gather_as_codes(self) -> bool:
+        """Whether some layer's weights have so few scales that every rank knows them all (quant.gather_codes)."""
+        chosen = [self.preset().linear, *(rule.scheme for rule in self.chosen_rules())] if self.known() else []
+        chosen += [self._scheme(name) for name in self.schemes] if self.scheme == SOURCE else []
+        weights = [scheme.weights for scheme in chosen if scheme is not None]
+        return any(spec.granularity in ("tensor", "channel") and spec.symmetric for spec in weights)
+
+
+def _problems_of_scheme(name: str, own: SchemeRecipe) -> Iterator[str]:
+    """A problem line if a scheme of the recipe's own has a name that is taken, and one if it is impossible."""
+    if name in PRESETS or name == NONE:
+        yield f"quant.schemes.{name}: a name that is taken, expected another one"
+    try:
+        own.scheme(name)
+    except ValueError as error:
+        yield f"quant.schemes.{name}: {error}"

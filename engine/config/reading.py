@@ -1,0 +1,253 @@
+"""Recipes from YAML files and command lines, and back.
+
+A run reads a YAML file (``--config R.yaml``) and then overrides from the command line (``--optim.lr 2e-5``); ``--help``
+shows every knob with its default and ``--print_config`` the result of both. An unknown key, a wrong type and whatever
+:mod:`engine.config.config` refuses raise RecipeError, with the key's path, the value and what was expected;
+``launch/exits.py`` ends a script with that text.
+"""
+
+import argparse
+import difflib
+import errno
+import functools
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, is_dataclass
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any, cast, get_args, get_origin
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
+from engine.config.paths import not_there
+from engine.config.quant import SOURCE
+from engine.config.source import resolve_source
+
+# The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+LONGEST_INTEGER = 100  # characters; floats end at 309
+MOST_RECIPE_BYTES = 2**24
+LONGEST_KEY = 100  # characters of one in a message
+MOST_VALUES = 100_000  # of a recipe: some hundred, and a rule or an exempt pattern for each layer of a model
+
+
+@functools.cache  # it takes 0.3 s to make
+def _parser() -> ArgumentParser:
+    """The command line: one option per field of :class:`Recipe`, and --config for a YAML file."""
+    parser = ArgumentParser(
+        description="Options override the file's values. Paths are relative to the current directory.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="Recipe in YAML, like those in launch/recipes/.")
+    parser.add_class_arguments(Recipe)
+    return parser
+
+
+def _check_keys(path: str) -> None:
+    """Refuse what jsonargparse lets pass in a YAML file: a key twice, a key without a value, the name of a class.
+
+    Raises:
+        RecipeError: names file, line and key; one line per problem.
+    """
+    try:
+        root = yaml.compose(_text_of(path), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
+        raise RecipeError(_no_yaml(path, error)) from error
+    if not isinstance(root, yaml.MappingNode):
+        raise RecipeError(f"{path}: expected sections like model, data and train")
+    if _size(root, {}) > MOST_VALUES:
+        raise RecipeError(f"{path}: more than {MOST_VALUES:,} values, its aliases (*name) written out")
+    problems = [f"{path}, line {line}: {problem}" for line, problem in _key_problems(root, Recipe, prefix="")]
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def _no_yaml(path: str, error: Exception) -> str:
+    """Why a file is none of YAML."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        return f"{path}{line}: not YAML ({error.problem})"
+    if isinstance(error, OSError):
+        return f"--config: {not_there(path)}: {error.strerror}"
+    return f"{path}: " + (
+        "nested too deep for a recipe" if isinstance(error, RecursionError) else f"not a YAML text ({error})"
+    )
+
+
+def _text_of(path: str) -> str:
+    """The text of a file. Raises OSError, also for what would be read for ever: a pipe, a device, gigabytes."""
+    other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    if other or (os.path.isfile(path) and os.path.getsize(path) > MOST_RECIPE_BYTES):
+        raise OSError(errno.EINVAL, f"expected a YAML file of at most {MOST_RECIPE_BYTES:,} bytes")
+    return Path(path).read_text(encoding="utf-8")
+
+
+def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """How many values a node stands for with its aliases written out, of which a few lines can make billions.
+
+    ``sizes`` are those of the nodes that were counted. A node that holds itself has no end.
+    """
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(node)]
+
+
+def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of every problem with the keys of one mapping, and of the sections in it."""
+    known = {item.name: item.type for item in dataclass_fields(section)}
+    seen: set[str] = set()
+    for key_node, value in node.value:
+        line, key = key_node.start_mark.line + 1, str(key_node.value)
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"expected one of {', '.join(known)}"
+            yield line, f"{prefix}{_shown(key)}: unknown key; {hint}"
+        elif key in seen:
+            yield line, f"{prefix}{key}: this key is there twice"
+        elif is_dataclass(section_type := known[key]):
+            if isinstance(value, yaml.MappingNode):
+                yield from _key_problems(value, cast(type, section_type), prefix=f"{prefix}{key}.")
+            else:
+                yield line, f"{prefix}{key}: expected keys and values below it (leave the section out for its defaults)"
+        else:
+            yield from _value_problems(value, known[key], f"{prefix}{key}", line)
+        seen.add(key)
+
+
+def _shown(key: str) -> str:
+    """A key as a message has it: quoted where its end would not be seen, cut off where what follows would not."""
+    key = key if len(key) <= LONGEST_KEY else f"{key[:LONGEST_KEY]}..."
+    return key if re.fullmatch(r"[\w.-]+", key) else repr(key)
+
+
+def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterator[tuple[int, str]]:
+    """Problems of a value of type ``kind``: nothing where something must stand, integers that no float holds, and
+    sections that are none.
+
+    jsonargparse takes null for any type. A text in place of a section names a class to it, which it imports: a recipe
+    is plain data, so such a text must not get that far.
+    """
+    parts = get_args(kind)
+    if node.tag == "tag:yaml.org,2002:null":
+        if type(None) not in parts and kind is not type(None):
+            yield line, f"{path}: null, expected a value (leave the key out for its default)"
+        return
+    if float in (kind, *parts) and node.tag == "tag:yaml.org,2002:int" and len(node.value) > LONGEST_INTEGER:
+        yield line, f"{path}: {node.value}, expected a number that 64 bits hold"
+    elif get_origin(kind) in (list, tuple) and isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _value_problems(item, parts[0], f"{path}[{index}]", item.start_mark.line + 1)
+    elif get_origin(kind) is dict and isinstance(node, yaml.MappingNode):
+        for name, item in node.value:
+            yield from _value_problems(item, parts[1], f"{path}.{_shown(str(name.value))}", name.start_mark.line + 1)
+    elif types := [part for part in (kind, *parts) if is_dataclass(part)]:
+        if isinstance(node, yaml.MappingNode):
+            yield from _key_problems(node, cast(type, types[0]), prefix=f"{path}.")
+        else:
+            yield line, f"{path}: expected keys and values below it"
+    elif containers := [part for part in parts if get_origin(part) in (list, dict)]:
+        yield from _value_problems(node, containers[0], path, line)  # such a value, or null
+
+
+def _option_keys() -> list[str]:
+    """The path of every key that a command line may set, like optim.lr."""
+    keys = []
+    for section in dataclass_fields(Recipe):
+        nested = dataclass_fields(cast(type, section.type)) if is_dataclass(section.type) else ()
+        keys += [f"{section.name}.{item.name}" for item in nested] or [section.name]
+    return keys
+
+
+def _lines(error: ArgumentError) -> str:
+    """jsonargparse's message on one line that opens with the key's path; one for each key that is missing."""
+    text = " ".join(str(error).split())
+    if missing := re.fullmatch(r"the following arguments are required: (.*)", text):
+        return "\n".join(f"{key}: missing, expected a value" for key in missing[1].split(", "))
+    text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("a typing.Literal", "one of ")
+    if unknown := re.match(r"unrecognized arguments: --([\w.]+)", text):
+        close = difflib.get_close_matches(unknown[1], _option_keys(), n=1)
+        text += f"; did you mean --{close[0]}?" if close else "; --help lists what there is"
+    return re.sub(r'^Parser key "([\w.]+)":', r"\1:", text)
+
+
+def _too_large(argv: Sequence[str]) -> str:
+    option = re.search(rf"--([\w.]+)[= ]\S*\d{{{LONGEST_INTEGER}}}", " ".join(argv))
+    return f"{option[1] if option else 'a number'}: an integer beyond every float, expected a number that 64 bits hold"
+
+
+def _parse(argv: Sequence[str]) -> Recipe:
+    """The recipe of a command line, whose words are ``argv``.
+
+    Raises:
+        RecipeError: names every problem that was found, one line each.
+    """
+    config_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_option.add_argument("--config", action="append", default=[], nargs="?", const="")
+    for path in config_option.parse_known_args(argv)[0].config:
+        _check_keys(path)
+    parser = _parser()
+    try:
+        values = parser.instantiate(parser.parse_args(list(argv)))
+    except ArgumentError as error:
+        raise RecipeError(_lines(error)) from error
+    except OverflowError as error:  # of an option; those of files have been found
+        raise RecipeError(_too_large(argv)) from error
+    if values["quant"].scheme == SOURCE:
+        resolve_source(values["quant"], values["quant"].start or values["model"].path)
+    return Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})
+
+
+def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
+    """The recipe of a command line such as ``--config R.yaml --optim.lr 2e-5``; argv defaults to sys.argv[1:].
+
+    ``--local_rank=N``, which the deepspeed launcher appends, is ignored: ranks come from the environment. A script's
+    first line is :func:`launch.exits.recipe_or_exit`, which prints the error below instead of a traceback.
+
+    Args:
+        argv: the words of the command line, without the script's name.
+        check_files: whether the files that the recipe names must exist.
+
+    Raises:
+        RecipeError: names every problem, one line each.
+    """
+    given = sys.argv[1:] if argv is None else argv
+    recipe = _parse([argument for argument in given if not argument.startswith("--local_rank=")])
+    if check_files:
+        recipe.validate_files()
+    return recipe
+
+
+def load_recipe(path: str | os.PathLike[str]) -> Recipe:
+    """The recipe in a YAML file. Files that it names are not checked: call :meth:`Recipe.validate_files` for that.
+
+    Raises:
+        RecipeError: names every problem and the file, one line each.
+    """
+    name = os.fspath(path)
+    try:
+        return _parse(["--config", name])
+    except RecipeError as error:
+        named = re.compile(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])")  # a short name may be a part of any word
+        lines = (line if named.search(line) else f"{name}: {line}" for line in str(error).splitlines())
+        raise RecipeError("\n".join(lines)) from error
+
+
+def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
+    """Write a recipe, every field with its value, as YAML that :func:`load_recipe` reads back equal."""
+    values = asdict(recipe)
+    values["optim"]["betas"] = list(recipe.optim.betas)
+    aside = Path(f"{os.fspath(path)}.partial")
+    aside.unlink(missing_ok=True)  # somebody's link; and the recipe may be what this run read, on a disk that is full
+    aside.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    os.replace(aside, path)

@@ -1,0 +1,500 @@
+"""Fake quant on and off while training: what ``state.quant`` offers to a schedule, and the scales of inputs that it
+needs, measured in place.
+
+They are measured by forward passes of the unquantised model, under whatever ZeRO stage it lives.
+
+Scales of inputs, keys and values that files gave, compared with the inputs of the first samples.
+
+Nothing in the files tells what inputs are like, so the model looks at some: one micro-batch per rank goes through it,
+forward alone, where such scales were loaded.
+
+How the quantisation of a model fares while it trains: scales, what they clip, and the error of every weight.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from data.loader import MicroBatch, sample_inputs
+from engine.session.session import Session
+from model.quantized.config import is_quantised
+from model.ranks import RankError, raise_everywhere, reduce_over_ranks, say
+from model.scales import (
+    WeightStatistics,
+    follow_weights,
+    input_scales,
+    renew_weight_scales,
+    weight_statistics,
+    write_scales,
+)
+from model.zero import forward_only, reset_moments, reset_optimizer_state, zero_parameters
+from quant import Quantization, Ranges, ScaleGroup, exempt_line, scale_from_histogram, weights_changed
+from quant.lora import without_adapters
+from quant.scale import first_input_scale
+
+
+def observed_input_scales(quantization: Quantization, owners: Set[str] | None = None) -> dict[str, Tensor]:
+    """Find static activation scales from what the observers of all ranks saw; a collective.
+
+    Args:
+        quantization: knows the groups of inputs and their observers.
+        owners: of the groups that are wanted; all of them without it.
+
+    Returns:
+        fp32 tensors of shape (1,), equal on every rank, by owner of the group.
+
+    Raises:
+        RankError: on every rank, naming layers whose inputs were never seen or held NaN or Inf.
+    """
+    groups = [group for group in quantization.input_groups if owners is None or group.owner in owners]
+    if not groups:
+        return {}
+    device = groups[0].s0.device
+    absmax = torch.stack([group.observer.absmax.to(device) for group in groups if group.observer is not None])
+    # A MAX reduction may drop NaN; Inf survives it.
+    absmax = torch.where(torch.isnan(absmax), torch.inf, absmax)
+    absmax = reduce_over_ranks(absmax, dist.ReduceOp.MAX)
+    values = dict(zip((group.owner for group in groups), absmax.tolist(), strict=True))
+    if not all(0 < value < math.inf for value in values.values()):
+        raise RankError(_without_scales(values, quantization))  # on every rank: they have the same values
+    if quantization.ranges.inputs == "absmax":
+        return {group.owner: first_input_scale(torch.tensor([values[group.owner]]), group.spec) for group in groups}
+    return {group.owner: _from_histogram(group, quantization.ranges) for group in groups}
+
+
+def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str:
+    """The error of largest magnitudes of inputs that no scale can be made of."""
+    bad = [owner for owner, value in absmax.items() if not math.isfinite(value)]
+    unseen = [owner for owner, value in absmax.items() if value == 0]
+    problems = []
+    if bad:
+        problems.append(f"inputs with NaN or Inf: {', '.join(bad[:20])}")
+    if unseen:
+        layers = [owner for owner in unseen if owner in quantization.layers]
+        remedy = f"; to leave them as they are, set {exempt_line(layers)}" if layers else ""
+        problems.append(f"inputs that no batch reached, or that are all zero: {', '.join(unseen[:20])}{remedy}")
+    return "; ".join(problems)
+
+
+def _from_histogram(group: ScaleGroup, ranges: Ranges) -> Tensor:
+    """Find the scale that all ranks' histograms together ask for; a collective."""
+    assert group.observer is not None and group.observer.histogram is not None
+    counts = reduce_over_ranks(group.observer.histogram.to(group.s0.device))
+    return scale_from_histogram(counts, ranges, group.spec)
+
+
+@torch.no_grad()
+def calibrate_inputs(
+    forward: nn.Module,
+    quantization: Quantization,
+    owners: Set[str],
+    batches: Iterable[MicroBatch],
+    device: torch.device,
+) -> None:
+    """Run ``batches`` through the unquantised model and write the activation scales that they ask for; a collective.
+
+    Args:
+        forward: the engine (or the plain model); called with input_ids alone.
+        quantization: its quantisation, paused during the passes: its switches and what its observers have seen are
+            afterwards as they were.
+        owners: of the input groups to write; other groups keep their scales.
+        batches: as many on every rank.
+        device: where the batches go.
+    """
+    was_training = forward.training
+    try:
+        forward.eval()
+        with quantization.paused():
+            quantization.observe(True)
+            for batch in batches:
+                watch_inputs(forward, quantization, batch, device)
+            write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
+    finally:
+        forward.train(was_training)
+
+
+def watch_inputs(forward: nn.Module, quantization: Quantization, batch: MicroBatch, device: torch.device) -> None:
+    """Run the samples of a batch through the model while its observers watch; a collective under ZeRO-3."""
+    # One sample at a time, without its padding: what padding positions hold is never served.
+    samples = list(sample_inputs(batch))
+    # Rows hold unequal numbers of samples when they are packed or the last ones, and a forward is a collective under
+    # ZeRO-3: a rank that has fewer goes along with some tokens that are not counted.
+    most = int(reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
+    for sample in samples:
+        with forward_only(forward):
+            forward(input_ids=sample.to(device), use_cache=False)
+    with quantization.paused():
+        for _ in range(most - len(samples)):
+            with forward_only(forward):
+                forward(input_ids=batch["input_ids"][:1, :2].to(device), use_cache=False)
+
+
+# Kind of scale group -> the parameter group of its thetas.
+THETA_GROUPS = {"weight": "weight_scales", "input": "act_scales"}
+
+
+class FakeQuant:
+    """Switches fake quant; every method is to be called on all ranks at the same step.
+
+    A scale group (layers that share a scale) is *active* while at least one of its members is fake-quantised, and rests
+    otherwise. A resting group's theta does not move: its gradient is 0, and its moments are made 0 when it comes to
+    rest. Once the model has trained beside a resting group, the group is *stale*: its scale fits a model that no longer
+    exists. Switching it on then measures it again, weights as they are now, inputs from the observers, and its theta
+    begins anew: 0, with fresh moments, and with a warm-up of its own where all groups of its kind begin.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.quantization = session.quantization
+        self.levers = session.levers
+        self.forgets = False
+        """Whether what was seen is to be forgotten when the next step begins."""
+        self.scale_steps = dict.fromkeys(THETA_GROUPS.values(), 0)
+        """Optimizer steps with fake quant since the scales were measured, by parameter group."""
+        self.stale: dict[str, set[str]] = {"weight": set(), "input": set(session.uncalibrated)}
+        """Owners of the groups whose scales do not fit the model as it is, weights and inputs: those of an earlier
+        model, and inputs that were never calibrated."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint. What is on is kept by the quantization itself."""
+        return {
+            "forgets": self.forgets,
+            "scale_steps": dict(self.scale_steps),
+            "stale": {kind: set(owners) for kind, owners in self.stale.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.forgets = state.get("forgets", False)  # checkpoints of earlier versions have none
+        self.scale_steps = dict(state["scale_steps"])
+        self.stale = {kind: set(owners) for kind, owners in state["stale"].items()}
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any layer is fake-quantised."""
+        return any(weights or inputs for weights, inputs in self.quantization.fake_quant_state().values())
+
+    @property
+    def any_stale(self) -> bool:
+        """Whether there is a scale that does not fit the model as it is."""
+        return any(self.stale.values())
+
+    def enable(self, *, weights: bool = True, activations: bool = True, layers: str | None = None) -> None:
+        """Fake quant as said in all layers, or in those whose whole name the regex ``layers`` matches.
+
+        Scales that the model has outgrown are measured again, in a collective. Inputs that rest are watched.
+
+        Raises:
+            ValueError: the pattern matches no layer.
+            RankError: a weight holds NaN or Inf, or the observers of an input that is to be quantised saw nothing.
+        """
+        self._switch(weights, activations, layers, observe=True)
+
+    def disable(self, *, layers: str | None = None, observe: bool = True) -> None:
+        """Fake quant off in all layers, or in those that match; observers on, unless it is not to come back."""
+        self._switch(False, False, layers, observe=observe)
+
+    def _switch(self, weights: bool, activations: bool, layers: str | None, *, observe: bool) -> None:
+        before = self._active()
+        self.quantization.set_fake_quant(weights, activations, layers)
+        now = self._active()
+        self._begin({kind: now[kind] - before[kind] for kind in now})
+        self._rest({kind: before[kind] - now[kind] for kind in now})
+        watch = observe and len(now["input"]) < len(self.quantization.input_groups)
+        if watch != self.quantization.observing:  # starting again would forget what was seen
+            self.quantization.observe(watch)
+
+    def observe(self, on: bool) -> None:
+        """Start or stop watching inputs. Starting forgets what was seen, when the next step begins: until then the
+        scales of an evaluation, of the export, or of fake quant that starts may be made of it."""
+        self.forgets = on and self.quantization.observing
+        if not self.forgets:
+            self.quantization.observe(on)
+
+    def forget(self) -> None:
+        """Forget what was seen; the loop calls this where :attr:`forgets` says so."""
+        self.observe(False)
+        self.observe(True)
+
+    def freeze_scales(self, on: bool = True, *, weights: bool = True, activations: bool = True) -> None:
+        """Learned scales rest from now on, or train again, with fresh moments."""
+        for kind, chosen in (("weight", weights), ("input", activations)):
+            if not chosen:
+                continue
+            if on:
+                self.levers.frozen.add(THETA_GROUPS[kind])
+            else:
+                self.levers.frozen.discard(THETA_GROUPS[kind])
+            reset_optimizer_state(self.session.engine.optimizer, THETA_GROUPS[kind])
+
+    def learning(self, group: str) -> bool:
+        """Whether thetas of a parameter group train now: their fake quant is on, and they are not frozen."""
+        kind = next(kind for kind, name in THETA_GROUPS.items() if name == group)
+        return bool(self._active()[kind]) and group not in self.levers.frozen
+
+    def stepped(self) -> None:
+        """The model has trained for a step; the loop calls this. A collective where scales follow the weights."""
+        if self.session.recipe.quant.scales_follow_weights:
+            follow_weights(self.quantization)
+            weights_changed(self.session.model)
+        active = self._active()
+        for kind, group in THETA_GROUPS.items():
+            self.scale_steps[group] += bool(active[kind])
+            if self.session.recipe.outgrows():
+                self.stale[kind] |= set(self._groups(kind)) - active[kind]
+
+    def calibrate(self, batches: Iterable[MicroBatch]) -> None:
+        """Measure the input scales that no checkpoint gave, from batches of every rank; a collective."""
+        if not self.stale["input"]:
+            return
+        say(f"calibrating activations on {self.session.recipe.quant.calibration_batches} micro-batches per rank")
+        self._calibrate(self.stale["input"], batches)
+        self.stale["input"] = set()
+
+    def measure(self, batches: Iterable[MicroBatch] = ()) -> None:
+        """Measure every stale scale again, so that an export has what the model needs; a collective.
+
+        Args:
+            batches: measure inputs that no observer watches.
+        """
+        self._begin({kind: set(owners) for kind, owners in self.stale.items()}, batches)
+
+    @contextmanager
+    def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
+        """Inside the block everything is fake-quantised with scales that fit, and nothing is observed; a collective.
+
+        Args:
+            batches: measure inputs that no observer watched.
+        """
+        self._write(self.stale, batches)
+        try:
+            with self.quantization.paused():
+                self.quantization.set_fake_quant(weights=True, activations=True)
+                weights_changed(self.session.model)
+                yield
+        finally:
+            weights_changed(self.session.model)
+
+    def _groups(self, kind: str) -> dict[str, ScaleGroup]:
+        groups = self.quantization.weight_groups if kind == "weight" else self.quantization.input_groups
+        return {group.owner: group for group in groups}
+
+    def _active(self) -> dict[str, set[str]]:
+        """Owners of the active scale groups, by kind."""
+        state = self.quantization.fake_quant_state()
+        return {
+            kind: {
+                owner
+                for owner, group in self._groups(kind).items()
+                if any(state[name][index] for name in group.members)
+            }
+            for index, kind in enumerate(THETA_GROUPS)
+        }
+
+    def _begin(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
+        """Groups come into use: start the thetas of those that are stale anew, and measure their scales."""
+        stale = {kind: owners[kind] & self.stale[kind] for kind in owners}
+        self._warn_of_lost_scales(stale["weight"])
+        for kind, begun in stale.items():
+            self._restart(kind, begun)
+        self._write(stale, batches)
+        for kind, measured in stale.items():
+            self.stale[kind] -= measured
+
+    def _warn_of_lost_scales(self, owners: set[str]) -> None:
+        """Say so where weight scales that the user brought are measured again: they were of another model's weights."""
+        key = self.session.recipe.quant.scales_brought_by()
+        if owners and key is not None:
+            say(
+                f"warning: weight scales that {key} gave are lost: {len(owners)} of "
+                f"{len(self.quantization.weight_groups)} are measured again, since the model has trained while their "
+                "fake quant was off"
+            )
+
+    def _rest(self, owners: dict[str, set[str]]) -> None:
+        """Groups go out of use: without moments their thetas stay where they are; their observers begin anew."""
+        for kind, resting in owners.items():
+            reset_moments(self.session.engine.optimizer, self._thetas(kind, resting))
+            for group in (self._groups(kind)[owner] for owner in resting):
+                if group.observer is not None:
+                    group.observer.reset()
+
+    def _write(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
+        """Measure the scales of groups, from the weights as they are and from what the observers saw; a collective.
+
+        Where nobody watches the inputs and there are ``batches``, these are run through the model for it.
+        """
+        if not any(owners.values()):
+            return
+        if owners["weight"]:
+            renew_weight_scales(self.quantization, owners["weight"])
+        if owners["input"] and batches is not None and not self.quantization.observing:
+            self._calibrate(owners["input"], batches)
+        elif owners["input"]:
+            write_scales(self.quantization.input_groups, observed_input_scales(self.quantization, owners["input"]))
+        weights_changed(self.session.model)
+
+    def _calibrate(self, owners: set[str], batches: Iterable[MicroBatch]) -> None:
+        base = self.session.recipe.adapter.beside  # which other adapters are served on, too
+        with without_adapters(self.quantization) if base else nullcontext():
+            calibrate_inputs(self.session.engine, self.quantization, owners, batches, self.session.device)
+
+    def _thetas(self, kind: str, owners: set[str]) -> list[Parameter]:
+        groups = self._groups(kind)
+        return [theta for owner in groups if owner in owners and (theta := groups[owner].theta) is not None]
+
+    def _restart(self, kind: str, owners: set[str]) -> None:
+        """Thetas at 0, in the optimizer's fp32 copy too, without moments; a collective."""
+        thetas = self._thetas(kind, owners)
+        zero_parameters(self.session.engine.optimizer, thetas)
+        if owners == self._groups(kind).keys():
+            reset_optimizer_state(self.session.engine.optimizer, THETA_GROUPS[kind])
+            self.scale_steps[THETA_GROUPS[kind]] = 0
+
+
+# The largest share of an input that a scale may clip (a Gaussian at 1.6 standard deviations; nobody calibrates so), and
+# how many times it may be the absmax scale of a few samples. One token with a massive activation, which these may lack,
+# makes it some hundred times; an absmax that was not divided, 448 at e4m3.
+MOST_CLIPPED, TOO_LARGE = 0.1, 256.0
+_MOST_NAMED = 5
+
+
+def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]]) -> None:
+    """Refuse input scales from files that are none of the inputs of ``first(1)``, the first micro-batch of the training
+    on every rank; a collective, after calibration. Raises RankError on every rank."""
+    quant = session.recipe.quant
+    source = quant.start or quant.scales or session.recipe.model.path
+    if quant.start or quant.scales or is_quantised(Path(source)):
+        owners = _owners(session)
+        check_input_scales(session.engine, session.quantization, owners, first(1), session.device, source)
+
+
+def _owners(session: Session) -> set[str]:
+    """Of the input groups whose scales files gave."""
+    owners = {group.owner for group in session.quantization.input_groups} - session.uncalibrated
+    if (initial := session.recipe.quant.initial_input_scale) is None:
+        return owners
+    written, scales = torch.tensor(initial).item(), input_scales(session.quantization)
+    return {owner for owner in owners if scales[owner] != written}  # else the recipe gave it
+
+
+@torch.no_grad()
+def check_input_scales(
+    forward: nn.Module,
+    quantization: Quantization,
+    owners: Set[str],
+    batches: Iterable[MicroBatch],
+    device: torch.device,
+    source: str,
+) -> None:
+    """Run ``batches`` through the model with its inputs quantised, and refuse scales that are none of these inputs; a
+    collective, which leaves the model as it was.
+
+    Scales from other data pass, and clipped ones: see :data:`MOST_CLIPPED` and :data:`TOO_LARGE`. A global scale above
+    dynamic ones may be so many times smaller, too.
+
+    Args:
+        forward, quantization, batches, device: as of :func:`engine.fake_quant.calibrate_inputs`.
+        owners: of the input groups whose scales are checked.
+        source: where the scales are from, for the error.
+
+    Raises:
+        RankError: on every rank: names the inputs, both values, and what to do.
+    """
+    groups = [group for group in quantization.input_groups if group.owner in owners]
+    if not groups:
+        return
+    scales, was_training = input_scales(quantization), forward.training
+    try:
+        forward.eval()
+        with quantization.paused():
+            quantization.set_fake_quant(weights=False, activations=True)
+            quantization.observe(True)
+            for batch in batches:
+                watch_inputs(forward, quantization, batch, device)
+            seen = [group.observer for group in groups if group.observer is not None]
+            counts = torch.tensor([[each.clipped.item(), each.total] for each in seen], dtype=torch.float64)
+            largest = torch.tensor([each.absmax.item() for each in seen])
+    finally:
+        forward.train(was_training)
+    counts, largest = reduce_over_ranks(counts), reduce_over_ranks(largest, dist.ReduceOp.MAX)
+    problems = []
+    for group, (clipped, total), most in zip(groups, counts.tolist(), largest.tolist(), strict=True):
+        wanted, above = first_input_scale(torch.tensor([most]), group.spec).item(), group.spec.has_global_scale
+        if above and not wanted / TOO_LARGE <= scales[group.owner] <= wanted * TOO_LARGE:
+            beyond = "the scales below this one, which divides, are all 0 or clipped"
+        elif above:
+            continue  # what it clips is what those below it do
+        elif clipped > MOST_CLIPPED * total:
+            beyond = f"{clipped / total:.2f} of its elements are beyond the range"
+        elif 0 < wanted * TOO_LARGE < scales[group.owner]:
+            beyond = "nearly all codes are unused"
+        else:
+            continue
+        problems.append(f"{group.owner}: the scale is {scales[group.owner]:.3g}, absmax is {wanted:.3g}: {beyond}")
+    if problems:
+        more = [f"and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
+        head = (
+            f"scales of inputs in {source} do not fit the inputs of the first samples. Leave them out of the files, "
+            "and set quant.calibration_batches to measure them"
+        )
+        raise_everywhere("\n".join([head, *problems[:_MOST_NAMED], *more]))
+
+
+@dataclass(frozen=True)
+class QuantStats:
+    """Statistics by layer (weights) and by owner of the scale group (inputs, and keys and values)."""
+
+    weights: dict[str, WeightStatistics]
+    input_scales: dict[str, float]
+    clipped_inputs: dict[str, float]
+    """Fraction of the inputs' elements outside the range, of the groups that were watched."""
+
+
+def measure(quantization: Quantization) -> QuantStats:
+    """Statistics of the weights as they are now and of what the observers saw; a collective."""
+    return QuantStats(weight_statistics(quantization), input_scales(quantization), _clipped_inputs(quantization))
+
+
+def _clipped_inputs(quantization: Quantization) -> dict[str, float]:
+    groups = quantization.input_groups
+    if not groups:
+        return {}
+    observers = [group.observer for group in groups if group.observer is not None]
+    counts = torch.tensor([[int(observer.clipped), observer.total] for observer in observers], dtype=torch.float64)
+    reduced = reduce_over_ranks(counts).tolist()
+    return {group.owner: clipped / total for group, (clipped, total) in zip(groups, reduced, strict=True) if total}
+
+
+@dataclass
+class Watch:
+    """What :func:`watching` found; None until its block has ended."""
+
+    stats: QuantStats | None = None
+
+
+@contextmanager
+def watching(quant: FakeQuant) -> Iterator[Watch]:
+    """Watch the inputs of the block's forwards, and measure the quantisation when the block ends; a collective then.
+
+    Where inputs are watched already (a user's script does it, or a schedule that will switch fake quant on), the
+    observers keep what they have seen and go on.
+    """
+    watch = Watch()
+    own = not quant.quantization.observing
+    if own:
+        quant.observe(True)
+    try:
+        yield watch
+        watch.stats = measure(quant.quantization)
+    finally:
+        if own:
+            quant.observe(False)

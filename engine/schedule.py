@@ -1,0 +1,274 @@
+"""What happens at which step: the schedule of a run, and the events of its recipe as actions in it: what the section
+``schedule`` says, evaluation, and checkpoints.
+
+Steps are optimizer steps, counted from 0: an event ``at`` step N runs when N steps are done and before step N begins;
+an event ``every`` N steps runs after each N-th step; an event ``when`` something holds is asked after each step and
+runs once, the first time. One line of YAML under ``schedule`` does what one line of Python would.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from engine.checkpoint.save import CheckpointError, mark_best, save_checkpoint
+from engine.config.config import Recipe
+from engine.config.events import EventRecipe, parse_condition
+from engine.held_out import evaluate
+from engine.state import LoopState
+from engine.step import held_out_losses
+from model.ranks import say
+from quant import Quantization
+
+State = TypeVar("State")
+Action = Callable[[State], object]
+Condition = Callable[[State], bool]
+
+
+@dataclass
+class Schedule(Generic[State]):
+    """Events: actions that run before a given step, after every so many, or once when a condition holds.
+
+    After a step come the events of every so many steps, then those with a condition, then those that asked to be last;
+    each kind in the order in which they were added.
+    """
+
+    before: list[tuple[int, Action]] = field(default_factory=list)
+    after: list[tuple[int, Action]] = field(default_factory=list)
+    last: list[tuple[int, Action]] = field(default_factory=list)
+    conditional: list[tuple[Condition, Action]] = field(default_factory=list)
+    met: list[int] = field(default_factory=list)
+    """Which of ``conditional`` have run, by position: a checkpoint keeps it, so that a resumed run does not repeat
+    them."""
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Which events with a condition have run, for a checkpoint."""
+        return {"met": list(self.met)}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.met = list(state["met"])
+
+    def at(self, step: int, action: Action) -> None:
+        """Run ``action(state)`` once, when ``step`` optimizer steps are done and before the next begins."""
+        if step < 0:
+            raise ValueError(f"an event at step {step}: steps count from 0")
+        self.before.append((step, action))
+
+    def every(self, steps: int, action: Action, *, last: bool = False) -> None:
+        """Run ``action(state)`` after every ``steps``-th optimizer step.
+
+        ``last``: after all other events of the step, so that it sees what they did.
+        """
+        if steps < 1:
+            raise ValueError(f"an event every {steps} steps: expected 1 or more")
+        (self.last if last else self.after).append((steps, action))
+
+    def when(self, condition: Condition, action: Action) -> None:
+        """Run ``action(state)`` once, after the first step at which ``condition(state)`` is true."""
+        self.conditional.append((condition, action))
+
+    def check(self, total: int) -> None:
+        """Refuse an event at a step that a run of ``total`` steps never begins. Raises ValueError."""
+        late = [step for step, _ in self.before if step >= total]
+        if late:
+            raise ValueError(
+                f"an event at step {late[0]}, but train.steps is {total}: the last step to begin is {total - 1}"
+            )
+
+    def run_before(self, step: int, state: State) -> None:
+        """Run the events that are due before ``step``."""
+        for due, action in self.before:
+            if due == step:
+                action(state)
+
+    def run_after(self, done: int, state: State) -> None:
+        """Run the events that are due after ``done`` steps in all."""
+        for interval, action in self.after:
+            if done % interval == 0:
+                action(state)
+        for index, (condition, action) in enumerate(self.conditional):
+            if index not in self.met and condition(state):
+                self.met.append(index)
+                action(state)
+        for interval, action in self.last:
+            if done % interval == 0:
+                action(state)
+
+
+RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+
+def add_recipe_events(schedule: Schedule[LoopState], recipe: Recipe) -> None:
+    """Add all events of a recipe.
+
+    An evaluation is the first event of its step, so that others see what it found, and a checkpoint the last, so that
+    it holds what others did.
+    """
+    start = recipe.quant.fake_quant_start
+    if start != 0:
+        # Observers have nobody to watch for in a run that never quantises.
+        schedule.at(0, lambda state: state.quant.disable(observe=not recipe.never_quantises()))
+    if start > 0:
+        schedule.at(start, lambda state: state.quant.enable())
+    if recipe.eval.every:
+        schedule.every(recipe.eval.every, _evaluate_unless_stopping)
+    for event in recipe.schedule:
+        add_event(schedule, event)
+    if recipe.train.checkpoint_every:
+        schedule.every(recipe.train.checkpoint_every, _try_to_save, last=True)
+
+
+def evaluate_held_out(state: LoopState) -> None:
+    """Losses on the held-out samples as the model would be served now, into the state and TensorBoard; a collective.
+
+    Nothing happens where the recipe evaluates nothing, or this step has been evaluated already.
+    """
+    if not state.recipe.eval.every or state.evaluations.step == state.step or state.held_out is None:
+        return
+    session, objective = state.session, state.objective()
+    calibration = state.loader.first(max(1, state.recipe.quant.calibration_batches))
+    means = evaluate(
+        session, state.quant, state.held_out, calibration, lambda batch: held_out_losses(session, batch, objective)
+    )
+    losses = objective.report(means)
+    results = {name.replace("loss/", "eval/"): value for name, value in losses.items()}
+    results["eval/perplexity"] = math.exp(min(means["lm"], 700.0))
+    state.evaluations.record(state.step, results)
+    state.log(results)
+    figures = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in results.items())
+    say(f"step {state.step}: held-out {figures}")
+
+
+def evaluate_start(state: LoopState) -> None:
+    """Evaluate what training starts from: PTQ, or of a run that goes on the step that a signal ended, which had no
+    evaluation and may be the best; a collective."""
+    if state.saved_step is None:
+        if not state.recipe.never_quantises():
+            evaluate_held_out(state)
+    elif state.recipe.eval.every and state.step % state.recipe.eval.every == 0 and state.evaluations.step != state.step:
+        evaluate_held_out(state)
+        mark_best(checkpoints(state.recipe), state.step, _measured(state))
+
+
+def _evaluate_unless_stopping(state: LoopState) -> None:
+    assert state.last is not None
+    if not state.last.stop_requested:
+        evaluate_held_out(state)
+
+
+def checkpoints(recipe: Recipe) -> Path:
+    """The directory of a run's training checkpoints."""
+    return Path(recipe.output_dir) / "checkpoints"
+
+
+def save(state: LoopState) -> None:
+    """Save a training checkpoint, and mark it as the best where its evaluation is; a collective.
+
+    Raises:
+        CheckpointError: on every rank: it could not be written.
+    """
+    save_checkpoint(
+        state.session,
+        state.owners,
+        checkpoints(state.recipe),
+        state.step,
+        keep=state.recipe.train.keep_checkpoints,
+        samples=state.loader.digest,
+        measured=_measured(state),
+    )
+    state.saved_step = state.step
+    state.metrics.flush()
+
+
+def _measured(state: LoopState) -> tuple[str, float] | None:
+    """The metric that makes a checkpoint the best, and its value at this step, if it was evaluated."""
+    best = state.recipe.eval.best
+    metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
+    evaluated = state.evaluations.step == state.step and metric in state.evaluation
+    return (metric, state.evaluation[metric]) if evaluated else None
+
+
+def _try_to_save(state: LoopState) -> None:
+    """A checkpoint on the way: the run and the checkpoints before outlive its failure (a full disk)."""
+    train = state.recipe.train
+    if state.step == train.steps:
+        return  # the end of the run saves the last one
+    try:
+        save(state)
+    except CheckpointError as error:
+        at = state.step + train.checkpoint_every
+        say(f"warning: {error}; training goes on, the next attempt is at step {min(at, train.steps)}")
+
+
+def add_event(schedule: Schedule[LoopState], event: EventRecipe) -> None:
+    """Add a recipe's event to the schedule."""
+
+    def act(state: LoopState) -> None:
+        apply_event(event, state)
+
+    if event.at is not None:
+        schedule.at(event.at, act)
+    elif event.every is not None:
+        schedule.every(event.every, act)
+    else:
+        schedule.when(lambda state: holds(event.when or "", state), act)
+
+
+def check_events(
+    events: Sequence[EventRecipe], quantization: Quantization, groups: Iterable[str], metrics: Sequence[str]
+) -> None:
+    """Refuse, before the first step, events that would fail or do nothing when their time comes.
+
+    Args:
+        events: of the recipe.
+        quantization: knows the layers.
+        groups: names of the optimizer's parameter groups.
+        metrics: what conditions may look at.
+
+    Raises:
+        ValueError: a pattern matches no layer, nothing trains of a group whose rate is to change, or nothing of the
+            name in a condition is ever measured.
+    """
+    known = list(groups)
+    for index, event in enumerate(events):
+        try:
+            quantization.matching(event.layers)
+        except ValueError as error:
+            raise ValueError(f"schedule[{index}].layers: {error}") from error
+        if (condition := parse_condition(event.when or "")) and condition[0] not in metrics:
+            raise ValueError(f"schedule[{index}].when: {event.when!r}, expected one of {', '.join(metrics)}")
+        for name in event.lr or {}:
+            if name not in known:
+                raise ValueError(f"schedule[{index}].lr: nothing of {name} trains, only {', '.join(known)} (learnable)")
+
+
+def apply_event(event: EventRecipe, state: LoopState) -> None:
+    """Do what the event says."""
+    if event.fake_quant is False:
+        state.quant.disable(layers=event.layers, observe=event.observe is not False)
+    elif event.fake_quant is not None:
+        state.quant.enable(
+            weights=event.fake_quant in (True, "weights"),
+            activations=event.fake_quant in (True, "activations"),
+            layers=event.layers,
+        )
+    if event.observe is not None and event.fake_quant is not False:
+        state.quant.observe(event.observe)
+    if event.freeze_scales is not None:
+        state.quant.freeze_scales(event.freeze_scales)
+    if event.lr is not None:
+        state.set_peak_rates(**event.lr)
+    if event.loss is not None:
+        state.set_loss_weights(**event.loss)
+
+
+def holds(text: str, state: LoopState) -> bool:
+    """Whether a condition like ``loss/lm < 2.5`` holds; False while there is no such value."""
+    condition = parse_condition(text)
+    assert condition is not None, text
+    metric, relation, bound = condition
+    value = state.value_of(metric)
+    return value is not None and RELATIONS[relation](value, bound)

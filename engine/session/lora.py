@@ -1,0 +1,268 @@
+"""Which layers get an adapter, decided before weights are read, and the adapters themselves."""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.config.adapter import AdapterRecipe
+from engine.config.config import Recipe
+from model.fingerprint import digest_of_checkpoint
+from model.moe.experts import PerExpertMLPs
+from model.peft import PeftSource, read_adapter
+from model.quantized.config import is_quantised
+from model.quantized.quantize_on_load import can_be_made
+from model.ranks import listed, say
+from model.ranks import rank as this_rank
+from quant import Quantization, QuantLinear, Scheme
+from quant.linear import StackedLinear, linears_of
+from quant.lora import Adapter, AdapterBeside
+from quant.packed_weight import hold_codes
+from quant.rules import assign, examples, schemes_of_layers
+
+
+def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
+    """Refuse adapters that cannot be, or are not built yet, while the model has no weights.
+
+    Args:
+        recipe: the run's, with adapters.
+        model: the student, before it is quantised.
+        exempt, named: of :func:`quant.prepare`.
+
+    Raises:
+        ValueError: one line for each kind of thing that is wrong, which names the layers and what to do.
+    """
+    adapter, head = recipe.adapter, model.get_output_embeddings()
+    layers = {name: module for name, module in _layers(model) if adapter.targets or module is not head}
+    schemes = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named).schemes
+    names = [name for name in layers if adapter.targets or name in schemes]
+    if not adapter.targets:
+        names = [name for name in names if not isinstance(layers[name], nn.Embedding)]
+    ranks = chosen_ranks(adapter, names)
+    problems = [
+        f"{listed(wrong, 3)}: {why}"
+        for why, wrong in _problems(model, {name: layers[name] for name in ranks}, schemes, ranks)
+        if wrong
+    ]
+    if adapter.beside or adapter.start:
+        problems += _problems_of_experts(model, {name: layers[name] for name in ranks}, adapter)
+    if problems:
+        raise ValueError("adapter.targets: " + "\nadapter.targets: ".join(problems))
+    if adapter.start is not None:
+        _check_start(recipe, model, {name: layers[name] for name in ranks}, ranks)
+
+
+def _problems_of_experts(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], adapter: AdapterRecipe
+) -> Iterator[str]:
+    """Of experts whose adapters no reader was seen to compute as they are trained."""
+    knob = "merge: false" if adapter.beside else "start"
+    other = f"of which no reader of adapters was tried with adapter.{knob}; name other layers, such as .*self_attn.*"
+    if stacks := [name for name, layer in layers.items() if isinstance(layer, StackedLinear)]:
+        yield f"{listed(stacks, 3)}: experts that lie in one weight, {other}"
+    apart = [name for name, module in model.named_modules() if isinstance(module, PerExpertMLPs)]
+    if own := [name for name in layers if any(name.startswith(f"{one}.") for one in apart)]:
+        # Where transformers has them in one weight peft 0.21.2 renames such adapters, or refuses them.
+        yield f"{listed(own, 3)}: experts that transformers has in one weight, {other}"
+
+
+def hold_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
+    """Have the weights of all layers that will be quantised, but lm_head and embeddings, held as codes.
+
+    Args:
+        recipe, model, exempt, named: of :func:`check_adapters`; parameters are on the meta device.
+
+    Where ``model.path`` is not quantised the codes are made while it is read (:mod:`model.quantized.quantize_on_load`).
+
+    Raises:
+        ValueError: a layer's codes cannot be held or made, or something needs weights that will not be there.
+    """
+    made = not is_quantised(Path(recipe.model.path))
+    if made:
+        _check_made(recipe)
+    modules, head = dict(model.named_modules()), model.get_output_embeddings()
+    chosen = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named).schemes
+    users = Counter(id(own) for module in modules.values() for own in module.parameters(recurse=False))
+    for name, scheme in schemes_of_layers(chosen, modules).items():
+        layer = modules[name]
+        if layer is head or isinstance(layer, nn.Embedding) or users[id(layer.weight)] > 1:
+            continue
+        try:
+            if made and not can_be_made(scheme.weights):
+                raise ValueError(
+                    f"adapter.base: codes: scheme {scheme.name!r} has a scale that a whole weight, or several, must be "
+                    f"seen for, while the codes are made of single rows: {_ELSE}"
+                )
+            hold_codes(layer, scheme.weights, tuple(layer.weight.shape), recipe.quant.ranges() if made else None)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
+_ELSE = "set adapter.base to weights, or model.path to a quantised checkpoint, which launch/export.py makes"
+
+
+def _check_made(recipe: Recipe) -> None:
+    """Refuse what needs the weights of an ordinary ``model.path``, of which there are only codes."""
+    path = f"adapter.base: codes: model.path {recipe.model.path!r} is not quantised, and there are only codes of it: "
+    if recipe.teacher_kind() == "self":
+        raise ValueError(f"{path}set loss.teacher to it, as loss.teacher self would be the quantised model")
+    if any(event.fake_quant in (False, "activations") for event in recipe.schedule):
+        raise ValueError(f"{path}leave fake_quant of weights on in the schedule, as they are quantised for good")
+    if recipe.quant.stores_input_scales() and recipe.quant.initial_input_scale is None:
+        raise ValueError(f"{path}scales of inputs would be measured in another model than it: {_ELSE}")
+
+
+def _check_start(
+    recipe: Recipe, model: PreTrainedModel, layers: Mapping[str, nn.Module], ranks: Mapping[str, int]
+) -> None:
+    """Refuse an adapter to start from that is not just what the recipe says of those that train."""
+    adapter, start = recipe.adapter, f"adapter.start: {recipe.adapter.start!r}: "
+    source = _source(recipe, model, layers)
+    if source.base is not None and source.base != digest_of_checkpoint(recipe.model.path):
+        raise ValueError(f"{start}it was trained on another checkpoint than model.path {recipe.model.path!r}")
+    if missing := [name for name in layers if name not in source.shapes]:
+        raise ValueError(f"{start}it has nothing for {listed(missing, 3)}; name its layers in adapter.targets")
+    for name, (a, b) in source.shapes.items():
+        rank, layer = ranks[name], layers[name]
+        expected = (rank, layer.in_features), (layer.out_features, rank)
+        if (a, b) != expected:
+            raise ValueError(
+                f"{start}{name} has {list(a)} and {list(b)}, expected {[*map(list, expected)]}: see adapter.rank"
+            )
+        if source.scalings[name] != adapter.scaling(rank):
+            raise ValueError(
+                f"{start}{name} is multiplied by {source.scalings[name]:g}, and adapter.alpha, rank and rslora give "
+                f"{adapter.scaling(rank):g}"
+            )
+
+
+def _source(recipe: Recipe, model: PreTrainedModel, names: Iterable[str]) -> PeftSource:
+    """The adapter to start from, for layers of these names; ValueError of :func:`model.peft.read_adapter`."""
+    try:
+        return read_adapter(Path(str(recipe.adapter.start)), model, names)
+    except ValueError as error:
+        raise ValueError(f"adapter.start: {error}") from error
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Whatever a pattern may mean: Linears, embeddings, and stacks by the name of each Linear in them."""
+    for name, module in model.named_modules():
+        if isinstance(module, StackedLinear):
+            yield from ((part.name, module) for part in linears_of(name, module))
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            yield name, module
+
+
+def _problems(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], schemes: Mapping[str, Scheme], ranks: Mapping[str, int]
+) -> Iterator[tuple[str, list[str]]]:
+    """What may be wrong with the layers that were chosen, and the names of those with which it is."""
+    head, tables = model.get_output_embeddings(), (nn.Embedding,)
+    outer = [name for name, layer in layers.items() if layer is head or isinstance(layer, tables)]
+    yield "lm_head and embeddings get no adapter; name other layers, or leave adapter.targets empty", outer
+    left = [name for name in layers if name not in schemes and name not in outer]
+    yield "not quantised; an adapter is merged where the sum is quantised, so name other layers", left
+    users = Counter(id(own) for module in model.modules() for own in module.parameters(recurse=False))
+    tied = [name for name, layer in layers.items() if users[id(layer.weight)] > 1 and name not in outer]
+    yield "the weight is another module's too, which would not have the adapter; name other layers", tied
+    stacks = {name: layer for name, layer in layers.items() if isinstance(layer, StackedLinear)}
+    chosen = Counter((id(layer), ranks[name]) for name, layer in stacks.items())
+    apart = [
+        name
+        for name, layer in stacks.items()
+        if chosen[id(layer), ranks[name]] != layer.num_experts * len(layer.projections)
+    ]
+    text = "these experts lie in one weight with others, so that all or none of them get an adapter, of one rank"
+    yield f"{text}; name all of them, or set model.experts to per_expert", apart
+    for name, layer in layers.items():
+        side = 0 if name in outer else min(int(layer.in_features), int(layer.out_features))  # type: ignore[arg-type]
+        if 0 < side < ranks[name]:
+            why = f"rank {ranks[name]}, expected at most {side}, the layer's smaller side: see adapter.rank and "
+            yield f"{why}adapter.ranks", [name]
+            return
+
+
+def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]:
+    """The rank of each layer that gets an adapter, by name.
+
+    Args:
+        adapter: the recipe's section.
+        names: of the layers that there are to choose from.
+
+    Raises:
+        ValueError: a pattern matches none of them, or gives a rank to none that gets an adapter.
+    """
+    for pattern in adapter.targets:
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise ValueError(
+                f"adapter.targets: {pattern!r} matches no linear layer; it must match a full name such as "
+                f"{examples(names)}"
+            )
+    patterns = adapter.targets
+    chosen = [name for name in names if not patterns or any(re.fullmatch(one, name) for one in patterns)]
+    if not chosen:
+        raise ValueError("adapter.targets: no layer; expected at least one that is linear and quantised")
+    ranks, unused = {}, dict.fromkeys(adapter.ranks)
+    for name in chosen:
+        own = next((pattern for pattern in adapter.ranks if re.fullmatch(pattern, name)), None)
+        ranks[name] = adapter.rank if own is None else adapter.ranks[own]
+        if own is not None:
+            unused.pop(own, None)
+    if unused:
+        raise ValueError(
+            f"adapter.ranks: {next(iter(unused))!r} matches no layer with an adapter that a pattern before it leaves "
+            f"to it; names look like {examples(chosen)}"
+        )
+    return ranks
+
+
+def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
+    """Give every layer that the recipe chooses an adapter, and of stacked experts each one: A uniform within
+    ``1 / sqrt(in)`` as torch draws a Linear's weight, B zeros; or both as ``adapter.start`` has them.
+
+    What is drawn depends on ``train.seed`` and the layer's name alone, so that it is the same on every rank and at any
+    number of them.
+    """
+    head = model.get_output_embeddings()
+    layers = {
+        name: layer
+        for name, layer in quantization.layers.items()
+        if isinstance(layer, QuantLinear) and layer is not head
+    }
+    stack_of = {part.name: name for name, layer in layers.items() for part in linears_of(name, layer)}
+    ranks = {stack_of[part]: rank for part, rank in chosen_ranks(recipe.adapter, list(stack_of)).items()}
+    source = None if recipe.adapter.start is None else _source(recipe, model, stack_of)
+    kind, trained = (AdapterBeside if recipe.adapter.beside else Adapter), 0
+    for name, rank in ranks.items():
+        layer = layers[name]
+        *stack, out_features, in_features = layer.weight_shape
+        device, dtype = layer.weight.device, layer.weight.dtype
+        lora_a = torch.empty(*stack, rank, in_features, dtype=dtype, device=device)
+        if device.type != "meta":
+            generator = torch.Generator().manual_seed(_seed(recipe, name))
+            drawn = torch.rand(lora_a.shape, generator=generator)
+            lora_a.copy_((2 * drawn - 1) / in_features**0.5)
+        lora_b = torch.zeros(*stack, out_features, rank, dtype=dtype, device=device)
+        if source is not None and device.type != "meta":
+            for own, found in zip((lora_a, lora_b), source.pair(name), strict=True):
+                own.copy_(found)
+        pair, scaling = (nn.Parameter(lora_a), nn.Parameter(lora_b)), recipe.adapter.scaling(rank)
+        dropout = [recipe.adapter.dropout] if recipe.adapter.beside else []
+        layer.attach_adapter(kind(*pair, scaling, *dropout))
+        trained += lora_a.numel() + lora_b.numel()
+    if recipe.adapter.dropout:
+        # Ranks have drawn alike until here. Each drops elements of its own, or samples in the same place of a step
+        # would lose the same ones. A checkpoint keeps where each rank's generator is.
+        torch.manual_seed(_seed(recipe, f"dropout of rank {this_rank()}"))
+    say(f"adapters: {len(ranks)} layers, {trained:,} parameters")
+
+
+def _seed(recipe: Recipe, drawn: str) -> int:
+    """The seed of what is drawn, by its name."""
+    digest = hashlib.blake2b(f"{recipe.train.seed} {drawn}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,85 @@
+"""What the events of a schedule have set instead of the recipe's values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config.config import Recipe
+from engine.session.optimizer import peak_learning_rates
+
+
+@dataclass
+class Levers:
+    """Loss weights, peak learning rates and resting scales as the events so far have set them, over the recipe's.
+
+    Attributes:
+        recipe: holds wherever no event has set anything else. A resumed run follows the recipe that it is given.
+        loss_weights: set by an event: ``lm``, ``kd``.
+        peak_rates: peak learning rates set by an event, by parameter group.
+        frozen: parameter groups of scales that do not train although their fake quant is on.
+    """
+
+    recipe: Recipe
+    loss_weights: dict[str, float] = field(default_factory=dict)
+    peak_rates: dict[str, float] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What events have set: plain values, for a checkpoint."""
+        return {
+            "loss_weights": dict(self.loss_weights),
+            "peak_rates": dict(self.peak_rates),
+            "frozen": set(self.frozen),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.loss_weights, self.peak_rates = dict(state["loss_weights"]), dict(state["peak_rates"])
+        self.frozen = set(state["frozen"])
+
+    def set_peak_rates(self, **rates: float) -> None:
+        """Peak learning rates by parameter group from now on; the curve over the steps goes on.
+
+        Raises:
+            ValueError: there is no such group, or the rate is negative.
+        """
+        known = peak_learning_rates(self.recipe.optim)
+        for name, rate in rates.items():
+            if name not in known or not rate >= 0:
+                raise ValueError(
+                    f"learning rate {name}: {rate}, expected 0 or more, of a group out of {', '.join(known)}"
+                )
+        self.peak_rates = self.peak_rates | rates
+
+    def set_loss_weights(self, **weights: float) -> None:
+        """Weights of the losses ``lm`` and ``kd`` from now on.
+
+        Raises:
+            ValueError: there is no such loss, a weight is negative, both are 0, or there is no teacher to distil from.
+        """
+        for name, weight in weights.items():
+            if name not in ("lm", "kd") or not weight >= 0:
+                raise ValueError(f"loss weight {name}: {weight}, expected 0 or more, of lm or kd")
+        if weights.get("kd") and self.recipe.teacher_kind() == "none":
+            raise ValueError(
+                "loss weight kd: no teacher is loaded; name one in loss.teacher, and set loss.kd_weight or an event "
+                "under schedule"
+            )
+        wanted = self.loss_weights | weights
+        if not wanted.get("lm", self.recipe.loss.lm_weight) and not wanted.get("kd", self.recipe.loss.kd_weight):
+            raise ValueError("loss weights lm and kd: both 0, expected at least one above 0: there is no loss")
+        self.loss_weights = wanted
+
+    def peaks(self) -> dict[str, float]:
+        """Peak learning rate of every parameter group."""
+        return peak_learning_rates(self.recipe.optim) | self.peak_rates
+
+    @property
+    def lm_weight(self) -> float:
+        """Weight of the language modelling loss."""
+        return self.loss_weights.get("lm", self.recipe.loss.lm_weight)
+
+    @property
+    def kd_weight(self) -> float:
+        """Weight of the distillation loss."""
+        return self.loss_weights.get("kd", self.recipe.loss.kd_weight)

@@ -1,0 +1,329 @@
+"""Reads weights from safetensors files into the parameters, wherever these lie.
+
+Weights that a quantised checkpoint holds as codes are decoded on the way (:mod:`model.quantized`).
+
+``direct``: each rank reads exactly the bytes of its own partitions and writes them in place. The checkpoint is read
+once in all, nothing is sent between ranks, and no rank holds more than its partitions and one chunk. It must run before
+``deepspeed.initialize`` (see :mod:`model.zero`).
+
+``rank0``: rank 0 reads whole tensors in file order into gathered parameters, and DeepSpeed shares them out. It is for
+storage that only one reader should load, and an independent check of the first method.
+
+Either way everything is checked on the headers first: each tensor of the model is filled exactly once, or there is one
+error, on every rank, that names all that is wrong.
+
+Whether the parameters of a model are numbers: those with NaN or infinities are found where they lie, and named.
+
+A forward shows few of them. Quantised, an infinity is the largest value of its grid, and NaN has a code on one grid
+alone; and nobody looks up each row of an embedding. So a model is looked at when it has been read, and before anything
+of it is written. That is a collective, in which each rank looks at what it holds; no parameter is gathered. A reduction
+of maxima may drop NaN, and Inf survives it.
+
+Frozen scales are left out, which are NaN until somebody fills them and are checked wherever they are read or written;
+and so are codes that a parameter holds in place of a weight.
+"""
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.core_model_loading import dot_natural_key
+
+from model.checkpoint.names import Names, UnsupportedConversionError, own_tensors
+from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader, garbage_kept, warn_of_zero_tails
+from model.checkpoint.slices import Layout, Piece
+from model.quantized.checkpoint import read_checkpoint
+from model.quantized.quantize_on_load import in_codes
+from model.quantized.tensor import CodedTensor, chunks_of, fill
+from model.ranks import RankError, errors_on_all_ranks, is_main, listed, raise_everywhere, reduce_over_ranks
+from model.zero import forget_secondary_copies, full_numel, gathered, local_data, local_range
+from quant import SCALE_PARAMETERS
+from quant.kernels import amax
+from quant.packed_weight import held_codes
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What this rank did: how many of our tensors it filled, the bytes that it read, the seconds that it took."""
+
+    tensors: int
+    bytes: int
+    seconds: float
+
+    def summary(self) -> str:
+        """One line for people."""
+        return f"{self.tensors} tensors, {self.bytes / 2**20:.1f} MiB read by rank 0 in {self.seconds:.2f} s"
+
+
+class _Read(NamedTuple):
+    """One of our tensors and where it lies on disk.
+
+    ``filled_from`` is the key that fills it instead, because the two are tied; what lies on disk here must equal it.
+    """
+
+    source: DiskTensor | CodedTensor
+    piece: Piece
+    target: Tensor
+    filled_from: str | None
+
+
+@garbage_kept()
+def load_weights(
+    model: PreTrainedModel, path: str | Path, *, method: Literal["direct", "rank0"] = "direct", progress: bool = True
+) -> LoadReport:
+    """Fill every parameter and persistent buffer of ``model`` from ``path/model*.safetensors``; scales are left alone.
+
+    A collective. Values are cast to the dtype of the parameter.
+
+    Args:
+        model: from ``build_model``; before ``deepspeed.initialize``.
+        path: directory of the checkpoint.
+        method: see the module docstring.
+        progress: whether rank 0 shows a bar of the bytes that it reads.
+
+    Raises:
+        RankError: on every rank, with all that is missing, unexpected, of another shape, of a dtype that is not bf16,
+            fp16 or fp32, in a damaged or absent file; tied tensors that differ on disk; or NaN or Inf.
+    """
+    begin = time.perf_counter()
+    with errors_on_all_ranks(CheckpointError, OSError):
+        reads = [in_codes(one, model) if one.target.is_meta else one for one in _plan(model, Path(path))]
+        warn_of_zero_tails(Path(path))
+    fill = {"direct": _fill_direct, "rank0": _fill_from_rank0}[method]
+    shown = progress and is_main()
+    total = _bytes_to_read(reads, method) if shown else None
+    with (
+        tqdm(total=total, desc="weights", unit="B", unit_scale=True, delay=1, disable=not shown) as bar,
+        Reader(bar.update) as reader,
+    ):
+        fill(reads, reader)
+        forget_secondary_copies(model)
+        check_finite(model, f"the weights in {path} are not all numbers")
+        return LoadReport(sum(read.filled_from is None for read in reads), reader.bytes, time.perf_counter() - begin)
+
+
+@torch.no_grad()
+def _fill_direct(reads: list[_Read], reader: Reader) -> None:
+    """Fill the ranges that each rank holds. No collective is inside: a rank may fail alone, and all raise together."""
+    with errors_on_all_ranks(CheckpointError, OSError):
+        # A stack of experts is many reads.
+        targets = {id(read.target): read.target for read in reads}
+        own = {key: (local_range(target)[0], local_data(target)) for key, target in targets.items()}
+        if differing := [read for read in reads if not _transfer(read, reader, *own[id(read.target)])]:
+            raise CheckpointError(_differ(differing))
+
+
+@torch.no_grad()
+def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
+    """Fill everything from rank 0. Whatever it finds, it takes part in every collective; errors are raised after the
+    last."""
+    error: str | None = None
+    differing = []
+    by_target: dict[int, list[_Read]] = {}  # a stack of experts is gathered once, not for each of them
+    for read in reads:
+        by_target.setdefault(id(read.target), []).append(read)
+    for together in by_target.values():
+        target = together[0].target
+        with gathered([target], modifier_rank=0):
+            if is_main() and error is None:
+                try:
+                    differing += [read for read in together if not _transfer(read, reader, 0, target.detach().view(-1))]
+                except (CheckpointError, OSError) as caught:
+                    error = str(caught)
+    raise_everywhere(error)
+    with errors_on_all_ranks(CheckpointError):
+        if differing:
+            raise CheckpointError(_differ(differing))
+
+
+def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
+    """Read what belongs to the piece of ``values``, which begin at element ``start`` of our tensor, or compare it; and
+    return whether they agree."""
+    begin, end = _overlap(read.piece, start, start + values.numel())
+    if begin == end:
+        return True
+    values = values[begin - start : end - start]
+    if read.piece.turned:
+        return _transfer_turned(read, reader, begin - read.piece.start, values)
+    offset_on_disk = begin - read.piece.start + read.piece.offset
+    if read.filled_from is None:
+        fill(read.source, reader, offset_on_disk, values)
+        return True
+    equal = True
+    for offset, chunk in chunks_of(read.source, reader, offset_on_disk, values):
+        mine = values[offset : offset + chunk.numel()].cpu()
+        equal = equal and torch.equal(chunk.cpu().to(mine.dtype).view(torch.uint8), mine.view(torch.uint8))
+    return equal
+
+
+def _transfer_turned(read: _Read, reader: Reader, begin: int, values: Tensor) -> bool:
+    """The same for elements from ``begin`` on of a matrix that lies turned on disk: it is read as a whole, and held
+    twice."""
+    on_disk = torch.empty(read.piece.span, dtype=values.dtype)
+    fill(read.source, reader, read.piece.offset, on_disk)
+    found = read.piece.of(on_disk)[begin : begin + values.numel()]
+    if read.filled_from is None:
+        values.copy_(found)
+        return True
+    return torch.equal(values.cpu().view(torch.uint8), found.view(torch.uint8))
+
+
+def _overlap(piece: Piece, start: int, stop: int) -> tuple[int, int]:
+    """Begin and end of the elements of our tensor that are of the piece and in ``[start, stop)``; equal if none are."""
+    begin = min(max(start, piece.start), stop)
+    return begin, max(begin, min(stop, piece.start + piece.numel))
+
+
+def _differ(reads: list[_Read]) -> str:
+    """The error of tied tensors that differ on disk: one Parameter cannot hold both, and picking one would be silent
+    damage."""
+    return (
+        f"{listed([f'{read.source.key} and {read.filled_from}' for read in reads])} are tied by the configuration, but "
+        "differ on disk. If they are meant to, set tie_word_embeddings to false in config.json"
+    )
+
+
+def _bytes_to_read(reads: list[_Read], method: str) -> int:
+    """Bytes that this rank is going to read, for the progress bar."""
+    total = 0
+    for read in reads:
+        start, stop = local_range(read.target) if method == "direct" else (0, full_numel(read.target))
+        begin, end = _overlap(read.piece, start, stop)
+        total += read.source.bytes_of(read.piece.span if read.piece.turned and begin < end else end - begin)
+    return total
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plan: from headers alone, the same on every rank
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Problems:
+    """Everything that is wrong with a checkpoint, by kind."""
+
+    files: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    conversions: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """One for each kind."""
+        lines = [f"file: {problem}" for problem in self.files[:20]]
+        kinds = {
+            "not bf16, fp16 or fp32, and no codes that its quantization_config explains": self.dtypes,
+            "needs a conversion that is not supported": self.conversions,
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "of another shape": self.shapes,
+            "there twice": self.twice,
+        }
+        return lines + [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
+
+
+def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
+    """What to read, in file order.
+
+    Raises:
+        CheckpointError: the files do not hold each tensor of the model exactly once; names everything.
+    """
+    checkpoint = read_checkpoint(path, model)
+    names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
+    tensors = own_tensors(model)
+    problems = _Problems(files=checkpoint.problems)
+    layouts = _layouts(names, {*checkpoint.tensors, *checkpoint.lost}, problems)
+    ignored = keys_left_unread(model)
+    reads: list[_Read] = []
+    # By identity, as a tied parameter has several names, and by where it begins there: the name and its key.
+    filled: dict[tuple[int, int], tuple[str, str]] = {}
+    for key, source in checkpoint.tensors.items():
+        layout = layouts.get(key)
+        if layout is not None and _fits(source, layout, tensors, problems):
+            for piece in layout.pieces:
+                target = tensors[piece.name]
+                name, by = filled.setdefault((id(target), piece.start), (piece.name, key))
+                if by != key and name == piece.name:
+                    problems.twice.append(f"{names.linear(piece) or name} (in {by} and in {key})")
+                reads.append(_Read(source, piece, target, by if by != key else None))
+        elif key in layouts and layout is None and not (ignored.search(key) or names.is_left_out(key)):
+            problems.unexpected.append(key)
+    problems.missing += missing_keys(names, tensors, layouts)
+    if any(vars(problems).values()):
+        lines = problems.lines()
+        between = " " if len(lines) == 1 else "\n"
+        raise CheckpointError(between.join([f"the weights in {path} do not fill {type(model).__name__}:", *lines]))
+    return reads
+
+
+def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout | None]) -> list[str]:
+    """Keys of our tensors, or parts of them, that the files do not have. A tied tensor counts under its first name."""
+    present: dict[int, dict[int, int]] = {}  # by identity: elements, by where they begin
+    for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
+        present.setdefault(id(tensors[piece.name]), {})[piece.start] = piece.numel
+    missing: list[str] = []
+    unique = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    for identity, name in reversed(unique.items()):
+        there = present.get(identity, {})
+        if sum(there.values()) < full_numel(tensors[name]):
+            missing += names.missing(name, there.keys())
+    return missing
+
+
+def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Layout | None]:
+    """What each key holds; a key that is refused becomes a problem.
+
+    Keys are asked for in transformers' order, because some of its rules remember earlier ones.
+    """
+    layouts: dict[str, Layout | None] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        try:
+            layouts[key] = names.layout(key)
+        except UnsupportedConversionError as error:
+            problems.conversions.append(str(error))
+    return layouts
+
+
+def _fits(source: DiskTensor | CodedTensor, layout: Layout, tensors: dict[str, Tensor], problems: _Problems) -> bool:
+    """Whether shape and dtype on disk are what the model can take."""
+    dtypes = {tensors[piece.name].dtype for piece in layout.pieces}
+    if source.shape != layout.shape:
+        problems.shapes.append(f"{source.key} is {list(source.shape)}, the model has {list(layout.shape)}")
+    elif source.dtype in FLOATS if all(dtype.is_floating_point for dtype in dtypes) else dtypes == {source.dtype}:
+        return True
+    else:
+        problems.dtypes.append(f"{source.key} ({source.kind})")
+    return False
+
+
+def keys_left_unread(model: PreTrainedModel) -> re.Pattern[str]:
+    """A pattern of keys that a checkpoint may hold for nothing: those that the model's class lists, and computed
+    buffers."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    patterns += [f"^{re.escape(name)}$" for name, _ in model.named_non_persistent_buffers()]
+    return re.compile("|".join(f"({pattern})" for pattern in patterns))
+
+
+def check_finite(model: nn.Module, said: str) -> None:
+    """Refuse such a model by a RankError, on every rank, that begins with ``said`` and names parameters."""
+    named = {
+        name: own
+        for name, own in model.named_parameters()
+        if held_codes(own) is None and (own.requires_grad or not name.endswith(SCALE_PARAMETERS))
+    }
+    largest = torch.cat([amax(local_data(own)) for own in named.values()]).nan_to_num(torch.inf, torch.inf)
+    finite = reduce_over_ranks(largest, dist.ReduceOp.MAX).isfinite().tolist()
+    if broken := [name for name, good in zip(named, finite, strict=True) if not good]:
+        raise RankError(f"{said}: NaN or Inf in {listed(broken, 5)}")

@@ -1,0 +1,344 @@
+"""Names on disk and names in the model, in both directions.
+
+Three things lie between them. transformers renames keys as it loads (mixtral's ``block_sparse_moe`` is ``mlp`` in its
+model); it merges per-expert tensors into its fused 3-D parameters; and :mod:`model.moe.experts` may take these apart
+again. All three only move runs of memory, or turn matrices. So a mapping is a key, the shape that its tensor must have,
+and the :class:`model.checkpoint.slices.Piece` of ours that each run of it is.
+
+The renaming rules are transformers' own (``get_model_conversion_mapping``). They are found by model class and type, not
+by looking at the experts, so that it does not matter that these have been replaced. Rules that compute something
+(splitting a projection, permuting for RoPE) are refused by name, if a key of the checkpoint meets one.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    rename_source_key,
+)
+
+from model.checkpoint.slices import ExpertTensor, Layout, Piece, Shape, Stack, expert_tensors, fused_layouts, turned
+from model.families import is_composite, left_out, turned_weights
+from model.moe.experts import ExpertMLPs
+from model.zero import full_shape
+from quant import ADAPTER_PARAMETERS, SCALE_PARAMETERS
+from quant.packed_weight import as_weight
+
+
+class Place(NamedTuple):
+    """Where a tensor of ours lies on disk, or a part of it.
+
+    Attributes:
+        key: of the tensor on disk.
+        shape: its shape.
+        start: the element of our tensor at which it begins.
+        turned: whether it is our matrix, turned.
+    """
+
+    key: str
+    shape: Shape
+    start: int
+    turned: bool = False
+
+
+class _Rows(NamedTuple):
+    """Rows of one of our tensors that are a tensor on disk: our name, the element where they begin, and their shape."""
+
+    name: str
+    start: int
+    shape: Shape
+
+
+class UnsupportedConversionError(ValueError):
+    """Raised for a key from whose tensor transformers would compute something, instead of moving it."""
+
+
+class Names:
+    """Translates names in both directions for one model. It is cheap to make: no tensor is touched.
+
+    Args:
+        model: as ``build_model`` returns it, also after ``quant.prepare``.
+        on_disk: shapes by key of a checkpoint's tensors. Where the model has several of these one behind another in a
+            tensor, they say where each begins; without them such keys are refused.
+    """
+
+    def __init__(self, model: PreTrainedModel, on_disk: Mapping[str, Shape] | None = None):
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+        self._prefix = model.base_model_prefix
+        self.own = {name: tuple(full_shape(tensor)) for name, tensor in own_tensors(model).items()}
+        self.turned = turned_weights(model)
+        dense = not any(isinstance(module, ExpertMLPs) for module in model.modules())
+        self._experts = {} if dense else expert_tensors(model)
+        self._fused = fused_layouts(self._experts)
+        self._fused_of: dict[str, dict[str, list[str]]] = {}  # by our name: transformers' names, and Linears there
+        for expert in self._experts.values():
+            inside = self._fused_of.setdefault(expert.piece.name, {}).setdefault(expert.fused, [])
+            inside += [expert.projection] if expert.projection not in inside else []
+        # The names that transformers' own model has, and that its rules lead to.
+        arranged = {expert.piece.name for expert in self._experts.values()}
+        self._theirs = dict.fromkeys([*(name for name in self.own if name not in arranged), *self._fused], True)
+        # For writing, legacy spellings are not brought back, and a prefix that may have been there is not made up.
+        rules = get_model_conversion_mapping(model, add_legacy=False)
+        reverse = [rule.reverse_transform() for rule in reversed(rules) if not isinstance(rule, PrefixChange)]
+        self._reverse_renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
+        stacking = [rule for rule in self._converters if _is_stacking(rule)]
+        self._stackings = [(rule, rule.reverse_transform()) for rule in stacking]
+        self._sources: dict[str, list[tuple[list[str], str]]] = {}
+        self._expert_of = {p: re.compile(_expert_pattern(p)) for rule in stacking for p in rule.source_patterns}
+        self._left_out = left_out(model) if is_composite(model.config) else []
+        self._on_disk = on_disk or {}
+        concatenations = [rule for rule in self._converters if _is_concatenation(rule)]
+        self._rows = self._concatenated(concatenations, self._on_disk) if concatenations else {}
+
+    def layout(self, key: str) -> Layout | None:
+        """What the tensor ``key`` of a checkpoint holds; None if nothing in the model.
+
+        Raises:
+            UnsupportedConversionError: transformers would compute something from this tensor for this model.
+        """
+        renamed, name, pattern = self._find(key)
+        if name in self._theirs:
+            if pattern is not None:
+                return self._converted(key, renamed, name, pattern)
+            return self._fused.get(name) or self._whole(name)
+        # Per-expert names of our own, for an architecture that has only fused tensors on disk.
+        if key not in self._experts:
+            return None
+        piece = self._experts[key].piece
+        return Layout(piece.shape, (piece._replace(offset=0, turned=0),))
+
+    def key(self, name: str) -> str:
+        """The key under which ``save_pretrained`` writes our parameter ``name``.
+
+        The weight of a single expert has the name that :func:`quant.linear.linears_of` gives it.
+
+        Where transformers knows fused tensors on disk only, the per-expert key is the name itself, renamed.
+        """
+        key = name
+        if name in self._experts:
+            key = self._expert_key(self._experts[name]) or name
+        return apply_renamings(key, self._reverse_renamings)
+
+    def places(self, name: str) -> list[Place]:
+        """Where our parameter or buffer ``name`` lies on disk: in one tensor, or in several one behind another."""
+        parts = [(start, key) for key, (whole, start, _) in self._rows.items() if whole == name]
+        if parts:
+            return [Place(key, self._rows[key].shape, start) for start, key in sorted(parts)]
+        turned = name in self.turned
+        return [Place(self.key(name), self.own[name][::-1] if turned else self.own[name], 0, turned)]
+
+    def stacks(self, name: str) -> list[Stack]:
+        """The tensors on disk with all experts that our parameter ``name`` lies in; none where it is no weight of
+        experts. Where ``on_disk`` has them turned, they are written so."""
+        stacks = []
+        for fused, projections in self._fused_of.get(name, {}).items():
+            key = apply_renamings(fused, self._reverse_renamings)
+            layout = self._fused_at(key, fused, self._find(key)[2])
+            only = not self._stacked_from(fused)
+            stacks.append(Stack(key, layout.shape, tuple(projections), layout.pieces[0].turned > 0, only))
+        return stacks
+
+    def is_unknown(self, key: str) -> bool:
+        """Whether the tensor ``key`` of a checkpoint holds nothing that the model has."""
+        _, name, _ = self._find(key)
+        return name not in self._theirs and key not in self._experts
+
+    def is_left_out(self, key: str) -> bool:
+        """Whether the tensor ``key`` of a checkpoint belongs to a part that was taken out of the model."""
+        renamed = apply_renamings(key, self._renamings)
+        spellings = [key, renamed, f"{self._prefix}.{renamed}"]
+        return any(one == part or one.startswith(f"{part}.") for part in self._left_out for one in spellings)
+
+    def renamed(self, key: str) -> str:
+        """The key of a tensor on disk as transformers' rules for the model rename it; the model need not have it."""
+        return apply_renamings(key, self._renamings)
+
+    def linear(self, piece: Piece) -> str | None:
+        """The name of the Linear's weight that a piece is in a stack of experts; None where it is in none."""
+        return next(
+            (
+                name
+                for name, expert in self._experts.items()
+                if expert.piece == piece._replace(offset=expert.piece.offset, turned=expert.piece.turned)
+            ),
+            None,
+        )
+
+    def missing(self, name: str, covered: Collection[int]) -> list[str]:
+        """Keys of what is missing of our parameter ``name``; ``covered`` says where the pieces begin that are there."""
+        parts = [part for part, expert in self._experts.items() if expert.piece.name == name]
+        absent = [self.key(part) for part in parts if self._experts[part].piece.start not in covered]
+        return absent if parts else [self.key(name)]
+
+    def _converted_name(self, renamed: str, converters: list[WeightConverter]) -> tuple[str, str | None]:
+        """Name in transformers' model, and the source pattern of the converter that matched, if one did."""
+        return rename_source_key(renamed, [], converters, self._prefix, self._theirs)
+
+    def _find(self, key: str) -> tuple[str, str, str | None]:
+        """``key`` renamed, its name in transformers' model, and the source pattern of the converter that matched."""
+        renamed = apply_renamings(key, self._renamings)
+        name, pattern = self._converted_name(renamed, self._converters)
+        if name not in self._theirs and key in self._theirs:
+            # The spelling of the model itself, which a rule for another one met.
+            name, pattern = self._converted_name(key, [])
+        return renamed, name, pattern
+
+    def _concatenated(self, rules: list[WeightConverter], on_disk: Mapping[str, Shape]) -> dict[str, _Rows]:
+        """The keys whose tensors lie one behind another in a tensor of ours: its name, and where each begins."""
+        patterns = {pattern: (index, rule) for rule in rules for index, pattern in enumerate(rule.source_patterns)}
+        parts: dict[str, dict[int, str]] = defaultdict(dict)
+        number: dict[str, int] = {}
+        for key in on_disk:
+            _, name, pattern = self._find(key)
+            if name in self._theirs and pattern in patterns:
+                index, rule = patterns[pattern]
+                parts[name][index], number[name] = key, len(rule.source_patterns)
+        rows: dict[str, _Rows] = {}
+        for name, keys in parts.items():
+            ordered = [keys[index] for index in sorted(keys)]
+            whole = (sum(on_disk[key][0] for key in ordered), *on_disk[ordered[0]][1:])
+            if len(ordered) == number[name] and whole == self.own[name]:
+                start = 0
+                for key in ordered:
+                    rows[key] = _Rows(name, start, on_disk[key])
+                    start += math.prod(on_disk[key])
+        return rows
+
+    def _whole(self, name: str) -> Layout:
+        shape = self.own[name]
+        if name in self.turned:
+            return Layout(shape[::-1], (Piece(name, 0, shape, turned=shape[0]),))
+        return Layout(shape, (Piece(name, 0, shape),))
+
+    def _converted(self, key: str, renamed: str, name: str, pattern: str) -> Layout | None:
+        """The slice of the fused parameter ``name`` that ``key`` is, where the matching converter would put it.
+
+        None for an expert that the model does not have.
+        """
+        if key in self._rows:
+            _, start, shape = self._rows[key]
+            return Layout(shape, (Piece(name, 0, shape, start),))
+        converter = self._by_pattern[pattern]
+        if name in self._fused and _is_turning(converter):
+            return self._fused_at(key, name, pattern)
+        expert = self._expert_of[pattern].search(renamed) if pattern in self._expert_of else None
+        if name not in self._fused or expert is None:
+            operations = ", ".join(type(operation).__name__ for operation in converter.operations)
+            raise UnsupportedConversionError(f"{key} (transformers makes {name} from it by {operations})")
+        part, parts = converter.source_patterns.index(pattern), len(converter.source_patterns)
+        fused = self._fused[name]
+        shape = (fused.shape[1] // parts, *fused.shape[2:])
+        start = (int(expert.group(1)) * parts + part) * math.prod(shape)
+        # All pieces of a fused parameter are of one size.
+        size = fused.pieces[0].numel
+        inside = fused.pieces[start // size : (start + math.prod(shape)) // size]
+        pieces = tuple(Piece(piece.name, piece.offset - start, piece.shape, piece.start) for piece in inside)
+        return Layout(shape, pieces) if pieces else None
+
+    def _fused_at(self, key: str, fused: str, pattern: str | None) -> Layout:
+        """What the tensor ``key`` holds, which transformers makes its parameter ``fused`` of by the converter that has
+        the source ``pattern``, if any."""
+        layout = self._fused[fused]
+        converter = self._by_pattern.get(pattern or "")
+        if converter is None or not _is_turning(converter):
+            return layout
+        operation: Any
+        (operation,) = converter.operations
+        if operation.check_dims and self._on_disk.get(key, layout.shape) == layout.shape:
+            return layout
+        return turned(layout)
+
+    def _expert_key(self, expert: ExpertTensor) -> str | None:
+        """The key that a stacking converter has for a part of a fused parameter; None without such a converter."""
+        rows = self._fused[expert.fused].shape[1]
+        index, row = divmod(expert.piece.offset // math.prod(expert.piece.shape[1:]), rows)
+        for sources, first in self._stacked_from(expert.fused):
+            if len(sources) * expert.piece.shape[0] == rows:
+                return first.replace(sources[0], sources[row // expert.piece.shape[0]]).replace("*", str(index), 1)
+        return None
+
+    def _stacked_from(self, fused: str) -> list[tuple[list[str], str]]:
+        """Every stacking converter that makes the parameter ``fused``: its sources, and the key of the first."""
+        if fused not in self._sources:
+            found = self._sources[fused] = []
+            for converter, reverse in self._stackings:
+                first, matched = reverse.rename_source_key(fused)
+                if matched is not None:
+                    found.append((converter._original_source_patterns, first))
+        return self._sources[fused]
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of ``model`` holds: parameters, tied ones under each of their names, and persistent buffers.
+
+    Without scales and adapters, of layers of :mod:`quant`; for weights that these hold as codes stand meta tensors.
+    """
+    tensors: dict[str, Tensor] = {
+        name: as_weight(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name.rpartition(".")[2] not in (*SCALE_PARAMETERS, *ADAPTER_PARAMETERS)
+    }
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return tensors
+
+
+def module_name_on_disk(model: PreTrainedModel, module: str) -> str:
+    """Name on disk of a module, such as ``model.layers.0.mlp.experts.3.gate_proj``: its tensors' keys start with it."""
+    if model not in _NAMES:
+        _NAMES[model] = Names(model)
+    return _NAMES[model].key(f"{module}.weight").removesuffix(".weight")
+
+
+# A writer asks for thousands of modules in turn, and the rules of a model do not change.
+_NAMES: WeakKeyDictionary[PreTrainedModel, Names] = WeakKeyDictionary()
+
+
+def concatenates(model: PreTrainedModel) -> bool:
+    """Whether transformers makes tensors of ``model`` from several on disk, one behind another."""
+    rules = get_model_conversion_mapping(model)
+    return any(isinstance(rule, WeightConverter) and _is_concatenation(rule) for rule in rules)
+
+
+def _is_stacking(converter: WeightConverter) -> bool:
+    """Whether a converter does nothing but stack experts, with gate and up of each behind one another at most."""
+    kinds = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
+    several = len(converter.source_patterns) > 1
+    expected = [(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]
+    return len(kinds) == len(converter.operations) and kinds == expected and len(converter.target_patterns) == 1
+
+
+def _is_turning(converter: WeightConverter) -> bool:
+    """Whether a converter does nothing but turn the matrices of a stack."""
+    kinds = [(type(one), {getattr(one, "dim0", 0), getattr(one, "dim1", 0)}) for one in converter.operations]
+    return kinds == [(Transpose, {1, 2})] and len(converter.source_patterns) == len(converter.target_patterns) == 1
+
+
+def _is_concatenation(converter: WeightConverter) -> bool:
+    """Whether a converter does nothing but put tensors one behind another along their first dimension."""
+    kinds = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
+    return kinds == [(Concatenate, 0)] and len(converter.target_patterns) == 1
+
+
+def _expert_pattern(pattern: str) -> str:
+    """The source pattern of a converter, with the star that stands for the expert as a group of digits."""
+    return pattern.replace("*.", r"(\d+)\.")

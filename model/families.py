@@ -1,0 +1,166 @@
+"""The class that a checkpoint is, and of a composite one the part that reads text.
+
+A composite checkpoint (Qwen3.5, Gemma 3, LLaVA, ...) has a text model and towers beside it: vision or audio encoders,
+projectors. The class that its config.json names is built, so that names, and the forward of text, are that class's own.
+Its towers are taken out before any parameter has memory: they take no part in a forward of text, nothing of them is
+trained or quantised, and an export copies their tensors from the source's files, bit for bit.
+
+GPT-2's Linears: transformers has them as ``Conv1D``, whose weight is ``[in, out]``.
+
+Ours are ``nn.Linear`` in their place, so that all that is said of Linears holds for them. The weight lies turned on
+disk: it is read and written so (:mod:`model.checkpoint.names`). No reader takes such a layer quantised: vLLM turns
+every tensor called ``weight`` of these models as it loads, and compressed-tensors looks for Linears. So what was
+trained can be exported as weights (``export.format: dequantized``).
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
+
+
+class Tower(nn.Module):
+    """Stands where a part was taken out of the model that a forward of text does not need.
+
+    Args:
+        name: of the part in the model.
+        kind: name of its class.
+    """
+
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__()
+        self.part = f"{name} ({kind})"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"the forward reads .{name} of {self.part}, {_NOT_BUILT}") from None
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """Raise RuntimeError: nobody calls this while a model reads text, or the model is not supported."""
+        raise RuntimeError(f"the forward calls {self.part}, {_NOT_BUILT}")
+
+
+_NOT_BUILT = "which is no part of its text model and was not built: this model cannot be trained on text alone"
+
+
+def is_composite(config: PretrainedConfig) -> bool:
+    """Whether a configuration has that of a text model in it, beside those of towers."""
+    return config.get_text_config() is not config
+
+
+def class_names(config: PretrainedConfig) -> list[str]:
+    """What ``architectures`` of a config.json names. Raises ValueError if that is no list of names."""
+    names: Any = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json: architectures is {names!r}, expected a list of names of classes")
+    return names
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of transformers that a checkpoint is: the one that ``architectures`` of its config.json names, or the
+    usual one of its type where that is none for such a configuration. None for a type that only its own code knows."""
+    for name in class_names(config):
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, PreTrainedModel) and type(config) is named.config_class:
+            return named
+    mappings = [MODEL_FOR_MULTIMODAL_LM_MAPPING] if is_composite(config) else []
+    mappings.append(MODEL_FOR_CAUSAL_LM_MAPPING)
+    usual: Any = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
+    return usual
+
+
+def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """Build the composite model that ``config`` describes, without its towers, wherever new parameters land.
+
+    Args:
+        config: of the checkpoint.
+        options: of ``from_config``: ``dtype``, ``attn_implementation``.
+
+    Raises:
+        ValueError: transformers has no class for it.
+    """
+    kind = model_class(config)
+    if kind is None:
+        raise ValueError(
+            f"transformers has no class for {type(config).__name__} ({config.model_type}), which has towers: expected "
+            "architectures of config.json to name one"
+        )
+    model = kind._from_config(config, **options)
+    take_out_towers(model)
+    return model
+
+
+def take_out_towers(model: PreTrainedModel) -> None:
+    """Replace what is not of the text model of a composite one by :class:`Tower`, in place.
+
+    The text model is what ``get_decoder`` returns, with the embeddings and lm_head. Parameters that stand alone beside
+    it (``image_newline``) become None.
+    """
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    kept = {name for name, module in model.named_modules() if any(module is part for part in parts)}
+    above = {
+        "",
+        *(".".join(pieces[:end]) for name in kept for pieces in [name.split(".")] for end in range(len(pieces))),
+    }
+    # The text model may hold its own embeddings and lm_head, and what is below it stays as it is.
+    above = {name for name in above if not any(f"{name}.".startswith(f"{part}.") for part in kept)}
+    for name, module in list(model.named_modules()):
+        if name not in above:
+            continue
+        for child_name, child in list(module.named_children()):
+            path = f"{name}.{child_name}".lstrip(".")
+            if path not in above | kept and next(iter(child.state_dict()), None) is not None:
+                module.add_module(child_name, Tower(path, type(child).__name__))
+        for own in [key for key, parameter in module._parameters.items() if parameter is not None]:
+            module._parameters[own] = None
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """Names of the modules and parameters that :func:`take_out_towers` took out of ``model``."""
+    modules = dict(model.named_modules())
+    found = [name for name, module in modules.items() if isinstance(module, Tower)]
+    beside = dict.fromkeys(name.rpartition(".")[0] for name in [*found, text_part(model)] if name)
+    for parent in beside:
+        own = modules[parent]._parameters
+        found += [f"{parent}.{name}".lstrip(".") for name, parameter in own.items() if parameter is None]
+    return found
+
+
+def text_part(model: nn.Module) -> str:
+    """Name of the text model in a composite one; empty where the whole model reads text."""
+    if not isinstance(model, PreTrainedModel) or not is_composite(model.config):
+        return ""
+    decoder = model.get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
+# By model, since quantised layers take the places of these Linears.
+_TURNED: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+
+
+def arrange_conv1d(model: nn.Module) -> None:
+    """Replace every ``Conv1D`` of an empty model by an nn.Linear, in place, where new parameters land on the meta
+    device."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    for name, conv in found.items():
+        model.set_submodule(name, _linear(conv))
+    _TURNED[model] = frozenset(f"{name}.weight" for name in found)
+
+
+def _linear(conv: nn.Module) -> nn.Linear:
+    weight = conv.get_parameter("weight")
+    rows, columns = weight.shape
+    linear = nn.Linear(rows, columns, bias=False, dtype=weight.dtype, device="meta")
+    linear.bias = conv.get_parameter("bias")
+    return linear.train(conv.training)
+
+
+def turned_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the weights ``[out, in]`` of a model whose tensors on disk are ``[in, out]``."""
+    return _TURNED.get(model, frozenset())

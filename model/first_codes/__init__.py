@@ -1,7 +1,0 @@
-"""First codes that samples choose, one decoder layer at a time: by GPTQ, and by training what GPTQ chose."""
-
-from model.first_codes.gptq import quantised_together
-from model.first_codes.samples import decoder_layers
-from model.first_codes.start import choose_first_codes
-
-__all__ = ["choose_first_codes", "decoder_layers", "quantised_together"]

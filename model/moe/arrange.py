@@ -1,0 +1,353 @@
+"""Finds the experts of transformers' modules, whatever they are called, and puts ours in their place.
+
+What a module computes is tried on a tiny case, and must be what ours computes. A module that holds several experts in
+a form that is not known is refused by name: ranks that route differently would run different parts of it.
+
+Llama 4's MoE block with only those tokens in an expert that chose it.
+
+transformers hands all tokens to every expert, times a score that is zero where the token did not choose it: E times the
+arithmetic, and E copies of the hidden states. What an expert makes of zeros is zero, and its gradient too, so that the
+result is the same.
+"""
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+from model import zero
+from model.moe.experts import ExpertMLPs, Experts, Form, Function, PerExpertMLPs, StackedMLPs
+from model.moe.routers import routers_of
+
+# What classes call their sizes, and their activation function.
+SIZES = {
+    "num_experts": ("num_experts", "moe_num_experts"),
+    "hidden_dim": ("hidden_dim", "hidden_size"),
+    "intermediate_dim": ("intermediate_dim", "intermediate_size", "ffn_hidden_size", "expert_dim"),
+}
+ACT_FN = ("act_fn", "activation_fn")
+# In the keys of configurations that speak of experts, but not of how many there are to choose from.
+_NO_NUMBER = re.compile(r"tok|top|shared|group|size|dim|interval|freq|step|layer|zero")
+
+
+def arrange_experts(model: nn.Module, form: Form) -> int:
+    """Replace every fused experts module of an empty model by one of ``form``, a leaf for ZeRO-3.
+
+    Run it where new parameters land on the meta device: nothing is copied. Returns how many there were.
+
+    Raises:
+        ValueError: experts in a layout, or with a function, that this does not know, by class name.
+    """
+    counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
+    found = [
+        _holder(name, module, model)
+        for name, module in model.named_modules()
+        if _looks_like_experts(name, module, model, counts)
+    ]
+    checked: dict[type, bool] = {}
+    for name, fused in found:
+        of = _read(name, fused)
+        if type(fused) not in checked:
+            checked[type(fused)] = _check_function(name, fused, of)
+        of = of._replace(sums_of_weights=checked[type(fused)])
+        biases = [fused.get_parameter(key) for key in of.biases()]
+        experts: ExpertMLPs
+        if form == "stacked":
+            experts = StackedMLPs(of, [_parameter(fused, key, of) for key in of.stacks], biases)
+        else:
+            experts = PerExpertMLPs(of, biases)
+        block = name.rpartition(".")[0]
+        below = routers_of(model.get_submodule(block), fused, num_experts=of.num_experts, hidden_dim=of.hidden_dim)
+        experts.routers = tuple(f"{block}.{router}".lstrip(".") for router in below)
+        experts.replaces = type(fused).__name__
+        experts.train(fused.training)
+        zero.mark_leaf(experts)
+        model.set_submodule(name, experts)
+        if of.scales_inputs:
+            model.set_submodule(block, _routed(block, model.get_submodule(block)))
+    return len(found)
+
+
+def _parameter(fused: nn.Module, name: str, of: Experts) -> nn.Parameter:
+    """The Parameter for a stack: transformers' own where it lies there as it does here."""
+    inside = [held for held in of.held if held.stack == name]
+    if inside[0].name == name and not inside[0].turned:
+        return fused.get_parameter(name)
+    wholes = [fused.get_parameter(held.name).detach().unflatten(0, (of.num_experts, -1)) for held in inside]
+    wholes = [whole if held.flat else whole.squeeze(1) for held, whole in zip(inside, wholes, strict=True)]
+    matrices = [whole.mT if held.turned else whole for held, whole in zip(inside, wholes, strict=True)]
+    return nn.Parameter(torch.cat(matrices, dim=1).contiguous())
+
+
+def _routed(name: str, block: nn.Module) -> nn.Module:
+    """A block that hands its experts the tokens that chose them, in the place of one that hands all to each."""
+    # Imported where such a model is, as the file imports the classes of its family.
+    from model.moe.arrange import Routed
+
+    return Routed.of(name, block)
+
+
+def _gated_of(fused: nn.Module) -> Function | None:
+    """What the class of ``fused`` computes from gate and up, if it says so itself; else it is ``act_fn(gate) * up``."""
+    own = getattr(type(fused), "_apply_gate", None)
+    if own is None or own.__module__ == "transformers.integrations.moe":  # what transformers gives to all others
+        return None
+    without_weights = copy.copy(fused)
+    without_weights._parameters = {}
+    gated: Any = without_weights._apply_gate
+    return gated
+
+
+def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: set[int]) -> bool:
+    """Whether ``module`` of ``model`` holds several experts in some form: then it must be one that we know.
+
+    Its name may say so, or that it holds as many alike parts as the configuration has experts (``counts``), or as many
+    as something beside it can choose from.
+    """
+    if isinstance(module, ExpertMLPs):
+        return False
+    own = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters(recurse=False)}
+    stacked = {key for key, shape in own.items() if len(shape) > 2}
+    if stacked and (hasattr(module, "num_experts") or not stacked.isdisjoint({"gate_up_proj", "down_proj"})):
+        return True
+    parts, widths = _alike_parts(module, own)
+    if parts > 1 and name.rpartition(".")[2] == "experts":
+        return True
+    blocks = list(_blocks_around(name))
+    if parts > 1 and blocks:  # else not inside a layer: the list of the layers themselves, say
+        return parts in counts or any(_is_chosen(model, block, name, parts, widths) for block in blocks[:-1] or blocks)
+    if isinstance(module, nn.Linear) or type(module).__module__.startswith("torch.nn"):
+        return False
+    # Matrices one below the other, [E * I, H], in a block of the layer.
+    matrices = [shape for shape in own.values() if len(shape) == 2]
+    return any(
+        rows > count and rows % count == 0 and _is_chosen(model, block, name, count, {width})
+        for rows, width in matrices
+        for count in counts
+        for block in blocks[:-1]
+    )
+
+
+def _holder(name: str, module: nn.Module, model: nn.Module) -> tuple[str, nn.Module]:
+    """The module whose forward takes tokens and choices, and its name: DBRX has the weights in a module below it."""
+    parent = name.rpartition(".")[0]
+    if {key for key, _ in module.named_parameters(recurse=False)} == {"w1", "v1", "w2"} and parent.endswith("experts"):
+        return parent, model.get_submodule(parent)
+    return name, module
+
+
+def _alike_parts(module: nn.Module, own: Mapping[str, tuple[int, ...]]) -> tuple[int, set[int]]:
+    """How many matrices, or modules with matrices, of one shape ``module`` holds side by side, and the sides of these
+    matrices; 0 if it is no container.
+
+    ``own`` are the shapes of its parameters, where those of a stack have three dimensions.
+    """
+    shapes: list[tuple[int, ...]] = []
+    parts = 0
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        children = [
+            [tuple(zero.full_shape(parameter)) for parameter in child.parameters()] for child in module.children()
+        ]
+        if len(children) > 1 and children.count(children[0]) == len(children):
+            parts, shapes = len(children), [shape for shape in children[0] if len(shape) > 1]
+    elif isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        if len(set(own.values())) == 1:
+            parts, shapes = len(own), [shape for shape in own.values() if len(shape) > 1]
+    elif not type(module).__module__.startswith("torch.nn"):
+        stacks = [shape for shape in own.values() if len(shape) > 2]
+        parts, shapes = max((shape[0] for shape in stacks), default=0), [shape[1:] for shape in stacks]
+    return parts if shapes else 0, {side for shape in shapes for side in shape}
+
+
+def _blocks_around(name: str) -> Iterator[str]:
+    """Names of the modules around ``name``, the innermost first, up to the layer (``...layers.3``) that it is in."""
+    around = name.split(".")[:-1]
+    if any(part.isdigit() for part in around):
+        while around:
+            yield ".".join(around)
+            if around.pop().isdigit():
+                return
+
+
+def _is_chosen(model: nn.Module, block: str, name: str, parts: int, widths: set[int]) -> bool:
+    """Whether ``block`` has a matrix outside of ``name`` with a row per part, such as a router's, for inputs of one of
+    the ``widths``."""
+    shapes = {
+        tuple(zero.full_shape(parameter))
+        for other, parameter in model.get_submodule(block).named_parameters()
+        if not f"{block}.{other}".startswith(f"{name}.")
+    }
+    return any((parts, width) in shapes for width in widths)
+
+
+def _numbers_of_experts(values: Mapping[str, Any]) -> set[int]:
+    """The numbers of experts in a configuration, whatever its keys are called, in its parts too."""
+    found: set[int] = set()
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _numbers_of_experts(value)
+        elif type(value) is int and value > 1 and "expert" in key and not _NO_NUMBER.search(key):
+            found.add(value)
+    return found
+
+
+def _first(module: nn.Module, names: tuple[str, ...]) -> Any:
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
+def _read(name: str, module: nn.Module) -> Experts:
+    """What the experts of ``module`` are, if it has the attributes and shapes that this file knows, and no other
+    parameter. Raises ValueError otherwise."""
+    shapes = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters()}
+    gated = _gated_of(module)
+    act_fn = _first(module, ACT_FN) or _first(getattr(module, "mlp", module), ACT_FN)
+    sizes = {key: _first(module, names) for key, names in SIZES.items()}
+    missing = [" or ".join(SIZES[key][:2]) for key, size in sizes.items() if size is None]
+    missing += [] if act_fn is not None or gated is not None else [ACT_FN[0]]
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        problem = "the model runs only those of the list that are hit"
+    elif missing:
+        problem = f"it has no attribute {', '.join(missing)}"
+    else:
+        has_gate = "up_proj" not in shapes
+        # Some read a projection of the hidden states, which is narrower.
+        h = sizes["hidden_dim"] if has_gate else shapes["up_proj"][-1]
+        alone = list(inspect.signature(type(module).forward).parameters)[1:] == ["hidden_states"]
+        of = Experts(
+            sizes["num_experts"],
+            h,
+            sizes["intermediate_dim"],
+            act_fn if act_fn is not None else nn.Identity(),
+            gated,
+            has_gate,
+            transposed=bool(getattr(module, "is_transposed", alone)),
+            interleaved=not getattr(module, "is_concatenated", True),
+            biased=any(key.endswith("_bias") for key in shapes),
+            scales_inputs=alone,
+            apart="mlp.w1" in shapes,
+        )
+        expected = {held.name: of.shape_of(held) for held in of.held} | of.biases()
+        if shapes == expected:
+            return of
+        problem = f"its parameters are {shapes}, not {expected}"
+    raise ValueError(
+        f"{name} ({type(module).__name__}) is a mixture of experts in a layout that is not supported: {problem}"
+    )
+
+
+@torch.no_grad()
+def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
+    """Whether the class adds up in the dtype of the choices' weights. Raises ValueError unless a tiny case gives the
+    same result both ways: some classes with these attributes compute something else, or in another dtype."""
+    of = of._replace(num_experts=3, hidden_dim=4, intermediate_dim=5)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    # Gates of up to some hundreds, so that a clamp would show. In fp64, so that a cast to fp32 inside would show.
+    stacks = {key: random(*shape) for key, shape in (of.shapes() | of.biases()).items()}
+    inputs = 30 * random(16, of.hidden_dim)
+    chosen = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(16)])
+    weights = random(16, 2).abs()
+
+    def agree(of: Experts, dtype: torch.dtype, rtol: float = 0.0, atol: float = 0.0) -> bool:
+        used = {key: stack.to(dtype) for key, stack in stacks.items()}
+        ours = StackedMLPs(of, *([nn.Parameter(used[key]) for key in keys] for keys in (of.shapes(), of.biases())))
+        for key in of.shapes():
+            stack = ours.get_submodule(key)
+            del stack.weight  # while a model is built every Parameter lands on the meta device
+            stack.weight = used[key]
+        for key in of.biases():
+            delattr(ours, key)
+            setattr(ours, key, used[key])
+        arguments = inputs.to(dtype), chosen, weights
+        theirs = _called(_tiny(module, of, used), of)(*arguments)
+        return torch.allclose(ours(*arguments).double(), theirs.double().view_as(inputs), rtol, atol)
+
+    try:
+        # fp64 products in another order differ by about 1e-15; an intermediate fp32 by 1e-8, a clamp by more than 1e-2.
+        same = agree(of, torch.float64, rtol=1e-11, atol=1e-9)
+        # In fp32 with weights in fp64 a sum in fp64 is rounded once. Some take weights in their own dtype only.
+        wide = same and not (of.scales_inputs or of.apart) and not agree(of, torch.float32)
+    except Exception as error:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: {error}"
+        ) from error
+    if not same:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: it has the usual "
+            "parameters, but computes something else than down(gated(gate(x), up(x)))"
+        )
+    return wide and agree(of._replace(sums_of_weights=True), torch.float32)
+
+
+def _tiny(module: nn.Module, of: Experts, stacks: Mapping[str, Tensor]) -> nn.Module:
+    """``module`` with the sizes of ``of`` and with our ``stacks`` as its parameters."""
+    config = copy.deepcopy(getattr(module, "config", None))
+    if config is not None:
+        config._experts_implementation = "eager"
+    sizes = {name: getattr(of, key) for key, names in SIZES.items() for name in names}
+    tiny = copy.copy(module)
+    tiny._modules = {key: copy.copy(child) for key, child in module._modules.items() if child is not None}
+    for part in (tiny, *tiny.children()):
+        part._parameters = {}
+        known = {name: value for name, value in sizes.items() if name in part.__dict__}
+        part.__dict__.update(known, config=config)
+    for held in of.held:
+        (rows, _), projections = of.stacks[held.stack]
+        stack = stacks[held.stack]
+        first = rows * projections.index(held.projections[0])
+        stack = stack[:, first : first + rows * len(held.projections)]
+        stack = stack.transpose(1, 2) if held.turned else stack
+        parent, _, leaf = held.name.rpartition(".")
+        tiny.get_submodule(parent).__dict__[leaf] = stack.reshape(of.shape_of(held)).contiguous()
+    tiny.__dict__.update({key: stacks[key] for key in of.biases()})
+    return tiny
+
+
+def _called(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``theirs`` as a function of what our experts take."""
+    if not of.scales_inputs:
+        return theirs
+
+    def dense(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        scores = torch.zeros(len(hidden), of.num_experts, dtype=weights.dtype).scatter(1, chosen, weights)
+        rows = hidden.repeat(of.num_experts, 1) * scores.t().reshape(-1, 1)
+        given: Tensor = theirs(rows.to(hidden.dtype))
+        return given.view(of.num_experts, *hidden.shape).sum(0)
+
+    return dense
+
+
+class Routed(nn.Module):
+    """Same parts, same names, same results as transformers' block, whose experts are ours by now."""
+
+    def __init__(self, block: Llama4TextMoe):
+        super().__init__()
+        self.top_k, self.hidden_dim = block.top_k, block.hidden_dim
+        self.experts, self.router, self.shared_expert = block.experts, block.router, block.shared_expert
+
+    @classmethod
+    def of(cls, name: str, block: nn.Module) -> "Routed":
+        """Raises ValueError if ``block``, called ``name``, is of another class, whose forward might be another."""
+        if type(block) is not Llama4TextMoe:
+            raise ValueError(
+                f"{name} ({type(block).__name__}) hands all tokens to every expert, expected Llama 4's Llama4TextMoe: "
+                "a mixture of experts in a layout that is not supported"
+            )
+        return cls(block)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., H]`` to ``[T, H]``, and the router's logits ``[T, E]``."""
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        scores, logits = self.router(hidden_states)
+        chosen = logits.topk(self.top_k, dim=1).indices
+        routed = self.experts(hidden_states, chosen, scores.gather(1, chosen))
+        return self.shared_expert(hidden_states) + routed, logits

@@ -1,0 +1,294 @@
+"""Weights and scales of one decoder layer, trained until its outputs are those that it had unquantised: block-wise
+reconstruction (BRECQ, Li et al. 2021, arXiv 2102.05426), of all weights at once (EfficientQAT's first phase, Chen et
+al. 2024, arXiv 2407.11062).
+
+GPTQ makes up for the error of each Linear by itself. A decoder layer can do more: one Linear makes up for another's
+error, and for that of the layers before it, whose outputs it gets. What is trained is rounded in every forward, as in
+training, by Adam on fp32 masters; norms, routers and biases stay. The loss of a token is ``|y - t|^2 / |t|^2`` with
+``y`` what the quantised layer makes of the quantised model's hidden states, and ``t`` what the original made of its
+own: a norm comes next, so that errors count beside the token's size, and few tokens of huge states do not decide.
+
+Afterwards the weights are what they were where that is rounded to the code that was found, and elsewhere what the code
+stands for, as after GPTQ (:mod:`quant.scale`).
+
+Rates are in steps of the scale, as in AutoRound (Cheng et al. 2023, arXiv 2309.05516), so that they fit any model.
+Gradients are summed over ranks. Each rank holds masters and moments of the elements that are its own.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.ptq_init.samples import Samples
+from model.ranks import reduce_over_ranks
+from model.scales import write_scales
+from model.zero import forget_secondary_copies, gathered, local_data, local_range
+from quant import Quantization, Quantizer, QuantLayer, kernels
+from quant.linear import linears_of
+from quant.scale import have_codes, into_cells
+
+STEPS = 200
+RATE = 0.02  # of weights, in scales, falling to 0
+SCALE_RATE = 1e-3  # of the logarithm of a scale, falling to 0
+BETAS = (0.9, 0.95)
+
+
+@dataclass
+class Errors:
+    """Squared errors of the outputs of decoder layers beside the squared outputs, of one token in the mean: sums over
+    layers and all ranks' tokens."""
+
+    before: float = 0.0
+    after: float = 0.0
+    tokens: float = 0.0
+    kept: int = 0
+
+    def text(self) -> str:
+        """For people."""
+        tokens = max(self.tokens, 1.0)
+        kept = f", {self.kept} of them left as they were" if self.kept else ""
+        return f"of decoder layers {self.after / tokens:.3g}, before they were tuned {self.before / tokens:.3g}{kept}"
+
+
+def own_weights(quantization: Quantization, name: str) -> dict[nn.Parameter, Tensor]:
+    """Copies of this rank's elements of the quantised weights in a decoder layer, flat."""
+    weights = [layer.weight for one, layer in quantization.layers.items() if one.startswith(f"{name}.")]
+    return {weight: local_data(weight).clone() for weight in weights}
+
+
+def tune(
+    quantization: Quantization,
+    block: nn.Module,
+    name: str,
+    samples: Samples,
+    targets: Sequence[Tensor],
+    originals: Mapping[nn.Parameter, Tensor],
+    rows: int,
+    *,
+    errors: Errors,
+    progress: Callable[[], object],
+) -> None:
+    """Train the quantised weights of a decoder layer, and their scales where they learn; a collective.
+
+    Where the errors of all samples are not smaller afterwards, everything is put back. Scales of integers end in s0,
+    and theta is 0 again; those of floats have a theta.
+
+    Args:
+        quantization: its fake quant is on in this layer, and off or on as it will be in those before it.
+        block, name: the decoder layer.
+        samples: with the hidden states before it.
+        targets: what it gave for each group when nothing was quantised, ``[n, T, H]``.
+        originals: of :func:`own_weights`, before any codes were chosen.
+        rows: samples of a step, on each rank: groups until there are as many.
+        errors: those of this layer are added.
+        progress: is called after each step.
+    """
+    layers = {one: layer for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
+    with gathered(block.parameters()):
+        before, tokens = _error(block, name, samples, targets)
+        tuned = _Tuned(layers)
+    order = _Order(samples.sizes)
+    for step in range(STEPS):
+        with gathered(block.parameters()):
+            tuned.show_scales()
+            gradients = _gradients(block, name, samples, targets, order.take(rows), tuned.parameters)
+        tuned.step(gradients, 1 - step / STEPS)
+        forget_secondary_copies(block)
+        progress()
+    with gathered(block.parameters()):
+        tuned.show_scales()
+        after, _ = _error(block, name, samples, targets)
+    if after < before:
+        tuned.settle(quantization, originals)
+    else:  # NaN is not
+        tuned.put_back()
+    forget_secondary_copies(block)
+    errors.before += before
+    errors.after += min(before, after)
+    errors.tokens += tokens
+    errors.kept += not after < before
+
+
+class _Order:
+    """Indices of groups in rounds, each in an order of its own."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._left: list[int] = []
+        self._sizes = sizes
+        self._random = random.Random(0)
+
+    def take(self, rows: int) -> list[int]:
+        """Groups until they have so many samples, or as many as there are."""
+        taken: list[int] = []
+        wanted = min(rows, sum(self._sizes))
+        while wanted > 0:
+            if not self._left:
+                self._left = self._random.sample(range(len(self._sizes)), len(self._sizes))
+            taken.append(self._left.pop(0))
+            wanted -= self._sizes[taken[-1]]
+        return taken
+
+
+class _Tuned:
+    """What is trained of a decoder layer, whose Parameters are gathered when this is made.
+
+    Attributes:
+        parameters: weights, then thetas.
+    """
+
+    def __init__(self, layers: dict[str, QuantLayer]) -> None:
+        self._layers = layers
+        self._weights = list(dict.fromkeys(layer.weight for layer in layers.values()))
+        self._thetas = list(
+            dict.fromkeys(
+                layer.weight_theta
+                for layer in layers.values()
+                if layer.weight_theta is not None and layer.weight_theta.requires_grad
+            )
+        )
+        self.parameters = [*self._weights, *self._thetas]
+        self._trained = [parameter.requires_grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.requires_grad_(True)
+        self._own = [slice(*local_range(weight)) for weight in self._weights]
+        self._first = [
+            weight.detach().flatten()[own].clone() for weight, own in zip(self._weights, self._own, strict=True)
+        ]
+        self._masters = [weight.float() for weight in self._first]
+        self._first_thetas = [theta.detach().clone() for theta in self._thetas]
+        self._values = [theta.float() for theta in self._first_thetas]
+        rates = {layer.weight: RATE * float(_effective(layer).abs().mean()) for layer in layers.values()}
+        groups = [
+            {"params": [master], "lr": rates[weight]}
+            for weight, master in zip(self._weights, self._masters, strict=True)
+        ]
+        groups += [{"params": [value], "lr": SCALE_RATE} for value in self._values]
+        self._rates = [float(group["lr"]) for group in groups]  # type: ignore[arg-type]
+        self._adam = torch.optim.Adam(groups, betas=BETAS)
+
+    def show_scales(self) -> None:
+        """Make the Parameters, which are gathered, what the masters of scales say: a partition would not tell them."""
+        for theta, value in zip(self._thetas, self._values, strict=True):
+            theta.detach().copy_(value)
+        self._forget()
+
+    def step(self, gradients: Sequence[Tensor], share: float) -> None:
+        """Update by the whole gradients, at a share of the rates; the weights are this rank's partition then."""
+        of_weights, of_scales = gradients[: len(self._weights)], gradients[len(self._weights) :]
+        for master, gradient, own in zip(self._masters, of_weights, self._own, strict=True):
+            master.grad = gradient.flatten()[own].to(master.device)
+        for value, gradient in zip(self._values, of_scales, strict=True):
+            value.grad = gradient
+        for group, rate in zip(self._adam.param_groups, self._rates, strict=True):
+            group["lr"] = rate * share
+        self._adam.step()
+        self._write(self._masters)
+
+    def settle(self, quantization: Quantization, originals: Mapping[nn.Parameter, Tensor]) -> None:
+        """Keep what was found: weights go into the cells of their codes, scales of integers into s0."""
+        integers = {one: layer for one, layer in self._layers.items() if layer.scheme.weights.dtype == "int"}
+        read = [parameter for layer in self._layers.values() for parameter in layer.parameters(recurse=False)]
+        with gathered(dict.fromkeys(read)):
+            self.show_scales()
+            scales = {one: _with_zero(layer) for one, layer in integers.items()}
+            inside = {
+                layer.weight: _in_cells(one, layer, originals[layer.weight]) for one, layer in self._layers.items()
+            }
+        self._write([inside[weight] for weight in self._weights])
+        folded = {id(layer.weight_theta) for layer in integers.values()}
+        with gathered(self._thetas, modifier_rank=0):
+            for theta, value in zip(self._thetas, self._values, strict=True):
+                theta.detach().copy_(torch.zeros_like(value) if id(theta) in folded else value)
+        write_scales(quantization.weight_groups, scales)
+        self._end()
+
+    def put_back(self) -> None:
+        """Be what it was."""
+        self._write(self._first)
+        with gathered(self._thetas, modifier_rank=0):
+            for theta, value in zip(self._thetas, self._first_thetas, strict=True):
+                theta.detach().copy_(value)
+        self._end()
+
+    def _write(self, weights: Sequence[Tensor]) -> None:
+        for weight, values in zip(self._weights, weights, strict=True):
+            local_data(weight).copy_(values)
+
+    def _end(self) -> None:
+        for parameter, trained in zip(self.parameters, self._trained, strict=True):
+            parameter.requires_grad_(trained)
+        for layer in self._layers.values():
+            layer.trained = False
+        self._forget()
+
+    def _forget(self) -> None:
+        for layer in self._layers.values():
+            layer.forget_codes()
+
+
+def _effective(layer: QuantLayer) -> Tensor:
+    """The scale as it is multiplied."""
+    return kernels.effective_scale(Quantizer(layer.scale_of_weight, layer.scheme.weights, layer.weight.dtype))
+
+
+def _in_cells(name: str, layer: QuantLayer, original: Tensor) -> Tensor:
+    """This rank's elements of a layer's weight, flat: ``original``, and where that is rounded to another code than the
+    weight, what this code stands for. The layer is gathered."""
+    own = slice(*local_range(layer.weight))
+    weight, spec = layer.weight.detach(), layer.scheme.weights
+    before = weight.clone()
+    before.view(-1)[own] = original.to(before.device)
+    scale = layer.scale_of_weight._replace(s0=_effective(layer).detach(), theta=None)
+    for part in linears_of(name, layer):
+        here, there = part.weight(weight).contiguous(), part.weight(before)
+        quantizer = Quantizer(part.of_scale(scale, spec), spec, weight.dtype)
+        codes, _ = kernels.quantize(here, quantizer)
+        decoded = kernels.dequantize(codes, quantizer)
+        decoded = torch.where(have_codes(decoded, codes, quantizer), decoded, here)  # a dtype may not hold all steps
+        there.copy_(into_cells(there.contiguous(), decoded, codes, quantizer))
+    return before.view(-1)[own].to(original.device)
+
+
+def _with_zero(layer: QuantLayer) -> Tensor:
+    """The effective scale, with its zero points where there are any, as scales are written."""
+    scale = _effective(layer).detach().clone()
+    return scale if layer.weight_zero is None else torch.stack([scale, layer.weight_zero.detach()])
+
+
+def _gradients(
+    block: nn.Module,
+    name: str,
+    samples: Samples,
+    targets: Sequence[Tensor],
+    chosen: Sequence[int],
+    parameters: Sequence[nn.Parameter],
+) -> list[Tensor]:
+    """Of the summed errors of some groups of each rank, whole and fp32; the layer is gathered. A collective."""
+    sums = [torch.zeros(parameter.shape, device=parameter.device) for parameter in parameters]
+    with torch.enable_grad():
+        for index in chosen:
+            error = _relative(samples.run(block, name, index, samples.hidden[index]), targets[index])
+            for total, gradient in zip(sums, torch.autograd.grad(error, parameters, allow_unused=True), strict=True):
+                if gradient is not None:  # an expert that is a module and has no tokens has none
+                    total += gradient
+    return [reduce_over_ranks(total) for total in sums]
+
+
+def _error(block: nn.Module, name: str, samples: Samples, targets: Sequence[Tensor]) -> tuple[float, int]:
+    """Summed errors of all ranks' samples, and how many tokens they have; the layer is gathered. A collective."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for index, (hidden, target) in enumerate(zip(samples.hidden, targets, strict=True)):
+        sums[0] += _relative(samples.run(block, name, index, hidden), target).double().cpu()
+        sums[1] += target.shape[:-1].numel()
+    error, tokens = reduce_over_ranks(sums).tolist()
+    return error, int(tokens)
+
+
+def _relative(found: Tensor, target: Tensor) -> Tensor:
+    """``|y - t|^2 / |t|^2``, summed over tokens; fp32."""
+    target = target.float()
+    error = (found.float() - target).square().sum(-1)
+    return (error / target.square().sum(-1).clamp(min=1e-20)).sum()

@@ -1,0 +1,229 @@
+"""GPTQ in a decoder layer (:mod:`quant.gptq` has the arithmetic): those of its Linears that read one tensor are
+quantised together, then what comes after them sees what they make of it.
+
+Inputs are summed up over ranks; each rank chooses codes for the rows of which it holds a part.
+
+Inputs with dynamic scales are quantised by then as in training. Those with a stored scale, keys and values are not:
+their scales are measured afterwards, in the model that has these codes.
+
+Weights that would be rounded to other codes become what the chosen ones stand for (:mod:`quant.scale`), so that the
+first step computes with GPTQ's weights. The others stay as they are.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.ptq_init.samples import Samples, Stop
+from model.ranks import errors_on_all_ranks, reduce_over_ranks
+from model.scales import write_scales
+from model.zero import full_shape, gathered, is_partitioned, local_data, local_range, whole_values
+from quant import Quantization, Quantizer, QuantLayer, QuantLinear, Scale, kernels
+from quant.gptq import add_inputs, choose, output_error
+from quant.hadamard import rotate
+from quant.linear import LinearPart, linears_of
+from quant.reference import fake_quantize_tokens
+from quant.rules import fused_sets
+from quant.scale import have_codes, into_cells
+
+Sets = list[list[str]]  # names of quantised layers that read one tensor
+
+
+@dataclass
+class Errors:
+    """Squared errors of outputs, and squared outputs, fp64 scalars of this rank's rows."""
+
+    nearest: float = 0.0
+    chosen: float = 0.0
+    squares: float = 0.0
+    partitioned: bool = False
+
+    def text(self) -> str:
+        """Of all ranks; a collective where ranks have rows of their own."""
+        sums = torch.tensor([self.nearest, self.chosen, self.squares], dtype=torch.float64)
+        nearest, chosen, squares = (reduce_over_ranks(sums) if self.partitioned else sums).tolist()
+        squares = max(squares, 1e-300)
+        return f"squared error of outputs {chosen / squares:.3g}, with nearest codes {nearest / squares:.3g}"
+
+
+def choose_codes(
+    model: nn.Module, quantization: Quantization, block: nn.Module, name: str, samples: Samples, errors: Errors
+) -> Iterator[list[str]]:
+    """Choose the codes and scales of a decoder layer, some Linears at a time; a collective.
+
+    Args:
+        model, quantization: the quantised model.
+        block, name: the decoder layer.
+        samples: with what goes into it. Nothing that is yielded may stay unquantised when the next is asked for.
+        errors: those of these layers are added.
+
+    Yields:
+        Names of the layers that have their codes now.
+
+    Raises:
+        RankError: on every rank: inputs with NaN or Inf; a dtype that cannot hold all steps of the codes.
+    """
+    for sets in quantised_together(model, quantization, name):
+        grams = _grams(quantization, block, sets, samples, name)
+        _choose(quantization, block, grams, errors)
+        yield [member for names in sets for member in names]
+
+
+def quantised_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
+    """Layers of a decoder layer that are quantised together, in module order: those that read one tensor, and of
+    experts that are modules of their own the same ones of all."""
+    schemes = {one: layer.scheme for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
+    steps: dict[str, Sets] = defaultdict(list)
+    for names in fused_sets(schemes, dict(model.named_modules()), across_experts=False):
+        steps[re.sub(r"\.\d+\.", ".*.", names[0][len(name) :])].append(names)
+    yield from steps.values()
+
+
+def _grams(quantization: Quantization, block: nn.Module, sets: Sets, samples: Samples, name: str) -> dict[str, Tensor]:
+    """``X'X`` of the inputs, summed over all ranks' samples, by name of the quantised layer: fp64 ``[in, in]``, of
+    stacked experts ``[E, in, in]``; a collective."""
+    firsts = [quantization.layers[names[0]] for names in sets]
+    sums = [_zeros(layer) for layer in firsts]
+    hooks = [
+        layer.register_forward_pre_hook(_adding(layer, total, stop=len(sets) == 1))
+        for layer, total in zip(firsts, sums, strict=True)
+    ]
+    with gathered(block.parameters()):
+        for index, hidden in enumerate(samples.hidden):
+            with suppress(Stop):
+                samples.run(block, name, index, hidden)
+    for hook in hooks:
+        hook.remove()
+    sums = [reduce_over_ranks(total) for total in sums]
+    return {one: total for names, total in zip(sets, sums, strict=True) for one in names}
+
+
+def _zeros(layer: QuantLayer) -> Tensor:
+    stack = (layer.num_experts,) if layer.projections else ()
+    shape = (*stack, layer.in_features, layer.in_features)
+    return torch.zeros(shape, dtype=torch.float64, device=local_data(layer.weight_s0).device)
+
+
+def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """A hook that adds the inputs of a layer, as they are multiplied."""
+    block = layer.rotation if isinstance(layer, QuantLinear) else None
+    spec = layer.scheme.activations if quantises_inputs(layer) else None
+
+    def add(module: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0] if block is None else rotate(args[0], block)
+        x = x if spec is None else fake_quantize_tokens(x, spec)
+        if total.dim() == 2:
+            add_inputs(total, x.flatten(0, -2))
+        else:
+            begin = 0
+            for expert, end in enumerate(args[1].tolist()):
+                add_inputs(total[expert], x[begin:end])
+                begin = end
+        if stop:
+            raise Stop
+
+    return add
+
+
+def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tensor], errors: Errors) -> None:
+    """Choose codes and scales of some layers by GPTQ, and make this rank's weights those; a collective."""
+    rows: dict[str, list[_Rows]] = {}
+    with gathered(block.parameters()), errors_on_all_ranks(ValueError):
+        for name, gram in grams.items():
+            layer = quantization.layers[name]
+            parts = [(part, gram if part.expert is None else gram[part.expert]) for part in linears_of(name, layer)]
+            rows[name] = [one for part, own in parts if (one := _of_rank(layer, part, own)) is not None]
+    scales = {name: _of_all_ranks(quantization.layers[name], found) for name, found in rows.items()}
+    integers = {name: one for name, one in scales.items() if quantization.layers[name].scheme.weights.dtype == "int"}
+    write_scales(quantization.weight_groups, integers)  # those of floats stay
+    with errors_on_all_ranks(ValueError):
+        for name, found in rows.items():
+            layer = quantization.layers[name]
+            errors.partitioned |= is_partitioned(layer.weight)
+            values = [_moved(layer, one, scales[name], grams[name], errors) for one in found]
+            if values:
+                local_data(layer.weight).copy_(torch.cat(values))
+            layer.forget_codes()
+
+
+class _Rows(NamedTuple):
+    """The rows of a Linear of which this rank holds a part.
+
+    Attributes:
+        part: the Linear in its layer.
+        rows: which of its rows.
+        own: which elements of them, flat, this rank holds.
+        weight: the rows, a copy in the model's dtype.
+        before: their quantiser with the first scales.
+        codes, scale: those that were chosen.
+    """
+
+    part: LinearPart
+    rows: slice
+    own: slice
+    weight: Tensor
+    before: Quantizer
+    codes: Tensor
+    scale: Tensor
+
+
+def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
+    """What GPTQ chooses for this rank's rows of a Linear, whose layer is gathered; None where it has none."""
+    (start, stop), columns = local_range(layer.weight), part.in_features
+    begin = ((part.expert or 0) * layer.out_features + part.first_row) * columns
+    low, high = max(start - begin, 0), min(stop - begin, part.out_features * columns)
+    if low >= high:
+        return None
+    rows = slice(low // columns, -(-high // columns))
+    weight, spec = part.weight(layer.weight.detach())[rows].clone(), layer.scheme.weights
+    whole = Quantizer(layer.scale_of_weight, spec, weight.dtype)
+    scale = part.of_scale(layer.scale_of_weight._replace(s0=kernels.effective_scale(whole), theta=None), spec)
+    zero = None if scale.zero is None else scale.zero.detach()[rows].clone()
+    above = None if scale.global_ is None else scale.global_.detach().clone()  # it is read once nothing is gathered
+    before = Quantizer(Scale(scale.s0.detach()[rows].clone(), None, above, zero), spec, weight.dtype)
+    own = slice(low - rows.start * columns, high - rows.start * columns)
+    return _Rows(part, rows, own, weight, before, *choose(weight, before, gram))
+
+
+def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
+    """The layer's scales on every rank; of a row that lies on two ranks those of the first. A collective."""
+    own = local_data(layer.weight_s0)
+    whole = torch.zeros(full_shape(layer.weight_s0), device=own.device)
+    for one in found:
+        there = one.part.scale(whole, layer.scheme.weights)[one.rows]
+        first = int(one.own.start > 0)  # the rank before this one has its beginning
+        there[first:] = one.scale[first:]
+    if is_partitioned(layer.weight):
+        whole = reduce_over_ranks(whole)
+    zero = None if layer.weight_zero is None else whole_values([layer.weight_zero])[0].view_as(whole)
+    return whole if zero is None else torch.stack([whole, zero])
+
+
+def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors: Errors) -> Tensor:
+    """This rank's elements of a Linear, flat: weights that are rounded to the codes that were chosen."""
+    spec, weight = layer.scheme.weights, found.weight
+    scale = scales if found.before.scale.zero is None else scales[0]
+    s0 = found.part.scale(scale, spec)[found.rows].contiguous()
+    after = found.before._replace(scale=found.before.scale._replace(s0=s0))
+    decoded = kernels.dequantize(found.codes, after)
+    if not bool(have_codes(decoded, found.codes, after).all()):
+        raise ValueError(
+            f"quant.first_codes, expected nearest, or model.dtype float32: {weight.dtype} does not hold all "
+            f"steps of the codes of {found.part.name}"
+        )
+    single, exact = (gram if found.part.expert is None else gram[found.part.expert]).float(), weight.float()
+    errors.nearest += float(output_error(kernels.fake_quantize(weight, found.before).float() - exact, single))
+    errors.chosen += float(output_error(decoded.float() - exact, single))
+    errors.squares += float(output_error(exact, single))
+    return into_cells(weight, decoded, found.codes, after).flatten()[found.own]
+
+
+def quantises_inputs(layer: QuantLayer) -> bool:
+    """Whether the layer's input is quantised by now: only then has it scales."""
+    return layer.scheme.activations is not None and layer.scheme.stored_input is None

@@ -1,0 +1,185 @@
+"""Some samples, led through the decoder layers of a model one layer at a time, each of which is gathered alone.
+
+They come in groups of equal length, which go through a layer together: each time a layer runs, its weights are
+quantised. They go through the whole model once, to learn what each decoder layer is called with beside its hidden
+states. From then on a layer can be run by itself, on the hidden states of all samples.
+
+Stored scales of a decoder layer's inputs, for as long as it is tuned: of the largest magnitudes in some samples.
+
+The scales that training starts with are measured in the whole model afterwards, as the recipe says. Those that are
+there already (``quant.initial_input_scale``) are not measured afterwards, and not here.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from model.ranks import raise_everywhere, reduce_over_ranks
+from model.scales import input_scales, write_scales
+from model.zero import gathered
+from quant import Quantization
+from quant.scale import first_input_scale
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of a decoder layer, but its hidden states
+
+
+class Stop(Exception):
+    """Nothing of this forward is needed any more."""
+
+
+@dataclass
+class Samples:
+    """What goes into the decoder layers.
+
+    Attributes:
+        layers: names of the decoder layers in the order in which they run.
+        sizes: how many samples each group has.
+        hidden: hidden states ``[n, T, H]`` of each group, now those before the layer that comes next.
+        inputs: of each group, what each layer gets beside them.
+    """
+
+    layers: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    inputs: list[dict[str, Inputs]] = field(default_factory=list)
+
+    def run(self, block: nn.Module, name: str, index: int, hidden: Tensor) -> Tensor:
+        """What a decoder layer, which is gathered, makes of some hidden states of a group."""
+        args, kwargs = self.inputs[index][name]
+        return _first(block(hidden, *args, **kwargs))
+
+    def advance(self, block: nn.Module, name: str, hidden: list[Tensor]) -> None:
+        """Replace the hidden states of all samples by what a decoder layer makes of them; a collective."""
+        with gathered(block.parameters()):
+            for index, before in enumerate(hidden):
+                hidden[index] = self.run(block, name, index, before)
+
+    def leave(self, block: nn.Module, name: str) -> None:
+        """Go on to the next decoder layer: what this one got beside hidden states is needed no more; a collective."""
+        self.advance(block, name, self.hidden)
+        for inputs in self.inputs:
+            del inputs[name]
+
+
+def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn.Module]:
+    """The outermost layers that transformers checkpoints by themselves, where they hold something quantised."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, GradientCheckpointingLayer) and not inside:
+            found[name] = module
+    return {
+        name: one for name, one in found.items() if any(each.startswith(f"{name}.") for each in quantization.layers)
+    }
+
+
+def record(
+    model: nn.Module, blocks: dict[str, nn.Module], samples: Sequence[tuple[Tensor, bool]], device: torch.device
+) -> Samples:
+    """Run samples through a model, with one decoder layer gathered at a time; a collective.
+
+    Args:
+        model, blocks: the model, and its decoder layers by name.
+        samples, device: as of :func:`model.ptq_init.choose_first_codes`.
+
+    Raises:
+        RankError: on every rank: decoder layers that do not run once each, one behind the other.
+    """
+    found, problems = Samples(), dict[str, None]()
+    names = {module: name for name, module in blocks.items()}
+    inside = {id(parameter) for module in blocks.values() for parameter in module.parameters()}
+    seen: list[str] = []
+    hidden: list[Tensor] = []
+    calls: dict[str, Inputs] = {}
+    gathers: list[ExitStack] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name, given = names[module], args[0] if args else kwargs.get("hidden_states")
+        gathers.append(ExitStack())
+        gathers[-1].enter_context(gathered(module.parameters()))
+        if name in seen:
+            problems[f"{name} runs more than once"] = None
+        elif hidden and given is not hidden[-1]:
+            problems[f"{name} does not get what {seen[-1]} gives, as it is"] = None
+        if not seen:
+            hidden.append(given)  # type: ignore[arg-type]
+        seen.append(name)
+        calls[name] = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        gathers.pop().close()
+        hidden.append(_first(output))
+        if found.layers and names[module] == found.layers[-1]:
+            raise Stop
+
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in blocks.values()]
+    hooks += [module.register_forward_hook(after) for module in blocks.values()]
+    try:
+        with gathered(parameter for parameter in model.parameters() if id(parameter) not in inside):
+            for ids, counts in samples:
+                seen.clear()
+                hidden.clear()
+                calls.clear()
+                with suppress(Stop):
+                    model(input_ids=ids.to(device), use_cache=False)
+                found.layers = found.layers or list(seen)
+                if counts:
+                    found.sizes.append(len(ids))
+                    found.hidden.append(hidden[0])
+                    found.inputs.append(dict(calls))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    lines = [f"quant.first_codes, expected nearest for this model: {text}" for text in problems]
+    raise_everywhere("\n".join(lines[:5]) or None)
+    return found
+
+
+def _first(output: Any) -> Tensor:
+    """The hidden states among what a decoder layer gives."""
+    found: Tensor = output if isinstance(output, Tensor) else output[0]
+    return found
+
+
+def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: Samples) -> None:
+    """Write scales that are not there yet, of inputs that reach the Linears of a decoder layer as it is now; a
+    collective.
+
+    Args:
+        quantization: watches nothing.
+        block, name: the decoder layer.
+        samples: with the hidden states before it.
+
+    Raises:
+        RankError: on every rank: inputs with NaN or Inf.
+    """
+    there = input_scales(quantization)
+    groups = [
+        group
+        for group in quantization.input_groups
+        if math.isnan(there[group.owner])
+        and any(one.startswith(f"{name}.") and one in quantization.layers for one in group.members)
+    ]
+    if not groups:
+        return
+    quantization.observe(True)
+    with gathered(block.parameters()):
+        for index, hidden in enumerate(samples.hidden):
+            samples.run(block, name, index, hidden)
+    seen = torch.stack([group.observer.absmax.cpu() for group in groups if group.observer is not None])
+    quantization.observe(False)
+    largest = reduce_over_ranks(seen.nan_to_num(nan=torch.inf), dist.ReduceOp.MAX)
+    bad = [group.owner for group, most in zip(groups, largest.tolist(), strict=True) if most == torch.inf]
+    raise_everywhere(f"inputs with NaN or Inf: {', '.join(bad)}" if bad else None)
+    largest = largest.clamp(min=1e-6)  # of an expert that no token reached
+    scales = {
+        group.owner: first_input_scale(most, group.spec) for group, most in zip(groups, largest.split(1), strict=True)
+    }
+    write_scales(quantization.input_groups, scales)

@@ -1,0 +1,124 @@
+"""First codes chosen by samples: each decoder layer in turn is given the codes that are best for the inputs which those
+before it, quantised already, make of them.
+
+It runs before ``deepspeed.initialize``, with one decoder layer gathered at a time. Each layer's codes are chosen by
+GPTQ (:mod:`model.ptq_init.gptq`), and, where that is asked for, trained then (:mod:`model.ptq_init.blockwise`).
+"""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from model.ptq_init import blockwise as tuning
+from model.ptq_init import gptq
+from model.ptq_init.samples import Samples, decoder_layers, measure_inputs, record
+from model.ranks import is_main, listed, raise_everywhere, reduce_over_ranks, say
+from model.zero import forget_secondary_copies
+from quant import Quantization
+
+NO_LAYERS = (
+    "quant.first_codes, expected nearest for this model: none of its quantised layers lies in a decoder layer of the "
+    "kind that transformers checkpoints"
+)
+
+
+@torch.no_grad()
+def choose_first_codes(
+    model: PreTrainedModel,
+    quantization: Quantization,
+    samples: Sequence[tuple[Tensor, bool]],
+    device: torch.device,
+    *,
+    tuned_rows: int | None = None,
+) -> None:
+    """Give the weights of ``model`` codes and scales that are chosen by samples; a collective, before
+    ``deepspeed.initialize``.
+
+    Quantised layers outside the decoder layers (lm_head, embeddings) and those that the samples do not reach keep their
+    nearest codes.
+
+    Args:
+        model, quantization: the quantised model; weights and their scales are loaded.
+        samples: ``input_ids [n, T]`` of groups that go through a layer together, as many groups on every rank, and
+            whether each counts: one that does not goes along with other ranks' samples.
+        device: where the samples go.
+        tuned_rows: samples per rank of a step of tuning each decoder layer, which takes whole groups; None where
+            GPTQ's codes are it.
+
+    Raises:
+        RankError: on every rank: no decoder layers, or some that do not run once each, one behind the other; inputs
+            with NaN or Inf; a dtype that cannot hold all steps of the codes.
+    """
+    blocks = decoder_layers(model, quantization)
+    raise_everywhere(None if blocks else NO_LAYERS)
+    model.eval()
+    with quantization.paused():
+        found = record(model, blocks, samples, device)
+        errors, of_layers = gptq.Errors(), tuning.Errors()
+        done: list[str] = []
+        original = list(found.hidden)
+        with _bar(len(found.layers) * tuning.STEPS if tuned_rows else 0) as bar:
+            for name in found.layers:
+                block = blocks[name]
+                if tuned_rows:
+                    found.advance(block, name, original)
+                    weights = tuning.own_weights(quantization, name)
+                chosen = _choose_in(model, quantization, block, name, found, errors)
+                done += chosen
+                if tuned_rows:
+                    measure_inputs(quantization, block, name, found)
+                    _switch_on(quantization, chosen, all_inputs=True)
+                    tuning.tune(
+                        quantization,
+                        block,
+                        name,
+                        found,
+                        original,
+                        weights,
+                        tuned_rows,
+                        errors=of_layers,
+                        progress=bar.update,
+                    )
+                found.leave(block, name)
+    forget_secondary_copies(model)
+    model.train()
+    _say(quantization, found, done, errors.text() + (f"; {of_layers.text()}" if tuned_rows else ""))
+
+
+def _choose_in(
+    model: PreTrainedModel,
+    quantization: Quantization,
+    block: nn.Module,
+    name: str,
+    samples: Samples,
+    errors: gptq.Errors,
+) -> list[str]:
+    """Give the Linears of a decoder layer GPTQ's codes, and fake-quantise each once it has them; their names."""
+    done: list[str] = []
+    for names in gptq.choose_codes(model, quantization, block, name, samples, errors):
+        done += names
+        _switch_on(quantization, names)
+    return done
+
+
+def _say(quantization: Quantization, samples: Samples, done: Sequence[str], errors: str) -> None:
+    left = [name for name in quantization.layers if name not in done]
+    kept = f"; nearest codes: {listed(left, 5)}" if left else ""
+    count = int(reduce_over_ranks(torch.tensor(sum(samples.sizes))))
+    say(f"gptq: {len(done)} layers, {count} samples, {errors}{kept}")
+
+
+def _bar(steps: int) -> tqdm:
+    return tqdm(total=steps, desc="first codes", unit="step", disable=not (steps and is_main()), leave=False)
+
+
+def _switch_on(quantization: Quantization, names: Sequence[str], *, all_inputs: bool = False) -> None:
+    """Fake-quantise these layers, and their inputs where these need no stored scale, or have one by now."""
+    for inputs in (False, True):
+        alike = [name for name in names if (all_inputs or gptq.quantises_inputs(quantization.layers[name])) == inputs]
+        if alike:
+            quantization.set_fake_quant(True, inputs, "|".join(map(re.escape, alike)))

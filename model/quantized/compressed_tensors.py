@@ -1,0 +1,157 @@
+"""Which tensors of a checkpoint are the codes and scales of a Linear, and of which scheme.
+
+The names are those of compressed-tensors, and of vLLM's, transformers' and DeepSeek's ``fp8``, which has the same
+tensors, but for the scale of blocks: there it is called ``weight_scale_inv``.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from model.checkpoint.safetensors import Checkpoint, CheckpointError, DiskTensor, Reader
+from model.quantized.tensor import CodedTensor
+from model.scales.read import CACHE_SCALES
+from quant import Rule, Scheme
+from quant.formats.compressed_tensors import Shapes, packed_shapes
+from quant.spec import TensorSpec
+
+Spellings = Callable[[str], Iterable[str]]  # the names that rules may have for a Linear, by its name on disk
+
+# Codes as they lie in ``weight``, which else is a weight that is stored as it is.
+_CODES = (torch.float8_e4m3fn, torch.int8)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# What lies beside codes, by how its key ends behind the name of the Linear.
+INVERSE = "weight_scale_inv"
+_OF_WEIGHT = (INVERSE, "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+_OF_INPUT = ("input_scale", "input_global_scale", "input_zero_point")
+_OF_CACHE = tuple(end for ends in CACHE_SCALES.values() for end in ends)
+
+
+def read_coded(
+    checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings
+) -> tuple[dict[str, CodedTensor], dict[str, DiskTensor], list[str]]:
+    """What a checkpoint of these rules holds as codes, see :func:`model.quantized.config.rules_of`.
+
+    Returns:
+        Coded weights by the key that each weight would have; tensors that belong to these or to the keys and values of
+        attention, by their own keys; and problems, a line each.
+    """
+    tensors = checkpoint.tensors
+    coded: dict[str, CodedTensor] = {}
+    beside = {key: tensor for key, tensor in tensors.items() if key.endswith(_OF_CACHE)}
+    problems: list[str] = []
+    with Reader() as reader:
+        for key, codes in tensors.items():
+            name, _, suffix = key.rpartition(".")
+            if suffix != "weight_packed" and not (suffix == "weight" and codes.dtype in _CODES):
+                continue
+            parts = {end: tensors[f"{name}.{end}"] for end in _OF_WEIGHT if f"{name}.{end}" in tensors}
+            of_input = [f"{name}.{end}" for end in _OF_INPUT if f"{name}.{end}" in tensors]
+            if INVERSE in parts and "weight_scale" not in parts:
+                parts["weight_scale"] = parts.pop(INVERSE)
+            beside |= {key: codes, **{part.key: part for part in parts.values()}}
+            beside |= {each: tensors[each] for each in of_input}
+            try:
+                scheme = _scheme(name, rules, spellings)
+                coded[f"{name}.weight"] = _coded(name, codes, parts, scheme, reader)
+            except ValueError as error:
+                problems.append(f"{codes.file}: {name}: {error}")
+    return coded, beside, problems
+
+
+def _scheme(name: str, rules: Iterable[Rule], spellings: Spellings) -> Scheme:
+    """Of the Linear called ``name`` on disk, which has codes."""
+    schemes = dict.fromkeys(rule.scheme for rule in rules if rule.scheme is not None)
+    if len(schemes) == 1:
+        return next(iter(schemes))
+    names = set(spellings(name))
+    rule = next((rule for rule in rules if any(rule.matches(one, 0) for one in names)), None)
+    if rule is None or rule.scheme is None:
+        said = "none of its groups is for it" if rule is None else "it is among those that are ignored"
+        raise ValueError(f"the files have codes of it, but quantization_config says that {said}")
+    return rule.scheme
+
+
+def _coded(
+    name: str, codes: DiskTensor, parts: Mapping[str, DiskTensor], scheme: Scheme, reader: Reader
+) -> CodedTensor:
+    """The weight, once everything that it is made of is known to fit together.
+
+    Raises:
+        ValueError: something is missing, or has another dtype or shape than the scheme says.
+    """
+    spec = scheme.weights
+    shape = _shape(codes, parts, spec, reader)
+    expected = _expected(shape, scheme)
+    found = {codes.key.rpartition(".")[2]: codes, **parts}
+    for suffix, (dtype, sides) in expected.items():
+        if suffix in _OF_INPUT:
+            continue  # those that are missing are calibrated
+        if suffix not in found:
+            raise ValueError(f"{suffix} is missing, which {scheme.name} has: expected {dtype} {list(sides)}")
+        dtypes = _FLOATS if suffix == "weight_scale" and dtype in _FLOATS else (dtype,)
+        same = _sides(found[suffix].shape) == _sides(sides) if "scale" in suffix else found[suffix].shape == sides
+        if found[suffix].dtype not in dtypes or not same:
+            raise ValueError(
+                f"{suffix} is {found[suffix].kind} {list(found[suffix].shape)}, but {scheme.name} has {dtype} "
+                f"{list(sides)}"
+            )
+    _check_order(parts, shape, spec, reader)
+    zero = parts.get("weight_zero_point")
+    if zero is not None and not spec.has_zero_points:
+        if bool(_whole(reader, zero).any()):
+            raise ValueError(f"weight_zero_point is not 0, but {scheme.name} is symmetric")
+        zero = None
+    above = parts["weight_global_scale"] if "weight_global_scale" in expected else None
+    return CodedTensor(f"{name}.weight", shape, scheme, codes, parts["weight_scale"], zero, above)
+
+
+def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:
+    """Dtype and shape of what stands for a weight. The last block of its rows need not be full."""
+    rows, size = shape[0], scheme.weights.group_size
+    if scheme.weights.granularity == "block" and size is not None:
+        rows += -rows % size
+    expected = packed_shapes(shape[1], rows, scheme, torch.bfloat16)
+    if rows != shape[0]:
+        expected["weight"] = (expected["weight"][0], shape)
+    return expected
+
+
+def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec, reader: Reader) -> tuple[int, int]:
+    """Of the weight that the codes are of."""
+    if len(codes.shape) != 2:
+        raise ValueError(f"{codes.key} has shape {list(codes.shape)}, expected two dimensions")
+    rows, columns = codes.shape
+    if not codes.key.endswith("_packed"):
+        return rows, columns
+    if spec.dtype != "int":
+        return rows, 2 * columns
+    if "weight_shape" not in parts or parts["weight_shape"].shape != (2,):
+        raise ValueError("weight_shape is missing, or not of two numbers")
+    rows, columns = _whole(reader, parts["weight_shape"]).tolist()
+    if rows < 1 or columns < 1:
+        raise ValueError(f"weight_shape is {[rows, columns]}, expected positive numbers")
+    return rows, columns
+
+
+def _check_order(parts: Mapping[str, DiskTensor], shape: tuple[int, int], spec: TensorSpec, reader: Reader) -> None:
+    """Refuse groups of columns that do not lie behind one another."""
+    if "weight_g_idx" not in parts:
+        return
+    index = _whole(reader, parts["weight_g_idx"]).long().flatten()
+    if not torch.equal(index, torch.arange(shape[1]) // spec.run_length(shape)):
+        raise ValueError(
+            "weight_g_idx: its columns were quantised in another order (actorder: group), which no scheme here has"
+        )
+
+
+def _sides(shape: tuple[int, ...]) -> list[int]:
+    return [side for side in shape if side != 1]
+
+
+def _whole(reader: Reader, tensor: DiskTensor) -> torch.Tensor:
+    if tensor.dtype is None:
+        raise CheckpointError(f"{tensor.key} is {tensor.kind}, a dtype that is not read")
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    reader.read(tensor, 0, whole.view(-1))
+    return whole

@@ -1,0 +1,305 @@
+"""The ``quantization_config`` of a checkpoint's config.json, and whether a checkpoint that has it can be read.
+
+What ModelOpt says of a checkpoint that it wrote: ``hf_quant_config.json``, and in newer ones config.json.
+
+Both have ``quant_algo``, the layers that are left out (``exclude_modules``, ``ignore``) as names in which ``*`` stands
+for anything, and how keys and values are quantised. The codes of ``FP8`` lie as those of compressed-tensors' static fp8
+do: ``weight`` in e4m3, ``weight_scale`` and ``input_scale`` fp32, all of which multiply. Those of NVFP4 do not,
+and are not read.
+"""
+
+import fnmatch
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from model.quantized.gptq_awq import Packing
+from quant import SCHEMES, Rule, Scheme, TensorSpec
+from quant.formats.config import kv_cache_from_config, rules_from_config
+from quant.rules import pattern_problem
+from quant.spec import FP8_TENSOR, SCHEMES
+
+
+def is_quantised(directory: Path) -> bool:
+    """Whether config.json of a checkpoint directory has a quantization_config; errors as of what reads it."""
+    file = directory / "config.json"
+    if not file.is_file() or not ((directory / FILE).is_file() or b"quantization_config" in file.read_bytes()):
+        return False
+    return find_quantization_config(directory) is not None
+
+
+def find_quantization_config(directory: Path) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a checkpoint directory; None if it has none.
+
+    Raises:
+        ValueError: no config.json, or a pattern in it is none that may be used.
+    """
+    file, own = directory / "config.json", directory / FILE
+    if not file.is_file() and not own.is_file():
+        raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
+    whole = _object(file) if file.is_file() else {}
+    text = whole.get("text_config")  # where composite models may have it
+    inside = text.get("quantization_config") if isinstance(text, dict) else None
+    config = whole.get("quantization_config") or inside
+    if own.is_file() and (not config or (isinstance(config, dict) and config.get("quant_method") == "modelopt")):
+        said = _object(own).get("quantization")
+        if not isinstance(said, dict):
+            raise ValueError(f"{own} has no quantization, expected what ModelOpt says of the layers")
+        return {**said, "quant_method": "modelopt"}
+    if not config:
+        return None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} has a quantization_config that is a {type(config).__name__}, expected an object")
+    if problem := next(_pattern_problems(config), None):
+        raise ValueError(f"{file}: quantization_config.{problem}")
+    return config
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A file of a JSON object."""
+    try:
+        whole = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(whole, dict):
+        raise ValueError(f"{file} is a JSON {type(whole).__name__}, expected an object")
+    return whole
+
+
+def read_quantization_config(directory: Path) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint directory.
+
+    Raises:
+        ValueError: no config.json, or the checkpoint is not quantised, or a pattern in it is none that may be used.
+    """
+    config = find_quantization_config(directory)
+    if config is None:
+        file = directory / "config.json"
+        raise ValueError(f"{file} has no quantization_config: this checkpoint is not a compressed one")
+    return config
+
+
+def check_readable(directory: Path, *, rotated: bool = False) -> None:
+    """Refuse a quantised checkpoint whose weights cannot be read as values; reads its config.json alone.
+
+    ``rotated``: a ``transform_config`` is the caller's business.
+
+    Raises:
+        ValueError: another method, numerics that no scheme here has, or none.
+    """
+    config = read_quantization_config(directory)
+    try:
+        rules_of({**config, "transform_config": None} if rotated else config)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: quantization_config: {error}") from None
+
+
+def rules_of(config: Mapping[str, Any]) -> list[Rule]:
+    """What a ``quantization_config`` says of every layer, as rules: the first one that matches decides.
+
+    Raises:
+        ValueError: a method whose codes are not read, or numerics that no scheme here has.
+    """
+    try:
+        return _rules_of(config)
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"a value is not of the kind that {config.get('quant_method')!r} has ({error})") from error
+
+
+def _rules_of(config: Mapping[str, Any]) -> list[Rule]:
+    """As :func:`rules_of`, with the errors of values of other kinds."""
+    method = config.get("quant_method")
+    if method == "compressed-tensors":
+        return rules_from_config(config)
+    if method == "fp8":
+        return fp8_rules(config)
+    if method == "modelopt":
+        return modelopt_rules(config)
+    if method == "mxfp4":
+        return [Rule(SCHEMES["mxfp4"], r".*\.experts\..*")]
+    if packing_of(config) is not None:
+        return [Rule(_integers(config))]
+    raise ValueError(
+        f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors', 'fp8', 'modelopt', "
+        "'mxfp4', 'gptq', 'awq' or 'auto-round'; start from the unquantised checkpoint"
+    )
+
+
+def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
+    """How keys and values are quantised; None if they are not.
+
+    Raises:
+        ValueError: in a way that is not read.
+    """
+    if config.get("quant_method") == "modelopt":
+        return modelopt_kv_cache(config)
+    return kv_cache_from_config(config)
+
+
+def packing_of(config: Mapping[str, Any]) -> Packing | None:
+    """In which of the layouts of :mod:`model.quantized.gptq_awq` the codes are; None in none of them.
+
+    Raises:
+        ValueError: in one of GPTQ's, AWQ's or AutoRound's that is not read.
+    """
+    key, found, known = _LAYOUTS.get(str(config.get("quant_method")), ("", "", {}))
+    if not key:
+        return None
+    name = str(config.get(key) or found)
+    if name not in known:
+        raise ValueError(f"{key} is {name!r}, expected {' or '.join(map(repr, known))}")
+    return known[name]
+
+
+def weights_alone(directory: Path) -> bool:
+    """Whether a checkpoint directory is another writer's, in a method that quantises weights and nothing else: then
+    the model is what its codes stand for. False of one that is not quantised.
+
+    Raises:
+        ValueError: as :func:`find_quantization_config`.
+    """
+    config = find_quantization_config(directory)
+    return config is not None and (config.get("quant_method") in _LAYOUTS or config.get("quant_method") == "mxfp4")
+
+
+# By method: the key that says how codes are packed, what it is where it is missing, and what is read.
+_LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
+    "gptq": ("checkpoint_format", "gptq", {"gptq": "gptq", "gptq_v2": "gptq_v2"}),
+    "awq": ("version", "gemm", {"gemm": "awq", "GEMM": "awq"}),
+    "auto-round": (
+        "packing_format",
+        "auto_round:auto_gptq",
+        {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round:auto_awq": "awq"},
+    ),
+}
+
+
+def _integers(config: Mapping[str, Any]) -> Scheme:
+    """The scheme of a file of GPTQ, AWQ or AutoRound: integer weights, inputs as they are.
+
+    Raises:
+        ValueError: layers in several schemes, or numerics that no scheme here has.
+    """
+    if config.get("desc_act"):
+        raise ValueError("desc_act is true: columns were quantised in another order, which no scheme here has")
+    awq = config["quant_method"] == "awq"
+    others = {**(config.get("dynamic") or {}), **(config.get("extra_config") or {})}
+    for name, other in others.items():
+        left_out = name.startswith("-:") or (isinstance(other, dict) and other.get("bits", 0) >= 16)
+        if not left_out:
+            raise ValueError(f"{name!r} has a scheme of its own, expected one for all layers")
+    if config.get("data_type", "int") != "int" or config.get("act_bits", 16) < 16:
+        raise ValueError("data_type or act_bits says more than integer weights, which is not read")
+    bits, size = config.get("bits", config.get("w_bit", 4)), config.get("group_size", config.get("q_group_size", 128))
+    symmetric = not config.get("zero_point", True) if awq else bool(config.get("sym", True))
+    widths = (4,) if awq or packing_of(config) == "awq" else (2, 3, 4, 8)
+    if type(bits) is not int or bits not in widths:
+        raise ValueError(f"bits is {bits!r}, expected {' or '.join(map(str, widths))}")
+    if size is not None and (type(size) is not int or not (size == -1 or size > 0)):
+        raise ValueError(f"group_size is {size!r}, expected a number of columns, or -1 for all of them")
+    whole = size in (-1, None)
+    spec = TensorSpec("int", bits, "channel" if whole else "group", None if whole else size, symmetric)
+    kind = "channel" if whole else f"g{size}"
+    return Scheme(f"w{bits}a16_{kind}{'' if symmetric else '_asym'}", spec)
+
+
+def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
+    """vLLM's fp8 and DeepSeek's, which transformers has too: one scheme, but for the modules that it names.
+
+    Raises:
+        ValueError: other codes or blocks.
+    """
+    sides = config.get("weight_block_size")
+    if sides not in (None, [128, 128]):
+        raise ValueError(f"weight_block_size is {sides!r}, expected [128, 128] or none")
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise ValueError(f"fmt is {config['fmt']!r}, expected 'e4m3'")
+    if config.get("scale_fmt") not in (None, "float", "ue8m0"):
+        raise ValueError(f"scale_fmt is {config['scale_fmt']!r}, expected 'float' or 'ue8m0'")
+    inputs = FP8_TENSOR
+    if config.get("activation_scheme") != "static":
+        size = 128 if sides else None
+        inputs = TensorSpec("fp8_e4m3", 8, "group" if sides else "token", size, dynamic=True)
+    scheme = Scheme("fp8", TensorSpec("fp8_e4m3", 8, "block", 128) if sides else FP8_TENSOR, inputs)
+    skipped = [*(config.get("ignored_layers") or []), *(config.get("modules_to_not_convert") or [])]
+    return [*(Rule(None, rf"(.*\.)?{re.escape(name)}(\..*)?") for name in skipped), Rule(scheme)]
+
+
+def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the lists of a quantization_config that names of modules are compared with."""
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        yield f"config_groups: {str(groups)[:80]}, expected groups by name"
+        return
+    lists = {f"config_groups.{name}.targets": group.get("targets") for name, group in groups.items()}
+    for key, entries in {"ignore": config.get("ignore"), **lists}.items():
+        if not isinstance(entries, list | None) or not all(isinstance(entry, str) for entry in entries or []):
+            yield f"{key}: {str(entries)[:80]}, expected a list of names and patterns"
+            continue
+        for entry in entries or []:
+            if entry.startswith("re:") and (problem := pattern_problem(entry.removeprefix("re:"))):
+                yield f"{key}: {entry[:80]!r}, expected a regular expression that ends soon: {problem}"
+
+
+FILE = "hf_quant_config.json"
+
+_BLOCK = TensorSpec("fp8_e4m3", 8, "block", 128)
+# Algorithms whose scales are those of a scheme here; with AWQ or SmoothQuant weights are other ones.
+_ALGORITHMS = {
+    "FP8": Scheme("FP8", FP8_TENSOR, FP8_TENSOR),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("FP8_PER_CHANNEL_PER_TOKEN", TensorSpec("fp8_e4m3", 8, "channel")),
+    "FP8_PB_WO": Scheme("FP8_PB_WO", _BLOCK),
+    "NVFP4": Scheme("NVFP4", SCHEMES["nvfp4_w4a4"].weights, SCHEMES["nvfp4_w4a4"].activations),
+    "W4A16_NVFP4": Scheme("W4A16_NVFP4", TensorSpec("fp4_e2m1", 4, "group", 16)),
+}
+
+
+def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
+    """What ModelOpt says of every layer, as rules: the first one that matches decides.
+
+    ``scales_only``: whether the codes are not read, but the scales beside them.
+
+    Raises:
+        ValueError: an algorithm that is not read.
+    """
+    skipped = config.get("exclude_modules") or config.get("ignore") or []
+    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
+        raise ValueError(f"exclude_modules is {str(skipped)[:80]}, expected a list of names")
+    rules = [Rule(None, rf"(?:{fnmatch.translate(name)})(\..*)?") for name in skipped]
+    if config.get("quant_algo") == "MIXED_PRECISION":
+        rules += [
+            Rule(_algorithm(one.get("quant_algo"), scales_only), re.escape(name))
+            for name, one in (config.get("quantized_layers") or {}).items()
+        ]
+    else:
+        rules.append(Rule(_algorithm(config.get("quant_algo"), scales_only)))
+    return rules
+
+
+def modelopt_kv_cache(config: Mapping[str, Any]) -> TensorSpec | None:
+    """How keys and values are quantised; None if they are not.
+
+    Raises:
+        ValueError: in a way that is not read.
+    """
+    cache, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
+    if cache is None and scheme:
+        fp8 = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+        cache = "FP8" if fp8 and not scheme.get("dynamic") else scheme
+    if cache not in (None, "FP8"):
+        raise ValueError(f"kv_cache_quant_algo is {cache!r}, expected 'FP8'")
+    return FP8_TENSOR if cache else None
+
+
+def _algorithm(name: Any, scales_only: bool) -> Scheme:
+    found = _ALGORITHMS.get(str(name).upper())
+    if found is None:
+        raise ValueError(f"quant_algo is {name!r}, expected {', '.join(_ALGORITHMS)} or MIXED_PRECISION of these")
+    if found.name != "FP8" and not scales_only:
+        raise ValueError(
+            f"quant_algo is {name!r}, whose codes are not read: expected 'FP8'; give the unquantised checkpoint as "
+            "model.path and this one as quant.scales"
+        )
+    return found

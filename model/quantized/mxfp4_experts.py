@@ -1,0 +1,61 @@
+"""Experts in MXFP4 as gpt-oss has them: the Linears of all experts of a layer in one tensor of codes and one of scales.
+
+``<stack>_blocks`` uint8 [E, out, in / 32, 16], two codes of e2m1 a byte, the first in the low half; ``<stack>_scales``
+uint8 [E, out, in / 32], the exponent of a power of two plus 127. Rows are outputs, though the matrices that
+transformers decodes them to lie turned. So the bytes of one expert are those of a Linear in compressed-tensors' MXFP4.
+"""
+
+import torch
+
+from model.checkpoint.safetensors import Checkpoint, DiskTensor
+from model.quantized.tensor import CodedTensor
+from quant import Scheme
+
+BLOCKS, SCALES = "_blocks", "_scales"  # how keys end, behind the name of the stack
+_BYTES = 16  # of a block
+
+
+def read_blocks(
+    checkpoint: Checkpoint, scheme: Scheme
+) -> tuple[dict[str, CodedTensor], dict[str, DiskTensor], list[str]]:
+    """As :func:`model.quantized.compressed_tensors.read_coded`, of the experts of such a checkpoint: each Linear under
+    its own name, ``<experts>.<index>.<stack>``."""
+    tensors = checkpoint.tensors
+    coded: dict[str, CodedTensor] = {}
+    beside: dict[str, DiskTensor] = {}
+    problems: list[str] = []
+    for key, codes in tensors.items():
+        name = key.removesuffix(BLOCKS)
+        if name == key:
+            continue
+        scale = tensors.get(name + SCALES)
+        beside |= {each.key: each for each in (codes, scale) if each is not None}
+        if problem := _problem(codes, scale):
+            problems.append(f"{codes.file}: {name}: {problem}")
+            continue
+        assert scale is not None
+        parent, _, stack = name.rpartition(".")
+        experts, rows, groups, _ = codes.shape
+        for expert in range(experts):
+            linear = f"{parent}.{expert}.{stack}.weight"
+            own = _of_expert(codes, expert, (rows, groups * _BYTES)), _of_expert(scale, expert, (rows, groups))
+            coded[linear] = CodedTensor(linear, (rows, 2 * _BYTES * groups), scheme, *own)
+    return coded, beside, problems
+
+
+def _problem(codes: DiskTensor, scale: DiskTensor | None) -> str | None:
+    """What is wrong with the tensors of a stack."""
+    if codes.dtype != torch.uint8 or len(codes.shape) != 4 or codes.shape[-1] != _BYTES:
+        return f"its blocks are {codes.kind} {list(codes.shape)}, expected U8 [experts, out, in / 32, {_BYTES}]"
+    if scale is None:
+        return f"{SCALES.removeprefix('_')} missing beside its blocks"
+    if scale.dtype != torch.uint8 or scale.shape != codes.shape[:-1]:
+        return f"its scales are {scale.kind} {list(scale.shape)}, expected U8 {list(codes.shape[:-1])}"
+    return None
+
+
+def _of_expert(tensor: DiskTensor, expert: int, shape: tuple[int, int]) -> DiskTensor:
+    """Where the part of one expert lies."""
+    size = (tensor.end - tensor.begin) // tensor.shape[0]
+    begin = tensor.begin + expert * size
+    return tensor._replace(shape=shape, begin=begin, end=begin + size)

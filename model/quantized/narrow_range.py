@@ -1,0 +1,128 @@
+"""The narrow grid: integer codes without the smallest one, -7..7 of 4 bits with absmax / 7, as Kimi-K2 has it.
+
+A ``quantization_config`` does not say which of the two grids a file is on, for readers decode both alike. The codes say
+it: under absmax / 7.5 the largest weight of a group is -8 or 7, whichever its sign is. A sample of the codes is read,
+which is the same on every rank: where none is the smallest one, although those beside it and opposite are there, the
+grid is narrow. Such a model is trained on that grid, so that no export of it has a code that the first file had not.
+
+Of 8 bits nothing is said: absmax / 127.5, rounded to bf16, is so often the larger number that files on the whole grid
+have no -128 either. A recipe may say it of a scheme of its own.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from model.checkpoint.safetensors import CheckpointError, Reader
+from model.quantized.tensor import CodedTensor
+from model.ranks import listed, raise_everywhere, reduce_over_ranks
+from model.scales.in_place import scale_buckets
+from model.zero import gathered, is_partitioned, local_data, local_range
+from quant import Quantization, ScaleGroup, Scheme, TensorSpec, partial_clipped
+
+# Of each scheme so many weights are looked at, spread over the model, and so many rows of each.
+_WEIGHTS, _ROWS = 32, 64
+# So many codes must be the largest one, and as many its negative: that of 16 largest weights or more none is negative
+# happens by chance in one of 65,536 files.
+_ENOUGH = 16
+_NARROW = "_narrow"  # behind the name of a scheme
+
+
+def with_grids(coded: Mapping[str, CodedTensor]) -> dict[str, CodedTensor]:
+    """``coded`` with the schemes of narrow grids where the codes are on one.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    narrow = {scheme: on_other_grid(scheme) or scheme for scheme in _narrow(coded.values())}
+    return {key: replace(one, scheme=narrow[one.scheme]) if one.scheme in narrow else one for key, one in coded.items()}
+
+
+def on_other_grid(scheme: Scheme) -> Scheme | None:
+    """The scheme without the smallest code of its weights, or with it; None of weights that have one grid, as those of
+    ggml, whose largest weight has the smallest code."""
+    spec = scheme.weights
+    if spec.dtype != "int" or not spec.symmetric or spec.ggml:
+        return None
+    name = scheme.name.removesuffix(_NARROW) if spec.narrow else scheme.name + _NARROW
+    return replace(scheme, name=name, weights=replace(spec, narrow=not spec.narrow))
+
+
+def check_codes(codes: Tensor, spec: TensorSpec, weight: CodedTensor) -> None:
+    """Refuse codes that are not on the grid of ``spec``, if that is narrow.
+
+    Raises:
+        CheckpointError: names the weight.
+    """
+    if spec.narrow and codes.numel() and float(codes.min()) < spec.qmin:
+        raise CheckpointError(f"{weight.file}: {weight.codes.key} {_beyond(spec)}")
+
+
+def check_weights(quantization: Quantization, owners: Iterable[str]) -> None:
+    """Refuse weights that were read from codes of the whole grid for a layer on the narrow one; a collective.
+
+    Args:
+        quantization: what ``quant.prepare`` returned; weights and scales are loaded.
+        owners: of the groups whose scales are those of the files.
+
+    Raises:
+        RankError: on every rank, with the layers.
+    """
+    chosen = {*owners}
+    groups = [group for group in quantization.weight_groups if group.spec.narrow and group.owner in chosen]
+    names = [name for group in groups for name in group.members]
+    counts: list[Tensor] = []
+    for bucket in scale_buckets(groups):
+        with gathered([p for group in bucket for p in group.parameters]), torch.no_grad():
+            counts += [_clipped(quantization, name, group) for group in bucket for name in group.members]
+    if not counts:
+        return
+    whole = torch.stack(counts)
+    if is_partitioned(groups[0].s0):
+        whole = reduce_over_ranks(whole)
+    if found := [name for name, count in zip(names, whole.tolist(), strict=True) if count]:
+        raise_everywhere(f"{listed(found, 5)} {_beyond(groups[0].spec)}")
+
+
+def _clipped(quantization: Quantization, name: str, group: ScaleGroup) -> Tensor:
+    """How many weights of this rank's share are beyond the grid; none of those that are held as codes."""
+    layer = quantization.layers[name]
+    if layer.held is not None:
+        return torch.zeros((), dtype=torch.int64)
+    local = local_data(layer.weight).view(-1)
+    scale = layer.weight_scale().to(local.device)
+    return partial_clipped(local, local_range(layer.weight)[0], layer.weight_shape, scale, group.spec).cpu()
+
+
+def _beyond(spec: TensorSpec) -> str:
+    return (
+        f"has the code {spec.wide.qmin:g}, but the scheme here has {spec.qmin:g} to {spec.qmax:g}, "
+        "as had the codes that were looked at first: set narrow to false in quant.schemes, or name a preset as "
+        "quant.scheme"
+    )
+
+
+def _narrow(coded: Iterable[CodedTensor]) -> Iterable[Scheme]:
+    """The schemes whose codes are on the narrow grid."""
+    by_scheme: dict[Scheme, list[CodedTensor]] = {}
+    for one in coded:
+        if one.scheme.weights.bits < 8 and on_other_grid(one.scheme) is not None:
+            by_scheme.setdefault(one.scheme, []).append(one)
+    with Reader() as reader:
+        for scheme, weights in by_scheme.items():
+            spec = scheme.weights
+            counts = torch.zeros(3, dtype=torch.int64)
+            for one in weights[:: -(-len(weights) // _WEIGHTS)]:
+                codes = _sample(one, reader)
+                counts += torch.stack([(codes == edge).sum() for edge in (spec.qmin, -spec.qmax, spec.qmax)])
+            if counts[0] == 0 and int(counts[1:].min()) >= _ENOUGH:
+                yield scheme
+
+
+def _sample(weight: CodedTensor, reader: Reader) -> Tensor:
+    try:
+        return weight.codes_of_rows(reader, slice(0, min(_ROWS, weight.shape[0])))
+    except OSError as error:
+        raise CheckpointError(f"{weight.file}: {weight.codes.key} cannot be read: {error}") from error

@@ -1,0 +1,316 @@
+"""Codes and scales of a weight that a checkpoint holds as numbers, made while it is read (``adapter.base: codes``).
+
+A :class:`MadeTensor` stands for a weight of an ordinary checkpoint as a :class:`model.quantized.tensor.CodedTensor`
+stands for one of a quantised checkpoint. Whoever asks for some rows gets their codes; the rows themselves exist, in the
+model's dtype, until their scales are measured and they are quantised, a million elements at a time. So there is no such
+weight in memory, and no quantised copy on disk. Scales are those that :mod:`model.scales.in_place` would measure of the
+loaded weight, with the same functions, bit for bit: a scale is of one row, of a part of it, or of a block of rows, so
+that no rank has to see more than the rows that it reads.
+
+The codes go into partitions when weights are loaded. The scales go into theirs later, when there are layers that have
+any (:func:`fill_made_scales`): they are measured again, of the rows that a rank's range of them belongs to. That reads
+a checkpoint twice, but nobody has to keep scales until then.
+
+Reads weights into Parameters that hold their codes (:mod:`quant.packed_weight`): those of a quantised checkpoint, or
+codes that are made of an ordinary one (:mod:`model.quantized.quantize_on_load`).
+
+A rank reads the rows that its share of the packed codes lies in, and packs them as the Parameter has them. Nowhere is
+there more of a weight's values than of a few rows, which are made to see that their codes come back: what a layer
+computes with is what the file holds.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader
+from model.checkpoint.slices import Piece
+from model.quantized.narrow_range import check_codes
+from model.quantized.tensor import CodedTensor, check_return, row_chunks
+from model.ranks import errors_on_all_ranks
+from model.zero import forget_secondary_copies, local_data, local_range
+from quant import (
+    Quantization,
+    Quantizer,
+    Ranges,
+    Scale,
+    ScaleGroup,
+    TensorSpec,
+    kernels,
+    partial_errors,
+    partial_stats,
+    scales_from_errors,
+    scales_from_stats,
+    zero_points_from_stats,
+)
+from quant.packed_weight import HeldCodes, held_codes
+
+
+def can_be_made(spec: TensorSpec) -> bool:
+    """Whether a rank can measure the scales of some rows of a weight without the others, or other weights."""
+    return spec.granularity != "tensor" and not spec.has_global_scale
+
+
+def measured_scales(rows: Tensor, spec: TensorSpec, ranges: Ranges) -> tuple[Tensor, Tensor | None]:
+    """The first scales, and zero points, of whole rows ``[n, in]``: fp32, in the shape that ``spec`` has for such a
+    weight; not finite where a row holds NaN or Inf."""
+    shape, flat, signed = tuple(rows.shape), rows.reshape(-1), ranges.signs(spec)
+    stats = partial_stats(flat, 0, shape, spec)
+    if ranges.searches(spec) and bool(torch.isfinite(stats).all()):
+        errors = partial_errors(flat, 0, shape, stats, spec, signed=signed)
+        scales = scales_from_errors(stats, errors, spec, signed=signed)
+    else:
+        scales = scales_from_stats(stats, spec, signed=signed)
+    return torch.where(torch.isfinite(stats).all(0), scales, torch.nan), zero_points_from_stats(stats, spec)
+
+
+@dataclass(frozen=True)
+class MadeTensor:
+    """A weight of an ordinary checkpoint, in the codes and scales that it gets.
+
+    Attributes:
+        plain: where it lies; its last dimension is that of the inputs.
+        spec: how it is quantised, see :func:`can_be_made`.
+        ranges: how its scales are chosen.
+    """
+
+    plain: DiskTensor
+    spec: TensorSpec
+    ranges: Ranges
+
+    @property
+    def key(self) -> str:
+        """Its key."""
+        return self.plain.key
+
+    @property
+    def file(self) -> Path:
+        """Where it is."""
+        return self.plain.file
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(rows, in)``, with the rows of all matrices where there are several in one tensor."""
+        columns = self.plain.shape[-1]
+        return math.prod(self.plain.shape[:-1]), columns
+
+    def bytes_of(self, count: int) -> int:
+        """How many bytes are read for so many of its values."""
+        return self.plain.bytes_of(count)
+
+    def checked_rows(
+        self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The codes of some rows, one by one, and the values in ``dtype`` that they stand for.
+
+        Raises:
+            CheckpointError: a weight is not finite, or codes do not come back from those values.
+        """
+        around = self._whole_blocks(rows)
+        weight, scale, zero = self._measured(reader, around, dtype, device)
+        spec = self.spec
+        if spec.granularity == "block":
+            # Groups of the same width quantise single rows alike.
+            spec, scale = replace(spec, granularity="group"), scale.repeat_interleave(self.down, 0)
+            inside = slice(rows.start - around.start, rows.stop - around.start)
+            weight, scale = weight[inside], scale[inside].contiguous()
+        quantizer = Quantizer(Scale(scale, zero=zero), spec, dtype)
+        codes, _ = kernels.quantize(weight, quantizer)
+        values = kernels.dequantize(codes, quantizer)
+        again, _ = kernels.quantize(values, quantizer)
+        check_return(codes, again, values, self.plain)
+        return codes, values
+
+    def scales(
+        self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """``(offset, scales, zero points)``, flat, for the scales [start, start + count) in their order; with the
+        errors of :meth:`checked_rows`."""
+        columns, down = self.shape[1], self.down
+        _, across = self.scale_shape
+        first, last = start // across * down, -(-(start + count) // across) * down  # rows of the weight
+        for rows in row_chunks(first * columns, last * columns, columns, together=down):
+            _, *measured = self._measured(reader, rows, dtype, device)
+            begin = rows.start // down * across
+            low, high = max(start, begin), min(start + count, rows.stop // down * across)
+            scale, zero = (None if one is None else one.view(-1)[low - begin : high - begin] for one in measured)
+            assert scale is not None
+            yield low - start, scale, zero
+
+    @property
+    def scale_shape(self) -> tuple[int, int]:
+        """Of the scales, which are of rows, or of blocks of them."""
+        rows, across = self.spec.scale_shape(self.shape)
+        return rows, across
+
+    @property
+    def down(self) -> int:
+        """How many rows share a scale."""
+        return self.spec.group_size or 1 if self.spec.granularity == "block" else 1
+
+    def _whole_blocks(self, rows: slice) -> slice:
+        """The rows of all scales that some of ``rows`` have."""
+        return slice(rows.start // self.down * self.down, -(-rows.stop // self.down) * self.down)
+
+    def _measured(
+        self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Some rows of whole scales in ``dtype``, their scales, and their zero points.
+
+        Raises:
+            CheckpointError: a weight is not finite.
+        """
+        columns = self.shape[1]
+        weight = torch.empty((rows.stop - rows.start) * columns, dtype=dtype, device=device)
+        reader.read(self.plain, rows.start * columns, weight)
+        weight = weight.view(-1, columns)
+        scale, zero = measured_scales(weight, self.spec, self.ranges)
+        if not bool(torch.isfinite(scale).all()):
+            raise CheckpointError(f"{self.file}: weights with NaN or Inf cannot be quantised: {self.key}")
+        return weight, scale, zero
+
+
+class MadeRows(NamedTuple):
+    """Rows of a Parameter that holds codes, and whose codes these are.
+
+    Attributes:
+        first: the first row, of all of the Parameter's one behind another.
+        number: of them.
+        tensor: the weight on disk.
+        on_disk: the first of its rows that they are.
+    """
+
+    first: int
+    number: int
+    tensor: MadeTensor
+    on_disk: int
+
+
+def note_made(parameter: Tensor, rows: MadeRows) -> None:
+    """Remember at a Parameter what the codes of some of its rows are made of.
+
+    Raises:
+        CheckpointError: blocks of rows are not whole.
+    """
+    tensor = rows.tensor
+    if any(edge % tensor.down for edge in (rows.first, rows.number, rows.on_disk)):
+        raise CheckpointError(
+            f"adapter.base: codes: the rows of {tensor.key} do not fill whole blocks of {tensor.down}: set "
+            "adapter.base to weights"
+        )
+    parameter.made = {**made_of(parameter), rows.first: rows}  # type: ignore[attr-defined]
+
+
+def made_of(parameter: Tensor) -> dict[int, MadeRows]:
+    """What the codes of a Parameter are made of, by the first of the rows; nothing where they are read."""
+    found: dict[int, MadeRows] = getattr(parameter, "made", {})
+    return found
+
+
+@torch.no_grad()
+def fill_made_scales(model: nn.Module, quantization: Quantization) -> set[str]:
+    """Fill the scales, and zero points, of all weights whose codes were made while they were read; a collective, before
+    ``deepspeed.initialize``.
+
+    Args:
+        model, quantization: the quantised model; the weights are loaded.
+
+    Returns:
+        The owners of the groups of these scales.
+
+    Raises:
+        RankError: on every rank: a file that cannot be read any more.
+    """
+    groups = {group.owner: group for group in quantization.weight_groups}
+    made = {owner: made_of(quantization.layers[owner].weight) for owner in groups}
+    with errors_on_all_ranks(OSError, CheckpointError), Reader() as reader:
+        for owner, rows in ((owner, rows) for owner, found in made.items() for rows in found.values()):
+            _fill_range(groups[owner], rows, quantization.layers[owner].weight.dtype, reader)
+    forget_secondary_copies(model)
+    return {owner for owner, found in made.items() if found}
+
+
+def _fill_range(group: ScaleGroup, rows: MadeRows, dtype: torch.dtype, reader: Reader) -> None:
+    """Write what this rank holds of the scales of some rows."""
+    (start, stop), local, tensor = local_range(group.s0), local_data(group.s0), rows.tensor
+    _, across = tensor.scale_shape
+    begin, end, first = ((row // tensor.down) * across for row in (rows.first, rows.first + rows.number, rows.on_disk))
+    low, high = max(start, begin), min(stop, end)
+    if low >= high:
+        return
+    for offset, scale, zero in tensor.scales(reader, first + low - begin, high - low, dtype, local.device):
+        at = slice(low - start + offset, low - start + offset + scale.numel())
+        local[at].copy_(scale)
+        if group.zero is not None:  # of the same shape, so that a rank holds the same range of it
+            assert zero is not None
+            local_data(group.zero)[at].copy_(zero)
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """The codes of a weight in a checkpoint as the elements of a Parameter that holds them; it stands for the
+    :class:`CodedTensor`, or the ordinary tensor, in the list of what is read."""
+
+    coded: CodedTensor | MadeTensor
+    held: HeldCodes
+
+    @property
+    def key(self) -> str:
+        """The key that the weight would have."""
+        return self.coded.key
+
+    def bytes_of(self, count: int) -> int:
+        """About how many bytes are read for so many of its elements, of two bytes as a rule."""
+        return self.coded.bytes_of(count * 2 * self.coded.shape[1] // self.held.row_bytes)
+
+    def values(
+        self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[int, Tensor]]:
+        """``(offset, elements)`` for the elements [start, start + count) of the packed rows.
+
+        Raises:
+            CheckpointError: as of :meth:`CodedTensor.values`.
+        """
+        columns, width = self.coded.shape[1], self.held.row_bytes // dtype.itemsize
+        for rows in row_chunks(start // width * columns, -(-(start + count) // width) * columns, columns):
+            codes, _ = self.coded.checked_rows(reader, rows, dtype, device)
+            if isinstance(self.coded, CodedTensor):
+                check_codes(codes, self.held.spec, self.coded)
+            packed = self.held.pack(codes).contiguous().view(-1).view(dtype)
+            low, high = max(start, rows.start * width), min(start + count, rows.stop * width)
+            yield low - start, packed[low - rows.start * width : high - rows.start * width]
+
+
+def in_codes(read: Any, model: nn.Module) -> Any:
+    """A read of :mod:`model.checkpoint.load` whose target holds codes: the same of their packed rows.
+
+    Raises:
+        CheckpointError: the weight is not stored in these codes.
+    """
+    parameter, piece, coded = model.get_parameter(read.piece.name), read.piece, read.source
+    held = held_codes(parameter)
+    assert held is not None
+    if held.ranges is not None and isinstance(coded, DiskTensor):
+        coded = MadeTensor(coded, held.spec, held.ranges)
+    elif not isinstance(coded, CodedTensor) or not held.spec.takes(coded.scheme.weights):
+        there = f"quantised as {coded.scheme.weights}" if isinstance(coded, CodedTensor) else "not quantised"
+        raise CheckpointError(
+            f"adapter.base: codes: {coded.key} is {there} in {coded.file.parent}, and the recipe says {held.spec}: set "
+            "quant.scheme to source, or adapter.base to weights"
+        )
+    columns, width = held.shape[-1], held.row_bytes // parameter.dtype.itemsize
+    whole = coded.shape[-1] == columns and not piece.turned and piece.offset % columns == 0 == piece.start % columns
+    if not whole or read.filled_from is not None:
+        raise CheckpointError(
+            f"adapter.base: codes: the rows of {coded.key} are not those of {piece.name}: set adapter.base to weights"
+        )
+    rows = piece.numel // columns
+    if isinstance(coded, MadeTensor):
+        note_made(parameter, MadeRows(piece.start // columns, rows, coded, piece.offset // columns))
+    moved = Piece(piece.name, piece.offset // columns * width, (rows, width), piece.start // columns * width)
+    return read._replace(source=PackedTensor(coded, held), piece=moved, target=parameter)

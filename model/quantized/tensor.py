@@ -1,0 +1,233 @@
+"""The weight of one Linear that a checkpoint holds as codes and scales, read as the values that it stands for.
+
+A :class:`CodedTensor` takes the place of a plain tensor in the list of what a checkpoint holds. Whoever reads a range
+of it gets ``code * scale``, decoded from the rows that the range lies in, a few at a time: no rank reads or holds more
+than its own share of the weights, and a bounded number of rows beside it.
+
+The values are rounded to the dtype of the model. Their codes, quantised again with the same scale, must be the file's:
+that is compared for everything that is read, because it is what an export without a step of training writes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader
+from quant import Quantizer, Scale, Scheme, TensorSpec, kernels
+from quant.formats.compressed_tensors import unpack_scale
+from quant.formats.packing import unpack_int32, unpack_nibbles, unpack_zero_points
+
+_CHUNK = 2**20  # weights that are decoded at a time
+_TOGETHER = 32  # codes that fill whole words, whatever their width
+
+
+@dataclass(frozen=True)
+class CodedTensor:
+    """A weight ``[out, in]`` in the codes and scales of compressed-tensors; its place among plain tensors.
+
+    Attributes:
+        key: the key that the weight would have, ``<name of the Linear>.weight``.
+        shape: of the weight.
+        scheme: how it is quantised.
+        codes, scale: where they lie, see :mod:`quant.formats.compressed_tensors`.
+        zero: its packed zero points, where the scheme has any.
+        above: its global scale, where the scheme has one.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    scheme: Scheme
+    codes: DiskTensor
+    scale: DiskTensor
+    zero: DiskTensor | None = None
+    above: DiskTensor | None = None
+
+    kind = "codes"
+    dtype = torch.float32
+
+    @property
+    def file(self) -> Path:
+        """Where the codes are."""
+        return self.codes.file
+
+    @property
+    def name(self) -> str:
+        """Of the Linear on disk."""
+        return self.key.removesuffix(".weight")
+
+    def bytes_of(self, count: int) -> int:
+        """About how many bytes are read for so many of its values."""
+        values = self.shape[0] * self.shape[1]
+        return (self.codes.end - self.codes.begin + self.scale.end - self.scale.begin) * count // max(1, values)
+
+    def values(
+        self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[int, Tensor]]:
+        """``(offset, values)`` for elements [start, start + count) of the row-major weight, in ``dtype``, decoded on
+        ``device``.
+
+        Raises:
+            CheckpointError: a scale that is none, or codes that do not come back from the values in that dtype.
+        """
+        columns = self.shape[1]
+        for rows in row_chunks(start, start + count, columns):
+            _, values = self.checked_rows(reader, rows, dtype, device)
+            low, high = max(start, rows.start * columns), min(start + count, rows.stop * columns)
+            yield low - start, values.view(-1)[low - rows.start * columns : high - rows.start * columns]
+
+    def checked_rows(
+        self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The codes of some rows, one by one, and their values in ``dtype``; with the errors of :meth:`values`."""
+        codes, quantizer = self.rows(reader, rows, dtype, device)
+        values = kernels.dequantize(codes, quantizer)
+        again, _ = kernels.quantize(values, quantizer)
+        check_return(codes, again, values, self.codes)
+        return codes, values
+
+    def rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
+        """The codes of some rows, one by one, and what they are quantised with."""
+        spec = self.scheme.weights.wide  # the grid was judged by a sample: :mod:`model.quantized.narrow_range`
+        codes = self.codes_of_rows(reader, rows).to(device)
+        scale = self.scale_of_rows(reader, rows).to(device)
+        zero = self.zero_of_rows(reader, rows)
+        above = None if self.above is None else self.read_above(reader).to(device)
+        if spec.granularity == "block":
+            # The rows may be a part of those of a block. Groups of the same width quantise them alike.
+            spec = replace(spec, granularity="group")
+        whole = Scale(scale, global_=above, zero=None if zero is None else zero.to(device))
+        return codes, Quantizer(whole, spec, dtype)
+
+    def codes_of_rows(self, reader: Reader, rows: slice) -> Tensor:
+        """The codes of some rows ``[rows, in]``, one by one."""
+        return read_codes(self.codes, rows, self.shape[1], self.scheme.weights, reader)
+
+    def scale_of_rows(self, reader: Reader, rows: slice) -> Tensor:
+        """The fp32 scales of some rows: ``[rows, n]``, of blocks too, or ``(1,)`` of a weight with one."""
+        spec = self.scheme.weights
+        if spec.granularity == "tensor":
+            return self.scales(reader, 0, 1)
+        down = spec.group_size or 1 if spec.granularity == "block" else 1
+        across = spec.scale_shape((self.shape[0] + -self.shape[0] % down, self.shape[1]))[1]
+        first, last = rows.start // down, -(-rows.stop // down)
+        scale = self.scales(reader, first * across, (last - first) * across).view(-1, across)
+        if down > 1:
+            scale = scale.repeat_interleave(down, 0)[rows.start - first * down :][: rows.stop - rows.start]
+        return scale.contiguous()
+
+    def scales(self, reader: Reader, start: int, count: int) -> Tensor:
+        """The fp32 scales [start, start + count), as the scheme has them in their order, divided by the global one.
+
+        Raises:
+            CheckpointError: one that no quantiser can have.
+        """
+        assert self.scale.dtype is not None
+        stored = torch.empty(count, dtype=self.scale.dtype)
+        reader.read(self.scale, start, stored)
+        spec = self.scheme.weights
+        return self._checked(unpack_scale(stored, spec, None if self.above is None else self.read_above(reader)))
+
+    def _checked(self, scale: Tensor) -> Tensor:
+        """The fp32 scales, if a quantiser can have them."""
+        spec = self.scheme.weights
+        good, expected = scale > 0, "finite and positive"
+        if spec.dtype == "int":
+            good, expected = scale != 0, "finite and not 0"
+        elif spec.scale_format == "e4m3":  # far below the largest one of its layer it is 0
+            good, expected = scale >= 0, "finite and not negative"
+        if not bool((good & torch.isfinite(scale)).all()):
+            wrong = scale[~(good & torch.isfinite(scale))]
+            raise CheckpointError(f"{self.scale.file}: {self.scale.key} must be {expected}, got {wrong[:4].tolist()}")
+        return scale
+
+    def read_above(self, reader: Reader) -> Tensor:
+        """The fp32 global scale ``(1,)``, which divides.
+
+        Raises:
+            CheckpointError: it is not finite and positive.
+        """
+        assert self.above is not None
+        above = torch.empty(1, dtype=torch.float32)
+        reader.read(self.above, 0, above)
+        if not bool(torch.isfinite(above) & (above > 0)):
+            raise CheckpointError(
+                f"{self.above.file}: {self.above.key} must be finite and positive, got {above.item()}"
+            )
+        return above
+
+    def zero_of_rows(self, reader: Reader, rows: slice) -> Tensor | None:
+        """The fp32 zero points ``[rows, n]`` of some rows; None where the scheme has none."""
+        if self.zero is None:
+            return None
+        bits, across = self.scheme.weights.bits, self.zero.shape[1]
+        first = rows.start // _TOGETHER
+        stop = min(-(-rows.stop // _TOGETHER) * bits, self.zero.shape[0])
+        words = torch.empty((stop - first * bits) * across, dtype=torch.int32)
+        reader.read(self.zero, first * bits * across, words)
+        begin = first * _TOGETHER
+        return unpack_zero_points(words.view(-1, across), bits, rows.stop - begin)[rows.start - begin :].float()
+
+
+def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTensor) -> None:
+    """Refuse values that are not finite, or whose codes are not those that they were made of.
+
+    Args:
+        codes, again: of the weight, and of ``values``.
+        values: what ``codes`` stand for, in the model's dtype.
+        tensor: where the weight lies.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    differ = codes.view(torch.uint8) ^ again.view(torch.uint8)
+    # A sum is finite only if all of its terms are, and asking each of them costs 40 times as much in bf16.
+    if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+        raise CheckpointError(f"{tensor.file}: {tensor.key} holds values that are not finite")
+    if bool(differ.any()):
+        raise CheckpointError(
+            f"{tensor.file}: {int(differ.count_nonzero())} of {differ.numel()} codes of {tensor.key} do not come back "
+            f"from its values in {values.dtype}, so that the model would not be the file's: set model.dtype to float32"
+        )
+
+
+def chunks_of(
+    source: DiskTensor | CodedTensor, reader: Reader, start: int, like: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """``(offset, values)`` of as many elements of a tensor on disk, from its element ``start`` on, as ``like`` has."""
+    if isinstance(source, DiskTensor):
+        return reader.chunks(source, start, like.numel())
+    return source.values(reader, start, like.numel(), like.dtype, like.device)
+
+
+def fill(source: DiskTensor | CodedTensor, reader: Reader, start: int, into: Tensor) -> None:
+    """Fill ``into``, flat, with the elements of a tensor on disk from element ``start`` on, cast to its dtype."""
+    if isinstance(source, DiskTensor):
+        reader.read(source, start, into)
+        return
+    for offset, values in chunks_of(source, reader, start, into):
+        into[offset : offset + values.numel()].copy_(values)
+
+
+def row_chunks(first: int, last: int, columns: int, *, together: int = 1) -> Iterator[slice]:
+    """The rows that hold the elements [first, last), about ``_CHUNK`` elements at a time; each time a multiple of
+    ``together`` rows, if ``first`` and ``last`` say so."""
+    if first >= last:
+        return
+    step, stop = max(1, _CHUNK // columns // together) * together, -(-last // columns)
+    for row in range(first // columns, stop, step):
+        yield slice(row, min(row + step, stop))
+
+
+def read_codes(tensor: DiskTensor, rows: slice, columns: int, spec: TensorSpec, reader: Reader) -> Tensor:
+    """Rows of a weight's codes ``[rows, columns]``, each in an element of its own."""
+    width, count = tensor.shape[1], rows.stop - rows.start
+    assert tensor.dtype is not None
+    stored = torch.empty(count * width, dtype=tensor.dtype)
+    reader.read(tensor, rows.start * width, stored)
+    stored = stored.view(count, width)
+    if spec.dtype == "fp4_e2m1" and tensor.dtype == torch.uint8:
+        return unpack_nibbles(stored)
+    return unpack_int32(stored, spec.bits, columns) if tensor.key.endswith("_packed") else stored

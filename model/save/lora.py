@@ -1,0 +1,119 @@
+"""Writes adapters that stay beside quantised weights, in the format of peft (see ``model/peft.py``)."""
+
+import json
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model.families import text_part
+from model.peft import CONFIG, PREFIX, WEIGHTS
+from model.ranks import errors_on_all_ranks, is_main, listed
+from model.save.finish import check_destination, publish
+from model.zero import full_shape, whole_values
+from quant import Quantization, QuantLinear
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    """What is written.
+
+    Attributes:
+        tensors: by key in the file; empty on all ranks but 0.
+        config: of adapter_config.json.
+        base: the digest of the checkpoint that it was trained on, which a later run compares.
+    """
+
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+    base: str
+
+    def write(self, directory: Path) -> None:
+        """Write the folder, which must not be there; one process does this."""
+        directory.mkdir()
+        (directory / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
+        save_file(self.tensors, directory / WEIGHTS, metadata={"format": "pt", "base": self.base})
+
+    def publish(self, out: Path) -> None:
+        """Write it under its final name, when all is on disk; a collective.
+
+        Raises:
+            RankError: on every rank, with nothing at ``out`` then.
+        """
+        with errors_on_all_ranks(ValueError, OSError, SafetensorError):
+            if is_main():
+                broken = [key for key, tensor in self.tensors.items() if not bool(tensor.isfinite().all())]
+                if broken:
+                    raise ValueError(
+                        f"{out} was not written: the model diverged, export an earlier checkpoint: NaN or Inf in "
+                        f"{listed(broken, 5)}"
+                    )
+                check_destination(out, sum(tensor.nbytes for tensor in self.tensors.values()), overwrite=False)
+                aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
+                try:
+                    self.write(aside)
+                    publish(aside, out)
+                finally:
+                    shutil.rmtree(aside, ignore_errors=True)
+
+
+def collect_adapter(
+    model: PreTrainedModel,
+    quantization: Quantization,
+    *,
+    alpha: float,
+    rslora: bool,
+    dropout: float,
+    base_path: str,
+    base: str,
+) -> PeftFolder:
+    """Gather the adapters that stay beside their weights to rank 0, in the model's dtype; a collective.
+
+    Args:
+        model, quantization: with adapters of one rank.
+        alpha, rslora, dropout: of the recipe.
+        base_path: the checkpoint that readers are told to put it on.
+        base: that of :class:`PeftFolder`.
+    """
+    tensors: dict[str, Tensor] = {}
+    layers = {name: layer for name, layer in quantization.layers.items() if layer.adapter is not None}
+    for name, layer in layers.items():
+        assert layer.adapter is not None and not layer.adapter.merges
+        pair = {"lora_A": layer.adapter.lora_a, "lora_B": layer.adapter.lora_b}
+        for (part, parameter), values in zip(pair.items(), whole_values(tuple(pair.values())), strict=True):
+            if is_main():
+                tensors[f"{PREFIX}{name}.{part}.weight"] = (
+                    values.to("cpu", parameter.dtype).view(full_shape(parameter)).contiguous()
+                )
+    (rank,) = {full_shape(layer.adapter.lora_a)[0] for layer in layers.values() if layer.adapter is not None}
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | QuantLinear)]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_path,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": rslora,
+        "lora_dropout": dropout,
+        "bias": "none",
+        "target_modules": _targets(set(layers), linears, whole=not text_part(model)),
+        "inference_mode": True,
+    }
+    return PeftFolder(tensors, config, base)
+
+
+def _targets(chosen: set[str], linears: list[str], *, whole: bool) -> list[str]:
+    """How peft is told the modules: by the ends of their names where that means just these, else by whole names.
+
+    ``whole``: whether every Linear that a reader's model has is among ``linears``.
+    """
+    ends = {name.rpartition(".")[2] for name in chosen}
+    meant = {name for name in linears if name.rpartition(".")[2] in ends}
+    return sorted(ends) if whole and meant == chosen else sorted(chosen)

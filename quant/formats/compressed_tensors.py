@@ -1,0 +1,380 @@
+"""Codes and scales of one Linear in compressed-tensors' layout, which transformers, vLLM and SGLang read.
+
+What is written is not quantised anew: the codes come from the reference quantiser with the very effective scale that
+the forward used, so that the file holds the numbers that the last step trained, bit for bit.
+
+Six formats, of a Linear of ``out`` x ``in`` features. Scales have ``TensorSpec.scale_shape``; those of integers are in
+the model's dtype, those of fp8 in fp32; ``input_scale`` [1] (transformers rejects a 0-dim one) is there where inputs
+have a stored scale:
+
+- ``float-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale``.
+- ``int-quantized``, 8-bit weights with 8-bit integer inputs: ``weight`` int8 [out, in], ``weight_scale``.
+- ``pack-quantized``, all other integers: ``weight_packed`` int32 [out, ceil(in * bits / 32)] (see ``quant.packing``),
+  ``weight_scale`` (of ggml's blocks in fp32), ``weight_shape`` int64 [2]; where the weight is not symmetric also
+  ``weight_zero_point`` int32 [ceil(out * bits / 32), in / size].
+- ``nvfp4-pack-quantized``: ``weight_packed`` uint8 [out, in / 2], ``weight_scale`` float8_e4m3fn [out, in / 16],
+  ``weight_global_scale`` fp32 [1]; the effective scale is their quotient.
+- ``mxfp4-pack-quantized``: ``weight_packed``, ``weight_scale`` uint8 [out, in / 32], the exponent of a power of two
+  plus 127.
+- ``mxfp8-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale`` as above.
+
+Everything here works on one module's tensors; which tensors, and when, is decided in ``model.save``.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from quant.formats.packing import (
+    pack_int32,
+    pack_nibbles,
+    pack_zero_points,
+    packed_columns,
+    unpack_int32,
+    unpack_nibbles,
+    unpack_zero_points,
+)
+from quant.reference import E8M0_BIAS, dequantize, quantize
+from quant.scale import Scale
+from quant.spec import Dtype, Scheme, TensorSpec
+
+FLOAT_QUANTIZED = "float-quantized"
+INT_QUANTIZED = "int-quantized"
+PACK_QUANTIZED = "pack-quantized"
+NVFP4_PACKED = "nvfp4-pack-quantized"
+MXFP4_PACKED = "mxfp4-pack-quantized"
+MXFP8_QUANTIZED = "mxfp8-quantized"
+_WHOLE_CODES = (FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED)  # a byte each, in the tensor `weight`
+
+# Rows are quantised and packed a few at a time: the reference works in fp32 and packing in int32, 4-10 times the size
+# of the codes, which would otherwise be paid for a whole tensor on top of the one that is gathered.
+CHUNK_ELEMENTS = 1 << 20
+
+_CODES: dict[Dtype, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp4_e2m1": torch.uint8, "int": torch.int8}
+
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def export_format(scheme: Scheme) -> str:
+    """The compressed-tensors format that stores ``scheme``; ValueError if none is known to be read as trained."""
+    weights, inputs = scheme.weights, scheme.activations
+    if weights.mx and (inputs is None or (inputs.mx and inputs.bits >= weights.bits)):
+        return MXFP4_PACKED if weights.bits == 4 else MXFP8_QUANTIZED
+    if weights.has_global_scale and (inputs is None or inputs.has_global_scale):
+        return NVFP4_PACKED
+    plain = weights.dtype == "fp8_e4m3" and not weights.mx
+    if plain and (inputs is None or (inputs.dtype == "fp8_e4m3" and not inputs.mx)):
+        return FLOAT_QUANTIZED
+    if weights.dtype == "int" and weights.granularity != "block":
+        rows = weights.granularity in ("tensor", "channel")
+        eight = weights.bits == 8 and weights.symmetric
+        if eight and rows and inputs is not None and inputs.dtype == "int":
+            return INT_QUANTIZED
+        if weights.granularity != "tensor":
+            return PACK_QUANTIZED
+    raise ValueError(
+        f"scheme {scheme.name!r} has no export format: {weights} with inputs {inputs}. Exported are fp8 weights with "
+        "inputs in fp8 or as they are, fp4 weights with inputs as they are, NVFP4 weights with NVFP4 inputs too, MXFP4 "
+        "weights with inputs in MXFP4 or MXFP8, MXFP8 weights with inputs in MXFP8 or as they are, and integer weights "
+        "per channel or group"
+    )
+
+
+def packed_shapes(in_features: int, out_features: int, scheme: Scheme, model_dtype: torch.dtype) -> Shapes:
+    """Dtype and shape of every tensor that stands for one Linear's weight and scales on disk, by its suffix, in order.
+
+    A pure function of the Linear's sizes, so that every rank can plan the shards without holding a weight.
+    """
+    spec, layout = scheme.weights, export_format(scheme)
+    scale = (_stored_dtype(spec, model_dtype), spec.scale_shape((out_features, in_features)))
+    shapes: Shapes
+    if layout in _WHOLE_CODES:
+        shapes = {"weight": (_CODES[spec.dtype], (out_features, in_features)), "weight_scale": scale}
+    elif layout == PACK_QUANTIZED:
+        shapes = {
+            "weight_packed": (torch.int32, (out_features, packed_columns(in_features, spec.bits))),
+            "weight_scale": scale,
+            "weight_shape": (torch.int64, (2,)),
+        }
+        if spec.has_zero_points:
+            shapes["weight_zero_point"] = (torch.int32, (packed_columns(out_features, spec.bits), scale[1][1]))
+    else:
+        shapes = {"weight_packed": (torch.uint8, (out_features, in_features // 2)), "weight_scale": scale}
+        if layout == NVFP4_PACKED:
+            shapes["weight_global_scale"] = (torch.float32, (1,))
+    if scheme.stored_input is not None:
+        global_ = scheme.stored_input.has_global_scale
+        dtype = torch.float32 if global_ else _stored_dtype(scheme.stored_input, model_dtype)
+        shapes[input_suffix(scheme.stored_input)] = (dtype, (1,))
+    return shapes
+
+
+def input_suffix(spec: TensorSpec) -> str:
+    """What the stored scale of an input is called behind the name of its Linear."""
+    return "input_global_scale" if spec.has_global_scale else "input_scale"
+
+
+def _stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
+    """Dtype of a scale on disk."""
+    return {
+        "float32": torch.float32,
+        "model": model_dtype,
+        "float16": torch.float32,  # readers multiply in the dtype on disk, and fp16 does not hold the products
+        "e4m3": torch.float8_e4m3fn,
+        "e8m0": torch.uint8,
+    }[spec.scale_format]
+
+
+def weight_codes(
+    weight: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, zero: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``quantize(weight, scale, spec, zero)`` of a weight [out, in] on any device, in CPU memory, a few rows at a time.
+
+    Raises:
+        ValueError: a weight is not finite (integers have no code for that).
+    """
+    codes = torch.empty(weight.shape, dtype=_CODES[spec.dtype])
+    for rows in _row_chunks(weight.shape, spec):
+        part = weight[rows]
+        if not bool(torch.isfinite(part).all()):
+            raise ValueError("the weight holds NaN or Inf; the model diverged, export an earlier checkpoint")
+        codes[rows] = quantize(part, _rows_of_scale(scale, rows, spec), spec, _rows_of(zero, rows)).cpu()
+    return codes
+
+
+def dequantized_weight(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    spec: TensorSpec,
+    dtype: torch.dtype = torch.float32,
+    zero: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``dequantize(codes, scale, spec, dtype, zero)`` of the codes [out, in] of a weight, made a few rows at a time."""
+    weight = torch.empty(codes.shape, dtype=dtype)
+    for rows in _row_chunks(codes.shape, spec):
+        part = _rows_of_scale(scale, rows, spec)
+        weight[rows] = dequantize(codes[rows], part, spec, dtype, _rows_of(zero, rows))
+    return weight
+
+
+def _row_chunks(shape: torch.Size, spec: TensorSpec) -> Iterable[slice]:
+    """Consecutive rows, about ``CHUNK_ELEMENTS`` at a time; whole blocks where a scale belongs to a block."""
+    together = spec.group_size or 1 if spec.granularity == "block" else 1
+    step = max(1, CHUNK_ELEMENTS // max(1, shape[1] * together)) * together
+    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
+def _rows_of_scale(scale: torch.Tensor, rows: slice, spec: TensorSpec) -> torch.Tensor:
+    """The part of a weight's scale that belongs to ``rows``: all of it where one scale serves the whole tensor."""
+    if spec.granularity == "tensor":
+        return scale
+    if spec.granularity == "block":
+        assert spec.group_size is not None
+        return scale[rows.start // spec.group_size : rows.stop // spec.group_size]
+    return scale[rows]
+
+
+def _rows_of(zero: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if zero is None else zero[rows]
+
+
+@torch.no_grad()
+def pack_linear(
+    name: str,
+    weight: torch.Tensor,
+    scale: Scale,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scheme: Scheme,
+    model_dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """The tensors that stand for one Linear on disk, in CPU memory, none sharing storage with an argument.
+
+    Args:
+        name: the Linear's name on disk, the prefix of every key.
+        weight: [out, in], as trained; may be on a GPU.
+        scale: of the weight, without a theta: s0 is the *effective* fp32 scale of the forward, ``spec.scale_shape(
+            weight.shape)``, already rounded to what the format stores, so that storing it loses nothing.
+        input_scale: effective fp32 scale [1] of the inputs, None where the scheme stores none.
+        bias: [out] or None.
+        scheme: the numerics.
+        model_dtype: dtype of everything that is not quantised.
+
+    Raises:
+        ValueError: a scale is missing, misshapen, not finite, 0, negative where the weight is no integer, or not
+            representable as it is stored; a zero point is missing, misshapen or none of the codes.
+    """
+    assert scale.theta is None
+    spec, layout = scheme.weights, export_format(scheme)
+    shapes = packed_shapes(weight.shape[1], weight.shape[0], scheme, model_dtype)
+    packed = _pack_scales(name, scale, shapes["weight_scale"][1], scheme, model_dtype)
+    static = scheme.stored_input
+    if static is not None:
+        if input_scale is None:
+            raise ValueError(
+                f"{name} has no input scale, and scheme {scheme.name!r} needs one: calibrate or load a PTQ checkpoint"
+            )
+        suffix = input_suffix(static)
+        _check_scale(f"{name}.{suffix}", input_scale, (1,), signed=False)
+        packed[suffix] = (
+            stored(input_scale, torch.float32)
+            if static.has_global_scale
+            else _pack_scale(f"{name}.{suffix}", input_scale, static, model_dtype)
+        )
+    try:
+        codes = weight_codes(weight, scale.s0, spec, scale.zero)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if layout in _WHOLE_CODES:
+        packed["weight"] = codes
+    elif layout == PACK_QUANTIZED:
+        words = torch.empty(shapes["weight_packed"][1], dtype=torch.int32)
+        for rows in _row_chunks(codes.shape, spec):
+            words[rows] = pack_int32(codes[rows], spec.bits)
+        packed |= {"weight_packed": words, "weight_shape": torch.tensor(codes.shape, dtype=torch.int64)}
+    else:
+        packed["weight_packed"] = pack_nibbles(codes)
+    tensors = {f"{name}.{suffix}": packed[suffix] for suffix in shapes}
+    return tensors | ({} if bias is None else {f"{name}.bias": stored(bias, model_dtype)})
+
+
+def _pack_scales(
+    name: str, scale: Scale, shape: tuple[int, ...], scheme: Scheme, model_dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The weight's scales, global scale and zero points as they are stored, by suffix."""
+    spec, packed = scheme.weights, {}
+    if spec.scale_format == "e4m3":
+        if scale.global_ is None:
+            raise ValueError(f"{name} has no global scale, and scheme {scheme.name!r} needs one")
+        _check_scale(f"{name}.weight_global_scale", scale.global_, (1,), signed=False)
+        packed["weight_global_scale"] = stored(scale.global_, torch.float32)
+    key = f"{name}.weight_scale"
+    _check_scale(key, scale.s0, shape, signed=spec.dtype == "int")
+    packed["weight_scale"] = _pack_scale(key, scale.s0, spec, model_dtype, packed.get("weight_global_scale"))
+    if spec.has_zero_points:
+        packed["weight_zero_point"] = _pack_zero_points(f"{name}.weight_zero_point", scale.zero, scale.s0, spec)
+    return packed
+
+
+def cache_scale(key: str, scale: torch.Tensor) -> torch.Tensor:
+    """The scale [1] of keys or values as it is stored: fp32. Raises ValueError where it is not finite and positive."""
+    _check_scale(key, scale, (1,), signed=False)
+    return stored(scale, torch.float32)
+
+
+def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous copy in CPU memory: what a gathered parameter lends is gone after the gathering block."""
+    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _pack_scale(
+    key: str,
+    scale: torch.Tensor,
+    spec: TensorSpec,
+    model_dtype: torch.dtype,
+    global_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The effective fp32 ``scale`` as it is stored."""
+    dtype = _stored_dtype(spec, model_dtype)
+    scale = stored(scale, torch.float32)
+    if spec.scale_format == "float16" and not torch.equal(scale.to(torch.float16).float(), scale):
+        raise ValueError(f"{key} has values that fp16 does not hold: the forward used a scale that was not rounded")
+    if spec.scale_format == "e8m0":
+        packed = (torch.frexp(scale).exponent - 1 + E8M0_BIAS).to(dtype)
+    else:
+        packed = (scale if global_scale is None else scale * global_scale).to(dtype)
+    if not torch.equal(unpack_scale(packed, spec, global_scale), scale):
+        raise ValueError(
+            f"{key} is stored in {dtype}, which cannot hold its values: the forward used a scale that was not rounded"
+        )
+    return packed
+
+
+def _pack_zero_points(key: str, zero: torch.Tensor | None, scale: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if zero is None or zero.shape != scale.shape:
+        found = "missing" if zero is None else f"of shape {tuple(zero.shape)}"
+        raise ValueError(f"{key} is {found}, expected {tuple(scale.shape)}, as the scale")
+    problem = bad_zero_points(zero, spec)
+    if problem:
+        raise ValueError(f"{key} {problem}")
+    return pack_zero_points(stored(zero, torch.int8), spec.bits)
+
+
+def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
+    """What is wrong with zero points that are no codes of the grid; None if nothing is."""
+    wrong = ~((zero == zero.round()) & (zero >= spec.qmin) & (zero <= spec.qmax))
+    if not bool(wrong.any()):
+        return None
+    return f"has {zero[wrong][0].item():g}, expected integers from {spec.qmin:g} to {spec.qmax:g}"
+
+
+def unpack_scale(packed: torch.Tensor, spec: TensorSpec, global_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """The effective fp32 scale, in the shape that it has on disk.
+
+    Args:
+        packed: ``weight_scale`` or ``input_scale`` of a file.
+        spec: of the weight or the input.
+        global_scale: ``weight_global_scale``, where the format has one.
+    """
+    if spec.scale_format == "e8m0":
+        exponent = packed.to(torch.int32) - E8M0_BIAS
+        return torch.ldexp(torch.ones(exponent.shape), exponent)
+    return packed.float() if global_scale is None else packed.float() / global_scale
+
+
+def _check_scale(key: str, scale: torch.Tensor, shape: tuple[int, ...], *, signed: bool) -> None:
+    if tuple(scale.shape) != shape:
+        raise ValueError(f"{key} has shape {tuple(scale.shape)}, expected {shape}")
+    size = scale.abs() if signed else scale
+    if not bool((torch.isfinite(scale) & (size > 0)).all()):
+        usable = "or is 0" if signed else "and positive"
+        raise ValueError(
+            f"{key} has a value that is not finite {usable}; the model diverged, export an earlier checkpoint"
+        )
+
+
+def unpack_zero(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor | None:
+    """The fp32 zero points [out, groups] of one Linear from its tensors on disk by suffix; None where there are none.
+
+    Raises:
+        ValueError: their packed height is not that of ``weight_shape``.
+    """
+    if not scheme.weights.has_zero_points:
+        return None
+    packed, bits, rows = tensors["weight_zero_point"], scheme.weights.bits, int(tensors["weight_shape"][0])
+    expected = (packed_columns(rows, bits), tensors["weight_scale"].shape[-1])
+    if tuple(packed.shape) != expected:
+        raise ValueError(
+            f"weight_zero_point has shape {tuple(packed.shape)}, {rows} rows at {bits} bits mean {expected}"
+        )
+    return unpack_zero_points(packed, bits, rows).float()
+
+
+def unpack_weight(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
+    """The codes [out, in] of one Linear, float8_e4m3fn, int8 or e2m1 in uint8, from its tensors on disk by suffix.
+
+    Raises:
+        ValueError: ``weight_shape`` is no shape of a matrix, or it and the packed width disagree.
+    """
+    layout = export_format(scheme)
+    if layout in _WHOLE_CODES:
+        return tensors["weight"]
+    packed, bits = tensors["weight_packed"], scheme.weights.bits
+    if layout != PACK_QUANTIZED:
+        return unpack_nibbles(packed)
+    shape = tensors["weight_shape"]
+    if tuple(shape.shape) != (2,) or shape.is_floating_point() or not (shape > 0).all():
+        raise ValueError(
+            f"weight_shape is {shape.flatten()[:4].tolist()} of shape {list(shape.shape)}, expected [out, in]"
+        )
+    rows, columns = shape.tolist()
+    expected = (rows, packed_columns(columns, bits))
+    if tuple(packed.shape) != expected:
+        raise ValueError(
+            f"weight_packed has shape {tuple(packed.shape)}, weight_shape {[rows, columns]} at {bits} bits means "
+            f"{expected}"
+        )
+    codes = torch.empty(rows, columns, dtype=torch.int8)
+    for chunk in _row_chunks(codes.shape, scheme.weights):
+        codes[chunk] = unpack_int32(packed[chunk], bits, columns)
+    return codes

@@ -1,0 +1,315 @@
+"""``quantization_config`` of config.json as compressed-tensors, vLLM and SGLang read it, and back.
+
+A config group holds the numerics of some layers and names them by ``targets``: a class (``Linear``), a module name, or
+a regex after ``re:``, which is matched from the start of a name. One scheme for all layers targets ``Linear``, less
+what ``ignore`` names. Several schemes give several groups, each with patterns of names only, none of which catches a
+layer of another group, because readers disagree on what wins: transformers takes names before classes; vLLM looks for
+a fused layer (``qkv_proj``) by its class first, so that a group for ``Linear`` would take q, k and v from the group
+that names them. transformers decodes the experts of every layer with the first group that has ``experts`` in a
+pattern: schemes that differ between the experts of two layers are read right by vLLM alone.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from quant.formats.compressed_tensors import export_format
+from quant.rules import ANYWHERE, Rule, name_patterns
+from quant.spec import MX_GROUP, SCHEMES, Dtype, Granularity, Scheme, TensorSpec
+
+_EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\..+")
+
+# dtypes of scales that are not the model's, as llm-compressor writes them.
+_SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8", "float16": "torch.float16"}
+
+
+def quantization_config(
+    layers: Mapping[str, Scheme],
+    ignore: Iterable[str],
+    kv_cache: TensorSpec | None = None,
+    *,
+    no_linears: Iterable[str] = (),
+    anywhere: bool = False,
+) -> dict[str, Any]:
+    """The ``quantization_config`` of a model.
+
+    Args:
+        layers: schemes of the quantised layers by module name; where names on disk differ from transformers', both.
+        ignore: of :func:`ignore_patterns`. A Linear that is neither quantised nor listed is loaded without complaint
+            and predicts noise.
+        kv_cache: of keys and values; None where they stay as they are.
+        no_linears: those of the layers that ``Linear`` does not name: embeddings, and lm_head, which is none to vLLM.
+        anywhere: see :func:`quant.rules.name_patterns`.
+
+    Raises:
+        ValueError: a scheme has no format.
+    """
+    schemes, ignore = list(dict.fromkeys(layers.values())), list(ignore)
+    if not schemes and any("experts" in entry for entry in ignore):
+        # Nothing but the KV cache is quantised. transformers takes the first group for the experts of a MoE without
+        # asking whether there is one: here is one, for Linears of which ``ignore`` names all.
+        schemes = [SCHEMES["fp8_static"]]
+    targets = {scheme: _targets(layers, scheme, anywhere) for scheme in schemes}
+    if len(schemes) == 1:
+        named = name_patterns(no_linears, (), anywhere=True) if anywhere else no_linears
+        targets = {schemes[0]: ["Linear", *named]}
+    formats = {export_format(scheme) for scheme in layers.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision" if len(formats) > 1 else next(iter(formats), "dense"),
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{index}": {
+                "targets": targets[scheme],
+                "format": export_format(scheme),
+                "weights": quantization_args(scheme.weights),
+                "input_activations": None if scheme.activations is None else quantization_args(scheme.activations),
+                "output_activations": None,
+            }
+            for index, scheme in enumerate(schemes)
+        },
+        "ignore": ignore,
+        "kv_cache_scheme": None if kv_cache is None else quantization_args(kv_cache),
+    }
+
+
+def _targets(layers: Mapping[str, Scheme], scheme: Scheme, anywhere: bool) -> list[str]:
+    """Patterns for the layers of ``scheme``; where the experts of a MoE layer share it, one for all of them."""
+    of_experts: dict[str, set[Scheme]] = {}
+    for name, its in layers.items():
+        if (expert := _EXPERTS.fullmatch(name)) is not None:
+            of_experts.setdefault(expert["experts"], set()).add(its)
+    mine: dict[str, None] = {}
+    others: dict[str, None] = {}
+    whole: dict[str, None] = {}
+    for name, its in layers.items():
+        expert = _EXPERTS.fullmatch(name)
+        if expert is None or len(of_experts[expert["experts"]]) > 1:
+            (mine if its == scheme else others)[name] = None
+        else:
+            (whole if its == scheme else others)[expert["experts"]] = None
+    return name_patterns(mine, others, anywhere=anywhere) + name_patterns(whole, others, r"\..+", anywhere=anywhere)
+
+
+def quantization_args(spec: TensorSpec) -> dict[str, Any]:
+    """compressed-tensors' QuantizationArgs of one tensor."""
+    args: dict[str, Any] = {
+        "num_bits": spec.bits,
+        "type": "int" if spec.dtype == "int" else "float",
+        "symmetric": spec.symmetric,
+        # A group whose scale is divided by another one of the whole tensor is a strategy of its own.
+        "strategy": "tensor_group" if spec.scale_format == "e4m3" else spec.granularity,
+    }
+    if spec.granularity == "group":
+        args["group_size"] = spec.group_size
+    if spec.granularity == "block":
+        args["block_structure"] = [spec.group_size, spec.group_size]
+    if spec.scale_format in _SCALE_DTYPES:
+        args["scale_dtype"] = _SCALE_DTYPES[spec.scale_format]
+    # Dynamic scales below a stored one of the whole tensor are "local".
+    return args | {"dynamic": "local" if spec.dynamic and spec.has_global_scale else spec.dynamic}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ignore_patterns(
+    skipped: Iterable[str],
+    quantized: Iterable[str],
+    routers: Iterable[str] = (),
+    copied: Iterable[str] = (),
+    *,
+    anywhere: bool = False,
+) -> list[str]:
+    """The ``ignore`` list: it matches every ``skipped`` Linear and no ``quantized`` one.
+
+    MoE routers are listed by the end of their names, anchored: they are Linears to vLLM, which would quantise them
+    silently, and ``gate`` without an anchor also catches ``gate_proj``.
+
+    Args:
+        skipped: module names of the Linears that stay as they are.
+        quantized: module names of the layers that are quantised.
+        routers: module names of the MoE routers.
+        copied: names of modules that stay as they are with all that is in them, wherever a reader has them.
+        anywhere: see :func:`quant.rules.name_patterns`.
+    """
+    quantized = list(quantized)
+    ends = dict.fromkeys(f"re:.*{re.escape('.'.join(name.split('.')[-2:]))}$" for name in routers)
+    whole = dict.fromkeys(_inside(name, quantized) for name in copied)
+    return [*ends, *whole, *name_patterns(skipped, quantized, anywhere=anywhere)]
+
+
+def _inside(module: str, others: Iterable[str]) -> str:
+    """A pattern for a module and all that is in it, by the end of its name, or by all of it where the end would catch
+    one of ``others``."""
+    names = module.split(".")
+    short = names[-2:] if names[-1].isdigit() else names[-1:]
+    pattern = rf"{ANYWHERE}{re.escape('.'.join(short))}(?:\..*)?$"
+    if any(re.match(pattern, other) for other in others):
+        pattern = rf"{re.escape(module)}(?:\..*)?$"
+    return f"re:{pattern}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Back
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
+    """What a ``quantization_config`` says of every layer, as rules: the first one that matches decides.
+
+    The inverse of :func:`quantization_config`. Keys that only steered the calibration (``observer``, ...) are passed
+    over, whatever would change the numbers is checked. Of classes only ``Linear`` is read; its rule comes last and
+    matches every name.
+
+    Args:
+        config: of config.json.
+        scales_only: only stored scales are to be read. Then the format of the codes does not matter, and schemes have
+            no inputs with scales of their own tokens.
+
+    Raises:
+        ValueError: not compressed-tensors, or numerics outside what the schemes here express (output activations,
+            activation ordering, rotated weights, ...).
+    """
+    if config.get("quant_method") != "compressed-tensors":
+        raise ValueError(f"quant_method is {config.get('quant_method')!r}, expected 'compressed-tensors'")
+    if config.get("transform_config"):
+        raise ValueError("transform_config is set: weights and inputs were rotated, which is not read")
+    rules = [Rule(None, _regex(entry)) for entry in config.get("ignore") or []]
+    named: dict[str, Scheme] = {}
+    for name, group in (config.get("config_groups") or {}).items():
+        key = f"config_groups.{name}"
+        scheme = _scheme(key, group, None if scales_only else config)
+        for target in group.get("targets") or []:
+            if target in named:
+                raise ValueError(f"{key}.targets has {target!r}, which another group has too")
+            if target != "Linear" and re.fullmatch(r"[A-Z]\w*", target):
+                raise ValueError(f"{key}.targets has {target!r}, expected 'Linear', module names or 're:' patterns")
+            named[target] = scheme
+    # Names before patterns before classes, patterns in the order of the alphabet: compressed-tensors' match_targets.
+    ordered = sorted(named, key=lambda target: (target == "Linear", target.startswith("re:"), target))
+    return rules + [Rule(named[target], None if target == "Linear" else _regex(target)) for target in ordered]
+
+
+def _regex(entry: str) -> str:
+    """A regex that matches in full where ``entry`` of ``targets`` or ``ignore`` matches a name."""
+    return f"(?:{entry.removeprefix('re:')}).*" if entry.startswith("re:") else re.escape(entry)
+
+
+def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
+    """How a ``quantization_config`` quantises keys and values; None where they stay as they are.
+
+    Raises:
+        ValueError: in another way than with one stored fp8 scale each.
+    """
+    args = _arguments("kv_cache_scheme", config.get("kv_cache_scheme"))
+    if args is None:
+        return None
+    spec = _spec("kv_cache_scheme", args)
+    if spec != TensorSpec("fp8_e4m3", 8, "tensor"):
+        raise ValueError(f"kv_cache_scheme is {spec}, expected one stored scale of fp8 per tensor")
+    return spec
+
+
+def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None) -> Scheme:
+    """The scheme of a config group; without ``config`` as far as its scales are stored."""
+    if group.get("output_activations") is not None:
+        raise ValueError(f"{key}.output_activations is set: outputs are not quantised here")
+    stored = _arguments(f"{key}.weights", group.get("weights"))
+    if stored is None:
+        raise ValueError(f"{key}.weights is missing")
+    weights = _spec(f"{key}.weights", stored)
+    inputs = _arguments(f"{key}.input_activations", group.get("input_activations"))
+    if config is None and inputs is not None and inputs.get("dynamic", False) is True:
+        inputs = None
+    activations = None if inputs is None else _spec(f"{key}.input_activations", inputs)
+    scheme = Scheme(_name(weights, activations), weights, activations)
+    known = (each for each in SCHEMES.values() if (each.weights, each.activations) == (weights, activations))
+    scheme = next(known, scheme)
+    if config is None:
+        return scheme
+    layout, expected = group.get("format") or config.get("format"), export_format(scheme)
+    if layout not in (expected, "naive-quantized" if expected in ("float-quantized", "int-quantized") else expected):
+        raise ValueError(f"{key}.format is {layout!r}, expected {expected!r} for such weights and inputs")
+    return scheme
+
+
+def _arguments(key: str, args: Any) -> Mapping[str, Any] | None:
+    """What a file says of a quantiser; None where it says null. Raises ValueError unless numbers are numbers."""
+    if args is None:
+        return None
+    if not isinstance(args, Mapping):
+        raise ValueError(f"{key} is {args!r}, expected an object")
+    for option, kinds, expected in (
+        ("num_bits", (int,), "an integer"),
+        ("symmetric", (bool,), "true or false"),
+        ("group_size", (int, type(None)), "an integer or null"),
+    ):
+        if option in args and type(args[option]) not in kinds:
+            raise ValueError(f"{key}.{option} is {args[option]!r}, expected {expected}")
+    return args
+
+
+def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
+    bits, strategy = args.get("num_bits", 8), args.get("strategy")
+    dtype: Dtype
+    match args.get("type", "int"):
+        case "float" if bits == 8:
+            dtype = "fp8_e4m3"
+        case "float" if bits == 4:
+            dtype = "fp4_e2m1"
+        case "int":
+            dtype = "int"
+        case other:
+            raise ValueError(f"{key}: type {other!r} with num_bits {bits} is not read")
+    strategies: tuple[Granularity, ...] = ("tensor", "channel", "group", "block", "token")
+    granularity: Granularity | None = next((each for each in strategies if each == strategy), None)
+    if strategy == "tensor_group":
+        granularity = "group"
+    if granularity is None:
+        raise ValueError(
+            f"{key}.strategy is {strategy!r}, expected {', '.join(map(repr, strategies))} or 'tensor_group'"
+        )
+    size = args.get("group_size") if granularity == "group" else None
+    if granularity == "block":
+        size, other_side = _sides(key, args.get("block_structure"))
+        if size != other_side:
+            raise ValueError(f"{key}.block_structure is {[size, other_side]}, expected equal sides")
+    dynamic = args.get("dynamic", False)
+    if not isinstance(dynamic, bool) and (dynamic, strategy) != ("local", "tensor_group"):
+        raise ValueError(f"{key}.dynamic is {dynamic!r}, expected true or false")
+    try:
+        ggml = dtype == "int" and args.get("scale_dtype") == _SCALE_DTYPES["float16"]
+        mx = dtype != "int" and size == MX_GROUP and args.get("scale_dtype") == _SCALE_DTYPES["e8m0"]
+        spec = TensorSpec(dtype, bits, granularity, size, args.get("symmetric", True), bool(dynamic), ggml, mx=mx)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    scale_dtype = _SCALE_DTYPES.get(spec.scale_format)
+    for option, expected, allowed in (
+        ("strategy", quantization_args(spec)["strategy"], ()),
+        ("dynamic", quantization_args(spec)["dynamic"], (None,)),
+        ("actorder", None, ("weight", "static")),  # of the calibration only; columns stay where they are
+        ("scale_dtype", scale_dtype, (None,)),
+    ):
+        if (found := args.get(option)) not in (expected, *allowed):
+            raise ValueError(f"{key}.{option} is {found!r}, expected {expected!r}")
+    return spec
+
+
+def _sides(key: str, structure: Any) -> tuple[int, int]:
+    """Both sides of a block; old checkpoints spell it '128x128'."""
+    sides = structure.split("x") if isinstance(structure, str) else structure
+    try:
+        height, width = (int(side) for side in sides)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key}.block_structure is {structure!r}, expected [height, width]") from None
+    return height, width
+
+
+def _name(weights: TensorSpec, activations: TensorSpec | None) -> str:
+    """A name in the manner of the presets, for numerics that no preset has: w2a8_channel, w4a16_g64."""
+    inputs = "a16" if activations is None else f"a{activations.bits}"
+    suffix = f"g{weights.group_size}" if weights.granularity == "group" else weights.granularity
+    return f"w{weights.bits}{inputs}_{suffix}{'' if weights.symmetric else '_asym'}"

@@ -1,0 +1,183 @@
+"""The layouts in which a trained model can be written, one Linear at a time.
+
+- ``compressed``: compressed-tensors (``quant.export``, ``quant.config``); what transformers, vLLM and SGLang read.
+- ``vllm_fp8``: the same codes and scales under vLLM's own ``fp8`` configuration, for fp8 with one scale per weight and
+  input, or with blocks of 128 x 128 (``weight_scale_inv``, as DeepSeek-V3 has it, which transformers reads too).
+- ``gpt_oss``: its experts in MXFP4 as they are published, those of a layer in one tensor (``_blocks``, ``_scales``).
+- ``dequantized``: the fake-quantised values as weights in the model's dtype. Every reader of plain checkpoints computes
+  with them; inputs are not quantised there.
+- ``gguf``: llama.cpp's blocks (``quant.gguf``), for weights of 4 or 8 bits in groups of 32; ``model.save`` puts them
+  into one file.
+- ``mlx``: what mlx-lm reads (``quant.mlx``), for integers in groups of 32, 64 or 128.
+- ``executorch``: torchao's tensors (``quant.torchao``), which ExecuTorch lowers to XNNPACK, for ``8da4w``.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+
+from quant.formats.compressed_tensors import (
+    Shapes,
+    dequantized_weight,
+    export_format,
+    pack_linear,
+    packed_shapes,
+    unpack_weight,
+    unpack_zero,
+)
+from quant.formats.config import ignore_patterns, quantization_config
+from quant.formats.gguf import BLOCK, BYTES, block_type, blocks
+from quant.formats.mlx import affine_shapes, affine_tensors, check_affine
+from quant.formats.torchao import check_intx, intx_shapes, intx_tensors, torchao_config
+from quant.scale import Scale
+from quant.spec import SCHEMES, Scheme, TensorSpec
+
+Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "dequantized", "gguf", "mlx", "executorch"]
+
+# What the suffixes of compressed-tensors' MXFP4 become behind the name of a stack of experts.
+BLOCK_ENDS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
+
+_BLOCK = SCHEMES["fp8_block"]
+_PER_TENSOR = SCHEMES["fp8_static"]
+# The codes of gpt-oss' experts. The layout says nothing of inputs; a server takes them as they are or in MXFP8.
+_GPT_OSS = (SCHEMES["mxfp4"], SCHEMES["mxfp4_mxfp8"])
+# As gpt-oss is published; nothing but its experts is quantised there.
+_NO_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
+def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
+    """Check that a model with layers of these schemes can be written in this layout.
+
+    Raises:
+        ValueError: no such layout, or it cannot hold one of the schemes.
+    """
+    if layout not in get_args(Layout):
+        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(get_args(Layout))}")
+    schemes = list(schemes)
+    for scheme in schemes:
+        export_format(scheme)
+        if layout == "gguf":
+            block_type(scheme)
+        if layout == "mlx":
+            check_affine(scheme)
+        if layout == "executorch":
+            check_intx(scheme)
+    found = {(scheme.weights, scheme.activations): scheme.name for scheme in schemes}
+    ours = [(scheme.weights, scheme.activations) for scheme in (_PER_TENSOR, _BLOCK)]
+    if layout == "vllm_fp8" and (len(found) != 1 or next(iter(found)) not in ours):
+        raise ValueError(
+            f"layout 'vllm_fp8' holds {_PER_TENSOR.name} or {_BLOCK.name} for all quantised layers, "
+            f"got {', '.join(found.values()) or 'none'}; use layout 'compressed'"
+        )
+    if layout == "gpt_oss" and list(found) not in [[(scheme.weights, scheme.activations)] for scheme in _GPT_OSS]:
+        raise ValueError(
+            f"layout 'gpt_oss' holds {' or '.join(one.name for one in _GPT_OSS)} for all quantised layers, got "
+            f"{', '.join(found.values()) or 'none'}; use layout 'compressed'"
+        )
+
+
+def block_shapes(key: str, experts: int, in_features: int, out_features: int) -> Shapes:
+    """Dtype and shape, in layout ``gpt_oss``, of what stands for the stack of experts that transformers has at
+    ``key``."""
+    groups = in_features // 32
+    return {
+        f"{key}_blocks": (torch.uint8, (experts, out_features, groups, 16)),
+        f"{key}_scales": (torch.uint8, (experts, out_features, groups)),
+    }
+
+
+def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
+    """Dtype and shape of what stands for one Linear's weight on disk, by suffix; ``dtype`` is the model's."""
+    if layout == "dequantized":
+        return {"weight": (dtype, (out_features, in_features))}
+    if layout == "gguf":
+        return {"weight": (torch.uint8, (out_features, in_features // BLOCK * BYTES[block_type(scheme)]))}
+    if layout == "mlx":
+        return affine_shapes(in_features, out_features, scheme, dtype)
+    if layout == "executorch":
+        return intx_shapes(in_features, out_features, scheme, dtype)
+    shapes = packed_shapes(in_features, out_features, scheme, dtype)
+    return {_suffix(layout, scheme, suffix): expected for suffix, expected in shapes.items()}
+
+
+@torch.no_grad()
+def linear_tensors(
+    layout: Layout,
+    name: str,
+    weight: torch.Tensor,
+    scale: Scale,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scheme: Scheme,
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """What stands for one Linear on disk, in CPU memory.
+
+    It has the parameters and errors of :func:`quant.formats.compressed_tensors.pack_linear`, whose result it
+    rearranges.
+    """
+    packed = pack_linear(name, weight, scale, input_scale, bias, scheme, dtype)
+    if layout not in ("dequantized", "gguf", "mlx", "executorch"):
+        return {f"{name}.{_suffix(layout, scheme, key.removeprefix(f'{name}.'))}": t for key, t in packed.items()}
+    by_suffix = {key.removeprefix(f"{name}."): tensor for key, tensor in packed.items()}
+    zero, biased = unpack_zero(by_suffix, scheme), {} if bias is None else {f"{name}.bias": packed[f"{name}.bias"]}
+    if layout == "mlx":
+        made = affine_tensors(by_suffix["weight_packed"], scale.s0, zero, scheme, dtype)
+        return {f"{name}.{suffix}": tensor for suffix, tensor in made.items()} | biased
+    codes = unpack_weight(by_suffix, scheme)
+    if layout == "executorch":
+        made = intx_tensors(name, codes, scale, dtype)
+        return {f"{name}.{suffix}": tensor for suffix, tensor in made.items()} | biased
+    if layout == "gguf":
+        weight = blocks(f"{name}.weight_scale", codes, scale.s0, block_type(scheme))
+    else:
+        weight = dequantized_weight(codes, scale.s0.cpu(), scheme.weights, dtype, zero)
+    return {f"{name}.weight": weight} | biased
+
+
+def _suffix(layout: Layout, scheme: Scheme, suffix: str) -> str:
+    block = layout == "vllm_fp8" and scheme.weights.granularity == "block"
+    return "weight_scale_inv" if block and suffix == "weight_scale" else suffix
+
+
+def layout_config(
+    layout: Layout,
+    layers: Mapping[str, Scheme],
+    skipped: Iterable[str],
+    routers: Iterable[str],
+    kv_cache: TensorSpec | None = None,
+    no_linears: Iterable[str] = (),
+    copied: Iterable[str] = (),
+    anywhere: bool = False,
+) -> dict[str, Any] | None:
+    """The ``quantization_config`` of config.json, or None where the checkpoint is a plain one.
+
+    Args:
+        layout: of the checkpoint.
+        layers: schemes of the quantised layers by module name; where names on disk differ from transformers', both.
+        skipped: module names of the Linears that stay as they are.
+        routers: module names of the MoE routers.
+        kv_cache: of keys and values; None where they stay as they are.
+        no_linears: those of the layers that are embeddings or the model's head.
+        copied: names on disk of modules beside the model, which are not quantised with all that is in them; for
+            ``vllm_fp8`` those of the Linears in them.
+        anywhere: readers may have the model inside another one: the names are those inside it.
+    """
+    if layout in ("dequantized", "gguf", "mlx"):
+        return None
+    if layout == "compressed":
+        ignore = ignore_patterns(skipped, layers, routers, copied, anywhere=anywhere)
+        return quantization_config(layers, ignore, kv_cache, no_linears=no_linears, anywhere=anywhere)
+    if layout == "gpt_oss":
+        return {"modules_to_not_convert": list(_NO_EXPERTS), "quant_method": "mxfp4"}
+    if layout == "executorch":
+        return torchao_config(layers, skipped, no_linears)
+    scheme = next(iter(layers.values()))
+    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    if scheme.stored_input is not None:
+        config["activation_scheme"] = "static"
+    if scheme.weights.granularity == "block":
+        config["weight_block_size"] = [scheme.weights.group_size, scheme.weights.group_size]
+    # Whole names only: vLLM knows no patterns here.
+    return config | {"ignored_layers": list(dict.fromkeys([*routers, *skipped, *copied]))}

@@ -1,0 +1,79 @@
+"""Codes and scales of one Linear as MLX has them: affine groups (``mlx.core.dequantize`` with mode "affine").
+
+A weight means ``scales * q + biases``, with ``q`` from 0 to 2^bits - 1. Packed codes are those of compressed-tensors'
+``weight_packed``, bit for bit: ``q`` is ``code + 2^(bits-1)``, little-endian and without gaps in words of 32 bits. So
+``biases`` are ``-2^(bits-1) * scales``, a power of two times a number that there is already, and nothing is rounded.
+
+With zero points biases are ``-(2^(bits-1) + zero) * scales``, which the model's dtype may not hold. Scales and biases
+of such layers are fp32, and MLX computes in fp32 from there on.
+"""
+
+import torch
+
+from quant.formats.compressed_tensors import Shapes
+from quant.formats.packing import packed_columns
+from quant.spec import SCHEMES, Scheme
+
+GROUP_SIZES = (32, 64, 128)
+
+
+def check_affine(scheme: Scheme) -> None:
+    """Raise ValueError if affine groups do not mean what ``scheme`` trains; names the nearest of which they do."""
+    weights = scheme.weights
+    plain = weights.dtype == "int" and scheme.activations is None and not weights.ggml
+    if plain and weights.group_size in GROUP_SIZES:
+        return
+    bits = weights.bits if weights.dtype == "int" else 4 if weights.bits == 4 else 8
+    size = weights.group_size if weights.group_size in GROUP_SIZES else 128
+    nearest = next(name for name in (f"w{bits}a16_g{size}", f"w{bits}a16_g128") if name in SCHEMES)
+    raise ValueError(
+        "layout 'mlx' holds integers in groups of 32, 64 or 128 with scales in model.dtype, whose inputs are not "
+        "quantised, got "
+        f"{scheme.name}; the nearest is {nearest}"
+    )
+
+
+def affine_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
+    """Dtype and shape of a Linear's tensors by suffix; ``dtype`` is the model's."""
+    size = scheme.weights.group_size
+    assert size is not None
+    kept = torch.float32 if scheme.weights.has_zero_points else dtype
+    groups = (out_features, in_features // size)
+    return {
+        "weight": (torch.uint32, (out_features, packed_columns(in_features, scheme.weights.bits))),
+        "scales": (kept, groups),
+        "biases": (kept, groups),
+    }
+
+
+def affine_tensors(
+    packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """A Linear's tensors by suffix, in CPU memory.
+
+    Args:
+        packed: ``weight_packed`` of compressed-tensors.
+        scale: effective scale of the forward, ``[out, groups]``, which ``dtype`` holds.
+        zero: fp32 zero points ``[out, groups]``; None where there are none.
+        scheme: of the Linear.
+        dtype: the model's.
+    """
+    scale = scale.cpu().float()
+    offset = 2.0 ** (scheme.weights.bits - 1) + (0 if zero is None else zero)
+    kept = dtype if zero is None else torch.float32
+    return {
+        "weight": packed.cpu().contiguous().view(torch.uint32),
+        "scales": scale.to(kept),
+        "biases": (-offset * scale).to(kept),
+    }
+
+
+def affine_config(layers: dict[str, Scheme]) -> dict[str, object]:
+    """mlx-lm's ``quantization`` of config.json: the groups of most layers, and those of each that has others."""
+    kinds = {
+        name: {"group_size": scheme.weights.group_size, "bits": scheme.weights.bits, "mode": "affine"}
+        for name, scheme in layers.items()
+    }
+    found = list(kinds.values())
+    usual = max(found, key=found.count)
+    return {**usual, **{name: kind for name, kind in kinds.items() if kind != usual}}

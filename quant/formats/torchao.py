@@ -1,0 +1,147 @@
+"""Codes and scales of one layer as torchao has them, which ExecuTorch lowers to XNNPACK without quantising again.
+
+A weight is an ``IntxUnpackedToInt8Tensor`` (torchao 0.18, ``quantize_/workflows/intx``): ``qdata`` int8 [out, in] with
+a code in each byte, whatever its width; ``scale`` and ``zero_point``, which is 0, one per row or group. In a
+safetensors file it is three tensors, and text in the file's metadata that says what they are
+(``torchao.prototype.safetensors``). The weight of a Linear also says how its inputs are quantised.
+
+XNNPACK's operators take int8 inputs with a scale and a zero point per token, as in ``8da4w``, and weights of 4 bits per
+row or in groups of a multiple of 32, or of 8 bits per row. It keeps scales of groups in bf16, positive and normal
+numbers all. Embeddings have codes of 4 or 8 bits, and no inputs to quantise.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from quant.formats.compressed_tensors import Shapes
+from quant.scale import Scale
+from quant.spec import SCHEMES, Scheme
+
+# Of every tensor, in the metadata of every file: its name in the state dict.
+TENSOR_NAMES = "tensor_names"
+
+_INPUTS = SCHEMES["8da4w"].activations
+_SMALLEST = torch.finfo(torch.bfloat16).smallest_normal
+
+
+def check_intx(scheme: Scheme) -> None:
+    """Raise ValueError if no operator of ExecuTorch computes what ``scheme`` trains; the text says what to choose."""
+    weights = scheme.weights
+    size = weights.group_size or 0
+    integers = weights.dtype == "int" and weights.symmetric and weights.granularity in ("channel", "group")
+    integers = integers and weights.scale_format == "model"  # which is bf16
+    groups = integers and size % 32 == 0
+    if scheme.activations is None and integers and weights.bits in (4, 8):
+        return
+    if scheme.activations == _INPUTS and groups and (weights.bits == 4 or (weights.bits == 8 and not size)):
+        return
+    raise ValueError(
+        "layout 'executorch' holds Linears whose inputs are int8 per token and asymmetric, with weights of 4 bits per "
+        "row or in groups of a multiple of 32, or of 8 bits per row, and embeddings of 4 or 8 bits, got "
+        f"{scheme.name}; the nearest is {'w8a16_channel' if scheme.activations is None else '8da4w'}"
+    )
+
+
+def check_intx_of(name: str, scheme: Scheme, *, embedding: bool) -> None:
+    """Raise ValueError if ``scheme``, which :func:`check_intx` takes, is for the other kind of layer."""
+    if embedding or scheme.activations is not None:
+        return  # an embedding takes no scheme with inputs
+    raise ValueError(
+        f"{name}: layout 'executorch' has no Linear whose inputs are not quantised, got {scheme.name}, which is for "
+        "embeddings there: give it 8da4w in quant.rules, or leave it unquantised (of the model's head quant.lm_head "
+        "is null)"
+    )
+
+
+def intx_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
+    """Dtype and shape of a layer's tensors by suffix; ``dtype`` is the model's."""
+    groups = scheme.weights.scale_shape((out_features, in_features))
+    return {
+        "_weight_qdata": (torch.int8, (out_features, in_features)),
+        "_weight_scale": (dtype, groups),
+        "_weight_zero_point": (torch.int8, groups),
+    }
+
+
+def intx_tensors(name: str, codes: torch.Tensor, scale: Scale, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A layer's tensors by suffix, in CPU memory.
+
+    Args:
+        name: of the layer, for the error.
+        codes: int8 [out, in].
+        scale: of the weight, without a theta: s0 is the effective scale of the forward, which ``dtype`` holds.
+        dtype: the model's.
+
+    Raises:
+        ValueError: a scale is not a positive normal number of bf16.
+    """
+    stored = scale.s0.cpu().to(dtype)
+    if not bool((stored >= _SMALLEST).all()):
+        raise ValueError(
+            f"{name}: a weight scale is {stored.min().item():.3g}, and XNNPACK takes no scales below {_SMALLEST:.3g}: "
+            "export an earlier checkpoint, or leave this layer unquantised"
+        )
+    return {
+        "_weight_qdata": codes,
+        "_weight_scale": stored,
+        "_weight_zero_point": torch.zeros(stored.shape, dtype=torch.int8),
+    }
+
+
+def intx_metadata(scheme: Scheme, in_features: int, dtype: torch.dtype) -> str:
+    """What the metadata of a file says of a weight; of a tensor without codes see :data:`PLAIN`."""
+    weights = scheme.weights
+    return json.dumps(
+        {
+            "_type": "IntxUnpackedToInt8Tensor",
+            "_data": {
+                "target_dtype": _dtype(f"int{weights.bits}"),
+                "block_size": [1, weights.group_size or in_features],
+                "dtype": _dtype(str(dtype).removeprefix("torch.")),
+                "activation_quantization": None if scheme.activations is None else "int8_asym_per_token",
+            },
+            "_tensor_data_names": ["qdata", "scale", "zero_point"],
+        }
+    )
+
+
+PLAIN = json.dumps({"_type": "Tensor"})
+
+
+def torchao_config(layers: Mapping[str, Scheme], skipped: Iterable[str], embeddings: Iterable[str]) -> dict[str, Any]:
+    """transformers' ``quantization_config`` for torchao.
+
+    Args:
+        layers: schemes of the quantised layers by module name.
+        skipped: module names of the Linears that stay as they are.
+        embeddings: those of ``layers`` that are embeddings.
+    """
+    kinds = {name: _config(scheme) for name, scheme in layers.items()}
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": kinds}}},
+        "modules_to_not_convert": sorted(skipped),
+        "include_input_output_embeddings": bool(list(embeddings)),
+        "untie_embedding_weights": False,
+    }
+
+
+def _config(scheme: Scheme) -> dict[str, Any]:
+    """torchao's config of one layer, with its own defaults where nothing is said."""
+    weights = scheme.weights
+    granularity: dict[str, Any] = {"_type": "PerAxis", "_version": 1, "_data": {"axis": 0}}
+    if weights.group_size is not None:
+        granularity = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": weights.group_size}}
+    if scheme.activations is None:
+        kind, before = "IntxWeightOnlyConfig", ""
+    else:
+        kind, before = "Int8DynamicActivationIntxWeightConfig", "weight_"
+    data = {"weight_dtype": _dtype(f"int{weights.bits}"), f"{before}granularity": granularity}
+    return {"_type": kind, "_version": 2, "_data": data}
+
+
+def _dtype(name: str) -> dict[str, str]:
+    return {"_type": "torch.dtype", "_data": name}

@@ -1,0 +1,279 @@
+// What the CUDA kernels do with elements, apart from how they get at them. An operation is a struct with
+//
+//     In                             eight neighbouring elements of the input, as loaded
+//     load<kWide>(i, n)              loads those at i, i + 1, ..., of which the tensor has n
+//     apply<kWide>(in, i, n, ...)    computes and stores the results
+//     take_run(run, scales)          what there is to store for a run besides; few have it
+//
+// Each says by itself what it loads: a base class for the few lines that several have alike would hide from the reader
+// of an operation how much it reads.
+
+#pragma once
+
+#include "scales.h"
+
+namespace deepqat::cuda {
+
+// ---- operations on elements
+
+template <typename T, typename G>
+struct Quantize {
+  using In = Vector<T>;
+  static constexpr bool kScaled = true, kShifted = G::kShifted;
+  const T* x;
+  typename G::Code* codes;
+  uint8_t* mask;
+  T* values;
+  G grid;
+  float* effective;
+
+  DEEPQAT_DEVICE void take_run(int64_t run, const DeviceScales& scales) const {
+    if (effective != nullptr) effective[run] = scales.of_run<false>(run).value;
+  }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(x + i, n);
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+    float v[kVector];
+    values_of(in, v);
+    unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
+    const auto grid_of = [&](int j) { return grid.at(scale(j).zero); };
+    store_vector<kWide>(encoded(grid_of, v), codes + i, n);
+    if (values != nullptr) {
+      float rounded[kVector];
+      round_to_grid(grid_of, v, rounded);
+      unrolled<kVector>([&](int j) { rounded[j] *= scale(j).value; });
+      store_vector<kWide>(stored<T>(rounded), values + i, n);
+    }
+    if (mask == nullptr || n <= 0) return;
+    uint32_t inside = 0;
+    unrolled<kVector>([&](int j) { inside |= j < n && grid_of(j).inside(v[j]) ? 1u << j : 0u; });
+    mask[i / kVector] = static_cast<uint8_t>(inside);
+  }
+};
+
+template <typename T, typename G>
+struct Dequantize {
+  using In = Vector<typename G::Code>;
+  static constexpr bool kScaled = true, kShifted = G::kShifted;
+  const typename G::Code* codes;
+  T* out;
+  G grid;
+  void* zeros;
+
+  DEEPQAT_DEVICE void take_run(int64_t run, const DeviceScales& scales) const {
+    if (zeros != nullptr) scales.store_gradient(run, 0.0f, zeros);
+  }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(codes + i, n);
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+    float values[kVector];
+    decode([&](int j) { return grid.at(scale(j).zero); }, in, values);
+    unrolled<kVector>([&](int j) { values[j] *= scale(j).value; });
+    store_vector<kWide>(stored<T>(values), out + i, n);
+  }
+};
+
+template <typename T, typename G>
+struct FakeQuantize {
+  using In = Vector<T>;
+  static constexpr bool kScaled = true, kShifted = G::kShifted;
+  const T* x;
+  T* out;
+  G grid;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(x + i, n);
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+    float v[kVector], rounded[kVector];
+    values_of(in, v);
+    unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
+    round_to_grid([&](int j) { return grid.at(scale(j).zero); }, v, rounded);
+    unrolled<kVector>([&](int j) { rounded[j] *= scale(j).value; });
+    store_vector<kWide>(stored<T>(rounded), out + i, n);
+  }
+};
+
+// Which of eight elements a condition holds for: element j at bit j.
+template <typename Condition>
+DEEPQAT_DEVICE uint32_t bits_where(const Condition& condition) {
+  uint32_t bits = 0;
+  unrolled<kVector>([&](int j) { bits |= condition(j) ? 1u << j : 0u; });
+  return bits;
+}
+
+constexpr uint32_t kAllOfThem = (1u << kVector) - 1;
+
+template <typename T, typename G>
+struct Backward {
+  using In = GradAndX<T>;
+  static constexpr bool kScaled = true, kShifted = G::kShifted;
+  const T *grad, *x;
+  T* grad_x;
+  G grid;
+  bool of_weight;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    // In place a gradient is read only where something was clipped.
+    return {grad == grad_x ? Vector<T>{} : load_vector<kWide>(grad + i, n), load_vector<kWide>(x + i, n)};
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+    float v[kVector];
+    values_of(in.x, v);
+    unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
+    const uint32_t bits = bits_where([&](int j) { return grid.at(scale(j).zero).inside(v[j]); });
+    if (grad == grad_x && bits == kAllOfThem) return;
+    const auto bit = [&](int j) { return (bits >> j & 1u) != 0; };
+    Vector<T> dx = kept(grad == grad_x ? load_vector<kWide>(grad + i, n) : in.grad, bit);
+    // What is not finite is outside, too.
+    if (of_weight && bits != kAllOfThem) unrolled<kVector>([&](int j) { dx.at[j] = nan_unless_finite(dx.at[j], v[j]); });
+    store_vector<kWide>(dx, grad_x + i, n);
+  }
+};
+
+template <typename T>
+struct Masked {
+  struct In {
+    Vector<T> grad;
+    uint32_t mask;
+  };
+  static constexpr bool kScaled = false, kShifted = false;
+  const T* grad;
+  const uint8_t* mask;
+  T* out;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    const uint32_t bits = n > 0 ? mask[i / kVector] : 0u;
+    return {untouched(bits) ? Vector<T>{} : load_vector<kWide>(grad + i, n), bits};
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf) const {
+    if (untouched(in.mask)) return;
+    store_vector<kWide>(kept(in.grad, [&](int j) { return (in.mask >> j & 1u) != 0; }), out + i, n);
+  }
+
+  // In place eight gradients of which none was clipped are neither read nor written.
+  DEEPQAT_DEVICE bool untouched(uint32_t bits) const { return grad == out && bits == kAllOfThem; }
+};
+
+// Dequantises codes, and masks a gradient of as many elements in place: what backward wants of an input at once.
+template <typename T, typename G>
+struct DequantizeAndMask {
+  struct In {
+    Vector<typename G::Code> codes;
+    uint32_t mask;
+  };
+  static constexpr bool kScaled = true, kShifted = G::kShifted;
+  const typename G::Code* codes;
+  T *out, *grad;
+  const uint8_t* mask;
+  G grid;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return {load_vector<kWide>(codes + i, n), n > 0 ? mask[i / kVector] : kAllOfThem};
+  }
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+    float values[kVector];
+    decode([&](int j) { return grid.at(scale(j).zero); }, in.codes, values);
+    unrolled<kVector>([&](int j) { values[j] *= scale(j).value; });
+    store_vector<kWide>(stored<T>(values), out + i, n);
+    if (in.mask == kAllOfThem) return;
+    const auto bit = [&](int j) { return (in.mask >> j & 1u) != 0; };
+    store_vector<kWide>(kept(load_vector<kWide>(grad + i, n), bit), grad + i, n);
+  }
+};
+
+// ---- operations that reduce runs: apply() takes the elements' terms into accumulators, finish() the run's result
+
+template <typename T, typename G>
+struct BackwardSums : Backward<T, G> {
+  using In = GradAndX<T>;
+  using Value = float;
+  float* partial;
+  void* grad_theta;
+  float factor;
+
+  static DEEPQAT_DEVICE float combine(float a, float b) { return a + b; }
+  static DEEPQAT_DEVICE float of_partial(float partial) { return partial; }
+  static DEEPQAT_DEVICE float to_partial(float sum) { return sum; }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return {load_vector<kWide>(this->grad + i, n), load_vector<kWide>(this->x + i, n)};
+  }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, const Scale& scale, float (&sums)[kVector]) const {
+    float v[kVector], rounded[kVector], grad[kVector];
+    values_of(in.x, v);
+    values_of(in.grad, grad);
+    unrolled<kVector>([&](int j) { v[j] *= scale.inverse; });
+    const auto its_grid = this->grid.at(scale.zero);
+    round_to_grid([&](int) { return its_grid; }, v, rounded);
+    // Written in place too where nothing was clipped: to ask costs registers that sm_100 does not have here.
+    const auto inside = [&](int j) { return its_grid.inside(v[j]); };
+    store_vector<kWide>(kept(in.grad, inside), this->grad_x + i, n);
+    // Beyond the end both are zero, and so is the term, whatever the scale.
+    unrolled<kVector>([&](int j) {
+      sums[j] += grad[j] * its_grid.scale_term(v[j], rounded[j]);
+      sums[j] += deepqat::kept(v[j] - v[j], this->of_weight);  // 0, or NaN
+    });
+  }
+
+  DEEPQAT_DEVICE void finish(int64_t run, float sum, const DeviceScales& scales, const Scale& scale) const {
+    scales.store_gradient(run, sum * scale.learned * factor, grad_theta);
+  }
+};
+
+// As integers, the bits of magnitudes are in the order of their values, and those of NaNs above all.
+template <typename T>
+struct Amax {
+  using In = Vector<T>;
+  using Value = uint32_t;
+  static constexpr bool kScaled = false, kShifted = false;
+  const T* x;
+  float *partial, *out;
+
+  static DEEPQAT_DEVICE uint32_t combine(uint32_t a, uint32_t b) { return max(a, b); }
+  static DEEPQAT_DEVICE uint32_t of_partial(float partial) { return bits_of(partial); }
+  static DEEPQAT_DEVICE float to_partial(uint32_t largest) { return float_of(largest); }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(x + i, n);
+  }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t, int, const Scale&, uint32_t (&largest)[kVector]) const {
+    float values[kVector];
+    values_of(in, values);
+    unrolled<kVector>([&](int j) { largest[j] = max(largest[j], bits_of(magnitude(values[j]))); });
+  }
+
+  DEEPQAT_DEVICE void finish(int64_t run, uint32_t largest, const DeviceScales&, const Scale&) const {
+    out[run] = float_of(largest);
+  }
+};
+
+}  // namespace deepqat::cuda

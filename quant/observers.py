@@ -1,0 +1,371 @@
+"""First scales: of a weight from the pieces of it that the ranks hold, of an input from what was seen of it.
+
+ZeRO-3 gives each rank a contiguous range of the row-major weight. A rank reduces its range to two numbers per scale
+(:func:`partial_stats`), the engine combines these over ranks (:func:`combine` is a maximum, so an all-reduce does) and
+the result becomes scales (:func:`scales_from_stats`) and, where the grid is not symmetric, zero points
+(:func:`zero_points_from_stats`). Scales whose elements lie on several ranks come out exactly as if one rank had seen
+them all.
+
+The largest magnitude is a poor scale where the grid is coarse: at 2 bits it leaves 22% of the energy of a Gaussian
+weight as error (groups of 32), the best scale 14%. Where :meth:`Ranges.searches` says so, a second pass measures the
+squared error of a few fractions of that scale (:func:`partial_errors`, summed over ranks) and takes the best one of
+each (:func:`scales_from_errors`). An integer grid reaches one code further down than up; a *signed* scale, negative
+where the largest magnitude is positive, uses that code: with it 13% remain, with both 11%.
+
+Of inputs an :class:`Observer` keeps the largest magnitude over many batches, how much of them a static scale clips, and
+where more is asked for a histogram of magnitudes (:func:`scale_from_histogram`). The statistics stay on the device and
+are never read here, so that watching costs no host synchronisation (but for a histogram on CUDA, whose counting waits
+for the device). The reader decides when to look, and reduces over ranks.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quant import kernels
+from quant.reference import absmax_scale, asymmetric_grid, fake_quant, inside_range, round_scale
+from quant.spec import TensorSpec
+
+# A magnitude's bin is its bf16 number without the two lowest bits: 32 bins per power of two, over all powers of two, so
+# that ranks and batches need not agree on a range before they have seen anything.
+_DROPPED = 2
+BINS = 2**15 >> _DROPPED
+# The middle of each bin.
+MAGNITUDES = ((torch.arange(BINS, dtype=torch.int32) << _DROPPED | 1 << _DROPPED - 1) << 16).view(torch.float32)
+MAGNITUDES[0] = 0
+
+
+class _Recomputing:
+    """A plain flag and not a context variable: on CUDA autograd recomputes in a thread of its own."""
+
+    now = False
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Put this around a backward: the forwards that activation checkpointing repeats in it are not counted again."""
+    _Recomputing.now = True
+    try:
+        yield
+    finally:
+        _Recomputing.now = False
+
+
+class Observer:
+    """Statistics of one input; a plain object, shared by the layers that share its scale.
+
+    Such layers read the same tensor (q, k and v) or different tokens (the experts of a layer). A tensor that is counted
+    by three layers changes neither a maximum nor a ratio.
+
+    Attributes:
+        spec: how the input is quantised.
+        histogram: int64 ``[BINS]``, how many magnitudes fell into each bin (:data:`MAGNITUDES`); None if not kept.
+        absmax: largest magnitude seen, fp32 scalar; 0 before the first token, NaN once a NaN was seen.
+        clipped: elements outside the range so far, int64 scalar.
+        total: elements that ``clipped`` was counted over.
+    """
+
+    def __init__(self, spec: TensorSpec, *, histogram: bool = False) -> None:
+        """``histogram``: whether to keep one, which costs a pass over the input."""
+        self.spec = spec
+        self.histogram: Tensor | None = torch.zeros(0) if histogram else None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self.absmax = torch.zeros((), dtype=torch.float32)
+        self.clipped = torch.zeros((), dtype=torch.int64)
+        self.total = 0
+        if self.histogram is not None:
+            self.histogram = torch.zeros(BINS, dtype=torch.int64)
+
+    @torch.no_grad()
+    def update(self, x: Tensor, scale: Tensor | None) -> None:
+        """Add the elements of ``x``, any shape; with a scale, count those outside its range too.
+
+        Nothing happens in a block of :func:`recomputing`.
+        """
+        if _Recomputing.now or x.numel() == 0:  # an expert that no token chose
+            return
+        self.absmax = torch.maximum(self.absmax.to(x.device), kernels.amax(x)[0])
+        if self.histogram is not None:
+            bits = x.detach().to(torch.bfloat16).abs().view(torch.int16).flatten()
+            self.histogram = self.histogram.to(x.device) + torch.bincount(bits.int() >> _DROPPED, minlength=BINS)
+        if scale is not None:
+            self.clipped = self.clipped.to(x.device) + (~inside_range(x, scale, self.spec)).sum()
+            self.total += x.numel()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What was seen so far, for a checkpoint; :meth:`load_state_dict` takes it back."""
+        state = {"absmax": self.absmax.cpu(), "clipped": self.clipped.cpu(), "total": torch.tensor(self.total)}
+        return state if self.histogram is None else state | {"histogram": self.histogram.cpu()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.absmax, self.clipped, self.total = state["absmax"], state["clipped"], int(state["total"])
+        if self.histogram is not None:
+            self.histogram = state["histogram"]
+
+
+# Fractions of the absmax scale that the search tries. At 2 and 3 bits a grid of 200 lowers the error of a Gaussian
+# weight by less than another 1%, and its choices all lie in this interval. 1 is among them: the result is never worse
+# than absmax, where scales are not signed.
+SEARCH_FRACTIONS: tuple[float, ...] = tuple(step / 20 for step in range(6, 27))
+
+_CHUNK = 2**20  # elements that the search holds in fp32 at a time, in a few copies
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """How first scales are chosen.
+
+    Attributes:
+        weights: ``absmax``: the largest magnitude; ``mse``: the squared error is smallest; ``auto``: ``mse`` for
+            integers of 3 bits and fewer, ``absmax`` for the others.
+        signed: whether scales of integer weights may be negative; those of ggml may anyway.
+        inputs: ``absmax``, ``mse``, or ``percentile`` of the magnitudes.
+        percentile: for inputs, in percent.
+    """
+
+    weights: Literal["auto", "absmax", "mse"] = "auto"
+    signed: bool = False
+    inputs: Literal["absmax", "percentile", "mse"] = "absmax"
+    percentile: float = 99.99
+
+    def searches(self, spec: TensorSpec) -> bool:
+        """Whether the first scale of a weight minimises the squared error."""
+        return self.weights == "mse" or (self.weights == "auto" and spec.dtype == "int" and spec.bits <= 3)
+
+    def signs(self, spec: TensorSpec) -> bool:
+        """Whether the scales of a weight may be negative, so that a code without a counterpart is used."""
+        return (self.signed or spec.ggml) and spec.dtype == "int" and spec.symmetric and not spec.narrow
+
+
+def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
+    """Largest values, and largest values negated, per scale over one range of a weight.
+
+    Args:
+        flat: the values ``[start, start + len(flat))`` of the row-major weight, 1-D, any float dtype.
+        start: where the range begins.
+        shape: ``(out, in)`` of the whole weight, or ``(E, out, in)`` of a stack.
+        spec: how it is quantised.
+
+    Returns:
+        fp32 ``[2, *scale shape]``; 0 where nothing of that scale is in the range, or nothing of that sign, NaN where a
+        NaN is.
+
+    Raises:
+        ValueError: the range does not lie inside the weight.
+    """
+    stats = torch.zeros(2, _runs(shape, spec), dtype=torch.float32, device=flat.device)
+    for runs, rows in _by_run(flat, start, shape, spec):
+        smallest, largest = torch.aminmax(rows, dim=-1)  # unlike abs(), makes no copy of the rows
+        stats[0, runs], stats[1, runs] = largest.float().clamp(min=0), (-smallest).float().clamp(min=0)
+    return _over_blocks(stats, shape, spec).amax(2).view(2, *spec.scale_shape(shape))
+
+
+def combine(a: Tensor, b: Tensor) -> Tensor:
+    """Statistics of two ranges, or of two weights that share their scales: the elementwise maximum."""
+    return torch.maximum(a, b)
+
+
+def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
+    """The fp32 scales with which the largest magnitude still fits the grid, from the combined statistics ``[2, *scale
+    shape]``.
+
+    Signed ones map it to ``qmin``, the code that has no counterpart. Asymmetric ones fit the whole range.
+    """
+    if spec.has_zero_points:
+        return asymmetric_grid(-stats[1], stats[0], spec)[0]
+    scales = absmax_scale(stats.amax(0), spec)
+    return scales * ((spec.qmax - spec.qmin) / 2 / -spec.qmin) * _signs(stats) if signed else scales
+
+
+def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
+    """fp32 zero points of the range that the combined statistics ``[2, *scale shape]`` give; None where there are none.
+
+    They hold for every fraction of the scale too, which shrinks the range on both sides of 0 alike.
+    """
+    return asymmetric_grid(-stats[1], stats[0], spec)[1] if spec.has_zero_points else None
+
+
+def partial_errors(
+    flat: Tensor, start: int, shape: tuple[int, ...], stats: Tensor, spec: TensorSpec, *, signed: bool = False
+) -> Tensor:
+    """Squared quantisation error per candidate and scale over one range of a weight.
+
+    Args:
+        flat, start, shape, spec: as in :func:`partial_stats`.
+        stats: the statistics of the whole weight, combined over all ranges.
+        signed: as in :func:`scales_from_errors`.
+
+    Returns:
+        fp32 ``[len(SEARCH_FRACTIONS), *scale shape]``; 0 where nothing of that scale is in the range. Errors of two
+        ranges, or of two weights that share their scales, add up.
+    """
+    errors = torch.zeros(len(SEARCH_FRACTIONS), _runs(shape, spec), dtype=torch.float32, device=flat.device)
+    candidates = [_per_run(scale, shape, spec) for scale in _candidates(stats, spec, signed)]
+    zero = zero_points_from_stats(stats, spec)
+    zero_per_run = _zero_per_run(zero, shape, spec)
+    for runs, rows in _by_run(flat, start, shape, spec):
+        for part in _chunks(runs, rows.shape[1]):
+            values = rows[part.start - runs.start : part.stop - runs.start].float()
+            for index, scales in enumerate(candidates):
+                error = fake_quant(values, scales[part], spec, _of(zero_per_run, part)).sub_(values)
+                errors[index, part] = error.square_().sum(-1)
+    return _over_blocks(errors, shape, spec).sum(2).view(-1, *spec.scale_shape(shape))
+
+
+def scales_from_errors(stats: Tensor, errors: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
+    """The fp32 scales that have the smallest squared error, from the combined statistics and errors. A ``signed`` scale
+    is negative where the largest magnitude is a positive value."""
+    best = errors.argmin(0, keepdim=True)
+    return torch.stack(_candidates(stats, spec, signed)).gather(0, best).squeeze(0)
+
+
+def _candidates(stats: Tensor, spec: TensorSpec, signed: bool) -> list[Tensor]:
+    """The scales that the search tries, each in the scale's shape; powers of two where only these can be stored."""
+    scales = scales_from_stats(stats, spec)
+    signs = _signs(stats) if signed else 1
+    tried = [fraction * scales * signs for fraction in SEARCH_FRACTIONS]
+    return [round_scale(one, spec, None) for one in tried] if spec.scale_format == "e8m0" else tried
+
+
+def _signs(stats: Tensor) -> Tensor:
+    """-1 where the largest magnitude is a positive value, else 1."""
+    return torch.where(stats[0] > stats[1], -1.0, 1.0)
+
+
+def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Tensor:
+    """The scale ``(1,)`` of an input from the histogram of its magnitudes (:class:`quant.observers.Observer`).
+
+    Within half the width of a bin, 1.6% of the value. The squared error is searched over fractions of the absmax scale.
+
+    Raises:
+        ValueError: it is a global scale above dynamic ones, which absmax alone gives.
+    """
+    if spec.dynamic:
+        raise ValueError(f"quant.input_range {ranges.inputs} is not for the global scale of NVFP4 inputs: set absmax")
+    counts, magnitudes = counts.double().cpu(), MAGNITUDES.double()
+    if ranges.inputs == "percentile":
+        fits = counts.cumsum(0) >= ranges.percentile / 100 * counts.sum()
+        # At least the smallest magnitude that is not 0: nothing would be left of inputs that are nearly all zeros.
+        index = max(int(fits.int().argmax()), int(counts[1:].nonzero().min()) + 1 if counts[1:].any() else 0)
+        return absmax_scale(magnitudes[index].float().view(1), spec)
+    seen = counts.nonzero().flatten()
+    values, weights = magnitudes[seen].float(), counts[seen]
+    largest = absmax_scale(values.max().view(1), spec)
+    tried = [largest * step / 50 for step in range(5, 51)]
+    errors = [(fake_quant(values, scale, spec).sub(values).double().square() * weights).sum() for scale in tried]
+    return tried[int(torch.stack(errors).argmin())]
+
+
+def partial_clipped(
+    flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
+) -> Tensor:
+    """How many values of one range of a weight its scales clip; int64 scalar on the range's device.
+
+    Args:
+        flat, start, shape, spec: as in :func:`partial_stats`.
+        scale: the whole effective scale, fp32.
+        zero: the whole of its zero points, where there are any.
+    """
+    clipped = torch.zeros((), dtype=torch.int64, device=flat.device)
+    per_run, zero_per_run = _per_run(scale, shape, spec), _zero_per_run(zero, shape, spec)
+    for runs, rows in _by_run(flat, start, shape, spec):
+        clipped += (~inside_range(rows, per_run[runs], spec, _of(zero_per_run, runs))).sum()
+    return clipped
+
+
+def partial_squares(
+    flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
+) -> Tensor:
+    """Squared quantisation error, and squared values, summed over one range of a weight; fp64 [2].
+
+    The first over the second is the relative error of the weight, its inverse the signal-to-noise ratio. The arguments
+    are those of :func:`partial_clipped`.
+    """
+    return partial_fit(flat, start, shape, scale, spec, zero).flatten(1).sum(1)
+
+
+def partial_fit(
+    flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
+) -> Tensor:
+    """The sums of :func:`partial_squares` for each scale by itself; fp64 ``[2, *scale shape]``."""
+    sums = torch.zeros(2, _runs(shape, spec), dtype=torch.float64, device=flat.device)
+    per_run, zero_per_run = _per_run(scale, shape, spec), _zero_per_run(zero, shape, spec)
+    for runs, rows in _by_run(flat, start, shape, spec):
+        for part in _chunks(runs, rows.shape[1]):
+            for piece in rows[part.start - runs.start : part.stop - runs.start].split(_CHUNK, dim=1):
+                values = piece.float()
+                error = fake_quant(values, per_run[part], spec, _of(zero_per_run, part)).sub_(values)
+                sums[:, part] += torch.stack([t.square().sum(-1, dtype=torch.float64) for t in (error, values)])
+    return _over_blocks(sums, shape, spec).sum(2).view(2, *spec.scale_shape(shape))
+
+
+def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """The elements ``[start, start + len(flat))`` of a tensor as at most three views ``[runs, values]``, each with the
+    slice of the runs it belongs to.
+
+    A run is ``size`` consecutive elements. The views are the rest of a run that began on an earlier rank, the whole
+    runs, and the beginning of one that goes on on the next rank.
+    """
+    first = start // size
+    head = min(-start % size, flat.numel())
+    whole = (flat.numel() - head) // size
+    if head:
+        yield slice(first, first + 1), flat[:head].view(1, -1)
+        first += 1
+    if whole:
+        yield slice(first, first + whole), flat[head : head + whole * size].view(whole, size)
+    if head + whole * size < flat.numel():
+        yield slice(first + whole, first + whole + 1), flat[head + whole * size :].view(1, -1)
+
+
+def _by_run(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
+    """The range by runs, the consecutive elements that share a scale; see :func:`by_run`."""
+    numel, stop = math.prod(shape), start + flat.numel()
+    if flat.dim() != 1 or not 0 <= start <= stop <= numel:
+        raise ValueError(
+            f"expected a 1-D range inside the {numel} values of a weight {tuple(shape)}, "
+            f"got shape {tuple(flat.shape)} at [{start}, {stop})"
+        )
+    yield from by_run(flat, start, spec.run_length(shape))
+
+
+def _runs(shape: tuple[int, ...], spec: TensorSpec) -> int:
+    """How many runs a weight has. More than scales where these are per block: a block has one in each of its rows."""
+    return math.prod(shape) // spec.run_length(shape)
+
+
+def _over_blocks(per_run: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
+    """``[n, runs]`` as ``[n, scales down, runs per scale, scales across]``."""
+    rows = spec.elements_per_scale(shape) // spec.run_length(shape)
+    across = shape[-1] // spec.run_length(shape) if rows > 1 else 1
+    return per_run.view(per_run.shape[0], -1, rows, across)
+
+
+def _per_run(scale: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
+    """The scale (or zero point) of every run, ``[runs, 1]``."""
+    rows = spec.elements_per_scale(shape) // spec.run_length(shape)
+    return (scale.repeat_interleave(rows, -2) if rows > 1 else scale).reshape(-1, 1)
+
+
+def _zero_per_run(zero: Tensor | None, shape: tuple[int, ...], spec: TensorSpec) -> Tensor | None:
+    return None if zero is None else _per_run(zero, shape, spec)
+
+
+def _of(zero: Tensor | None, runs: slice) -> Tensor | None:
+    return None if zero is None else zero[runs]
+
+
+def _chunks(runs: slice, size: int) -> Iterator[slice]:
+    """``runs`` in pieces of about ``_CHUNK`` elements, where each run has ``size``."""
+    step = max(1, _CHUNK // size)
+    for begin in range(runs.start, runs.stop, step):
+        yield slice(begin, min(begin + step, runs.stop))

@@ -1,0 +1,389 @@
+"""No knob is silent: beside whatever makes it idle it is refused, or a real run shows it, or a table says why neither.
+
+Every knob of the recipe is given another value beside each situation. What is accepted and in no table here is run, and
+must make something else than the situation alone: losses, weights, files, TensorBoard. ``make test`` draws some of the
+pairs anew each time, ``make test-full`` runs all of them. A knob that is added fails until it has a value here, or a
+line that says where it is tested.
+"""
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import Field, dataclass, fields, is_dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import pytest
+
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
+from engine.config.events import EventRecipe
+from engine.config.reading import save_recipe
+from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
+from tests.distributed.launcher import free_port
+from tests.distributed.recipes import write_chats
+from tests.patience import PATIENCE
+from tests.processes import run_python
+from tests.root import ROOT
+from tests.tiny import TEXT, tiny_checkpoint
+
+PROGRAM = "from tests.distributed.engine.config.scripts.every_knob import main; main()"
+LORA = {"adapter.kind": "lora", "learnable.weight": False, "learnable.weight_scale": False}
+KD = {"loss.lm_weight": 0.0, "loss.kd_weight": 1.0, "loss.teacher": "other"}
+# Situations in which knobs may be idle, as settings by key.
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "never quantises": {"quant.fake_quant_start": -1},
+    "weights alone": {"quant.scheme": "w4a16_g32", "quant.rotate": [r".*\.o_proj"], "quant.rotate_block": 64},
+    "KV cache alone": {"quant.scheme": "fp8_kv", "learnable.weight_scale": False},
+    "merged adapters": LORA,
+    "teacher at rest": {"loss.teacher": "other"},
+    "norms alone": {
+        "learnable.weight": False,
+        "learnable.weight_scale": False,
+        "learnable.norm": True,
+        "optim.lr": 0.03,
+    },
+    "text": {"data.kind": "text", "data.train": ["text.txt"], "data.held_out": 4},
+    "no export": {"export.enabled": False, "optim.schedule": "wsd", "optim.decay_steps": 2},
+}
+# What lets a knob act that is idle in all of these.
+COMPANY: dict[str, dict[str, Any]] = {
+    "model.experts": {"model.path": "qwen3_moe"},
+    "data.weights": {},
+    "data.eval": {"eval.every": 1, "data.held_out": 4},
+    "quant.input_range": {},
+    "quant.percentile": {"quant.input_range": "percentile"},
+    "quant.initial_input_scale": {
+        "quant.calibration_batches": 0,
+        "quant.fake_quant_start": 1,
+        "learnable.weight": False,
+    },
+    "quant.scales_follow_weights": {"quant.weight_range": "absmax", "optim.lr": 0.03},
+    "quant.keep_codes": {"quant.scheme": "fp8_dynamic"},
+    "learnable.act_scale": {},
+    "adapter.dropout": {**LORA, "adapter.merge": False},
+    "adapter.init": {**LORA, "adapter.merge": False, "quant.scheme": "w4a16_g32"},
+    "adapter.base": {**LORA, "adapter.merge": False, "quant.scheme": "w4a16_g32"},
+    "optim.act_scale_lr": {"learnable.act_scale": True},
+    "loss.kd": KD,
+    "loss.top_k": {**KD, "loss.kd": "kl_top_k", "loss.top_k": 5},
+    "loss.teacher": KD,
+    "loss.diagnostics_every": KD,
+    "loss.temperature": {**KD, "loss.kd": "kd"},
+    "loss.tail": {**KD, "loss.kd": "kl_top_k", "loss.top_k": 5},
+    "train.activation_offload": {"train.activation_checkpointing": True},
+    "eval.best": {**KD, "eval.every": 1, "data.held_out": 4, "train.checkpoint_every": 1},
+}
+# Knobs whose type says another value: the other truth, another choice, one more.
+BY_TYPE = re.findall(
+    r"\S+",
+    """
+    model.load model.dtype model.experts data.kind data.loss_on data.too_long data.special_tokens data.packing
+    data.micro_batch_size data.seed train.gradient_accumulation_steps train.activation_checkpointing
+    train.activation_offload train.log_every train.checkpoint_every quant.first_codes quant.signed_scales
+    quant.input_range quant.scales_follow_weights quant.calibration_batches quant.keep_codes quant.fuse_norms
+    quant.gather_codes learnable.weight learnable.embedding learnable.weight_scale learnable.act_scale
+    learnable.norm learnable.router adapter.kind adapter.merge adapter.base adapter.init adapter.rank
+    adapter.alpha adapter.rslora optim.warmup_steps optim.schedule loss.kd_weight loss.kd loss.tail
+    loss.diagnostics_every eval.every eval.best export.enabled export.format
+    """,
+)
+# Another value of the others.
+VALUES: dict[str, Any] = {
+    "model.path": "other",
+    "model.attn_implementation": "eager",
+    "data.train": ["more.jsonl"],
+    "data.weights": [3.0, 1.0],
+    "data.held_out": 3,
+    "data.eval": ["held.jsonl"],
+    "data.max_length": 100,
+    "train.steps": 3,
+    "train.quant_stats_every": 1,
+    "train.resume": "best",
+    "output_dir": "elsewhere",
+    "deepspeed": "zero1",
+    "quant.scheme": "w8a8_static",
+    "quant.rules": [],
+    "quant.lm_head": "w8a16_channel",
+    "quant.embedding": "w8a16_channel",
+    "quant.exempt": [r".*\.down_proj"],
+    "quant.exempt_more": [r".*\.down_proj"],
+    "quant.weight_range": "mse",
+    "quant.percentile": 90.0,
+    "quant.initial_input_scale": 0.05,
+    "quant.compute": "fp8_gemm",
+    "quant.rotate": [r".*\.[qkvo]_proj"],
+    "quant.fake_quant_start": 1,
+    "learnable.freeze": [r".*down_proj.weight"],
+    "adapter.targets": [r".*\.q_proj"],
+    "adapter.ranks": {r".*\.q_proj": 2},
+    "adapter.dropout": 0.5,
+    "optim.lr": 3e-3,
+    "optim.embedding_lr": 1e-2,
+    "optim.norm_lr": 1e-2,
+    "optim.scale_lr": 3e-2,
+    "optim.act_scale_lr": 3e-2,
+    "optim.adapter_lr": 2e-2,
+    "optim.min_lr_ratio": 0.7,
+    "optim.decay_steps": 1,
+    "optim.weight_decay": 0.3,
+    "optim.betas": (0.5, 0.6),
+    "optim.eps": 1e-2,
+    "optim.grad_clip": 1e-3,
+    "loss.lm_weight": 0.5,
+    "loss.temperature": 2.0,
+    "loss.top_k": 3,
+    "loss.teacher": "qwen3",
+    "loss.chunk_tokens": 3,
+    "schedule": [EventRecipe(at=0, lr={"weights": 2e-3})],
+    "export.dir": "served",
+    "export.max_shard_size": "100KB",
+}
+# Same results by another way: such a knob is seen by what is called.
+WAYS = {
+    "model.load",
+    "train.activation_checkpointing",
+    "train.activation_offload",
+    "loss.chunk_tokens",
+    "quant.compute",
+    "quant.keep_codes",
+    "quant.fuse_norms",
+    "quant.gather_codes",
+}
+# Knobs that no run like these can show, and where they act.
+ELSEWHERE = {
+    "model.trust_remote_code": "checkpoints that bring code: tests/unit/model/test_build.py",
+    "data.fields": "files with keys of their own: tests/unit/data/test_jsonl.py",
+    "output_dir": "where everything here lies",
+    "train.compile": "takes a minute: tests/gpu/test_compile.py, tests/distributed/engine/test_compute.py",
+    "train.resume": "a run before this one: tests/distributed/engine/checkpoint",
+    "train.keep_checkpoints": "checkpoints, of which a signal and a failed export leave some, too",
+    "train.max_skipped_steps": "steps that are not finite: tests/distributed/engine/test_skipped_steps.py",
+    "train.seed": "what is drawn: adapters, dropout",
+    "quant.schemes": "names of its own: tests/distributed/engine/test_schemes.py",
+    "quant.rules": "some layers: tests/distributed/engine/test_schemes.py",
+    "quant.scales": "a PTQ checkpoint: tests/distributed/model/scales",
+    "quant.start": "a quantised checkpoint: tests/distributed/model/quantised",
+    "quant.start_inside": "the same",
+    "quant.rotate_block": "inputs of 256 features and more: tests/unit/tools/verify/test_rotated.py",
+    "quant.fp8_fast_accum": "GPUs alone add up in two ways: tests/unit/test_fast_accum.py",
+    "adapter.start": "a folder of an adapter: tests/distributed/engine/test_adapters.py",
+    "loss.teacher_cache": "a cache: tests/distributed/engine/losses/test_losses.py",
+    "export.template": "a GGUF file: tests/distributed/engine/test_gguf.py",
+}
+# Accepted and not seen, by situation: what the recipe says is true there, or harmless, and why.
+DISTILS = dict.fromkeys(
+    ("loss.kd", "loss.top_k", "loss.teacher"), "how to learn from a teacher, which loss.kd_weight 0 switches off"
+)
+DENSE = {"model.experts": "a form of experts, and the model alone says whether it has any"}
+DESCRIBED = "what would be quantised, and how: the run beside this one differs in quant.fake_quant_start alone"
+FIXED = "nothing of it trains, as the recipe says"
+STAYS = "linear layers that stay as they are, as all do"
+RATE = "of whatever trains, under every learnable"
+LATER = "launch/export.py writes by it from a training checkpoint"
+ANYWAY: dict[str, dict[str, str]] = {
+    "never quantises": {
+        **DISTILS,
+        **DENSE,
+        **dict.fromkeys(
+            (
+                "quant.input_range",
+                "quant.calibration_batches",
+                "optim.scale_lr",
+                "train.quant_stats_every",
+            ),
+            DESCRIBED,
+        ),
+    },
+    "weights alone": {**DISTILS, **DENSE, "quant.calibration_batches": "one recipe goes with every scheme"},
+    "KV cache alone": {
+        **DISTILS,
+        **DENSE,
+        "quant.exempt": STAYS,
+        "quant.exempt_more": STAYS,
+        "optim.scale_lr": RATE,
+    },
+    "merged adapters": {
+        **DISTILS,
+        **DENSE,
+        "learnable.embedding": FIXED,
+        "learnable.freeze": FIXED,
+        "optim.scale_lr": RATE,
+    },
+    "teacher at rest": {**DISTILS, **DENSE},
+    "norms alone": {
+        **DISTILS,
+        **DENSE,
+        "learnable.embedding": FIXED,
+        "learnable.freeze": FIXED,
+        "optim.scale_lr": RATE,
+        "optim.weight_decay": RATE,
+    },
+    "text": {**DISTILS, **DENSE},
+    "no export": {
+        **DISTILS,
+        **DENSE,
+        "export.dir": LATER,
+        "export.format": LATER,
+        "export.max_shard_size": LATER,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the files lie that the recipes name."""
+
+    directory: Path
+
+    def make(self) -> None:
+        """Models and data."""
+        for name, kind, seed in (("qwen3", "qwen3", 0), ("other", "qwen3", 5), ("qwen3_moe", "qwen3_moe", 0)):
+            tiny_checkpoint(self.directory / name, kind, even=True, seed=seed)
+        write_chats(self.directory / "chats.jsonl")
+        for name, numbers in (("more", range(20)), ("held", range(20, 25))):
+            lines = [json.dumps({"messages": turns(number)}) for number in numbers]
+            (self.directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        (self.directory / "text.txt").write_text((TEXT + "He wrote <|im_end|>.\n") * 50)
+        for stage in (1, 3):
+            zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+            (self.directory / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
+
+    def recipe(self, settings: dict[str, Any]) -> Recipe:
+        """A small recipe with settings by key, paths made whole. Raises RecipeError."""
+        made = Recipe(
+            ModelRecipe("qwen3"),
+            DataRecipe(["chats.jsonl", "more.jsonl"], max_length=160, micro_batch_size=4),
+            TrainRecipe(steps=2),
+            "run",
+            deepspeed="zero3",
+        )
+        made.quant.calibration_batches, made.optim.lr = 2, 1e-3
+        for key, value in settings.items():
+            section, _, name = key.rpartition(".")
+            setattr(attrgetter(section)(made) if section else made, name, value)
+        made.validate()
+        made.model.path, made.output_dir = str(self.directory / made.model.path), str(self.directory / made.output_dir)
+        made.data.train = [str(self.directory / file) for file in made.data.train]
+        made.data.eval = [str(self.directory / file) for file in made.data.eval]
+        made.export.dir = made.export.dir and str(self.directory / made.export.dir)
+        made.deepspeed = str(self.directory / f"{made.deepspeed}.json")
+        if made.loss.teacher not in (None, "self"):
+            made.loss.teacher = str(self.directory / str(made.loss.teacher))
+        return made
+
+
+class Pair(NamedTuple):
+    """A knob with another value in a situation, the recipe that says so, and that of the situation alone."""
+
+    situation: str
+    knob: str
+    recipe: Recipe
+    alone: Recipe
+
+
+def turns(number: int) -> list[dict[str, str]]:
+    """A conversation of two questions, longer the larger the number, in which a special token is spelled out."""
+    return [
+        {
+            "role": "user",
+            "content": f"What is {number} times 2? " + "Think. " * (30 if number % 10 == 9 else number % 7),
+        },
+        {"role": "assistant", "content": f"{2 * number}<|im_end|> or so."},
+        {"role": "user", "content": "And times 3?"},
+        {"role": "assistant", "content": f"{3 * number}!"},
+    ]
+
+
+def knobs() -> Iterator[tuple[str, Field[Any]]]:
+    """Every knob of the recipe, by its key."""
+    for section in fields(Recipe):
+        if is_dataclass(section.type):
+            yield from ((f"{section.name}.{item.name}", item) for item in fields(section.type))
+        else:
+            yield section.name, section
+
+
+def another(key: str, item: Field[Any]) -> Any:
+    """Another value of a knob than its default."""
+    if key in VALUES:
+        return VALUES[key]
+    assert key in BY_TYPE, (
+        f"{key} is new: give it a value in VALUES or BY_TYPE, and run these tests with -m full; or say in ELSEWHERE "
+        "where it is tested"
+    )
+    literal = next((kind for kind in (item.type, *get_args(item.type)) if get_origin(kind) is Literal), None)
+    if literal is not None:
+        return next(value for value in get_args(literal) if value != item.default)
+    return not item.default if item.type is bool else item.default + 1
+
+
+def pairs(place: Place) -> Iterator[Pair]:
+    """Every pair that is accepted."""
+    known = dict(knobs())
+    chosen = [(name, settings, list(known)) for name, settings in SITUATIONS.items()]
+    chosen += [(f"with {key}", settings, [key]) for key, settings in COMPANY.items()]
+    for situation, settings, keys in chosen:
+        for key in keys:
+            if key in ELSEWHERE or settings.get(key) == (value := another(key, known[key])):
+                continue
+            with suppress(RecipeError):
+                yield Pair(situation, key, place.recipe({**settings, key: value}), place.recipe(settings))
+
+
+def unseen(place: Place, chosen: list[Pair]) -> list[str]:
+    """Those whose runs end in no line that names them, and make what the situation alone makes."""
+    place.make()
+    runs = {f"alone {pair.situation}": pair.alone for pair in chosen}
+    runs |= {f"{pair.knob} {pair.situation}": pair.recipe for pair in chosen}
+    paths = []
+    for index, recipe in enumerate(runs.values()):
+        paths.append(place.directory / f"{index}.yaml")
+        recipe.output_dir = str(place.directory / f"run_{index}")
+        save_recipe(recipe, paths[-1])
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    counted = {*WAYS, "alone"}
+    words = [f"{'+' * (name.split()[0] in counted)}{path}" for name, path in zip(runs, paths, strict=True)]
+    ended = run_python(PROGRAM, *words, cwd=ROOT, timeout=PATIENCE * len(paths), **rank)
+    assert ended.returncode == 0, ended.stderr[-8000:]
+    found = {name: json.loads(path.with_suffix(".json").read_text()) for name, path in zip(runs, paths, strict=True)}
+    idle = []
+    for pair in chosen:
+        base, other = found[f"alone {pair.situation}"], found[f"{pair.knob} {pair.situation}"]
+        assert "results" in base, f"{pair.situation}: {base['refused']}"
+        refused = pair.knob.rpartition(".")[2] in other.get("refused", "")
+        ways = pair.knob in WAYS and base["calls"] != other.get("calls")
+        if not (refused or ways or base["results"] != other.get("results", base["results"])):
+            idle.append(pair.knob + (f": {other['refused']}" if "refused" in other else ""))
+    return idle
+
+
+def test_every_knob_has_another_value_and_a_place(tmp_path):
+    """And nothing is in a table that is refused by now, or is no knob."""
+    known = dict(knobs())
+    accepted = {(pair.situation, pair.knob) for pair in pairs(Place(tmp_path))}
+    assert {*BY_TYPE, *VALUES, *ELSEWHERE, *COMPANY, *WAYS} <= set(known)
+    stale = [(name, key) for name, table in ANYWAY.items() for key in table if (name, key) not in accepted]
+    assert not stale, "refused by now, or no knob"
+    shown = {key for name, key in accepted if key not in ANYWAY.get(name, {})}
+    assert set(known) - shown == set(ELSEWHERE), "these are shown by no run, or by one all the same"
+
+
+def test_some_pairs_are_seen(tmp_path, count=6):
+    """Of one situation, so that few runs show many knobs."""
+    situation = random.choice(list(SITUATIONS))
+    chosen = [pair for pair in pairs(Place(tmp_path)) if pair.situation == situation]
+    chosen = [pair for pair in chosen if pair.knob not in ANYWAY[situation]]
+    assert unseen(Place(tmp_path), random.sample(chosen, count)) == [], situation
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("situation", [*SITUATIONS, "with"])
+def test_all_pairs_are_seen(tmp_path, situation):
+    """And those that the table has are not, or their line can go."""
+    chosen = [pair for pair in pairs(Place(tmp_path)) if pair.situation.startswith(situation)]
+    assert sorted(unseen(Place(tmp_path), chosen)) == sorted(ANYWAY.get(situation, {}))

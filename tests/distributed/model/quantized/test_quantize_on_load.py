@@ -1,0 +1,219 @@
+"""Adapters beside a base that is held as codes, on two ranks: against the same base held in the model's dtype, and
+codes that are made of an ordinary checkpoint against those of its export."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model.quantized.quantize_on_load import can_be_made
+from quant import SCHEMES
+from tests.distributed.engine.test_adapters import MANY, MIXED, every_scheme
+from tests.distributed.launcher import run_ranks
+from tests.distributed.model.save.test_lora import BESIDE, RESTS, SCRIPT
+from tests.distributed.plain import load_result
+from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
+from tests.tiny import tiny_checkpoint
+
+TRAIN = {**BESIDE["train"], "quant_stats_every": 2}
+MAKE = {"train": {"steps": 2, "gradient_accumulation_steps": 1}}
+ATTENTION = {"targets": [".*self_attn.*"]}
+CODES = {"adapter": {"base": "codes"}}
+SOURCE = {"quant": {"scheme": "source"}}
+SELF = {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}
+TWO = {"train": {**TRAIN, "steps": 2, "checkpoint_every": 2}}
+# A scheme of each kind that can be made of rows.
+MADE = {
+    "quant": {
+        **{"scheme": "w4a16_g32", "schemes": MIXED["schemes"], "calibration_batches": 0},
+        "rules": [rule for rule in MIXED["rules"] if not rule["layers"].endswith("(q|k|v)_proj")]
+        + [{"layers": r".*\.1\..*(q|k|v)_proj", "scheme": "fp8_dynamic"}],
+    }
+}
+MADE_EXPERTS = {"quant": {"scheme": "w3a16_g32", "rules": [{"layers": ".*self_attn.*", "scheme": "w2a16_channel"}]}}
+# name: the checkpoint or the run whose export is read, stage, dtype, what the recipe has beside BESIDE.
+RUNS = {
+    "mixed": ("qwen3", 3, "bfloat16", {"quant": MIXED, **MAKE}),
+    "experts": ("qwen3_moe", 3, "bfloat16", {"adapter": ATTENTION, **MAKE}),
+    "mixed_weights_3": ("mixed", 3, "bfloat16", {**SOURCE, **SELF}),
+    "mixed_codes_3": ("mixed", 3, "bfloat16", {**SOURCE, **SELF, **CODES}),
+    "mixed_begun_3": ("mixed", 3, "bfloat16", {**SOURCE, **SELF, **CODES, **TWO}),
+    "mixed_weights_2": ("mixed", 2, "float32", {**SOURCE, **RESTS}),
+    "mixed_codes_2": ("mixed", 2, "float32", {**SOURCE, **RESTS, **CODES}),
+    "experts_weights_3": ("experts", 3, "bfloat16", {**SOURCE, "adapter": ATTENTION}),
+    "experts_codes_3": (
+        "experts",
+        3,
+        "bfloat16",
+        {
+            **SOURCE,
+            "adapter": {**ATTENTION, **CODES["adapter"]},
+            "model": {"load": "rank0"},
+            "train": {**TRAIN, "activation_checkpointing": True},
+        },
+    ),
+    "made_weights_3": ("qwen3", 3, "bfloat16", MADE),
+    "made_codes_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES}),
+    "made_begun_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES, **TWO}),
+    "made_read_3": ("made_weights_3", 3, "bfloat16", {**SOURCE, **CODES}),
+    "made_weights_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": ATTENTION}),
+    "made_codes_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": {**ATTENTION, **CODES["adapter"]}}),
+    "made_rank0_3": (
+        "qwen3_moe",
+        3,
+        "float32",
+        {**MADE_EXPERTS, "adapter": {**ATTENTION, **CODES["adapter"]}, "model": {"load": "rank0"}},
+    ),
+}
+PAIRS = ("mixed_{}_3", "mixed_{}_2", "experts_{}_3", "made_{}_3", "made_{}_2")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, Path]:
+    """One job for all of them."""
+    directory = tmp_path_factory.mktemp("held")
+    models = {kind: tiny_checkpoint(directory / kind, kind, even=True) for kind in ("qwen3", "qwen3_moe")}
+    models |= {name: directory / name / "export" for name in RUNS}
+    chats = write_chats(directory / "chats.jsonl")
+    written = {}
+
+    def write(name: str, source: str, stage: int, dtype: str, sections: dict, **others: str) -> None:
+        whole = {**BESIDE, "train": TRAIN, **sections, **others}
+        for section in ("adapter", "quant"):
+            whole[section] = {**BESIDE[section], **sections.get(section, {})}
+        written[name] = write_recipe(directory, name, models[source], chats, stage=stage, dtype=dtype, **whole)
+
+    for name, (source, stage, dtype, sections) in RUNS.items():
+        write(name, source, stage, dtype, sections)
+    train = {**TRAIN, "checkpoint_every": 2, "resume": True}
+    for kind in ("mixed", "made"):
+        source, stage, dtype, sections = RUNS[f"{kind}_codes_3"]
+        goes_on = {**sections, "train": train, "export": {"enabled": True, "dir": str(directory / f"{kind}_resumed")}}
+        write(f"{kind}_resumed", source, stage, dtype, goes_on, output_dir=str(directory / f"{kind}_begun_3"))
+    run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
+    return written
+
+
+def both(paths: dict[str, Path], pair: str) -> tuple[dict, dict]:
+    """What came of the runs whose base is in the model's dtype, and in codes."""
+    weights, codes = (load_result(paths[pair.format(base)]) for base in ("weights", "codes"))
+    return weights, codes
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_training_is_that_beside_the_base_in_the_models_dtype(paths, pair):
+    """Every loss, every adapter and scale, and what each layer multiplies, bit for bit."""
+    weights, codes = both(paths, pair)
+    assert weights["losses"] == codes["losses"] and weights["norms"] == codes["norms"]
+    assert weights["weights"].keys() == codes["weights"].keys()
+    held = [name for name, value in codes["weights"].items() if value.shape != weights["weights"][name].shape]
+    assert {name.rpartition(".")[2] for name in held} == {"weight"} and len(held) >= 7
+    for name in codes["weights"].keys() - held:
+        assert torch.equal(weights["weights"][name], codes["weights"][name]), name
+    assert any(value.any() for name, value in codes["weights"].items() if name.endswith("lora_b"))
+    for name, used in weights["seen"]["used"].items():
+        assert torch.equal(used, codes["seen"]["used"][name]), name
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_export_is_that_of_the_base_in_the_models_dtype(paths, pair):
+    """Byte for byte, and the base of it is the checkpoint that was read."""
+    weights, codes = (paths[pair.format(base)].with_suffix("") / "export" for base in ("weights", "codes"))
+    assert (weights / "model.safetensors").read_bytes() == (codes / "model.safetensors").read_bytes()
+    source = paths.get(pair.partition("_")[0], weights).with_suffix("") / "export"
+    if "2" not in pair and "made" not in pair:  # in fp32 what is not quantised there is written in fp32
+        assert (source / "model.safetensors").read_bytes() == (codes / "model.safetensors").read_bytes()
+    adapters = [load_file(one / "adapter" / "adapter_model.safetensors") for one in (weights, codes)]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(value, adapters[1][key]) for key, value in adapters[0].items())
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_rank_holds_the_bytes_of_its_codes(paths, pair):
+    """Of each weight, by arithmetic; and nothing else is another size."""
+    weights, codes = both(paths, pair)
+    ranks = 2 if pair.endswith("3") else 1
+    total = {"weights": 0, "codes": 0}
+    for name, size in codes["seen"]["bytes"].items():
+        plain, bits = weights["seen"]["bytes"][name], codes["seen"]["bits"].get(name)
+        expected = plain
+        if bits is not None:
+            expected = weights["weights"][name].numel() * bits / 8 / ranks
+            total["weights"], total["codes"] = total["weights"] + plain, total["codes"] + size
+        assert size == pytest.approx(expected, abs=8), name
+    assert 0 < total["codes"] < total["weights"] / 2
+
+
+def test_codes_that_are_made_are_those_of_an_export(paths):
+    """Every loss and adapter, and what is held, bit for bit as beside the export that two steps begin with; scales are
+    there as they are stored. And it does not matter who reads the weights."""
+    made, read = (load_result(paths[name]) for name in ("made_codes_3", "made_read_3"))
+    assert made["losses"] == read["losses"] and made["norms"] == read["norms"]
+    assert made["weights"].keys() == read["weights"].keys()
+    for name, value in made["weights"].items():
+        other = read["weights"][name]
+        stored = [value, value.bfloat16().float()] if name.endswith("weight_s0") else [value]
+        assert any(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one in stored), name
+    other, rank0 = (load_result(paths[name]) for name in ("made_codes_2", "made_rank0_3"))
+    for name, value in other["weights"].items():
+        if "lora" not in name:
+            assert torch.equal(value.view(torch.uint8), rank0["weights"][name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("kind", ("mixed", "made"))
+def test_a_resumed_run_goes_on_bit_for_bit(paths, kind):
+    straight, resumed = load_result(paths[f"{kind}_codes_3"]), load_result(paths[f"{kind}_begun_3"])
+    assert resumed["losses"] == straight["losses"][2:]
+    for name, value in straight["weights"].items():
+        assert torch.equal(value.view(torch.uint8), resumed["weights"][name].view(torch.uint8)), name
+
+
+@pytest.mark.full
+def test_other_configurations_train_as_beside_weights(tmp_path, paths):
+    """Offload of the optimizer and of parameters, and hpZ, whose copies of codes must be those of now."""
+    source = paths["mixed"].with_suffix("") / "export"
+    chats = write_chats(tmp_path / "chats.jsonl")
+    configurations = ("zero2_offload", "zero3_offload", "zero3_offload_param", "zero3_hpz")  # hpZ last
+    written = {}
+    for shipped in configurations:
+        ds_config = write_ds_config(tmp_path, f"every_{shipped}", shipped)
+        for base in ("weights", "codes"):
+            sections = {**BESIDE, "train": TRAIN, "deepspeed": ds_config, "export": {"enabled": False}}
+            sections |= {"adapter": {**BESIDE["adapter"], "base": base}, "quant": {"scheme": "source"}}
+            name = f"{base}_{shipped}"
+            written[name] = write_recipe(tmp_path, name, source, chats, stage=3, dtype="bfloat16", **sections)
+    run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
+    for shipped in configurations:
+        weights, codes = (load_result(written[f"{base}_{shipped}"]) for base in ("weights", "codes"))
+        assert weights["losses"] == codes["losses"] and codes["seen"]["bits"], shipped
+        for name, used in weights["seen"]["used"].items():
+            assert torch.equal(used, codes["seen"]["used"][name]), (shipped, name)
+        for name, value in codes["weights"].items():
+            assert "lora" not in name or torch.equal(weights["weights"][name], value), (shipped, name)
+
+
+@pytest.mark.full
+def test_codes_of_every_scheme_are_made_on_every_stage(tmp_path):
+    """Of whichever can be made of rows, without a scale of inputs that is measured; dense layers and experts."""
+    names = [name for name, one in SCHEMES.items() if can_be_made(one.weights) and one.stored_input is None]
+    kinds = {kind: tiny_checkpoint(tmp_path / kind, kind, wide=True, layers=MANY) for kind in ("qwen3", "qwen3_moe")}
+    chats, written = write_chats(tmp_path / "chats.jsonl"), {}
+    for part, quant in enumerate(every_scheme(names)):
+        # Of eight bits and a zero point bf16 does not give all codes back, which is refused.
+        dtype = "float32" if any(rule["scheme"] == "w8a16_asym" for rule in quant["rules"]) else "bfloat16"
+        for stage in range(4):
+            kind = ("qwen3", "qwen3_moe")[(part + stage) % 2]
+            for base in ("weights", "codes"):
+                adapter = {**BESIDE["adapter"], "base": base, **(ATTENTION if "moe" in kind else {})}
+                sections = {**BESIDE, "adapter": adapter, "quant": {**quant, "calibration_batches": 0}, **MAKE}
+                name = f"{base}_{part}_{stage}"
+                written[name] = write_recipe(tmp_path, name, kinds[kind], chats, stage=stage, dtype=dtype, **sections)
+    run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
+    for name in [name for name in written if name.startswith("codes")]:
+        weights, codes = both(written, name.replace("codes", "{}"))
+        assert weights["losses"] == codes["losses"] and len(codes["seen"]["bits"]) > MANY, name
+        for layer, used in weights["seen"]["used"].items():
+            assert torch.equal(used, codes["seen"]["used"][layer]), (name, layer)
+        for key, value in codes["weights"].items():
+            assert "lora" not in key or torch.equal(weights["weights"][key], value), (name, key)

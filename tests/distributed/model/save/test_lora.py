@@ -1,0 +1,328 @@
+"""Adapters that stay beside quantised weights: trained on two ranks, written as a folder that peft loads."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from model.peft import read_adapter
+from quant.lora import AdapterBeside
+from tests.distributed.launcher import run_ranks
+from tests.distributed.plain import assert_equals_plain_loop, load_result
+from tests.distributed.recipes import write_chats, write_recipe
+from tests.root import ROOT
+from tests.tiny import tiny_checkpoint
+from tools.compressed import load_compressed
+from tools.evaluation.perplexity import load_for_evaluation
+
+SCRIPT = ROOT / "tests" / "distributed" / "engine" / "scripts" / "variants.py"
+NOTHING = {"weight": False, "weight_scale": False}
+BESIDE = {
+    "adapter": {"kind": "lora", "rank": 4, "alpha": 6.0, "merge": False},
+    "learnable": NOTHING,
+    "optim": {"lr": 1e-2},
+    "loss": {"kd_weight": 0.0, "teacher": None},
+    "train": {"steps": 3, "gradient_accumulation_steps": 2},
+    "quant": {"scheme": "w4a16_g32", "calibration_batches": 1},
+    "export": {"enabled": True},
+}
+SOURCE, PEFT = {"quant": {"scheme": "source"}}, {"export": {"enabled": True, "format": "peft"}}
+STATIC, EXPERTS = {"scheme": "fp8_static"}, [".*experts.*"]
+ATTENTION = {"targets": [".*self_attn.*"], "rslora": True}
+RESTS = {"schedule": [{"at": 1, "fake_quant": False}, {"at": 2, "fake_quant": True}]}
+# name: kind, stage, dtype, what the recipe has beside BESIDE; a path in braces is that of an earlier run's output.
+RUNS = {
+    "plain_2": ("qwen3", 2, "float32", {}),
+    "int4_3": ("qwen3", 3, "bfloat16", {}),
+    "again_3": ("qwen3", 3, "bfloat16", {"optim": {"lr": 2e-2}}),
+    "fp8_1": ("qwen3", 1, "bfloat16", {"quant": STATIC}),
+    "rests_1": ("qwen3", 1, "bfloat16", {"quant": STATIC, **RESTS}),
+    "later_3": ("qwen3", 3, "bfloat16", {"quant": {**STATIC, "fake_quant_start": 2}, "adapter": {"init": "error"}}),
+    "moe_3": ("qwen3_moe", 3, "bfloat16", {"adapter": ATTENTION, "quant": {**STATIC, "exempt_more": EXPERTS}}),
+    "alone_3": ("{int4_3}", 3, "bfloat16", {**SOURCE, **PEFT}),
+    "whole_3": ("{int4_3}", 3, "bfloat16", SOURCE),
+    "merged_3": ("{int4_3}", 3, "bfloat16", {**SOURCE, "adapter": {"merge": True}, "optim": {"lr": 0.2}}),
+    "started_3": (
+        "{int4_3}",
+        3,
+        "bfloat16",
+        {**SOURCE, **PEFT, "adapter": {"start": "{alone_3}"}, "optim": {"lr": 0.0}},
+    ),
+    "recomputed_3": ("qwen3", 3, "bfloat16", {"train": {**BESIDE["train"], "activation_checkpointing": True}}),
+    "begun_3": ("qwen3", 3, "bfloat16", {"train": {**BESIDE["train"], "steps": 2, "checkpoint_every": 2}}),
+    "dropped_3": ("qwen3", 3, "bfloat16", {"adapter": {"dropout": 0.3}}),
+    "dropped_begun_3": (
+        "qwen3",
+        3,
+        "bfloat16",
+        {
+            "adapter": {"dropout": 0.3},
+            "train": {**BESIDE["train"], "activation_checkpointing": True, "steps": 2, "checkpoint_every": 2},
+        },
+    ),
+    "self_2": ("qwen3", 2, "float32", {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}),
+    "teacher_2": ("qwen3", 2, "float32", {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "{qwen3}"}}),
+    "error_3": ("qwen3", 3, "bfloat16", {"adapter": {"init": "error", "rank": 16}, "optim": {"lr": 0.0}}),
+    "goes_on_2": ("{int4_3}", 2, "bfloat16", {**SOURCE, "adapter": {"start": "{alone_3}"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, Path]:
+    """One job for all of them."""
+    directory = tmp_path_factory.mktemp("beside")
+    models = {kind: tiny_checkpoint(directory / kind, kind, even=True) for kind in ("qwen3", "qwen3_moe")}
+    models |= {"{qwen3}": models["qwen3"]}
+    models |= {f"{{{name}}}": directory / name / "export" for name in RUNS}
+    chats = write_chats(directory / "chats.jsonl")
+    written = {}
+    for name, (kind, stage, dtype, sections) in RUNS.items():
+        whole = {**BESIDE, **sections}
+        for section in ("adapter", "quant"):
+            whole[section] = {**BESIDE[section], **sections.get(section, {})}
+        if start := whole["adapter"].get("start"):
+            whole["adapter"]["start"] = str(models[start])
+        if str(whole["loss"]["teacher"]) in models:
+            whole["loss"]["teacher"] = str(models[whole["loss"]["teacher"]])
+        written[name] = write_recipe(directory, name, models[kind], chats, stage=stage, dtype=dtype, **whole)
+    for begun, dropout in (("begun_3", 0.0), ("dropped_begun_3", 0.3)):
+        train = {**BESIDE["train"], "checkpoint_every": 2, "resume": True, "activation_checkpointing": dropout > 0}
+        goes_on = {**BESIDE, "train": train, "export": {"enabled": True, "dir": str(directory / f"{begun}_resumed")}}
+        goes_on |= {"adapter": {**BESIDE["adapter"], "dropout": dropout}, "output_dir": str(directory / begun)}
+        name = f"{begun}_resumed"
+        written[name] = write_recipe(directory, name, models["qwen3"], chats, stage=3, dtype="bfloat16", **goes_on)
+    run_ranks(SCRIPT, *(f"used_weights:{path}" for path in written.values()))
+    return written
+
+
+def export_of(paths: dict[str, Path], name: str) -> Path:
+    return paths[name].with_suffix("") / "export"
+
+
+def folders(paths: dict[str, Path], name: str) -> tuple[Path, Path]:
+    """The model that an adapter is for, and the adapter's folder."""
+    export = export_of(paths, name)
+    return (export_of(paths, "int4_3"), export) if name in ("alone_3", "started_3") else (export, export / "adapter")
+
+
+def with_adapter(base: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Our forward of an export with an adapter."""
+    model, quantization = load_compressed(base, dtype=dtype)
+    source = read_adapter(folder, model, quantization.layers)
+    for name, scaling in source.scalings.items():
+        pair = (nn.Parameter(one.to(dtype)) for one in source.pair(name))
+        quantization.layers[name].attach_adapter(AdapterBeside(*pair, scaling))
+    return model.eval()
+
+
+def test_training_equals_a_plain_loop(paths):
+    assert_equals_plain_loop(paths["plain_2"])
+
+
+@pytest.mark.parametrize("name", ("int4_3", "fp8_1", "moe_3", "alone_3", "goes_on_2"))
+def test_adapters_train_and_nothing_else(paths, name):
+    result = load_result(paths[name])
+    assert result["groups"] == ["adapters"]
+    assert {one.rpartition(".")[2] for one in result["requires_grad"]} == {"lora_a", "lora_b"}
+    assert all(value.any() for key, value in result["weights"].items() if key.endswith("lora_b"))
+
+
+def test_recomputed_layers_and_a_resumed_run_train_bit_for_bit_alike(paths):
+    kept, recomputed, resumed = (load_result(paths[name]) for name in ("int4_3", "recomputed_3", "begun_3"))
+    assert recomputed["losses"] == kept["losses"] and resumed["losses"] == kept["losses"][2:]
+    for name, value in kept["weights"].items():
+        assert torch.equal(value, recomputed["weights"][name]) and torch.equal(value, resumed["weights"][name]), name
+
+
+def test_dropout_is_the_same_where_layers_are_recomputed_and_a_run_is_resumed(paths):
+    """Of the first step, as B is 0 then, the losses are those without dropout; a reader is told the share."""
+    whole, dropped, resumed = (load_result(paths[name]) for name in ("int4_3", "dropped_3", "dropped_begun_3"))
+    assert resumed["losses"] == dropped["losses"][2:] and dropped["losses"][0] == whole["losses"][0]
+    assert dropped["losses"][1] != whole["losses"][1]
+    for name, value in dropped["weights"].items():
+        assert torch.equal(value, resumed["weights"][name]), name
+    for name, share in (("int4_3", 0.0), ("dropped_3", 0.3)):
+        config = json.loads((export_of(paths, name) / "adapter" / "adapter_config.json").read_text())
+        assert config["lora_dropout"] == share
+
+
+def test_the_base_without_adapter_is_the_teacher_that_it_was(paths):
+    """Every loss is that of a second model, in fp32."""
+    own, other = (load_result(paths[name])["losses"] for name in ("self_2", "teacher_2"))
+    assert "loss/kd/kl" in own[0] and own[-1]["loss/kd/kl"] > 0
+    for mine, theirs in zip(own, other, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_what_reads_the_model_alone_says_so(paths, capsys):
+    """Where there is an adapter beside it, and nowhere else."""
+    for name, said in (("int4_3", True), ("merged_3", False)):
+        load_for_evaluation(export_of(paths, name), torch.bfloat16, torch.device("cpu"))
+        assert ("without the adapter in" in capsys.readouterr().out) == said, name
+
+
+def test_the_base_does_not_depend_on_what_the_adapter_learnt(paths):
+    """Byte for byte; and a quantised base is written as it was read."""
+    first, second, again = (export_of(paths, name) for name in ("int4_3", "again_3", "whole_3"))
+    for other in (second, again):
+        assert (other / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+        quantised = [json.loads((one / "config.json").read_text()) for one in (first, other)]
+        assert quantised[0] == quantised[1]
+    adapters = [load_file(one / "adapter" / "adapter_model.safetensors") for one in (first, second)]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert not any(torch.equal(adapters[0][key], adapters[1][key]) for key in adapters[0])
+
+
+@pytest.mark.parametrize("name", ("rests_1", "later_3"))
+def test_static_scales_of_inputs_are_those_of_the_model_without_adapters(paths, name):
+    """Also where fake quant rests while the adapter trains, starts after it has, or the adapter starts with values."""
+    first, other = (export_of(paths, one) / "model.safetensors" for one in ("fp8_1", name))
+    assert other.read_bytes() == first.read_bytes()
+
+
+@pytest.mark.parametrize("name", ("int4_3", "fp8_1", "moe_3", "alone_3", "goes_on_2"))
+def test_the_folders_hold_what_the_last_forward_computed_with(paths, name):
+    """Each layer by itself: base and adapter, read back."""
+    result = load_result(paths[name])
+    model = with_adapter(*folders(paths, name))
+    for layer_name, used in result["seen"]["used"].items():
+        layer = model.get_submodule(layer_name)
+        for part in ("lora_a", "lora_b"):
+            trained = result["weights"].get(f"{layer_name}.{part}")
+            assert trained is None or torch.equal(getattr(layer, part), trained), layer_name
+        layer.input_fake_quant = False
+        with torch.no_grad():
+            assert torch.equal(layer(torch.eye(layer.in_features, dtype=torch.bfloat16)).t(), used), layer_name
+
+
+def test_a_rate_of_0_writes_the_adapter_that_it_started_from(paths):
+    before, after = (export_of(paths, name) for name in ("alone_3", "started_3"))
+    assert (before / "adapter_config.json").read_text() == (after / "adapter_config.json").read_text()
+    files = [one / "adapter_model.safetensors" for one in (before, after)]
+    first, second = map(load_file, files)
+    assert first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
+    metadata = []
+    for file in files:  # whose two entries the library writes in any order
+        with safe_open(file, "pt") as opened:
+            metadata.append(opened.metadata())
+    assert metadata[0] == metadata[1]
+    after = export_of(paths, "goes_on_2") / "adapter"
+    moved, was = (load_file(one / "adapter_model.safetensors") for one in (after, before))
+    assert not any(torch.equal(value, moved[key]) for key, value in was.items())
+
+
+def test_an_adapter_may_start_from_the_error_of_quantisation(paths):
+    """As near as a matrix of its rank comes, by the singular values; the base is what it is without."""
+    weights, result = (load_result(paths[name])["weights"] for name in ("int4_3", "error_3"))
+    base = [export_of(paths, name) / "model.safetensors" for name in ("int4_3", "error_3")]
+    assert base[0].read_bytes() == base[1].read_bytes()
+    _, quantization = load_compressed(base[0].parent, dtype=torch.bfloat16)
+    for name, layer in quantization.layers.items():
+        a, b = (result[f"{name}.{part}"].double() for part in ("lora_a", "lora_b"))
+        error = weights[f"{name}.weight"].double() - layer.weight.double()
+        best = torch.linalg.svdvals(error)[16:].square().sum().sqrt()
+        left = (error - 6.0 / 16 * b @ a).norm()
+        assert best <= left <= 1.03 * best + 0.01 * error.norm() and left < error.norm(), name
+
+
+def test_merged_adapters_on_a_quantised_base(paths):
+    """The export holds the codes of the sum, on the grid and with the scales of the source."""
+    result = load_result(paths["merged_3"])
+    _, quantization = load_compressed(export_of(paths, "merged_3"), dtype=torch.bfloat16)
+    _, source = load_compressed(export_of(paths, "int4_3"), dtype=torch.bfloat16)
+    for name, layer in quantization.layers.items():
+        with torch.no_grad():
+            served = layer(torch.eye(layer.in_features, dtype=torch.bfloat16)).t()
+        assert torch.equal(served, result["seen"]["used"][name]), name
+        assert torch.equal(layer.weight_scale(), source.layers[name].weight_scale()), name
+        assert not torch.equal(layer.weight, source.layers[name].weight), name
+
+
+@pytest.mark.parametrize("name", ("int4_3", "alone_3"))
+def test_what_a_reader_computes_is_our_forward(paths, name):
+    """The formula of the format, written out around the Linears of transformers' model."""
+    base, folder = folders(paths, name)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
+    meant = 0
+    for module_name, module in model.named_modules():
+        pair = [tensors.get(f"base_model.model.{module_name}.lora_{part}.weight") for part in "AB"]
+        targeted = any(f".{module_name}".endswith(f".{target}") for target in config["target_modules"])
+        assert targeted == (pair[0] is not None), module_name
+        if targeted:
+            a, b = (one.float() for one in pair)
+            meant += 1
+            module.register_forward_hook(
+                lambda _, inputs, output, a=a, b=b: output + F.linear(F.linear(inputs[0], a), b) * scaling
+            )
+    assert 2 * meant == len(tensors)
+    ids = torch.arange(3, 40).view(1, -1)
+    ours = with_adapter(base, folder, torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft, see make test-peft")
+@pytest.mark.parametrize("name", ("int4_3", "fp8_1", "moe_3", "alone_3"))
+def test_peft_gives_our_logits(paths, name):
+    from peft import PeftModel
+
+    base, folder = folders(paths, name)
+    assert Path(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]) == base.resolve()
+    ids, moe = torch.arange(3, 40).view(1, -1), name == "moe_3"
+    # Of fp8 in bf16 every difference in the order of operations on an input becomes another code.
+    for dtype in (torch.float32,) if moe or name == "fp8_1" else (torch.float32, torch.bfloat16):
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        ours = with_adapter(base, folder, dtype)
+        with torch.no_grad():
+            without = plain(ids).logits
+            model = PeftModel.from_pretrained(plain, str(folder), autocast_adapter_dtype=False).eval()
+            logits = model(ids).logits
+            assert (logits - without).abs().max() > 0.05
+            for layer_name in read_adapter(folder, ours, dict(ours.named_modules())).shapes:
+                layer, theirs = ours.get_submodule(layer_name), model.base_model.model.get_submodule(layer_name)
+                x = torch.randn(7, layer.in_features, dtype=dtype)
+                torch.testing.assert_close(layer(x), theirs(x), rtol=1e-6, atol=1e-6)
+            if not moe:  # a code that is another one sends tokens to other experts
+                bounds = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
+                torch.testing.assert_close(ours(ids).logits, logits, **bounds)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft, see make test-peft")
+def test_an_adapter_that_peft_wrote_is_read(paths, tmp_path):
+    """With patterns of ranks and strengths; what we read is what it multiplies."""
+    from peft import LoraConfig, get_peft_model
+
+    base = paths["int4_3"].parent / "qwen3"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=["q_proj", "down_proj"],
+        rank_pattern={"down_proj": 3},
+        alpha_pattern={r"layers\.1\..*": 5},
+        init_lora_weights=False,
+    )
+    peft = get_peft_model(model, config)
+    peft.save_pretrained(tmp_path / "adapter")
+    linears = [
+        name
+        for name, module in AutoModelForCausalLM.from_pretrained(base).named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    source = read_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base), linears)
+    assert len(source.shapes) == 4 and source.base is None
+    for name, scaling in source.scalings.items():
+        a, b = source.pair(name)
+        torch.testing.assert_close(
+            scaling * b @ a, peft.base_model.model.get_submodule(name).get_delta_weight("default")
+        )

@@ -1,0 +1,137 @@
+"""What a rank keeps beside DeepSpeed's state: every owner gets back what it gave, and from the first layout too."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.checkpoint.load import merge_ranks
+from engine.checkpoint.stateful import (
+    Owners,
+    check_owners,
+    from_flat_layout,
+    load_owners,
+    random_states,
+    restore_random_states,
+)
+from engine.config.config import DataRecipe, ModelRecipe, Recipe, TrainRecipe
+from engine.fake_quant import FakeQuant
+from engine.faults import SkippedSteps
+from engine.held_out import HeldOutResults
+from engine.schedule import Schedule
+from engine.session.optimizer import LossScale
+from engine.session.overrides import Levers
+from quant import Quantization, get_scheme, prepare
+from tests.tiny import tiny_model
+
+INPUT = "model.layers.0.self_attn.q_proj"
+
+
+def quantization() -> Quantization:
+    return prepare(tiny_model("llama"), get_scheme("fp8_static"), learn_weight_scale=True, learn_input_scale=True)
+
+
+def owners() -> dict[str, Any]:
+    """All that a run in fp16 has, as it is built."""
+    recipe = Recipe(ModelRecipe("m"), DataRecipe(["d"]), TrainRecipe(steps=9), output_dir="o")
+    session = SimpleNamespace(quantization=quantization(), levers=Levers(recipe), uncalibrated=frozenset({"a"}))
+    return {
+        "levers": session.levers,
+        "quantization": session.quantization,
+        "loss_scale": LossScale(8.0, 2, 1.0),
+        "fake_quant": FakeQuant(session),  # type: ignore[arg-type]
+        "schedule": Schedule(),
+        "evaluations": HeldOutResults(),
+        "skipped_steps": SkippedSteps(3),
+    }
+
+
+def flat_state(first: Quantization, absmax: float, clipped: int) -> dict[str, Any]:
+    """A rank's file as it was written before states had owners."""
+    seen = {"absmax": torch.tensor(absmax), "clipped": torch.tensor(clipped), "total": torch.tensor(10)}
+    other = {"absmax": torch.tensor(0.0), "clipped": torch.tensor(0), "total": torch.tensor(0)}
+    name, keys, *position = np.random.get_state()
+    return {
+        "rng": torch.get_rng_state(),
+        "cuda_rng": None,
+        "python_rng": random.getstate(),
+        "numpy_rng": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *position),
+        "fake_quant": {layer: (layer == INPUT, False) for layer in first.modules},
+        "observing": True,
+        "levers": {
+            "loss_weights": {"lm": 0.5},
+            "peak_rates": {"weights": 1e-3},
+            "frozen": {"act_scales"},
+            "scale_steps": {"weight_scales": 3, "act_scales": 2},
+            "stale": {"weight": {"b"}, "input": set()},
+            "met": [1],
+            "evaluation": {"eval/lm": 2.5},
+            "left_out": 2,
+        },
+        "loss_scale": {"value": 4.0, "good_steps": 1},
+        "pieces": [("name", 0, 1, 2, 3)],
+        "observers": {g.owner: seen if g.owner == INPUT else other for g in first.input_groups},
+    }
+
+
+def check_loaded(found: Owners, absmax: float, clipped: int) -> None:
+    run: Any = SimpleNamespace(**found)
+    assert run.levers.loss_weights == {"lm": 0.5} and run.levers.peaks()["weights"] == 1e-3
+    assert run.levers.frozen == {"act_scales"}
+    assert {name for name, on in run.quantization.fake_quant_state().items() if on[0]} == {INPUT}
+    assert run.quantization.observing
+    observer = next(group.observer for group in run.quantization.input_groups if group.owner == INPUT)
+    assert (observer.absmax, observer.clipped) == (absmax, clipped)
+    assert (run.loss_scale.value, run.loss_scale.good_steps) == (4.0, 1)
+    assert run.fake_quant.scale_steps == {"weight_scales": 3, "act_scales": 2}
+    assert run.fake_quant.stale == {"weight": {"b"}, "input": set()}
+    assert run.schedule.met == [1] and run.skipped_steps.in_a_row == 2
+    assert run.evaluations.last == {"eval/lm": 2.5} and run.evaluations.step is None
+
+
+def test_a_file_of_the_first_layout_gives_every_owner_its_state_and_today_s_gives_it_again():
+    first, second = owners(), owners()
+    state = from_flat_layout(flat_state(first["quantization"], 2.0, 4))
+    check_owners(first, state)
+    load_owners(first, state)
+    check_loaded(first, 2.0, 4)
+    again = {"owners": {name: owner.state_dict() for name, owner in first.items()}, "random": {}, "pieces": []}
+    assert from_flat_layout(again) == again
+    load_owners(second, again)
+    check_loaded(second, 2.0, 4)
+    second["levers"].frozen.clear()
+    second["fake_quant"].stale["weight"].clear()
+    check_loaded(first, 2.0, 4)  # nothing is shared with what was saved
+
+
+def test_another_number_of_ranks_gets_what_all_of_them_saw():
+    first = owners()
+    states = [from_flat_layout(flat_state(first["quantization"], *seen)) for seen in ((2.0, 4), (3.0, 1), (1.0, 0))]
+    load_owners(first, merge_ranks(states))
+    check_loaded(first, 3.0, 5)  # outside of a process group this is rank 0
+
+
+def test_an_owner_whose_state_is_not_there_is_named():
+    state = from_flat_layout(flat_state(quantization(), 2.0, 4))
+    del state["owners"]["schedule"]
+    with pytest.raises(ValueError, match="keeps no state of schedule: another version has written it"):
+        check_owners(owners(), state)
+    check_owners({"levers": owners()["levers"]}, state)  # an export has no schedule
+
+
+def test_random_numbers_go_on_where_they_were_saved():
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+    state = random_states()
+    before = draw()
+    assert draw() != before
+    restore_random_states(state)
+    assert draw() == before
+    flat = flat_state(quantization(), 0.0, 0)
+    before = draw()
+    restore_random_states(from_flat_layout(flat)["random"])
+    assert draw() == before

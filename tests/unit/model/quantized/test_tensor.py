@@ -1,0 +1,200 @@
+"""Ranges of weights that are stored as codes, against compressed-tensors' own decompression, bit for bit."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+
+from model.checkpoint.safetensors import CheckpointError, Reader, read_headers
+from model.quantized.compressed_tensors import read_coded
+from model.quantized.config import rules_of
+from model.quantized.tensor import CodedTensor
+from quant import SCHEMES, Scale, Scheme, TensorSpec
+from quant.formats.compressed_tensors import export_format, pack_linear
+from quant.formats.config import quantization_config
+from quant.observers import partial_stats, scales_from_stats, zero_points_from_stats
+from quant.reference import effective_scale, quantize
+
+pytestmark = pytest.mark.usefixtures("seed")
+
+# Widths that no preset has, and codes of a whole byte that are far from 0.
+OTHERS = [Scheme(f"w{bits}a16_g16", TensorSpec("int", bits, "group", 16)) for bits in (5, 6, 7)]
+ALL = {scheme.name: scheme for scheme in (*SCHEMES.values(), *OTHERS)}
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def packed(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The codes of a random weight, and what stands for it on disk."""
+    weight, spec = (torch.randn(rows, columns) * 0.03).to(dtype), scheme.weights
+    stats = partial_stats(weight.view(-1), 0, (rows, columns), spec)
+    scale, zero = scales_from_stats(stats, spec), zero_points_from_stats(stats, spec)
+    above = 448 * 6 / weight.float().abs().max().view(1) if spec.scale_format == "e4m3" else None
+    effective = effective_scale(scale, None, spec, dtype, above)
+    static = None if scheme.stored_input is None else torch.tensor([0.125])
+    tensors = pack_linear(NAME, weight, Scale(effective, None, above, zero), static, None, scheme, dtype)
+    return quantize(weight, effective, spec, zero), tensors
+
+
+def written(directory: Path, scheme: Scheme, tensors: dict[str, torch.Tensor]) -> CodedTensor:
+    """The tensors in a file, and read as a coded weight."""
+    save_file(tensors, directory / "model.safetensors")
+    config = quantization_config({NAME: scheme}, [])
+    coded, beside, problems = read_coded(read_headers(directory), rules_of(config), lambda name: [name])
+    assert not problems, problems
+    assert beside.keys() == tensors.keys()
+    (tensor,) = coded.values()
+    return tensor
+
+
+def decompressed(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
+    """By the library that defines the formats."""
+    group = quantization_config({NAME: scheme}, [])["config_groups"]["group_0"]
+    state = {key.removeprefix(f"{NAME}."): tensor for key, tensor in tensors.items()}
+    compressor = BaseCompressor.get_value_from_registry(export_format(scheme))
+    return compressor.decompress(state, QuantizationScheme(**json.loads(json.dumps(group))))["weight"]
+
+
+def values(tensor: CodedTensor, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A range of the weight."""
+    found = torch.full((count,), torch.nan, dtype=dtype)
+    with Reader() as reader:
+        for offset, chunk in tensor.values(reader, start, count, dtype, torch.device("cpu")):
+            found[offset : offset + chunk.numel()] = chunk
+    return found
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_any_range_is_what_compressed_tensors_decompresses(tmp_path, monkeypatch, name):
+    """In chunks of a few rows, from the middle of a row to the middle of another."""
+    monkeypatch.setattr("model.quantized.tensor._CHUNK", 700)
+    scheme = ALL[name]
+    # The library unpacks e2m1 into bf16.
+    dtype = torch.bfloat16 if scheme.weights.dtype == "fp4_e2m1" else torch.float32
+    rows, columns = (256, 384) if scheme.weights.granularity == "block" else (random.randrange(60, 90), 256)
+    _, tensors = packed(scheme, rows, columns, dtype)
+    tensor = written(tmp_path, scheme, tensors)
+    assert (tensor.shape, tensor.scheme) == ((rows, columns), scheme)
+    expected = decompressed(load_file(tmp_path / "model.safetensors"), scheme).view(-1)
+    for _ in range(5):
+        start = random.randrange(rows * columns)
+        count = random.randrange(1, rows * columns - start + 1)
+        assert torch.equal(values(tensor, start, count, dtype), expected[start : start + count].to(dtype))
+    assert torch.equal(values(tensor, 0, rows * columns, dtype), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name in ALL if name != "w8a16_asym"])
+def test_codes_come_back_in_the_models_dtype(tmp_path, name, dtype):
+    """Every code is among them at 8 bits and fewer; of 255 codes on one side of 0 bf16 cannot tell neighbours apart."""
+    scheme = ALL[name]
+    codes, tensors = packed(scheme, 128, 256, dtype)
+    again = quantize_like(written(tmp_path, scheme, tensors), dtype)
+    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+
+
+def quantize_like(tensor: CodedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The codes of the decoded weight, with the scales as read."""
+    spec, whole = tensor.scheme.weights, slice(0, tensor.shape[0])
+    with Reader() as reader:
+        scale = tensor.scales(reader, 0, torch.Size(spec.scale_shape(tensor.shape)).numel())
+        above = None if tensor.above is None else tensor.read_above(reader)
+        zero = tensor.zero_of_rows(reader, whole)
+    effective = effective_scale(scale.view(spec.scale_shape(tensor.shape)), None, spec, dtype, above)
+    decoded = values(tensor, 0, tensor.shape[0] * tensor.shape[1], dtype).view(tensor.shape)
+    return quantize(decoded, effective, spec, zero)
+
+
+def test_codes_that_a_dtype_cannot_hold_are_refused_by_name(tmp_path):
+    """All positive, asymmetric, 8 bits: 255 steps of one size."""
+    scheme = SCHEMES["w8a16_asym"]
+    codes = torch.arange(-128, 128).repeat(4, 1)
+    _, tensors = packed(scheme, 4, 256, torch.bfloat16)
+    words = (codes + 128).view(4, 64, 4)
+    packed_codes = (words << torch.tensor([0, 8, 16, 24])).sum(-1)
+    tensors[f"{NAME}.weight_packed"] = torch.where(packed_codes >= 2**31, packed_codes - 2**32, packed_codes).int()
+    tensors[f"{NAME}.weight_zero_point"] = torch.zeros_like(tensors[f"{NAME}.weight_zero_point"])  # all -128
+    tensor = written(tmp_path, scheme, tensors)
+    assert values(tensor, 0, 1024, torch.float32).isfinite().all()
+    with pytest.raises(CheckpointError, match=rf"codes of {NAME}\.weight_packed do not come back .* to float32"):
+        values(tensor, 0, 1024, torch.bfloat16)
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_scales_that_cannot_be_are_refused_by_name(tmp_path, bad):
+    scheme = SCHEMES["w4a16_g32"]
+    _, tensors = packed(scheme, 16, 64, torch.bfloat16)
+    tensors[f"{NAME}.weight_scale"][3, 1] = bad
+    tensor = written(tmp_path, scheme, tensors)
+    with pytest.raises(CheckpointError, match=rf"{NAME}\.weight_scale must be finite and not 0, got \["):
+        values(tensor, 0, 1024, torch.bfloat16)
+
+
+WRONG = {
+    "a scale is missing": ("w4a16_g32", {"weight_scale": None}, "weight_scale is missing"),
+    "zero points are missing": ("w4a16_asym", {"weight_zero_point": None}, "weight_zero_point is missing"),
+    "the shape is missing": ("w4a16_g32", {"weight_shape": None}, "weight_shape is missing"),
+    "the global scale is missing": ("nvfp4", {"weight_global_scale": None}, "weight_global_scale is missing"),
+    "scales of other groups": ("w4a16_g32", {"weight_scale": torch.ones(16, 4)}, r"weight_scale is F32 \[16, 4\]"),
+    "codes of other bits": (
+        "w4a16_g32",
+        {"weight_packed": torch.zeros(16, 64, dtype=torch.int32)},
+        r"weight_packed is I32 \[16, 64\], but w4a16_g32 has",
+    ),
+    "columns in another order": (
+        "w4a16_g32",
+        {"weight_g_idx": torch.arange(256, dtype=torch.int32) % 8},
+        "weight_g_idx: its columns were quantised in another order",
+    ),
+    "a zero point that moves": (
+        "w4a16_g32",
+        {"weight_zero_point": torch.ones(16, 8, dtype=torch.int8)},
+        "weight_zero_point is not 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_together_is_a_problem(tmp_path, case):
+    name, changes, problem = WRONG[case]
+    _, tensors = packed(SCHEMES[name], 16, 256, torch.bfloat16)
+    for suffix, value in changes.items():
+        if value is None:
+            del tensors[f"{NAME}.{suffix}"]
+        else:
+            tensors[f"{NAME}.{suffix}"] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = quantization_config({NAME: SCHEMES[name]}, [])
+    coded, _, problems = read_coded(read_headers(tmp_path), rules_of(config), lambda name: [name])
+    assert not coded
+    assert len(problems) == 1
+    assert NAME in problems[0]
+    with pytest.raises(AssertionError, match=problem):
+        raise AssertionError(problems[0])
+
+
+def test_columns_in_their_order_and_zero_points_of_zero_change_nothing(tmp_path):
+    _, tensors = packed(SCHEMES["w4a16_g32"], 16, 256, torch.bfloat16)
+    plain = values(written(tmp_path, SCHEMES["w4a16_g32"], tensors), 0, 16 * 256, torch.bfloat16)
+    tensors[f"{NAME}.weight_g_idx"] = torch.arange(256, dtype=torch.int32) // 32
+    tensors[f"{NAME}.weight_zero_point"] = torch.zeros(16, 8, dtype=torch.int8)
+    tensor = written(tmp_path, SCHEMES["w4a16_g32"], tensors)
+    assert torch.equal(values(tensor, 0, 16 * 256, torch.bfloat16), plain)
+
+
+def test_a_last_block_of_rows_that_is_not_full(tmp_path, monkeypatch):
+    """As DeepSeek-V3's kv_a_proj_with_mqa, of 576 rows in blocks of 128; by hand, as DeepSeek's own code does it."""
+    monkeypatch.setattr("model.quantized.tensor._CHUNK", 7000)
+    codes, scale = (torch.randn(200, 256) * 30).to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.01
+    save_file({f"{NAME}.weight": codes, f"{NAME}.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    coded, beside, problems = read_coded(read_headers(tmp_path), rules_of(config), lambda name: [name])
+    assert not problems
+    assert len(beside) == 2
+    expected = codes.float() * scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
+    found = values(coded[f"{NAME}.weight"], 300, 200 * 256 - 300, torch.float32)
+    assert torch.equal(found, expected.view(-1)[300:])
