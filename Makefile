@@ -1,7 +1,7 @@
 # Every target does its own set-up: it installs requirements.txt into the active virtual environment, or into .venv
 # (made from PYTHON) when none is active, once per change of that file.
 #
-#   make quickstart    train, quantise, export and verify a small model
+#   make quickstart    train, quantize, export and verify a small model
 #   make test          all tests but the large counts
 #   make test-full     all tests
 #   make test-nvcc     the CUDA kernels: compiled for every architecture that is promised, and emulated on the CPU

@@ -1,13 +1,13 @@
 """What training adapters costs: weights with merged adapters in int4 and fp8, beside full QAT, beside plain LoRA as
-it is written out everywhere, and beside an adapter next to a fake-quantised base.
+it is written out everywhere, and beside an adapter next to a fake-quantized base.
 
     python benchmarks/adapters.py [--device cuda] [--rounds 20] [--dtype float32]
 
 A step is forward, backward and torch's AdamW on what trains. The model and its sizes are those of benchmarks/step.py;
 each way has weights of its own, equal at the start. Without activation checkpointing.
 
-- plain, LoRA beside: ``F.linear(x, W) + s * F.linear(F.linear(x, A), B)``, W frozen; it is served merged, unquantised
-- beside: the same with a fake-quantised W, as torchao's recipe has it; merging leaves the grid
+- plain, LoRA beside: ``F.linear(x, W) + s * F.linear(F.linear(x, A), B)``, W frozen; it is served merged, unquantized
+- beside: the same with a fake-quantized W, as torchao's recipe has it; merging leaves the grid
 - merged: ``F.linear(x, Q(W + s B A))``, ours
 
 "trained" is parameters; "held" is bytes by arithmetic, 18 per parameter that trains (bf16 weight, fp32 master, two
@@ -42,7 +42,7 @@ BAR = 1.15  # of plain LoRA's step
 
 
 class PlainLoRA(nn.Module):
-    """A frozen Linear, quantised or not, with an adapter beside it."""
+    """A frozen Linear, quantized or not, with an adapter beside it."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def merged(scheme: str, learn: bool, module: nn.Module, forward: Callable[[], Te
 
 
 def base_and_adapter(module: nn.Module, forward: Callable[[], Tensor]) -> None:
-    """A fake-quantised base with an adapter beside it."""
+    """A fake-quantized base with an adapter beside it."""
     ours("w4a16_g32", module, forward, weight=False, inputs=False)
     beside(module, QuantLinear)
 

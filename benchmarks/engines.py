@@ -1,10 +1,10 @@
-"""What is lost where an engine quantises a trained model anew instead of reading the codes that were trained.
+"""What is lost where an engine quantizes a trained model anew instead of reading the codes that were trained.
 
     python benchmarks/engines.py --exports runs/qwen3/export [...] --text heldout.txt [--templates base.gguf ...]
 
 Takes compressed exports of trained models. Each is written as launch/export.py would for llama.cpp (q4_0 or w4a16_g32),
 for MLX (w4a16_g32 of a model in bf16) and for ExecuTorch (8da4w in bf16), and once as plain weights (``dequantized``),
-which the engine's own tool quantises: llama.cpp's quantiser and the rounding of the package gguf, ``mlx_lm.convert``,
+which the engine's own tool quantizes: llama.cpp's quantizer and the rounding of the package gguf, ``mlx_lm.convert``,
 torchao's ``quantize_``. The engines compute logits of the text, which are compared with those of our forward, in fp32.
 
 Needs llama-cpp-python and gguf, or mlx-lm, or executorch; what is missing is left out, and said. Without
@@ -44,7 +44,7 @@ from tools.verify.check import Comparison, windows
 from tools.verify.files import dtype_on_disk
 from tools.verify.llama_cpp import engine_logits
 
-Values = Mapping[str, Tensor]  # of quantised weights, fp32, by the engine's name
+Values = Mapping[str, Tensor]  # of quantized weights, fp32, by the engine's name
 HEAD = (
     "| model | file | weights equal | RMS error of the rest | same top token | KL | perplexity | of our forward |\n"
     "| --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -56,7 +56,7 @@ class Row:
     """One file of one model.
 
     Attributes:
-        equal: share of the values of quantised weights that are those of the last forward.
+        equal: share of the values of quantized weights that are those of the last forward.
         error: root of the mean square of what differs, over that of the weights.
         logits: the engine's against our forward's.
     """
@@ -152,7 +152,7 @@ def with_stacks(export: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Quan
 
 
 def gguf_values(file: Path) -> dict[str, Tensor]:
-    """Every tensor in blocks, as the package gguf dequantises it."""
+    """Every tensor in blocks, as the package gguf dequantizes it."""
     import gguf
 
     return {
@@ -176,8 +176,8 @@ def rounded_anew(ours: Path, file: Path) -> None:
     reader.data.flush()
 
 
-def quantised_by_llama(plain: Path, out: Path, *, linears_alone: bool) -> None:
-    """llama.cpp's own quantiser on a GGUF file of plain weights, to Q4_0."""
+def quantized_by_llama(plain: Path, out: Path, *, linears_alone: bool) -> None:
+    """llama.cpp's own quantizer on a GGUF file of plain weights, to Q4_0."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
@@ -188,7 +188,7 @@ def quantised_by_llama(plain: Path, out: Path, *, linears_alone: bool) -> None:
         kind = next(int(t.tensor_type) for t in gguf.GGUFReader(plain).tensors if t.name == "token_embd.weight")
         params.token_embedding_type = params.output_tensor_type = kind
     if llama_cpp.llama_model_quantize(os.fsencode(plain), os.fsencode(out), params):
-        raise SystemExit(f"llama.cpp did not quantise {plain}")
+        raise SystemExit(f"llama.cpp did not quantize {plain}")
 
 
 def llama_rows(trained: Trained, template: Path | None, scratch: Path) -> Iterator[Row]:
@@ -206,8 +206,8 @@ def llama_rows(trained: Trained, template: Path | None, scratch: Path) -> Iterat
     rows: dict[str, Callable[[Path], Any]] = {
         "GGUF, the codes of training": lambda out: out.write_bytes(ours.read_bytes()),
         "GGUF, rounded anew by the package gguf": lambda out: rounded_anew(ours, out),
-        "GGUF, llama.cpp's quantiser, Linears alone": lambda out: quantised_by_llama(plain, out, linears_alone=True),
-        "GGUF, llama.cpp's quantiser, its defaults": lambda out: quantised_by_llama(plain, out, linears_alone=False),
+        "GGUF, llama.cpp's quantizer, Linears alone": lambda out: quantized_by_llama(plain, out, linears_alone=True),
+        "GGUF, llama.cpp's quantizer, its defaults": lambda out: quantized_by_llama(plain, out, linears_alone=False),
     }
     for index, (name, make) in enumerate(rows.items()):
         out = scratch / f"{index}.gguf"
@@ -219,7 +219,7 @@ def llama_rows(trained: Trained, template: Path | None, scratch: Path) -> Iterat
 
 
 def mlx_values(directory: Path) -> dict[str, Tensor]:
-    """Every tensor in affine groups, dequantised with its scales in fp32."""
+    """Every tensor in affine groups, dequantized with its scales in fp32."""
     import mlx.core as mx
     import numpy as np
 
@@ -297,12 +297,12 @@ def mlx_missing() -> str | None:
 
 
 def intx_values(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Every weight in torchao's integers, dequantised."""
+    """Every weight in torchao's integers, dequantized."""
     return {name: weight.dequantize() for name, weight in model.state_dict().items() if hasattr(weight, "qdata")}
 
 
-def quantised_by_torchao(plain: Path, like: Values) -> PreTrainedModel:
-    """torchao's own quantiser on a checkpoint of plain weights, of those in ``like``: what ``8da4w`` is called in
+def quantized_by_torchao(plain: Path, like: Values) -> PreTrainedModel:
+    """torchao's own quantizer on a checkpoint of plain weights, of those in ``like``: what ``8da4w`` is called in
     ExecuTorch's scripts."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
@@ -322,7 +322,7 @@ def executorch_rows(trained: Trained, scratch: Path) -> Iterator[Row]:
     expected = intx_values(ours)
     for name, model in (
         ("ExecuTorch, the codes of training", ours),
-        ("ExecuTorch, torchao's quantize_, the same layers", quantised_by_torchao(plain, expected)),
+        ("ExecuTorch, torchao's quantize_, the same layers", quantized_by_torchao(plain, expected)),
     ):
         yield trained.row(name, intx_values(model), expected, iter(xnnpack.computed(model, trained.batches)))
 
@@ -373,7 +373,7 @@ def main() -> None:
         torch.device("cpu"), load, "transformers", "llama-cpp-python", "gguf", "mlx", "mlx-lm", "executorch", "torchao"
     )
     lines = [
-        "# What is lost where an engine quantises a trained model anew",
+        "# What is lost where an engine quantizes a trained model anew",
         "",
         f"{arguments.tokens} tokens of {arguments.text.name} in rows of {arguments.window}. {machine}",
         f"`{timing.command()}`",

@@ -3,7 +3,7 @@
     python benchmarks/families.py [--only "qwen3" "gemma2"] [--keep DIRECTORY] [--write]
 
 Every variant of tests/families is made as a tiny random checkpoint and taken, on two ranks under ZeRO-3, through what a
-user does: load and export without quantising (same keys, same bytes), logits and gradients in fp32 against
+user does: load and export without quantizing (same keys, same bytes), logits and gradients in fp32 against
 transformers, packed samples against each alone, 12 steps of fp8_static and of w4a16_g32 with an export that must load
 as the class in its config.json and verify. With ``--write`` the table goes to docs/models.md.
 

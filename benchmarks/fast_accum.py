@@ -64,7 +64,7 @@ def _truncated(terms: Tensor, largest: Tensor | None = None) -> Tensor:
 
 
 def operands(kind: str, inner: int) -> tuple[Tensor, Tensor]:
-    """Inputs ``[ROWS, inner]`` and weights ``[COLUMNS, inner]`` in fp64, before they are quantised.
+    """Inputs ``[ROWS, inner]`` and weights ``[COLUMNS, inner]`` in fp64, before they are quantized.
 
     ``gaussian``; ``outliers``: one in 256 features of the input is 30 times as large, as in the residual stream of
     large models; ``positive``: magnitudes, whose sum grows with K, the worst case for sums of few bits.
@@ -89,7 +89,7 @@ def relative(found: Tensor, exact: Tensor) -> float:
 def rows() -> list[str]:
     """The table."""
     lines = [
-        "| operands | K | sums in fp32 every 128 | fast | rounding to bf16 | quantisation to fp8 |",
+        "| operands | K | sums in fp32 every 128 | fast | rounding to bf16 | quantization to fp8 |",
         "| --- " * 6 + "|",
     ]
     for kind in ("gaussian", "outliers", "positive"):
@@ -99,9 +99,9 @@ def rows() -> list[str]:
             x, weight = map(codes_of, values)
             exact = x @ weight.t()
             scales = [absmax_scale(one.abs().max().float().view(1), FP8_TENSOR) for one in values]
-            unquantised = values[0] @ values[1].t() / (scales[0] * scales[1]).double()
+            unquantized = values[0] @ values[1].t() / (scales[0] * scales[1]).double()
             errors = [relative(emulated(x, weight, fast=fast), exact) for fast in (False, True)]
-            errors += [relative(exact.bfloat16().double(), exact), relative(exact, unquantised)]
+            errors += [relative(exact.bfloat16().double(), exact), relative(exact, unquantized)]
             lines.append(f"| {kind} | {inner} | " + " | ".join(f"{100 * error:.3f}%" for error in errors) + " |")
     return lines
 

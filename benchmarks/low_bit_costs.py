@@ -41,16 +41,16 @@ OWN_LOGITS = {"loss.lm_weight": 0.0, "loss.kd_weight": 1.0, "loss.kd": "kl"}
 
 def ways(model: Path, scheme: str) -> dict[str, dict[str, Any]]:
     """The runs by name: what their recipes have beside the common settings. A teacher is the model itself."""
-    quantised: dict[str, Any] = {"quant.scheme": scheme}
-    taught = {**quantised, **OWN_LOGITS, "loss.teacher": str(model)}
+    quantized: dict[str, Any] = {"quant.scheme": scheme}
+    taught = {**quantized, **OWN_LOGITS, "loss.teacher": str(model)}
     recipe = {**taught, "quant.signed_scales": True, "quant.first_codes": "gptq"}
     return {
-        "labels, not quantised": {"quant.fake_quant_start": -1},
-        "labels": quantised,
-        "labels, scales fixed": {**quantised, "learnable.weight_scale": False},
-        "labels, scales signed": {**quantised, "quant.signed_scales": True},
+        "labels, not quantized": {"quant.fake_quant_start": -1},
+        "labels": quantized,
+        "labels, scales fixed": {**quantized, "learnable.weight_scale": False},
+        "labels, scales signed": {**quantized, "quant.signed_scales": True},
         "labels, scales by absmax of each step": {
-            **quantised,
+            **quantized,
             "learnable.weight_scale": False,
             "quant.scales_follow_weights": True,
             "quant.weight_range": "absmax",

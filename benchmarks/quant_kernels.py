@@ -1,4 +1,4 @@
-"""How fast the fused quantisers are: against the reference in eager mode and compiled, torchao, and a plain copy.
+"""How fast the fused quantizers are: against the reference in eager mode and compiled, torchao, and a plain copy.
 
     python benchmarks/quant_kernels.py [--device cuda] [--threads 1] [--rounds 15] [--no-compile]
 
@@ -38,13 +38,13 @@ from quant.spec import TensorSpec
 SHAPES = {"cpu": [(4096, 4096)], "cuda": [(8192, 8192), (4096, 8192)], "quick": [(64, 64)]}
 FASTER_THAN_EAGER = 4.0  # the CPU's bar, of forward and backward
 OF_COPY = {"forward": 0.90, "backward": 0.85}  # the bars of CUDA
-FORWARD, QUANTIZE, DEQUANTIZE = "forward", "quantise", "dequantise"
+FORWARD, QUANTIZE, DEQUANTIZE = "forward", "quantize", "dequantize"
 BACKWARD, SCALE_BACKWARD, MASK_BACKWARD = "backward", "backward, scale gradient", "backward by mask"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is quantised: a tensor of ``dtype``, by ``spec``; if that is dynamic, each token by its own grid."""
+    """What is quantized: a tensor of ``dtype``, by ``spec``; if that is dynamic, each token by its own grid."""
 
     name: str
     spec: TensorSpec
@@ -80,7 +80,7 @@ class Operation:
 
 
 def operations(case: Case, x: Tensor, grad: Tensor) -> list[Operation]:
-    """Everything that training does to ``x``, and to the gradient of its quantised form."""
+    """Everything that training does to ``x``, and to the gradient of its quantized form."""
     n, size = x.numel(), x.element_size()
     grid, stored = grid_of(case.spec), stored_dtype(case.spec, x.dtype)
     if case.spec.dynamic:
@@ -119,7 +119,7 @@ def scales(spec: TensorSpec, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torchao_operations(case: Case, x: Tensor, grad: Tensor) -> dict[str, Callable[[], object]]:
-    """torchao's fake quantisers with static scales where it has them, by the titles of :func:`operations`."""
+    """torchao's fake quantizers with static scales where it has them, by the titles of :func:`operations`."""
     if case.spec.dtype == "fp4_e2m1" or (case.spec.dtype == "fp8_e4m3" and case.spec.dynamic):
         return {}
     from torchao.quantization import qat, quant_primitives
@@ -256,7 +256,7 @@ def report(rows: list[list[str]], device: torch.device, head: str, remark: str) 
         titles += [f"{name}, ms", "fused is faster by"]
     missed = misses(rows, device)
     lines = [
-        f"# Fused quantisers on {'CUDA' if device.type == 'cuda' else 'the CPU'}",
+        f"# Fused quantizers on {'CUDA' if device.type == 'cuda' else 'the CPU'}",
         "",
         head,
         f"`{timing.command()}`",
@@ -269,7 +269,7 @@ def report(rows: list[list[str]], device: torch.device, head: str, remark: str) 
         "Medians over rounds in which the ways take turns, with the least beside ours; in brackets the quartiles of",
         "the ratios of single rounds. GB/s: bytes that the operation must read and write, per second. of copy: these",
         "GB/s over those of `y.copy_(x)` in the same rounds; more than 1 can be: less may be written than read.",
-        "compiled: the reference through torch.compile. torchao: its fake quantiser of the same kind.",
+        "compiled: the reference through torch.compile. torchao: its fake quantizer of the same kind.",
         "Times are those of the device." if device.type == "cuda" else timing.clock_text(device),
         "",
         f"Bar: {bar}.",

@@ -1,9 +1,9 @@
-"""What training recovers of what quantisation loses: perplexity of FT, PTQ and QAT by scheme, and torchao's QAT beside.
+"""What training recovers of what quantization loses: perplexity of FT, PTQ and QAT by scheme, and torchao's QAT beside.
 
     python benchmarks/recovery.py --model DIR --train FILE --text FILE [--out DIR] [--schemes w2a16_g32 ...]
 
 Three models per scheme, all from the same checkpoint, with the same samples in the same order and as many steps: FT,
-trained in bf16; PTQ, FT quantised without training; QAT, trained as it will be served. They are made by the code of
+trained in bf16; PTQ, FT quantized without training; QAT, trained as it will be served. They are made by the code of
 launch/train.py and launch/calibrate.py, exported, loaded again, and measured as launch/evaluate.py does. The recovered
 share is (PTQ - QAT) / (PTQ - FT).
 
@@ -230,14 +230,14 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
         bench = Bench(arguments.model, arguments.train, arguments.text, size, out, only_known=arguments.known)
         tables = report(bench, arguments)
-    head = f"""# What training recovers of what quantisation loses
+    head = f"""# What training recovers of what quantization loses
 
 {arguments.model.name}, {size.steps} steps of {size.rows} x {size.length} tokens of {arguments.train.name}; perplexity
 per token on the first {len(bench.text.token_ids):,} tokens of {arguments.text.name}, in windows of {size.length}.
 {timing.machine(DEVICE, load, "transformers", "deepspeed", "torchao")}
 `{timing.command()}`
 
-FT: trained in bf16. PTQ: FT, quantised. QAT: trained as it is served. Recovered: (PTQ - QAT) / (PTQ - FT). All with
+FT: trained in bf16. PTQ: FT, quantized. QAT: trained as it is served. Recovered: (PTQ - QAT) / (PTQ - FT). All with
 the same checkpoint, samples, order and steps: AdamW, {size.warmup} steps of warm-up, then cosine to 0, norms train,
 scales (their logarithms) at {SETTINGS["optim.scale_lr"]:g}; everything else as recipes have it. Each figure is of
 seed 0 at the rate that was best with it (nan: not run); the mean is over {arguments.seeds} seeds of the samples'

@@ -1,15 +1,15 @@
-"""What is left of adapters when the model is served at 2 and 3 bits: LoRA quantised afterwards, QLoRA, an adapter that
-was trained beside a fake-quantised weight and merged, merged QAT LoRA, and QAT of all weights beside them.
+"""What is left of adapters when the model is served at 2 and 3 bits: LoRA quantized afterwards, QLoRA, an adapter that
+was trained beside a fake-quantized weight and merged, merged QAT LoRA, and QAT of all weights beside them.
 
     python benchmarks/recovery_adapters.py --model DIR --train FILE --text FILE [--out DIR] [--schemes w2a16_g32 ...]
 
 Each way trains with the same samples in the same order and as many steps:
 
-- *LoRA, then PTQ*: merged adapters without fake quant; the sum is quantised at the end, with scales measured then.
-- *QLoRA*: an adapter beside the quantised weight, which is served with it: more than the codes.
-- *QLoRA from the error*: the same, which begins with the error of quantisation (``adapter.init: error``).
-- *QLoRA, merged*: QLoRA after training, with the sum of quantised weight and adapter quantised once more.
-- *torchao-style*: likewise, with the adapter added to the weight as it was before it was fake-quantised: so torchtune
+- *LoRA, then PTQ*: merged adapters without fake quant; the sum is quantized at the end, with scales measured then.
+- *QLoRA*: an adapter beside the quantized weight, which is served with it: more than the codes.
+- *QLoRA from the error*: the same, which begins with the error of quantization (``adapter.init: error``).
+- *QLoRA, merged*: QLoRA after training, with the sum of quantized weight and adapter quantized once more.
+- *torchao-style*: likewise, with the adapter added to the weight as it was before it was fake-quantized: so torchtune
   merges its ``QATLoRALinear`` (``torchtune/modules/peft/_utils.py: get_merged_lora_ckpt``).
 - *merged QAT LoRA*: ``adapter.merge: true``, with learned scales; what is served has codes alone.
 - *QAT*: all weights and scales.
@@ -97,7 +97,7 @@ def settings_of(arguments: argparse.Namespace, way: str, scheme: str, rate: floa
 
 def run(settings: Mapping[str, Any], directory: Path) -> dict[str, float]:
     """Perplexities as served: before the first step, after the last, and of an adapter beside its weight once more
-    when it is merged into the weight, or into what its codes stand for, and the sum is quantised."""
+    when it is merged into the weight, or into what its codes stand for, and the sum is quantized."""
     options = {**settings, "output_dir": str(directory)}
     words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in options.items()}
     state = Loop(parse_recipe([f"--{key}={word}" for key, word in words.items()])).run()
@@ -119,7 +119,7 @@ def merged_afterwards(state: LoopState) -> dict[str, float]:
     adapters = [layer.adapter for layer in layers if layer.adapter is not None]
     bases = {
         "into weights": [layer.merged_weight().clone() for layer in layers],
-        "into codes": [layer.quantised_weight() for layer in layers],
+        "into codes": [layer.quantized_weight() for layer in layers],
     }
     for into, weights in bases.items():
         for layer, adapter, weight in zip(layers, adapters, weights, strict=True):
@@ -225,9 +225,9 @@ is served.
 `{timing.command()}`
 
 Same checkpoint, samples, order and steps: AdamW, warm-up, then cosine to 0; norms are frozen; adapters of rank 16 and
-alpha 32 on every quantised layer; scales learn at 0.01 in merged QAT LoRA and in QAT. LoRA, then PTQ: trained without
-fake quant, the sum quantised at the end. QLoRA: Q(W) x + s B (A x), where A and B stay as they are; from the error: B A
-begins as the best matrix of its rank for W - Q(W). QLoRA, merged: the sum of Q(W) and s B A quantised again;
+alpha 32 on every quantized layer; scales learn at 0.01 in merged QAT LoRA and in QAT. LoRA, then PTQ: trained without
+fake quant, the sum quantized at the end. QLoRA: Q(W) x + s B (A x), where A and B stay as they are; from the error: B A
+begins as the best matrix of its rank for W - Q(W). QLoRA, merged: the sum of Q(W) and s B A quantized again;
 torchao-style: that of W and s B A. The rate is that of the smallest perplexity with seed 0; the spread is from the
 smallest to the largest of the seeds.
 

@@ -3,7 +3,7 @@
     python benchmarks/recovery_inputs.py --model DIR --train FILE --text FILE [--rotated] [--out DIR]
 
 FT is the checkpoint, trained on the text without fake quant, and the model that is to stay what it is. PTQ is FT,
-quantised without training, by the codes of ``--first_codes``. QAT starts from FT with these codes and learns FT's
+quantized without training, by the codes of ``--first_codes``. QAT starts from FT with these codes and learns FT's
 logits alone (KL), in fake quant: FT itself would stay as it is under these losses, in however many steps, so that it is
 a fair reference. ``--rotated`` adds PTQ and QAT of FT that launch/rotate.py has turned, which computes the same
 function of its tokens; their teacher is FT as it was.
@@ -45,7 +45,7 @@ from launch.calibrate import calibrate
 from launch.launcher import ROOT
 from model.build import build_model
 from model.checkpoint.load import load_weights
-from model.quantized.config import is_quantised, weights_alone
+from model.quantized.config import is_quantized, weights_alone
 from quant import SCHEMES
 from tools.compressed import load_compressed
 from tools.verify.check import Comparison, windows
@@ -66,7 +66,7 @@ class Found:
 
 
 class Bench:
-    """Trains, quantises and measures until its time is over, and remembers in a folder what was found."""
+    """Trains, quantizes and measures until its time is over, and remembers in a folder what was found."""
 
     def __init__(self, arguments: argparse.Namespace, out: Path) -> None:
         self.arguments, self.out = arguments, out
@@ -79,7 +79,7 @@ class Bench:
         self._reference: list[Tensor] = []
 
     def found(self, part: str, scheme: str = "none", seed: int = 0, *, rotated: bool = False) -> Found | None:
-        """Train or quantise unless it is there, measure, keep the figures; None where the time is over."""
+        """Train or quantize unless it is there, measure, keep the figures; None where the time is over."""
         settings = self._settings(part, scheme, seed, rotated)
         name = "_".join([part, scheme, "rotated" if rotated else "plain", str(seed)])
         file = self.out / f"{name}.json"
@@ -157,9 +157,9 @@ class Bench:
 
 
 def load(export: Path) -> PreTrainedModel:
-    """An export, plain or compressed, that computes in fp32 as in training; of other writers' files, which quantise
+    """An export, plain or compressed, that computes in fp32 as in training; of other writers' files, which quantize
     weights alone, a model of what the codes stand for."""
-    if is_quantised(export) and not weights_alone(export):
+    if is_quantized(export) and not weights_alone(export):
         return load_compressed(export)[0]
     model = build_model(export, {}, dtype=torch.float32, device=DEVICE)
     load_weights(model, export, progress=False)
@@ -238,10 +238,10 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
         bench = Bench(arguments, out)
         found = tables(bench)
-    head = f"""# What training recovers where inputs are quantised too
+    head = f"""# What training recovers where inputs are quantized too
 
 {arguments.model.name} in {arguments.dtype}. FT: {arguments.tune_steps} steps on {arguments.train.name}, LM loss, at a
-rate of {arguments.tune_rate:g}. PTQ: FT, quantised, `quant.first_codes: {arguments.first_codes}`. QAT: from FT and
+rate of {arguments.tune_rate:g}. PTQ: FT, quantized, `quant.first_codes: {arguments.first_codes}`. QAT: from FT and
 these codes, KL to FT's logits alone, {arguments.steps} steps at {arguments.rate:g} (scales {arguments.scale_rate:g}),
 cosine to 0. Steps of {arguments.rows} x {arguments.length} tokens. Measured on
 {sum(ids.numel() for ids in bench.batches):,} tokens of {arguments.text.name}, in rows as long.

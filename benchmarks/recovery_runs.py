@@ -1,4 +1,4 @@
-"""Training, quantising and measuring one model after another, for benchmarks of what training recovers.
+"""Training, quantizing and measuring one model after another, for benchmarks of what training recovers.
 
 A run is known by its name and settings; what a folder has already is not trained again.
 """
@@ -53,7 +53,7 @@ QUICK = Size(steps=2, rows=2, length=16, warmup=1, tokens=100)
 
 
 class Bench:
-    """Trains, quantises and measures; remembers in ``out`` what it has done.
+    """Trains, quantizes and measures; remembers in ``out`` what it has done.
 
     Args:
         model, train, text: checkpoint, text to train on, text to measure perplexity on.
@@ -105,7 +105,7 @@ class Bench:
         return self._measured(name_of(scheme, rate, seed, label), settings, run, noted)
 
     def quantized(self, scheme: str, rate: float, seed: int = 0) -> float:
-        """Perplexity of PTQ: FT of that rate and seed, which exists, quantised."""
+        """Perplexity of PTQ: FT of that rate and seed, which exists, quantized."""
         settings = self._settings(scheme, 0.0, seed) | {"model.path": str(self.finetuned(rate, seed))}
         return self._measured(name_of("ptq", scheme, rate, seed), settings, calibrate)
 

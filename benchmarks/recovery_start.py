@@ -3,7 +3,7 @@
     python benchmarks/recovery_start.py --model DIR --train FILE --text FILE --out DIR [--minutes 10]
     python benchmarks/recovery_start.py --text FILE --known DIR_OR_JSONL ... [--other FILE ...]
 
-FT is the checkpoint, trained without fake quant; PTQ is FT, quantised; QAT trains as it is served. PTQ and QAT are made
+FT is the checkpoint, trained without fake quant; PTQ is FT, quantized; QAT trains as it is served. PTQ and QAT are made
 from the nearest codes and from those of ``quant.first_codes``, each with positive and with signed scales, all in
 the same bytes. FT is a fair reference in each of the ways to train (``--losses``):
 
@@ -96,7 +96,7 @@ class Text:
 
 
 class Bench:
-    """Trains, quantises and measures until its time is over, and remembers in a folder what was found."""
+    """Trains, quantizes and measures until its time is over, and remembers in a folder what was found."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.out = arguments, arguments.out
@@ -164,7 +164,7 @@ class Bench:
             **start,
         }
 
-    def quantised(self, scheme: str, start: Mapping[str, Any]) -> dict[str, Any]:
+    def quantized(self, scheme: str, start: Mapping[str, Any]) -> dict[str, Any]:
         """The recipe of a PTQ of FT."""
         return self.trained(scheme, start) | {"model.path": str(self.out / self.ft / "export")}
 
@@ -196,7 +196,7 @@ def run_all(bench: Bench, scheme: str) -> None:
     loss, arguments = bench.loss, bench.arguments
     bench.found(bench.ft, bench.trained(None, {}))
     for start, changes in STARTS.items():
-        bench.found(f"ptq_{scheme}_{start}_{loss}", bench.quantised(scheme, changes))
+        bench.found(f"ptq_{scheme}_{start}_{loss}", bench.quantized(scheme, changes))
     for name, directory in arguments.ptq:
         bench.found(f"ptq_{scheme}_{name}_{loss}", {"directory": directory})
     for start in (*reversed(arguments.starts), *STARTS):

@@ -40,7 +40,7 @@ class Run:
     Attributes:
         name: of its file.
         part: ft, ptq, qat or torchao.
-        scheme: how it is quantised; empty of FT.
+        scheme: how it is quantized; empty of FT.
         settings: the recipe that it was made by.
         found: what was measured.
         elsewhere: KL and top token on other texts, by their names.

@@ -1,7 +1,7 @@
-"""torchao's QAT in a plain loop, for the recovery benchmarks: as our runs, but for the fake quantisation.
+"""torchao's QAT in a plain loop, for the recovery benchmarks: as our runs, but for the fake quantization.
 
 Same checkpoint, samples, order, steps, rates and losses, which our own functions compute; AdamW over fp32 copies of
-all parameters, gradients clipped. torchao quantises with the largest magnitude of each step's weights, and learns no
+all parameters, gradients clipped. torchao quantizes with the largest magnitude of each step's weights, and learns no
 scales; or (``learned``, its prototype of range learning) learns those of the first step, at the weights' rate.
 """
 
@@ -30,7 +30,7 @@ def takes(scheme: str) -> bool:
 
 
 def train(recipe: Recipe, *, learned: bool = False) -> PreTrainedModel:
-    """The model after training, fake quantisation still in it."""
+    """The model after training, fake quantization still in it."""
     settings, optim, steps = recipe.data, recipe.optim, recipe.train.steps
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
     loader = Loader(
@@ -71,7 +71,7 @@ def train(recipe: Recipe, *, learned: bool = False) -> PreTrainedModel:
 def loss_of(
     model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Mapping[str, Tensor], recipe: LossRecipe
 ) -> Tensor:
-    """What a recipe minimises, as the engine computes it; fp32 scalar, a mean over the tokens with a label."""
+    """What a recipe minimizes, as the engine computes it; fp32 scalar, a mean over the tokens with a label."""
     inputs, labels = model_inputs(batch), batch["labels"]
     seen = None
     if teacher is not None:
@@ -90,7 +90,7 @@ def _hidden(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def fake_quantize(model: nn.Module, scheme: str, *, learned: bool = False) -> None:
-    """torchao's fake quantisation of every Linear but lm_head."""
+    """torchao's fake quantization of every Linear but lm_head."""
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis, PerGroup
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig, initialize_fake_quantizers

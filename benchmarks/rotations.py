@@ -1,4 +1,4 @@
-"""What rotations spare quantised inputs before any training, with and without outliers where they are.
+"""What rotations spare quantized inputs before any training, with and without outliers where they are.
 
     python benchmarks/rotations.py --model DIR --text FILE [--outliers 64]
 
@@ -7,7 +7,7 @@ Of a checkpoint: as it is, its weights rotated (launch/rotate.py), the inputs of
 channels of every up_proj are multiplied by a power of two and their columns of down_proj divided by it, which is the
 same function exactly, and the shape that the massive activations of large models have before down_proj.
 
-KL(checkpoint || quantised), nats per token, how often the likeliest token is the checkpoint's, and perplexity, in fp32,
+KL(checkpoint || quantized), nats per token, how often the likeliest token is the checkpoint's, and perplexity, in fp32,
 without training. Scales of inputs that are stored are measured on the first rows of the text, which are not compared.
 Writes ``benchmarks/results/rotations.md``.
 """
@@ -67,8 +67,8 @@ def load(directory: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def quantised(directory: Path, scheme: str, block: int | None, first: list[Tensor]) -> PreTrainedModel:
-    """The checkpoint quantised without training, the inputs of down_proj turned in blocks of ``block``."""
+def quantized(directory: Path, scheme: str, block: int | None, first: list[Tensor]) -> PreTrainedModel:
+    """The checkpoint quantized without training, the inputs of down_proj turned in blocks of ``block``."""
     model = load(directory)
     quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=False, learn_input_scale=False)
     if block is not None:
@@ -104,7 +104,7 @@ def rows_of(model: Path, arguments: argparse.Namespace, first: list[Tensor], bat
         ways |= {"down_proj turned": (model, arguments.block), "both": (rotated, arguments.block)}
     for scheme in arguments.schemes:
         for way, (directory, block) in ways.items():
-            ours, compared = quantised(directory, scheme, block, first), Comparison("")
+            ours, compared = quantized(directory, scheme, block, first), Comparison("")
             for ids, theirs in zip(batches, expected, strict=True):
                 with torch.no_grad():
                     compared.add(ours(input_ids=ids, use_cache=False).logits, theirs, ids)
@@ -117,7 +117,7 @@ def rows_of(model: Path, arguments: argparse.Namespace, first: list[Tensor], bat
 
 
 def main() -> None:
-    """Quantise, compare, write."""
+    """Quantize, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a plain checkpoint")
     parser.add_argument("--text", type=Path, required=True, help="text to measure on")
@@ -140,13 +140,13 @@ def main() -> None:
             model = Path(temporary) / title.split()[0].lower()
             plant(arguments.model, model, factor)
             found = rows_of(model, arguments, first, batches)
-            head = ["scheme", "rotation", "checkpoint", "quantised", "KL", "top token"]
+            head = ["scheme", "rotation", "checkpoint", "quantized", "KL", "top token"]
             sections.append(f"## {title}\n\n{table(head, found)}\n")
     layers = json.loads((arguments.model / "config.json").read_text())["num_hidden_layers"]
-    text = f"""# What rotations spare quantised inputs, without training
+    text = f"""# What rotations spare quantized inputs, without training
 
 {arguments.model.name} in fp32, {len(batches) * arguments.length:,} tokens of {arguments.text.name} in rows of
-{arguments.length}; perplexity of the checkpoint and of what it becomes, KL(checkpoint || quantised) in nats per token.
+{arguments.length}; perplexity of the checkpoint and of what it becomes, KL(checkpoint || quantized) in nats per token.
 Weights rotated: launch/rotate.py, seed 0. down_proj turned: `quant.rotate` in blocks of {arguments.block}.
 Planted: {CHANNELS} channels of up_proj in each of {layers} layers, {arguments.outliers:g} times as large.
 {timing.machine(DEVICE, began, "transformers")}

@@ -5,7 +5,7 @@
 Makes a Qwen3 checkpoint of 569 MB (random weights), shards it over two ranks under ZeRO-3, and exports it as bf16 and
 as fp8. Growth is the high-water mark of the resident set during the export over the resident set before it. The
 arithmetic says: on rank 0 what is gathered at a time, what comes meanwhile, and one Linear as packed, on the other
-nothing; some 20 MB for the weights that are being quantised come on top. Writes ``benchmarks/results/save.md``.
+nothing; some 20 MB for the weights that are being quantized come on top. Writes ``benchmarks/results/save.md``.
 """
 
 import argparse
@@ -182,7 +182,7 @@ load average {load:.1f} when it began (times grow with it, memory does not). `py
 
 Growth is the high-water mark of the resident set over the resident set before. "Counted" is what the arithmetic says:
 the bytes of the tensors gathered (the largest module, an embedding, and on their way 32 MiB of layers behind it) and
-packed (one Linear), added up while exporting. The chunks in which weights are quantised come on top, and with them the
+packed (one Linear), added up while exporting. The chunks in which weights are quantized come on top, and with them the
 freed blocks below 32 MB that glibc keeps for later, unless `{THRESHOLD}` makes it give every one back.
 Writing and syncing 569 MB in files of this size, and nothing else, takes {floor:.2f} s here.
 """

@@ -1,16 +1,16 @@
-"""What quantisation-aware training costs: a QAT step against the bf16 step of the same code, in time and in memory.
+"""What quantization-aware training costs: a QAT step against the bf16 step of the same code, in time and in memory.
 
     python benchmarks/step.py [--device cuda] [--layer-only | --model-only] [--rounds 40] [--processes 8] [--fp8-gemm]
 
 A step is forward and backward. The optimizer is left out: it does the same for both, apart from the few scales, and
-would only bring their ratio closer to 1. Each way has weights of its own, equal at the start, and quantises them in
+would only bring their ratio closer to 1. Each way has weights of its own, equal at the start, and quantizes them in
 every step; the layer gets the gradient of its input as well, as in the middle of a model. Gradients are dropped after
 each step, outside of the time.
 
 - bf16: nn.Linear
 - our schemes, by simulation and by the fp8 GEMM, which the CPU has no fast kernel for: there only with --fp8-gemm
 - 4-bit inputs in groups with scales of their own, also with their codes kept for backward
-- the same fp8 fake quantisation as plain PyTorch writes it, and torchao's QAT where torchao is installed
+- the same fp8 fake quantization as plain PyTorch writes it, and torchao's QAT where torchao is installed
 
 ``step_ways.py`` has them. On a CPU the ratios of one process are its own: which physical pages its weights got, and how
 often its allocator asks the system for pages again, stay as they are for all of its rounds (two processes of the same

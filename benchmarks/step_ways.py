@@ -1,4 +1,4 @@
-"""The ways to quantise whose steps benchmarks/step.py compares: ours, plain PyTorch's and torchao's."""
+"""The ways to quantize whose steps benchmarks/step.py compares: ours, plain PyTorch's and torchao's."""
 
 from collections.abc import Callable
 from functools import partial, reduce
@@ -60,7 +60,7 @@ def ours(
 
 
 class EagerLinear(nn.Linear):
-    """fp8 fake quantisation as PyTorch's own operators and their autograd do it, with learned scales."""
+    """fp8 fake quantization as PyTorch's own operators and their autograd do it, with learned scales."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")

@@ -200,7 +200,7 @@ def decoder_layer(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="counted")
     arrange_experts(model, "stacked")
     if scheme is not None:
-        _quantise(model, scheme, learn, **compute)
+        _quantize(model, scheme, learn, **compute)
     layer = model.model.layers[0]
 
     def forward(x: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def decoder_layer(
     return forward
 
 
-def _quantise(
+def _quantize(
     model: nn.Module, scheme: str, learn: bool, *, codes: bool = False, fused: bool = False, **compute: Any
 ) -> None:
     scales = {"learn_weight_scale": learn, "learn_input_scale": False}
@@ -241,11 +241,11 @@ def counted(
 
 
 def quant_linear(scheme: str | None, features: int, *, learn: bool = True, **compute: Any) -> nn.Module:
-    """A Linear of ``[features, hidden]`` on the meta device; quantised if a scheme is named."""
+    """A Linear of ``[features, hidden]`` on the meta device; quantized if a scheme is named."""
     with META:
         model = nn.ModuleDict({"up_proj": nn.Linear(QWEN3_8B["hidden_size"], features, False, dtype=torch.bfloat16)})
     if scheme is not None:
-        _quantise(model, scheme, learn, **compute)
+        _quantize(model, scheme, learn, **compute)
     return model["up_proj"]
 
 

@@ -2,7 +2,7 @@
 
 The mask comes from the chat template's own output: `data.template` finds the characters of the conversation's
 rendering that the assistant has to write, from behind the generation prompt to the end of its turn. The text is
-tokenised, once and whole, and the tokens of these characters are the targets: just what the model has to write by
+tokenized, once and whole, and the tokens of these characters are the targets: just what the model has to write by
 itself. Searching the tokens for a marker such as ``<|im_start|>assistant`` instead would need a rule per template and
 finds what users typed, too.
 
@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from data.jsonl import BadLineError, check_fields, conversation_of, lines_of
 from data.samples import IGNORE, DataError, Problems, Sample, check_files
 from data.template import Answer, LossOn, Rendering, SpecialTokens, Template
-from data.tokens import CHARACTERS, TEXTS, Tokeniser, TokeniserError, Tokens, in_groups
+from data.tokens import CHARACTERS, TEXTS, OffsetTokenizer, TokenizerError, Tokens, in_groups
 
 
 @dataclass
@@ -167,7 +167,7 @@ class _Builder:
         self.fields = fields
         self.loss_on: LossOn = loss_on
         self.special_tokens: SpecialTokens = special_tokens
-        self.tokeniser = Tokeniser(tokenizer, spelled_as_text=special_tokens == "text")
+        self.tokenizer = OffsetTokenizer(tokenizer, spelled_as_text=special_tokens == "text")
         self.max_length = max_length
         self.truncate = truncate
         self.bos = tokenizer.bos_token_id
@@ -190,7 +190,7 @@ class _Builder:
             self.counts.lines += 1
             try:
                 rendering = self._rendered(line)
-                hopeless = self.tokeniser.is_longer(rendering.text, self.max_length)
+                hopeless = self.tokenizer.is_longer(rendering.text, self.max_length)
             except (BadLineError, MemoryError) as error:
                 self.problems.add(f"{name}:{number}", str(error) or "found a line for which there is no memory")
                 continue
@@ -234,19 +234,19 @@ class _Builder:
     def _tokens(self, batch: list[Line]) -> Iterable[Tokens]:
         """The tokens of each line. Raises DataError, with the place, for a text that the tokenizer does not take."""
         try:
-            return self.tokeniser.batch([line.rendering.text for line in batch])
-        except TokeniserError as error:
+            return self.tokenizer.batch([line.rendering.text for line in batch])
+        except TokenizerError as error:
             for line in batch:
                 try:
-                    self.tokeniser.one(line.rendering.text)
-                except TokeniserError as its_own:
+                    self.tokenizer.one(line.rendering.text)
+                except TokenizerError as its_own:
                     raise DataError(f"{line.where()}: {its_own}") from error
             raise DataError(f"{batch[0].where()} to {batch[-1].where()}: {error}") from error
 
     def _sample(self, line: Line, tokens: Tokens) -> Sample | None:
         text, spelled = line.rendering.text, line.rendering.spelled
-        tokens = self.tokeniser.with_text(text, tokens, spelled)
-        turns = [targets_of(answer, tokens, line.rendering, self.tokeniser) for answer in line.rendering.answers]
+        tokens = self.tokenizer.with_text(text, tokens, spelled)
+        turns = [targets_of(answer, tokens, line.rendering, self.tokenizer) for answer in line.rendering.answers]
         length = turns[-1].last  # of the input: the last target is only predicted
         ids = np.array(tokens.ids[: length + 1], dtype=np.int32)
         begin, keeps_bos = self._cut(ids, turns[-1].first)
@@ -263,7 +263,7 @@ class _Builder:
         self.counts.by_content += sum(answer.by_content for answer in line.rendering.answers)
         self.counts.straddling += sum(turn.straddling for turn in turns)
         self.counts.without_end += sum(not turn.ended for turn in turns)
-        kept = [index for index in self.tokeniser.spelled_at(tokens, spelled) if begin <= index <= length]
+        kept = [index for index in self.tokenizer.spelled_at(tokens, spelled) if begin <= index <= length]
         self.counts.spelled += len(kept) + line.rendering.unplaced
         self.counts.spelled_targets += sum(index > begin and labels[index - 1] != IGNORE for index in kept)
         inputs, labels = ids[begin:length], labels[begin:]
@@ -286,14 +286,14 @@ class _Builder:
         return excess + keeps_bos, keeps_bos
 
 
-def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokeniser: Tokeniser) -> Targets:
+def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokenizer: OffsetTokenizer) -> Targets:
     """The tokens of a turn that are targets.
 
     Raises:
         BadLineError: the turn has no token of its own, or nothing stands before it.
     """
-    first, straddling = first_target(tokens, rendering, answer.start, tokeniser)
-    last, ended = last_target(tokens, rendering.text, first, answer.end, tokeniser.special)
+    first, straddling = first_target(tokens, rendering, answer.start, tokenizer)
+    last, ended = last_target(tokens, rendering.text, first, answer.end, tokenizer.special)
     if not 0 < first <= last:
         raise BadLineError(
             f"found the answer to begin at token {first} of {len(tokens.ids)} and to end at {last}, expected tokens "
@@ -302,7 +302,7 @@ def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokeniser: 
     return Targets(first, last, straddling, ended)
 
 
-def first_target(tokens: Tokens, rendering: Rendering, start: int, tokeniser: Tokeniser) -> tuple[int, bool]:
+def first_target(tokens: Tokens, rendering: Rendering, start: int, tokenizer: OffsetTokenizer) -> tuple[int, bool]:
     """Index of the first target (one past the last token if there is none), and whether it begins in the prompt."""
     offsets = tokens.offsets
     # A token without characters (a prefix that the tokenizer puts before a word) belongs to what it stands before.
@@ -310,7 +310,7 @@ def first_target(tokens: Tokens, rendering: Rendering, start: int, tokeniser: To
     first = next(inside, len(offsets))
     if first == len(offsets) or offsets[first][0] >= start:
         return first, False
-    given = tokeniser.one(rendering.text[:start], [span for span in rendering.spelled if span[1] <= start])
+    given = tokenizer.one(rendering.text[:start], [span for span in rendering.spelled if span[1] <= start])
     if given.ids == tokens.ids[: first + 1]:
         return first + 1, False
     return first, True

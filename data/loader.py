@@ -243,7 +243,7 @@ class Order:
     r of a fixed cyclic permutation of the file, going on where the epoch before ended: over any number of epochs, the
     uses of two samples of one file differ by at most one.
 
-    With packing the epochs' numbers of rows differ, as other neighbours fill the bins; to find the row at a position,
+    With packing the epochs' numbers of rows differ, as other neighbors fill the bins; to find the row at a position,
     the epochs before it are packed too, once (about a second per epoch and million samples).
 
     Args:

@@ -1,6 +1,6 @@
-"""Plain text for language modelling: every token of the files predicted once.
+"""Plain text for language modeling: every token of the files predicted once.
 
-The files are tokenised, joined with the EOS token, and cut into contiguous blocks of ``block_length`` inputs. Labels
+The files are tokenized, joined with the EOS token, and cut into contiguous blocks of ``block_length`` inputs. Labels
 are the next tokens of the stream, so a block's last label is the next block's first input: of N tokens, N - 1 are
 predicted, each exactly once. The last block is shorter; it is kept (it has at least one input and one label), so
 nothing is dropped. No BOS is added: a block begins anywhere, and blocks of training and evaluation should look
@@ -24,17 +24,17 @@ from data.template import SpecialTexts, SpecialTokens
 from data.tokens import named_errors
 
 PIECE = 1 << 17  # characters: a whole file in one call would use one core, and some 200 bytes of memory per character
-PIECES = 8  # tokenised in one call
+PIECES = 8  # tokenized in one call
 CHUNK = 1 << 20  # bytes of a file that are read at a time
 LONGEST = 1 << 26  # characters without a place to cut: some 13 GB of memory on every rank
-WINDOW = 1 << 12  # characters on both sides of a cut, at most, that are tokenised together and apart
+WINDOW = 1 << 12  # characters on both sides of a cut, at most, that are tokenized together and apart
 TRIES = 100  # cuts between words before the rest stays in one piece: a tokenizer may take none
 LINE_ENDS = re.compile(r"(?<=\S\n)(?=[^\W_])")
 WORD_ENDS = re.compile(r"(?<=\S\n)(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
 
 
 class TogetherError(DataError):
-    """A text is too long to be tokenised as a whole, and cannot be cut."""
+    """A text is too long to be tokenized as a whole, and cannot be cut."""
 
 
 def read_text(
@@ -148,7 +148,7 @@ def split(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[str]:
             start = cut
         if len(held) - start > LONGEST:
             raise TogetherError(
-                f"found {len(held) - start:,} characters that can only be tokenised together, with this tokenizer or "
+                f"found {len(held) - start:,} characters that can only be tokenized together, with this tokenizer or "
                 f"without words in them, expected at most {LONGEST:,}: share the text out over several files"
             )
     yield held[start:]

@@ -1,7 +1,7 @@
 """Texts to tokens with the characters that each stands for, a bounded number of characters at a time.
 
 A tokenizer takes about 200 bytes of memory per character while it works, some 400 where its tokens are single
-characters. So what is tokenised together is bounded, and a text that is far too long to be a sample is found out from
+characters. So what is tokenized together is bounded, and a text that is far too long to be a sample is found out from
 its beginning.
 """
 
@@ -21,11 +21,11 @@ from data.template import Span, SpecialTexts
 
 T = TypeVar("T")
 
-TEXTS = 1024  # tokenised at a time: enough for all cores
-CHARACTERS = 2**20  # tokenised at a time, where not one text alone is longer
+TEXTS = 1024  # tokenized at a time: enough for all cores
+CHARACTERS = 2**20  # tokenized at a time, where not one text alone is longer
 
 
-class TokeniserError(DataError):
+class TokenizerError(DataError):
     """A tokenizer does not take a text."""
 
 
@@ -37,7 +37,7 @@ class Tokens:
     offsets: list[Span]
 
 
-class Tokeniser:
+class OffsetTokenizer:
     """A fast tokenizer that adds nothing to a text.
 
     Args:
@@ -61,13 +61,13 @@ class Tokeniser:
         """The tokens of several texts, on all cores, special tokens that are spelled out kept.
 
         Raises:
-            TokeniserError: one of them is refused.
+            TokenizerError: one of them is refused.
         """
         with named_errors():
             return map(_tokens, self._backend.encode_batch(texts, add_special_tokens=False))
 
     def is_longer(self, text: str, tokens: int) -> bool:
-        """Whether a text has more than ``tokens`` tokens for certain, seen without tokenising all of a long one.
+        """Whether a text has more than ``tokens`` tokens for certain, seen without tokenizing all of a long one.
 
         The beginning of a text may have other tokens than the text, at its end, but not twice as many.
         """
@@ -75,7 +75,7 @@ class Tokeniser:
         return len(text) > size and len(self.one(text[:size]).ids) > 2 * tokens
 
     def one(self, text: str, spelled: Sequence[Span] = ()) -> Tokens:
-        """The tokens of a text. Raises TokeniserError as above, and BadLineError as below."""
+        """The tokens of a text. Raises TokenizerError as above, and BadLineError as below."""
         with named_errors():
             tokens = _tokens(self._backend.encode(text, add_special_tokens=False))
         return self.with_text(text, tokens, spelled)
@@ -83,7 +83,7 @@ class Tokeniser:
     def with_text(self, text: str, tokens: Tokens, spelled: Sequence[Span]) -> Tokens:
         """The tokens of a text with the special tokens at ``spelled`` taken as text, if that is wanted.
 
-        Between two special tokens a text is tokenised by itself, so only there it is tokenised anew.
+        Between two special tokens a text is tokenized by itself, so only there it is tokenized anew.
 
         Raises:
             BadLineError: this tokenizer looks beyond special tokens.
@@ -122,7 +122,7 @@ class Tokeniser:
         assert self._as_text is not None
         if self._backend.encode(text, add_special_tokens=False).ids != expected:
             raise BadLineError(
-                "found a special token spelled out, and a tokenizer that does not tokenise by itself what stands "
+                "found a special token spelled out, and a tokenizer that does not tokenize by itself what stands "
                 "between two special tokens, expected data.special_tokens keep or refuse"
             )
         return _tokens(self._as_text.encode(text, add_special_tokens=False), shift)
@@ -144,14 +144,14 @@ def in_groups(texts: Iterable[T], count: int, characters: int, length: Callable[
 
 @contextmanager
 def named_errors(where: str = "") -> Iterator[None]:
-    """Turn what a tokenizer raises into `TokeniserError`."""
+    """Turn what a tokenizer raises into `TokenizerError`."""
     try:
         yield
     except BaseException as error:  # where it panics, its error is no Exception
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         what = str(error) or type(error).__name__
-        raise TokeniserError(f"{where}found text that the tokenizer does not take: {what}") from error
+        raise TokenizerError(f"{where}found text that the tokenizer does not take: {what}") from error
 
 
 def _tokens(encoding: Encoding, shift: int = 0) -> Tokens:

@@ -1,7 +1,7 @@
 """Draws way_of_the_data.svg, the picture in the README: python docs/draw.py
 
 The picture is drawn and not painted so that a test can hold it to the code: tests/unit/test_docs.py checks that every
-module named here exists and that the committed file is what this script writes. Colours follow the reader's light or
+module named here exists and that the committed file is what this script writes. Colors follow the reader's light or
 dark mode; the picture brings its own background, so that it stays legible where that mode is not known.
 """
 

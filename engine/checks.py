@@ -75,14 +75,14 @@ def _difference(state: LoopState) -> str:
 
 
 def check_layers_ran(quantization: Quantization) -> None:
-    """Check after the first forward that the model called every quantised layer; a collective.
+    """Check after the first forward that the model called every quantized layer; a collective.
 
     Raises:
         RankError: on every rank: a forward of the model uses the weight of a layer without calling the layer.
     """
     unused = [name for name, layer in quantization.layers.items() if not layer.trained]
     raise_everywhere(
-        f"{listed(unused, 3)}: the model's forward did not call them, so that training would not quantise what the "
+        f"{listed(unused, 3)}: the model's forward did not call them, so that training would not quantize what the "
         f"export does; set {exempt_line(unused)}"
         if unused
         else None

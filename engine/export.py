@@ -66,9 +66,9 @@ def _check_base(recipe: Recipe) -> None:
     """Refuse to write an adapter alone where the model that it was trained beside is nowhere to be found."""
     if recipe.quant.scheme != SOURCE:
         raise RecipeError(
-            f"quant.scheme: {recipe.quant.scheme!r}, expected {SOURCE!r} with export.format peft, and a quantised "
+            f"quant.scheme: {recipe.quant.scheme!r}, expected {SOURCE!r} with export.format peft, and a quantized "
             "checkpoint in model.path, which the adapter is served on: launch/calibrate.py makes one. Or choose "
-            "export.format compressed, which writes the quantised model with the adapter in it"
+            "export.format compressed, which writes the quantized model with the adapter in it"
         )
 
 
@@ -109,7 +109,7 @@ def check_exportable(session: Session) -> None:
     recipe, layout = session.recipe, _layout(session.recipe)
     if layout is None:
         return
-    compressed = layout == "compressed" and not recipe.never_quantises()
+    compressed = layout == "compressed" and not recipe.never_quantizes()
     if compressed and (reason := not_loaded(session.model, session.quantization)):
         say(
             f"warning: {reason}: the export will be one for vLLM and SGLang, and launch/verify.py will compare it with "
@@ -117,7 +117,7 @@ def check_exportable(session: Session) -> None:
         )
     check_plan(
         session.model,
-        None if recipe.never_quantises() else session.quantization,
+        None if recipe.never_quantizes() else session.quantization,
         recipe.model.path,
         layout=layout,
         template=_template(recipe),
@@ -173,11 +173,11 @@ def _adapter(session: Session, directory: Path) -> PeftFolder:
 def export_trained(session: Session, quant: FakeQuant, batches: Iterable[MicroBatch] = ()) -> None:
     """Write what was trained to the recipe's export directory; a collective.
 
-    A run that never quantises writes a plain checkpoint. Where the last steps trained
+    A run that never quantizes writes a plain checkpoint. Where the last steps trained
     without fake quant, the scales are those of an earlier model and are measured again first, on ``batches`` where
     nobody watched the inputs.
     """
-    compressed = not session.recipe.never_quantises() or quant.enabled
+    compressed = not session.recipe.never_quantizes() or quant.enabled
     if compressed and quant.any_stale:
         say("the last steps trained without fake quant: measuring the scales for the export again")
         quant.measure(batches)

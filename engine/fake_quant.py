@@ -1,14 +1,14 @@
 """Fake quant on and off while training: what ``state.quant`` offers to a schedule, and the scales of inputs that it
 needs, measured in place.
 
-They are measured by forward passes of the unquantised model, under whatever ZeRO stage it lives.
+They are measured by forward passes of the unquantized model, under whatever ZeRO stage it lives.
 
 Scales of inputs, keys and values that files gave, compared with the inputs of the first samples.
 
 Nothing in the files tells what inputs are like, so the model looks at some: one micro-batch per rank goes through it,
 forward alone, where such scales were loaded.
 
-How the quantisation of a model fares while it trains: scales, what they clip, and the error of every weight.
+How the quantization of a model fares while it trains: scales, what they clip, and the error of every weight.
 """
 
 import math
@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from data.loader import MicroBatch, sample_inputs
 from engine.session.session import Session
-from model.quantized.config import is_quantised
+from model.quantized.config import is_quantized
 from model.ranks import RankError, raise_everywhere, reduce_over_ranks, say
 from model.scales import (
     WeightStatistics,
@@ -99,11 +99,11 @@ def calibrate_inputs(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> None:
-    """Run ``batches`` through the unquantised model and write the activation scales that they ask for; a collective.
+    """Run ``batches`` through the unquantized model and write the activation scales that they ask for; a collective.
 
     Args:
         forward: the engine (or the plain model); called with input_ids alone.
-        quantization: its quantisation, paused during the passes: its switches and what its observers have seen are
+        quantization: its quantization, paused during the passes: its switches and what its observers have seen are
             afterwards as they were.
         owners: of the input groups to write; other groups keep their scales.
         batches: as many on every rank.
@@ -144,7 +144,7 @@ THETA_GROUPS = {"weight": "weight_scales", "input": "act_scales"}
 class FakeQuant:
     """Switches fake quant; every method is to be called on all ranks at the same step.
 
-    A scale group (layers that share a scale) is *active* while at least one of its members is fake-quantised, and rests
+    A scale group (layers that share a scale) is *active* while at least one of its members is fake-quantized, and rests
     otherwise. A resting group's theta does not move: its gradient is 0, and its moments are made 0 when it comes to
     rest. Once the model has trained beside a resting group, the group is *stale*: its scale fits a model that no longer
     exists. Switching it on then measures it again, weights as they are now, inputs from the observers, and its theta
@@ -179,7 +179,7 @@ class FakeQuant:
 
     @property
     def enabled(self) -> bool:
-        """Whether any layer is fake-quantised."""
+        """Whether any layer is fake-quantized."""
         return any(weights or inputs for weights, inputs in self.quantization.fake_quant_state().values())
 
     @property
@@ -194,7 +194,7 @@ class FakeQuant:
 
         Raises:
             ValueError: the pattern matches no layer.
-            RankError: a weight holds NaN or Inf, or the observers of an input that is to be quantised saw nothing.
+            RankError: a weight holds NaN or Inf, or the observers of an input that is to be quantized saw nothing.
         """
         self._switch(weights, activations, layers, observe=True)
 
@@ -269,7 +269,7 @@ class FakeQuant:
 
     @contextmanager
     def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
-        """Inside the block everything is fake-quantised with scales that fit, and nothing is observed; a collective.
+        """Inside the block everything is fake-quantized with scales that fit, and nothing is observed; a collective.
 
         Args:
             batches: measure inputs that no observer watched.
@@ -372,7 +372,7 @@ def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]])
     on every rank; a collective, after calibration. Raises RankError on every rank."""
     quant = session.recipe.quant
     source = quant.start or quant.scales or session.recipe.model.path
-    if quant.start or quant.scales or is_quantised(Path(source)):
+    if quant.start or quant.scales or is_quantized(Path(source)):
         owners = _owners(session)
         check_input_scales(session.engine, session.quantization, owners, first(1), session.device, source)
 
@@ -395,7 +395,7 @@ def check_input_scales(
     device: torch.device,
     source: str,
 ) -> None:
-    """Run ``batches`` through the model with its inputs quantised, and refuse scales that are none of these inputs; a
+    """Run ``batches`` through the model with its inputs quantized, and refuse scales that are none of these inputs; a
     collective, which leaves the model as it was.
 
     Scales from other data pass, and clipped ones: see :data:`MOST_CLIPPED` and :data:`TOO_LARGE`. A global scale above
@@ -483,7 +483,7 @@ class Watch:
 
 @contextmanager
 def watching(quant: FakeQuant) -> Iterator[Watch]:
-    """Watch the inputs of the block's forwards, and measure the quantisation when the block ends; a collective then.
+    """Watch the inputs of the block's forwards, and measure the quantization when the block ends; a collective then.
 
     Where inputs are watched already (a user's script does it, or a schedule that will switch fake quant on), the
     observers keep what they have seen and go on.

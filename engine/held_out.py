@@ -52,7 +52,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over the valid tokens of all held-out samples, of all ranks; a collective.
 
-    A run that never quantises is evaluated as it is; in every other one all layers are fake-quantised, with scales
+    A run that never quantizes is evaluated as it is; in every other one all layers are fake-quantized, with scales
     measured again where they fit an earlier model. Nothing that trains is changed.
 
     Args:
@@ -66,7 +66,7 @@ def evaluate(
     Returns:
         The means, by the names of the sums.
     """
-    never = session.recipe.never_quantises() and not quant.enabled
+    never = session.recipe.never_quantizes() and not quant.enabled
     session.engine.eval()
     sums: dict[str, Tensor] = {}
     valid = 0

@@ -5,7 +5,7 @@ that are active around it. :class:`OnHost` around a model's forward gives it a c
 a block saves while it is recomputed in backward lies outside, and stays where it is.
 
 Next to ``torch.autograd.graph.save_on_cpu``, which does the same, this leaves Parameters alone: those of a final norm
-or of a quantised lm_head would otherwise travel to the host and back, whole. transformers' ``offload=True`` wraps each
+or of a quantized lm_head would otherwise travel to the host and back, whole. transformers' ``offload=True`` wraps each
 block in ``save_on_cpu`` and asks for pinned memory on a CPU too (5.23), where there is none.
 """
 

@@ -117,7 +117,7 @@ def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
     for tag, values in by_tag.items():
         metrics.histogram(tag, values, step)
     worst = {}
-    if stats.weights:  # not where the KV cache alone is quantised
+    if stats.weights:  # not where the KV cache alone is quantized
         worst = {
             "quant/weight_error_db_worst": max(errors.values()),
             "quant/clipped_weights_most": max(clipped.values()),

@@ -109,8 +109,8 @@ def add_recipe_events(schedule: Schedule[LoopState], recipe: Recipe) -> None:
     """
     start = recipe.quant.fake_quant_start
     if start != 0:
-        # Observers have nobody to watch for in a run that never quantises.
-        schedule.at(0, lambda state: state.quant.disable(observe=not recipe.never_quantises()))
+        # Observers have nobody to watch for in a run that never quantizes.
+        schedule.at(0, lambda state: state.quant.disable(observe=not recipe.never_quantizes()))
     if start > 0:
         schedule.at(start, lambda state: state.quant.enable())
     if recipe.eval.every:
@@ -146,7 +146,7 @@ def evaluate_start(state: LoopState) -> None:
     """Evaluate what training starts from: PTQ, or of a run that goes on the step that a signal ended, which had no
     evaluation and may be the best; a collective."""
     if state.saved_step is None:
-        if not state.recipe.never_quantises():
+        if not state.recipe.never_quantizes():
             evaluate_held_out(state)
     elif state.recipe.eval.every and state.step % state.recipe.eval.every == 0 and state.evaluations.step != state.step:
         evaluate_held_out(state)

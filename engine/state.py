@@ -29,7 +29,7 @@ class StepResult:
     grad_norm: float | None
     """Before clipping; None on stage 0 in fp32, where DeepSpeed clips without keeping it."""
     scale_grad_norm: float | None
-    """The scales' share of it, in the steps that measure quantisation."""
+    """The scales' share of it, in the steps that measure quantization."""
     skipped: bool
     """The loss or its gradients were not finite, and nothing was updated."""
     stop_requested: bool
@@ -37,7 +37,7 @@ class StepResult:
     loss_scale: float | None
     """That of the step, in fp16."""
     quantization: QuantStats | None
-    """Statistics of the quantisation, in the steps that measure them."""
+    """Statistics of the quantization, in the steps that measure them."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class LoopState:
         return self.evaluations.last
 
     def objective(self) -> Objective:
-        """What is minimised now: the recipe's losses and the user's own, with the weights that events have set."""
+        """What is minimized now: the recipe's losses and the user's own, with the weights that events have set."""
         levers = self.session.levers
         own = tuple(self.token_losses)
         return self.recipe.loss.objective(lm=levers.lm_weight, kd=levers.kd_weight, token_losses=own)

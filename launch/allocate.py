@@ -4,8 +4,8 @@
         --schemes w2a16_g32 w4a16_g32 --budget_bits 2.75 --out mixed.yaml
     deepspeed --num_gpus 8 launch/train.py --config launch/recipes/qwen3_4b.yaml --config mixed.yaml
 
-For each scheme the model of the recipe is read and quantised as ``launch/calibrate.py`` does, and each part (layers
-that serving runs as one, or the experts of a MoE layer) is quantised alone: what this does to the logits of
+For each scheme the model of the recipe is read and quantized as ``launch/calibrate.py`` does, and each part (layers
+that serving runs as one, or the experts of a MoE layer) is quantized alone: what this does to the logits of
 ``--batches`` micro-batches per rank is its cost. The parts get the schemes with which the costs add up to least, while
 the weights have at most ``--budget_bits`` bits on average, scales included. Then the recipe is measured as it is.
 
@@ -101,7 +101,7 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
     for name, recipe in recipes.items():
         student = meta_student(recipe)
         found = parts_of(student.model, student.quantization, name, DTYPES[recipe.model.dtype])
-        raise_everywhere(None if found else f"--schemes: {name} quantises no weights, expected schemes of Linears")
+        raise_everywhere(None if found else f"--schemes: {name} quantizes no weights, expected schemes of Linears")
         raise_everywhere(
             None
             if not parts or [part.layers for part in parts] == [part.layers for part in found]
@@ -113,7 +113,7 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
 
 
 def opened(recipe: Recipe, context: RunContext) -> tuple[Session, Loader]:
-    """The quantised model in its engine, with all scales in place; a collective."""
+    """The quantized model in its engine, with all scales in place; a collective."""
     loader, _ = build_loader(recipe, context.tokenizer)
     session = build_session(recipe, context, None, loader.first, optimizer=False)
     if session.uncalibrated:
@@ -123,7 +123,7 @@ def opened(recipe: Recipe, context: RunContext) -> tuple[Session, Loader]:
 
 
 def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
-    """The cost of all layers quantised together; a collective."""
+    """The cost of all layers quantized together; a collective."""
     layers = [*session.quantization.layers]
     return divergences(session.engine, session.quantization, [layers], loader.first(batches), session.device)[0]
 

@@ -3,7 +3,7 @@
     python launch/compare.py --bf16 FT --ptq w4=ptq/w4 --qat w4=runs/w4/export [--ptq w2=... --qat w2=...] --text FILE
     python launch/compare.py --bf16 FT --ptq w4=ptq/w4 --qat w4=runs/w4/export --results a.json --results b.json
 
-``--bf16`` is the unquantised model that PTQ quantised; for a fair share it was trained for as long as QAT. Directories
+``--bf16`` is the unquantized model that PTQ quantized; for a fair share it was trained for as long as QAT. Directories
 whose results are in a file of ``--results`` (of ``launch/evaluate.py --json``, or an earlier comparison) are not
 evaluated again and need not be on this machine; the others are asked ``--text`` and ``--tasks``, as by
 ``launch/evaluate.py``, on as many ranks. Figures that were measured on different data are refused.
@@ -31,7 +31,7 @@ from tools.evaluation.results import Evaluation, read_evaluations
 def main() -> None:
     """Evaluate what has no results yet; print and write the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bf16", required=True, metavar="DIR", help="the unquantised checkpoint")
+    parser.add_argument("--bf16", required=True, metavar="DIR", help="the unquantized checkpoint")
     parser.add_argument("--ptq", type=named, action="append", default=[], metavar="NAME=DIR", help="repeatable")
     parser.add_argument("--qat", type=named, action="append", default=[], metavar="NAME=DIR", help="repeatable")
     parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="repeatable")

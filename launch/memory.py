@@ -21,7 +21,7 @@ from engine.config.errors import RecipeError
 from engine.memory.measured import Measured, read_measured
 from engine.memory.plan import RESERVE, Planner, Prediction
 from engine.memory.table import GB, as_json, comparison_table, headline, memory_table, traffic_table
-from engine.session.student import quantised_share
+from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
 
 
@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         predictions, refused = predict_all(planner, names, ranks, gpu_bytes)
     total, trained = (sum(p.numel for p in some) for some in (planner.inventory.parameters, planner.inventory.trained))
     print(headline(recipe, ranks, total, trained))
-    print(*quantised_share(planner.student.model, planner.student.quantization).lines(), sep="\n")
+    print(*quantized_share(planner.student.model, planner.student.quantization).lines(), sep="\n")
     print(f"\n{memory_table(predictions, gpu_bytes)}\n\n{traffic_table(predictions)}")
-    print(f"\nreserve: {RESERVE / GB:g} GB for CUDA, NCCL and holes in the allocator's memory, which are not modelled")
+    print(f"\nreserve: {RESERVE / GB:g} GB for CUDA, NCCL and holes in the allocator's memory, which are not modeled")
     print("".join(f"{name}: {why}\n" for name, why in refused.items()), end="")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(as_json(predictions), indent=1) + "\n")

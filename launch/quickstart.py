@@ -1,12 +1,12 @@
-"""From nothing but Python to a trained, quantised, exported and verified model, in a few minutes on two CPU cores.
+"""From nothing but Python to a trained, quantized, exported and verified model, in a few minutes on two CPU cores.
 
     make quickstart            (or: python launch/quickstart.py [--out runs/quickstart])
 
 1. A corpus from text that Python itself ships: the docstrings of its standard library and the language reference behind
    ``help()``. A tokenizer is trained on it, and a small Qwen3 is made with random weights.
 2. The model is trained by this project's loop with fake quant off.
-3. FT: it is trained a little longer, still unquantised.
-4. For each scheme, PTQ: FT quantised without training. And QAT: the model of step 2 trained with fake quant for as long
+3. FT: it is trained a little longer, still unquantized.
+4. For each scheme, PTQ: FT quantized without training. And QAT: the model of step 2 trained with fake quant for as long
    as FT, from its own scales, then exported.
 5. The exports are loaded in transformers and compared with our forward.
 6. One table: perplexity of them all on held-out text, by the served arithmetic.
@@ -45,7 +45,7 @@ from transformers.utils import logging
 
 from launch.launcher import ROOT, environment, find_launcher, program
 
-SCHEMES = ("fp8_static", "w2a16_g32")  # one that costs nothing, and one where quantising without training hurts
+SCHEMES = ("fp8_static", "w2a16_g32")  # one that costs nothing, and one where quantizing without training hurts
 VOCABULARY = 512
 LENGTH = 128
 BASE_STEPS, TUNE_STEPS = 300, 60
@@ -83,7 +83,7 @@ def main() -> None:
     heading(next(steps), f"FT: {TUNE_STEPS} steps more with fake quant off, what QAT is compared with")
     train(out, "ft", model=out / "base", steps=TUNE_STEPS, lr=TUNE_LR)
     for scheme in SCHEMES:
-        heading(next(steps), f"PTQ: quantise FT to {scheme}, without training")
+        heading(next(steps), f"PTQ: quantize FT to {scheme}, without training")
         calibrate(out, f"ptq_{scheme}", model=out / "ft", scheme=scheme)
         heading(next(steps), f"QAT: {TUNE_STEPS} steps from base in {scheme}, then export")
         train(out, f"qat_{scheme}", model=out / "base", steps=TUNE_STEPS, lr=TUNE_LR, scheme=scheme)

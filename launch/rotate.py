@@ -23,7 +23,7 @@ from model.rotation import rotate_checkpoint
 def main() -> None:
     """Rotate, and say what was done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory, not quantised")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory, not quantized")
     parser.add_argument("--output", type=Path, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=0, help="of the matrices' signs (default 0)")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What quantising a model costs and training wins back, by one recipe: FT, PTQ and QAT, and the table of the three.
+"""What quantizing a model costs and training wins back, by one recipe: FT, PTQ and QAT, and the table of the three.
 
     python launch/study.py --text heldout.txt --config launch/recipes/qwen3_4b.yaml [--section.field value ...]
     python launch/study.py --launcher "deepspeed --num_gpus 8" --text heldout.txt --config ...
@@ -6,7 +6,7 @@
 All words but these are the recipe's. In its ``output_dir``, by commands that are printed and may be run by hand:
 
 1. ``ft``: ``launch/train.py`` with fake quant off; data, losses, teacher, rates and steps are the recipe's.
-2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantises it without training, from the recipe's
+2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantizes it without training, from the recipe's
    ``quant.first_codes``; ``ptq_gptq`` and so on from others (``--ptq_codes``).
 3. ``qat``: ``launch/train.py`` as the recipe says.
 4. ``compare.md``: ``launch/compare.py``, the perplexity of the exports on a text that none was trained on. Where there
@@ -45,18 +45,18 @@ from engine.config.errors import RecipeError
 from engine.config.events import EventRecipe
 from engine.config.quant import SOURCE, QuantRecipe
 from engine.config.reading import load_recipe, save_recipe
-from engine.config.unquantised_rules import UNQUANTISED
+from engine.config.unquantized_rules import UNQUANTIZED
 from engine.export import check_export
 from launch.compare import named, unique
 from launch.exits import clean_exit, recipe_or_exit
 from launch.launcher import ROOT, environment, program
 from model.build import read_config
-from model.quantized.config import is_quantised
+from model.quantized.config import is_quantized
 from model.ranks import errors_on_all_ranks
 
 FT, PTQ, QAT = "ft", "ptq", "qat"
 # What FT leaves out where the recipe has it: without fake quant it is refused, for it would never act, or move weights.
-PLAIN = {**UNQUANTISED, "quant.first_codes": "nearest", "quant.rotate": [], "quant.rotate_block": 256}
+PLAIN = {**UNQUANTIZED, "quant.first_codes": "nearest", "quant.rotate": [], "quant.rotate_block": 256}
 TRAIN, CALIBRATE, COMPARE = "launch/train.py", "launch/calibrate.py", "launch/compare.py"
 CODES = get_args(get_type_hints(QuantRecipe)["first_codes"])
 # Keys of config.json that act in training alone, where they are above 0: attention_dropout, resid_pdrop, layerdrop,
@@ -164,8 +164,8 @@ def check_recipe(recipe: Recipe) -> None:
     quant, export = recipe.quant, recipe.export
     rules = [
         ("quant.scheme", quant.scheme, quant.scheme != SOURCE, "a scheme: FT, which PTQ reads, holds no codes"),
-        ("quant.fake_quant_start", quant.fake_quant_start, not recipe.never_quantises(), "0 or more: QAT would be FT"),
-        ("quant.start", quant.start, quant.start is None, "null: PTQ is FT quantised, not a file"),
+        ("quant.fake_quant_start", quant.fake_quant_start, not recipe.never_quantizes(), "0 or more: QAT would be FT"),
+        ("quant.start", quant.start, quant.start is None, "null: PTQ is FT quantized, not a file"),
         ("quant.scales", quant.scales, quant.scales is None, "null: PTQ's scales are FT's"),
         (
             "adapter.kind",
@@ -183,17 +183,17 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def teaches_itself(recipe: Recipe) -> bool:
-    """Whether the unquantised model learns its own logits alone, so that training it without fake quant would leave it
+    """Whether the unquantized model learns its own logits alone, so that training it without fake quant would leave it
     as it is."""
     return learns_itself(recipe) and not training_differs(recipe)
 
 
 def learns_itself(recipe: Recipe) -> bool:
-    """Whether the teacher of the unquantised model is that model, and nothing else trains it."""
+    """Whether the teacher of the unquantized model is that model, and nothing else trains it."""
     loss, path = recipe.loss, Path(recipe.model.path)
     itself = recipe.teacher_kind() == "model" and Path(str(loss.teacher)).resolve() == path.resolve()
     others = recipe.learnable.router or recipe.optim.weight_decay or any(event.loss for event in recipe.schedule)
-    return itself and loss.lm_weight == 0 and not others and not is_quantised(path)
+    return itself and loss.lm_weight == 0 and not others and not is_quantized(path)
 
 
 def training_differs(recipe: Recipe) -> list[str]:
@@ -216,7 +216,7 @@ def shares(part: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def reference(recipe: Recipe) -> Path:
-    """The model that PTQ quantises, and that both are compared with."""
+    """The model that PTQ quantizes, and that both are compared with."""
     return Path(recipe.model.path) if teaches_itself(recipe) else Path(recipe.output_dir) / FT / "export"
 
 
@@ -238,7 +238,7 @@ def changes_of(part: str, recipe: Recipe) -> list[str]:
 
 
 def without_fake_quant(events: Sequence[EventRecipe]) -> list[dict[str, object]]:
-    """What events change beside quantisation."""
+    """What events change beside quantization."""
     rest = [replace(event, fake_quant=None, layers=None, observe=None, freeze_scales=None) for event in events]
     return [
         {item.name: value for item in fields(event) if (value := getattr(event, item.name)) is not None}

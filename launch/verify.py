@@ -31,7 +31,7 @@ SAMPLE = """\
 The observatory stood at the top of the hill, where the road ended. Every evening, when the last visitors had gone, the
 keeper climbed the iron stairs, opened the roof and wrote down what she saw: the hour, the height of the clouds, how far
 the light of the harbour reached. If a train leaves at 9 and travels 60 miles an hour, how far has it come at noon? It
-has travelled for 3 hours, so 3 * 60 = 180 miles. def mean(values): return sum(values) / len(values)
+has traveled for 3 hours, so 3 * 60 = 180 miles. def mean(values): return sum(values) / len(values)
 """
 
 

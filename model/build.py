@@ -3,14 +3,14 @@ weight has been read.
 
 The model's ``__init__`` runs with its parameters on the meta device and its buffers real, on every stage alike: a hook
 of torch's own on parameter registration swaps each Parameter for a meta one. Then MoE layers are arranged, which
-costs nothing as there is nothing to copy, embeddings are tied, and :func:`model.zero.materialise` makes the parameters
+costs nothing as there is nothing to copy, embeddings are tied, and :func:`model.zero.materialize` makes the parameters
 one by one, under ``zero.Init`` for stage 3. Against running ``__init__`` inside ``zero.Init`` this means that
 
-- no modelling code runs or is imported while torch's tensor constructors are patched. There a float ``torch.arange``
+- no modeling code runs or is imported while torch's tensor constructors are patched. There a float ``torch.arange``
   becomes bf16, and so does the ``torch.tensor`` of a longrope configuration, and with them ``inv_freq``; and
   torch._dynamo cannot be imported;
 - no rank ever holds a whole layer: the peak is the partitions and one parameter;
-- an error in the configuration or in the modelling code is raised before the first collective.
+- an error in the configuration or in the modeling code is raised before the first collective.
 
 Against building all of it on the meta device, buffers need not be computed again by code that knows each kind of them.
 """
@@ -34,7 +34,7 @@ from model import zero
 from model.families import arrange_conv1d, class_names, is_composite, model_class, text_of_composite
 from model.moe.arrange import arrange_experts
 from model.moe.experts import Form
-from model.quantized.config import check_readable, is_quantised
+from model.quantized.config import check_readable, is_quantized
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
 
 FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied with what is not
@@ -58,12 +58,12 @@ def build_model(
     hold: Callable[[PreTrainedModel], None] | None = None,
     rotated: bool = False,
 ) -> PreTrainedModel:
-    """Build the causal language model that ``path/config.json`` describes, with uninitialised parameters.
+    """Build the causal language model that ``path/config.json`` describes, with uninitialized parameters.
 
     A collective under ZeRO-3.
 
     Args:
-        path: directory of a Hugging Face checkpoint, which may be quantised; ``config.json`` (and its code) is read.
+        path: directory of a Hugging Face checkpoint, which may be quantized; ``config.json`` (and its code) is read.
         ds_config: resolved DeepSpeed configuration; its stage and dtype count.
         dtype: of all parameters.
         device: of the buffers, and on stages 0-2 of the parameters.
@@ -71,10 +71,10 @@ def build_model(
         attn_implementation: as transformers names them ("eager", "flash_attention_2", ...), or "auto", see below.
         experts: the form of MoE layers, see :mod:`model.moe.experts`.
         hold: chooses, on the meta device, the weights that are held as codes (:mod:`quant.packed_weight`).
-        rotated: whether the caller turns inputs where a quantised checkpoint says so (``transform_config``).
+        rotated: whether the caller turns inputs where a quantized checkpoint says so (``transform_config``).
 
     Raises:
-        RankError: on every rank: no config.json, one of a quantised checkpoint that is not read or of code that was not
+        RankError: on every rank: no config.json, one of a quantized checkpoint that is not read or of code that was not
             allowed, a MoE layout that is not supported, ``dtype`` against ``ds_config``.
     """
     path = Path(path)
@@ -101,7 +101,7 @@ def build_model(
         if hold is not None:
             hold(model)
         _place_buffers(model, dtype, device)
-    zero.materialise(model, ds_config, device)
+    zero.materialize(model, ds_config, device)
     raise_everywhere(_untied(model))
     check_rotary_buffers(model)
     return model
@@ -187,7 +187,7 @@ def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{file} is a JSON {type(raw).__name__}, expected an object")
-    if is_quantised(path):
+    if is_quantized(path):
         check_readable(path, rotated=rotated)
     if not trust_remote_code and _needs_remote_code(raw):
         raise ValueError(

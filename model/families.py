@@ -3,12 +3,12 @@
 A composite checkpoint (Qwen3.5, Gemma 3, LLaVA, ...) has a text model and towers beside it: vision or audio encoders,
 projectors. The class that its config.json names is built, so that names, and the forward of text, are that class's own.
 Its towers are taken out before any parameter has memory: they take no part in a forward of text, nothing of them is
-trained or quantised, and an export copies their tensors from the source's files, bit for bit.
+trained or quantized, and an export copies their tensors from the source's files, bit for bit.
 
 GPT-2's Linears: transformers has them as ``Conv1D``, whose weight is ``[in, out]``.
 
 Ours are ``nn.Linear`` in their place, so that all that is said of Linears holds for them. The weight lies turned on
-disk: it is read and written so (:mod:`model.checkpoint.names`). No reader takes such a layer quantised: vLLM turns
+disk: it is read and written so (:mod:`model.checkpoint.names`). No reader takes such a layer quantized: vLLM turns
 every tensor called ``weight`` of these models as it loads, and compressed-tensors looks for Linears. So what was
 trained can be exported as weights (``export.format: dequantized``).
 """
@@ -140,7 +140,7 @@ def text_part(model: nn.Module) -> str:
     return next((name for name, module in model.named_modules() if module is decoder), "")
 
 
-# By model, since quantised layers take the places of these Linears.
+# By model, since quantized layers take the places of these Linears.
 _TURNED: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 

@@ -187,7 +187,7 @@ class HiddenStates(StandIn):
 class LMHead(StandIn):
     """The model's output layer, which computes something else while :meth:`computing`.
 
-    The weight of a quantised output layer is fake-quantised once, for all that is computed from it.
+    The weight of a quantized output layer is fake-quantized once, for all that is computed from it.
 
     Attributes:
         in_features, out_features: of the layer.
@@ -239,7 +239,7 @@ class PlainHead(LMHead, nn.Linear):
 
 
 class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: its forward takes no offsets
-    """The head that stands in place of a QuantLinear whose input is not quantised."""
+    """The head that stands in place of a QuantLinear whose input is not quantized."""
 
     def __init__(self, linear: QuantLinear) -> None:
         """Takes over the Parameter objects and the switch of ``linear``, in whose place it stands from now on."""
@@ -254,7 +254,7 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
         self.weight_fake_quant = linear.weight_fake_quant
 
     def used_weight(self) -> Tensor:
-        """The weight, fake-quantised."""
+        """The weight, fake-quantized."""
         return QuantLinear.used_weight(self)
 
 
@@ -304,7 +304,7 @@ def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
     """Name and module of the model's output embedding.
 
     Raises:
-        ValueError: there is none, or it is no plain nn.Linear, quantised or not.
+        ValueError: there is none, or it is no plain nn.Linear, quantized or not.
     """
     module = model.get_output_embeddings()
     if type(module) not in (nn.Linear, PlainHead, QuantLinear, QuantHead):
@@ -319,7 +319,7 @@ def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
 def install_head(model: PreTrainedModel) -> LMHead:
     """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters.
 
-    After ``quant.prepare`` (which quantises plain Linears) and before ``deepspeed.initialize`` (which hooks modules).
+    After ``quant.prepare`` (which quantizes plain Linears) and before ``deepspeed.initialize`` (which hooks modules).
 
     Raises:
         ValueError: see :func:`output_head`.

@@ -13,7 +13,7 @@ LOST = 0.1  # of an adapter's norm: more than rounding takes, and what over- and
 
 
 def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
-    """Where this rank's range of a layer's weight begins, and its elements as the forward quantises them, flat.
+    """Where this rank's range of a layer's weight begins, and its elements as the forward quantizes them, flat.
 
     A collective where the layer has an adapter that is merged, and then a copy; else the memory of the weight itself.
     """
@@ -49,7 +49,7 @@ def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
 
 @torch.no_grad()
 def start_from_error(quantization: Quantization) -> None:
-    """Give every adapter that stays beside its weight the error of quantisation, as far as its rank goes: the product
+    """Give every adapter that stays beside its weight the error of quantization, as far as its rank goes: the product
     ``scaling * lora_b @ lora_a`` becomes the best approximation of that rank to ``W - Q(W)`` (the first step of LoftQ,
     Li et al. 2023, arXiv:2310.08659; LoRC, Yao et al. 2023, arXiv:2303.08302). Scales are filled. A collective, in
     which one layer is whole at a time and rank 0 computes.
@@ -64,11 +64,11 @@ def start_from_error(quantization: Quantization) -> None:
         others = [own for own in layer.parameters(recurse=False) if all(own is not one for one in pair)]
         with gathered(others), gathered(pair, modifier_rank=0), errors_on_all_ranks(ValueError):
             if is_main():
-                error = (layer.weight - layer.quantised_weight()).float() / layer.adapter.scaling
+                error = (layer.weight - layer.quantized_weight()).float() / layer.adapter.scaling
                 if not (error.isfinite().all() and _filled(pair, _factors(error, pair[0].shape[0]))):
                     raise ValueError(
                         f"adapter.init error: {name}: {pair[0].dtype} cannot hold an adapter whose product times "
-                        f"{layer.adapter.scaling:g} is the error of quantisation; expected an adapter.alpha nearer to "
+                        f"{layer.adapter.scaling:g} is the error of quantization; expected an adapter.alpha nearer to "
                         "adapter.rank"
                     )
 

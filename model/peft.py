@@ -34,7 +34,7 @@ KNOWN = {
     *("megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
 _LARGEST = float(torch.finfo(torch.float32).max)
-# Initialisations that leave the weights of the base as they are.
+# Initializations that leave the weights of the base as they are.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -184,4 +184,4 @@ def say_left_out(directory: str | Path) -> None:
     """Say that the adapter beside an exported model is not part of it, where there is one: what reads the model by
     itself measures what all its adapters share."""
     if (folder := Path(directory) / FOLDER / CONFIG).is_file():
-        say(f"{directory}: the quantised model without the adapter in {folder.parent}, which is not merged into it")
+        say(f"{directory}: the quantized model without the adapter in {folder.parent}, which is not merged into it")

@@ -1,13 +1,13 @@
-"""A Linear with quantised operands, and its gradients: one function, computed in one of two ways.
+"""A Linear with quantized operands, and its gradients: one function, computed in one of two ways.
 
-*simulate* multiplies fake-quantised operands in the model's dtype, ``F.linear(fq(x), fq(weight), bias)``; *fp8_gemm*
+*simulate* multiplies fake-quantized operands in the model's dtype, ``F.linear(fq(x), fq(weight), bias)``; *fp8_gemm*
 multiplies the codes on the fp8 tensor cores and the result by both scales. Backward is the same for both: GEMMs of the
-dequantised operands in the model's dtype.
+dequantized operands in the model's dtype.
 
-What is kept for backward decides whether this can train a model that no device holds: a fake-quantised weight is not a
+What is kept for backward decides whether this can train a model that no device holds: a fake-quantized weight is not a
 leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This function therefore saves
 
-* the weight **Parameter** (under ZeRO-3 the gathered one comes back in backward) and quantises it again, unless its
+* the weight **Parameter** (under ZeRO-3 the gathered one comes back in backward) and quantizes it again, unless its
   codes are kept anyway because the weight stays resident,
 * the scale Parameters, a few bytes,
 * of the input: the 1-byte codes and a 1-bit mask of what was not clipped, when its scale is stored and does not learn;
@@ -17,7 +17,7 @@ leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This fu
 
 Nothing is saved or computed for an operand that needs no gradient.
 
-The weight of a layer whose product is no plain GEMM, such as lm_head: fake-quantised by itself, differentiable.
+The weight of a layer whose product is no plain GEMM, such as lm_head: fake-quantized by itself, differentiable.
 """
 
 from collections.abc import Callable
@@ -42,14 +42,14 @@ class Plan:
     """What :func:`quant_linear` does with each operand.
 
     Attributes:
-        weight: how the weight is quantised, None to use it as it is.
+        weight: how the weight is quantized, None to use it as it is.
         input: the same of the input.
         weight_numel: weights that share one scale, over all modules that share its Parameter.
         input_numel: features of the input. LSQ counts features, not tokens, so that the gradient of a batch is the sum
             of the gradients of its parts.
         fp8_gemm: multiply the codes. Both operands must be e4m3 per tensor, both sides of the weight multiples of 16.
         fast_accum: of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
-        held: how ``weight`` holds codes, where it does; it is quantised then, and frozen.
+        held: how ``weight`` holds codes, where it does; it is quantized then, and frozen.
         restored: where layers with the same input find it in backward, as the forward multiplied it.
         dynamic_codes: keep codes for backward also of floats with dynamic scales: less memory, decoded in backward.
         weight_scale: the effective scale of the weight for the fp8 GEMM, if it is known.
@@ -80,14 +80,14 @@ def quant_linear(
     offsets: Tensor | None = None,
     apply: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """``F.linear`` of quantised operands.
+    """``F.linear`` of quantized operands.
 
     Args:
         x: ``[..., in]``; zero tokens are allowed and give zero gradients, not None.
         weight, bias: ``[out, in]`` and ``[out]`` or None, in the dtype of ``x``; or a stack ``[E, out, in]`` and None.
         weight_scale, input_scale: of both; None where none is stored. One whose theta trains is given also where the
-            operand is not quantised: its gradient is zeros then.
-        plan: what is quantised, and how it is computed.
+            operand is not quantized: its gradient is zeros then.
+        plan: what is quantized, and how it is computed.
         weight_codes: the weight's codes, if they are known.
         shared: what layers that read the same tensor hand each other.
         offsets: of a stack, where the rows of each expert end, see :mod:`quant.gemm`.
@@ -123,7 +123,7 @@ def quant_linear(
 
 
 def apply_function(plan: Plan, *tensors: Tensor | None) -> Tensor:
-    """The product of :func:`quant_linear` of a quantised input, with its gradients; ``tensors`` are :class:`Arguments`.
+    """The product of :func:`quant_linear` of a quantized input, with its gradients; ``tensors`` are :class:`Arguments`.
 
     What backward keeps is kept before the product is computed: where activations are recomputed, a layer that runs last
     is not multiplied a second time, since torch stops when all that backward keeps is there again.
@@ -230,7 +230,7 @@ class QuantLinearFunction(torch.autograd.Function):
             grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad, used_x, needs.weight_theta)
         elif unmasked is not None:
             mask_(ctx, saved, unmasked)
-        # The theta of an operand that is not quantised now: ZeRO-3 keeps the gradient of the last step of a Parameter
+        # The theta of an operand that is not quantized now: ZeRO-3 keeps the gradient of the last step of a Parameter
         # that gets none, and would apply it again in every step.
         if saved.input_theta is not None and needs.input_theta and grad_input_theta is None:
             grad_input_theta = torch.zeros_like(saved.input_theta)
@@ -350,7 +350,7 @@ def _weight_gradients(
 
 
 class UsedWeightFunction(torch.autograd.Function):
-    """Fake-quantises a weight for a layer whose product is not a plain GEMM. The caller holds the fake-quantised copy.
+    """Fake-quantizes a weight for a layer whose product is not a plain GEMM. The caller holds the fake-quantized copy.
 
     ``apply(spec, numel, weight, *scale)``, where ``numel`` weights share one scale. It saves the Parameters.
     """

@@ -146,12 +146,12 @@ def _unrelated(fit: Fit) -> bool:
         return False
     if _powers(fit) and spread < math.log(2):  # what is rounded away is as large as what they differ by
         return False
-    centred = logs - logs.mean()
+    centered = logs - logs.mean()
     for other in others:
         over = other - other.mean()
         squares = max(float(over.square().sum()), 1e-30)
-        slope = float((over * centred).sum()) / squares
-        error = math.sqrt(float((centred - slope * over).square().sum()) / (count - 2) / squares)
+        slope = float((over * centered).sum()) / squares
+        error = math.sqrt(float((centered - slope * over).square().sum()) / (count - 2) / squares)
         if slope + ERRORS * error > SLOPE:
             return False
     return True

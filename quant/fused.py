@@ -1,9 +1,9 @@
-"""Norms and SwiGLU that write the quantised input of the layers behind them, and nothing else.
+"""Norms and SwiGLU that write the quantized input of the layers behind them, and nothing else.
 
 With a static scale the input of q, k and v, and of gate and up, is an RMSNorm's output, and that of down is
-``silu(gate) * up``: written in the model's dtype, then read again to be quantised. The modules here stand where a
+``silu(gate) * up``: written in the model's dtype, then read again to be quantized. The modules here stand where a
 model's own did, hold the same Parameters and children under the same names, and give codes instead
-(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.fused_reference`. While some reader does not quantise its
+(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.fused_reference`. While some reader does not quantize its
 input, or watches it, they compute what the module computed that they replace, bit for bit.
 """
 
@@ -32,7 +32,7 @@ NORMS |= {"post_attention_layernorm": ("mlp", "gate_proj", "up_proj")}
 
 
 class FusedModule(nn.Module):
-    """A module that hands over its output, quantised for its readers.
+    """A module that hands over its output, quantized for its readers.
 
     Attributes:
         input_s0: the very Parameter of the readers' scale, so that ZeRO-3 gathers it for this module, too.
@@ -59,11 +59,11 @@ class FusedModule(nn.Module):
         return taken and not torch.compiler.is_compiling()
 
     def wants_values(self) -> bool:
-        """Whether some reader multiplies fake-quantised values now, not codes."""
+        """Whether some reader multiplies fake-quantized values now, not codes."""
         return not all(reader.fp8_gemm and reader.weight_fake_quant for reader in self.readers)
 
     def quantizer(self, dtype: torch.dtype) -> Quantizer:
-        """How the readers quantise their input."""
+        """How the readers quantize their input."""
         spec = self.readers[0].scheme.activations
         assert spec is not None
         return Quantizer(Scale(self.input_s0), spec, dtype)
@@ -266,7 +266,7 @@ def _problem_of_mlp(mlp: nn.Module) -> str | None:
 def _problem_of_readers(layers: Sequence[nn.Module | None]) -> str | None:
     """Why layers cannot be handed codes; None where they can."""
     if not all(isinstance(layer, QuantLinear) and not layer.projections for layer in layers):
-        return "not all layers that read it are quantised Linears"
+        return "not all layers that read it are quantized Linears"
     readers: list[Any] = list(layers)
     spec = readers[0].scheme.activations
     if spec is None or spec.dynamic or spec.granularity != "tensor" or readers[0].input_s0 is None:

@@ -1,5 +1,5 @@
-"""RMSNorm and SwiGLU with the quantisation of their result, in plain PyTorch: the definition that kernels are tested
-against, like :mod:`quant.reference`, whose static quantisation with one scale is the last step of both.
+"""RMSNorm and SwiGLU with the quantization of their result, in plain PyTorch: the definition that kernels are tested
+against, like :mod:`quant.reference`, whose static quantization with one scale is the last step of both.
 
 RMSNorm, of a row ``x`` of ``n`` features in the model's dtype T, everything in fp32 unless it says T::
 
@@ -37,7 +37,7 @@ POSITIONS, NEIGHBOURS, ROWS_PER_SUM = 2048, 8, 32
 
 def sum_in_order(terms: Tensor) -> Tensor:
     """Sums over the last dimension, of fp32 and ``[..., n]`` to ``[..., 1]``, n at most 16,384: accumulator p of 2,048
-    takes the terms p, p + 2048, ...; eight neighbours are added by halves, then the 256 sums likewise."""
+    takes the terms p, p + 2048, ...; eight neighbors are added by halves, then the 256 sums likewise."""
     padded = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % POSITIONS))
     sums = torch.zeros_like(padded[..., :POSITIONS])
     for step in padded.split(POSITIONS, dim=-1):
@@ -56,7 +56,7 @@ def _by_halves(sums: Tensor, size: int) -> Tensor:
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, scale: Tensor, spec: TensorSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, bool mask and fake-quantised values of a norm's result, all in the shape of ``x [..., n]``, and ``rstd``,
+    """Codes, bool mask and fake-quantized values of a norm's result, all in the shape of ``x [..., n]``, and ``rstd``,
     fp32 ``[rows]``. ``scale`` is the effective one, fp32 ``(1,)``; here and below."""
     rows = x.float()
     mean = sum_in_order(rows * rows) / torch.tensor(float(x.shape[-1]), device=x.device)
@@ -67,7 +67,7 @@ def rms_norm_quantize(
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and of the weight, in their dtypes, from that of the quantised result."""
+    """Gradients of ``x`` and of the weight, in their dtypes, from that of the quantized result."""
     n = x.shape[-1]
     dy = grad.masked_fill(~mask, 0).reshape(-1, n)
     rows, w = x.reshape(-1, n).float(), weight.float()
@@ -89,12 +89,12 @@ def _one_by_one(rows: Tensor) -> Tensor:
 
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, bool mask and fake-quantised values of ``silu(gate) * up``, in its shape."""
+    """Codes, bool mask and fake-quantized values of ``silu(gate) * up``, in its shape."""
     return _quantized(_silu(gate) * up, scale, spec)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, in their dtype, from that of the quantised result."""
+    """Gradients of gate and up, in their dtype, from that of the quantized result."""
     dy = grad.masked_fill(~mask, 0)
     a, d = gate.float(), (dy * up).float()
     sigma = 1.0 / (1.0 + exponential(-a))

@@ -81,13 +81,13 @@ def compensate(
     Args:
         weight: ``[rows, in]``, some rows or all of a Linear.
         scale: ``s0`` is the effective scale ``[rows, groups]`` of these rows, ``zero`` their zero points.
-        spec: how they are quantised.
+        spec: how they are quantized.
         gram: ``H [in, in]`` of the inputs, fp64, see :func:`add_inputs`.
         dtype: of the model, in which the products of codes and scales are multiplied.
         damping: added to the diagonal of ``H``, in the mean of the diagonal.
 
     Returns:
-        fp32 ``[rows, in]``, to be quantised with the same scales.
+        fp32 ``[rows, in]``, to be quantized with the same scales.
 
     Raises:
         ValueError: ``H`` is not finite.
@@ -179,7 +179,7 @@ def _damped(gram: Tensor, damping: float) -> Tensor:
 def _factor(gram: Tensor, damping: float) -> Tensor:
     """``U``, upper triangular, with ``U'U`` the inverse of the damped ``gram``; fp64.
 
-    ``H = R R'`` with ``R`` upper triangular is a Cholesky factorisation from the last row to the first, and ``U`` its
+    ``H = R R'`` with ``R`` upper triangular is a Cholesky factorization from the last row to the first, and ``U`` its
     inverse. Nothing is known of inputs that were all 0: these columns are rounded to nearest.
     """
     gram = gram.double()

@@ -1,17 +1,17 @@
-"""The quantised form of a layer's input, made once for all layers that read the same tensor.
+"""The quantized form of a layer's input, made once for all layers that read the same tensor.
 
-q, k and v read one tensor and share its scale, as do gate and up; quantising it three times would waste two passes over
+q, k and v read one tensor and share its scale, as do gate and up; quantizing it three times would waste two passes over
 it and keep three copies of the codes for backward. The modules stay separate, because ZeRO-3 hooks each of them, so the
-first one that sees a tensor leaves its quantised form for the others (:class:`SharedInput`). In backward each of them
+first one that sees a tensor leaves its quantized form for the others (:class:`SharedInput`). In backward each of them
 multiplies its gradient by what the forward multiplied, which the first one restores for all (:class:`Restored`).
 
 Under ZeRO-3 each module gets an alias of the tensor, not the tensor itself: two inputs are the same if they show the
 same memory in the same version. Under ``torch.compile`` nothing is handed over: the compiler sees that three identical
 operators are one.
 
-An output that exists in quantised form alone, and the layers that it is handed to.
+An output that exists in quantized form alone, and the layers that it is handed to.
 
-A norm whose readers all quantise what it gives them with one fixed scale need not write it: it gives them codes. What
+A norm whose readers all quantize what it gives them with one fixed scale need not write it: it gives them codes. What
 it returns stands where its output would stand in the model, with shape, dtype, device and gradient, and without values
 (:class:`HandedOver`). The readers take the codes out of it (:class:`HandedInput`). Whoever else looks at its values, a
 router, a hook, a model whose forward is another one than was thought, ends with an error that says so.
@@ -20,7 +20,7 @@ Whether an input is kept for backward anyway, because fused attention made it an
 
 A layer that keeps codes for its backward does so to free what they were made of. Of o_proj's input that frees nothing:
 it is a view of what fused attention gave out, and attention's backward wants that output, beside queries, keys and
-values. Codes would then be bytes on top. So such an input is kept itself, which takes none, and quantised again in
+values. Codes would then be bytes on top. So such an input is kept itself, which takes none, and quantized again in
 backward, which gives the bits that the codes stand for.
 
 The graph says it: behind an input that shows attention's output as it lies there are nodes of views, and then
@@ -49,7 +49,7 @@ class QuantizedInput(NamedTuple):
     """An input ready for the GEMM, and what backward keeps of it.
 
     Attributes:
-        values: the fake-quantised input; None where the codes are multiplied, or the input is used as it is.
+        values: the fake-quantized input; None where the codes are multiplied, or the input is used as it is.
         codes: its codes; None where neither the GEMM nor backward wants them. Of a dynamic input packed.
         mask: packed, which elements are inside the range; None where backward does not want it.
         scales: of the codes of a dynamic input, as :func:`quant.kernels.keep_tokens` has them; else None.
@@ -62,10 +62,10 @@ class QuantizedInput(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is wanted of a quantised input.
+    """What is wanted of a quantized input.
 
     Attributes:
-        codes_for_gemm: the GEMM multiplies the codes, not the fake-quantised values.
+        codes_for_gemm: the GEMM multiplies the codes, not the fake-quantized values.
         codes: backward wants the codes.
         mask: backward wants the mask.
     """
@@ -78,7 +78,7 @@ class Wanted(NamedTuple):
 def quantize_input(
     x: Tensor, scale: Scale | None, spec: TensorSpec, model_dtype: torch.dtype, wanted: Wanted
 ) -> QuantizedInput:
-    """Quantise ``x`` for the GEMM, and keep of it what backward wants.
+    """Quantize ``x`` for the GEMM, and keep of it what backward wants.
 
     A dynamic input has no scale but a global one.
     """
@@ -164,7 +164,7 @@ class _Entry:
 
 
 class SharedInput:
-    """Hands the quantised input from the first of the layers that read it to the others; all of them hold this object.
+    """Hands the quantized input from the first of the layers that read it to the others; all of them hold this object.
 
     The entry is dropped when the last layer has taken it, and replaced when another tensor comes: between two forwards
     nothing is held.
@@ -178,7 +178,7 @@ class SharedInput:
     def get(
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
-        """The quantised form of ``x`` with what is ``wanted`` of it, from the layer before or made now, and where its
+        """The quantized form of ``x`` with what is ``wanted`` of it, from the layer before or made now, and where its
         layers find it in backward."""
         if torch.compiler.is_compiling() or x.is_inference():
             return make(), None
@@ -251,7 +251,7 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class HandedOver(Tensor):
-    """A tensor of which readers get the quantised form, and nobody the values.
+    """A tensor of which readers get the quantized form, and nobody the values.
 
     It may be detached, which ZeRO-3's hooks do, and asked for its shape; every other operator is an error.
 
@@ -288,13 +288,13 @@ class HandedOver(Tensor):
             return torch.empty(args[1], dtype=args[0].dtype, device=args[0].device)
         given = next(one for one in (*args, *(kwargs or {}).values()) if isinstance(one, HandedOver))
         raise RuntimeError(
-            f"{given.source} hands the layers behind it their quantised input and has no values, which {func} reads; "
+            f"{given.source} hands the layers behind it their quantized input and has no values, which {func} reads; "
             "set quant.fuse_norms: false"
         )
 
 
 class HandedInput(SharedInput):
-    """What layers share that may be handed an input: its quantised form, or what :class:`SharedInput` makes of one that
+    """What layers share that may be handed an input: its quantized form, or what :class:`SharedInput` makes of one that
     has values."""
 
     def get(

@@ -1,20 +1,20 @@
-"""Keys and values fake-quantised as a quantised KV cache keeps them: after q/k-norm and RoPE, one scale each per layer.
+"""Keys and values fake-quantized as a quantized KV cache keeps them: after q/k-norm and RoPE, one scale each per layer.
 
 What serving computes: vLLM stores ``e4m3(k / k_scale)``, saturating, and attention reads it back times ``k_scale``, in
 the prompt as in generation; values the same. So do transformers and, since August 2026 (its pull request 35455), SGLang
 with a compressed-tensors checkpoint. The scales are per layer, fp32 of shape [1], on disk ``<attention>.k_scale`` and
 ``<attention>.v_scale``. We multiply by the reciprocal where these divide, which moves the code of about one value in a
-thousand to its neighbour. Attention kernels that also round queries and probabilities to fp8 do more than this
+thousand to its neighbor. Attention kernels that also round queries and probabilities to fp8 do more than this
 simulates.
 
 How: transformers' models call attention through a registry of implementations (``AttentionInterface``), with keys and
-values in their last form. :func:`attach_kv_cache` registers one that quantises them with the scales of the attention
+values in their last form. :func:`attach_kv_cache` registers one that quantizes them with the scales of the attention
 module and goes on to the implementation that it stands for, which is then left as it is: sdpa, eager, flex_attention,
-flash_attention_2 or the user's own. With a cache, keys are stored as they were and quantised when they are read, which
+flash_attention_2 or the user's own. With a cache, keys are stored as they were and quantized when they are read, which
 gives the same values: one token's does not depend on the others.
 
-Attention kernels keep the quantised keys and values for backward. Beside them this keeps a 1-bit mask where the scale
-is fixed, the unquantised ones where it learns.
+Attention kernels keep the quantized keys and values for backward. Beside them this keeps a 1-bit mask where the scale
+is fixed, the unquantized ones where it learns.
 """
 
 import inspect
@@ -42,14 +42,14 @@ _EAGER = "eager_attention_forward"
 class QuantCache(nn.Module):
     """Takes the keys, or the values, of one layer to the grid of the cache and back.
 
-    A theta that trains gets a gradient of zeros while nothing is quantised. Its gradient has the factor of LSQ, whose
+    A theta that trains gets a gradient of zeros while nothing is quantized. Its gradient has the factor of LSQ, whose
     numel is the features of a token (KV heads times their size), as for the input of a Linear.
 
     Attributes:
-        spec: how they are quantised.
+        spec: how they are quantized.
         input_s0: frozen fp32 scale ``(1,)``; NaN until filled.
         input_theta: its learned logarithmic correction in the model's dtype, or None.
-        input_fake_quant: whether they are quantised now.
+        input_fake_quant: whether they are quantized now.
         input_observer: watches them in every forward while set.
     """
 
@@ -132,18 +132,18 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[str, QuantCache]:
-    """Give every attention module of ``model`` a quantiser of its keys and one of its values, in place.
+    """Give every attention module of ``model`` a quantizer of its keys and one of its values, in place.
 
     The model's attention implementation becomes one that calls them; it may not be set again afterwards. The scales are
     new Parameters on the device of the attention's, not partitioned.
 
     Args:
         model: of transformers (PreTrainedModel); parameters may be partitioned or on the meta device.
-        spec: how keys and values are quantised: per tensor.
+        spec: how keys and values are quantized: per tensor.
         learn: whether the scales get a theta.
 
     Returns:
-        The quantisers by module name, keys before values, in module order.
+        The quantizers by module name, keys before values, in module order.
 
     Raises:
         ValueError: the model has no attention, or one whose keys and values do not come through transformers' attention
@@ -159,7 +159,7 @@ def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[
         if attention.config._attn_implementation != name:
             raise ValueError(
                 f"{path}, a {type(attention).__name__}, did not take another attention implementation: keys and values "
-                "cannot be quantised"
+                "cannot be quantized"
             )
         like = next(attention.parameters())
         for attribute in (KEY, VALUE):
@@ -182,17 +182,17 @@ def _attention_modules(model: nn.Module) -> dict[str, Any]:
     if others:
         raise ValueError(
             f"{', '.join(others[:3])}: attention that does not go through transformers' AttentionInterface, so its "
-            "keys and values cannot be quantised"
+            "keys and values cannot be quantized"
         )
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no module that calls attention through transformers' AttentionInterface, so "
-            "its keys and values cannot be quantised"
+            "its keys and values cannot be quantized"
         )
     for name, attention in found.items():
         what = _not_cached(attention)
         if what:
-            raise ValueError(f"the KV cache of {name}, a {type(attention).__name__}, cannot be quantised: {what}")
+            raise ValueError(f"the KV cache of {name}, a {type(attention).__name__}, cannot be quantized: {what}")
     return found
 
 
@@ -216,7 +216,7 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _register(base: str, attentions: dict[str, Any]) -> str:
-    """Register ``base`` with quantised keys and values for a model's attention modules; returns the name for it."""
+    """Register ``base`` with quantized keys and values for a model's attention modules; returns the name for it."""
     implementations = {_implementation(base, name, attention) for name, attention in attentions.items()}
     if len(implementations) > 1:
         raise ValueError(f"attention modules with different implementations of {base!r} in one model")
@@ -232,7 +232,7 @@ def _register(base: str, attentions: dict[str, Any]) -> str:
 
     # "flash" in a name makes transformers look for a kernel of that name, and so does a slash.
     plain = re.sub(r"\W", "_", base.replace("flash", "fast"))
-    name = f"{plain}_quantised_kv_{implementation.__module__.rpartition('.')[2]}"
+    name = f"{plain}_quantized_kv_{implementation.__module__.rpartition('.')[2]}"
     AttentionInterface.register(name, attention)
     masks = AttentionMaskInterface()
     if base in masks:

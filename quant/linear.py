@@ -1,14 +1,14 @@
-"""The module that stands where a quantised nn.Linear stood, and what it has in common with other quantised layers.
+"""The module that stands where a quantized nn.Linear stood, and what it has in common with other quantized layers.
 
 It holds the very Parameters of the Linear that it replaces (under ZeRO-3 these are partitioned, and what hangs on them
-is kept) and the scales, which layers that serving fuses share. What is quantised at this moment is a switch, not a
-structure: a schedule turns fake quantisation on in the middle of a run.
+is kept) and the scales, which layers that serving fuses share. What is quantized at this moment is a switch, not a
+structure: a schedule turns fake quantization on in the middle of a run.
 
-The module that stands where a quantised nn.Embedding stood.
+The module that stands where a quantized nn.Embedding stood.
 
 One weight for all experts of a MoE layer, and the Linears that a checkpoint has in its place.
 
-A stack ``[E, out, in]`` is one Parameter: one gather under ZeRO-3, one launch of the quantiser, one grouped GEMM.
+A stack ``[E, out, in]`` is one Parameter: one gather under ZeRO-3, one launch of the quantizer, one grouped GEMM.
 Rules, files and serving know the Linears of single experts, by names such as ``experts.7.gate_proj``;
 :func:`linears_of` says which part of the stack each of them is.
 """
@@ -32,7 +32,7 @@ from quant.packed_weight import held_codes
 from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
-# The Parameters of a quantised layer that the layer it replaces does not have: the parts of a Scale of the weight, then
+# The Parameters of a quantized layer that the layer it replaces does not have: the parts of a Scale of the weight, then
 # s0 and theta of one of the input. Checkpoints know them by these names.
 SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "weight_zero", "input_s0", "input_theta")
 # Those that a layer with an adapter has beside them.
@@ -40,13 +40,13 @@ ADAPTER_PARAMETERS = ("lora_a", "lora_b")
 
 
 class QuantLayer(nn.Module):
-    """A weight ``[out_features, in_features]`` with its scale, fake-quantised where that is switched on; or a stack of
+    """A weight ``[out_features, in_features]`` with its scale, fake-quantized where that is switched on; or a stack of
     those of E experts, as in :class:`quant.linear.StackedLinear`.
 
     Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``weight_shape``.
 
     Attributes:
-        scheme: how the layer is quantised.
+        scheme: how the layer is quantized.
         in_features, out_features: of one expert, where it is a stack.
         num_experts, projections: as in :class:`quant.linear.StackedLinear`; 0 and () where it is none.
         weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype; or ``[E, out, in]`` and None.
@@ -55,10 +55,10 @@ class QuantLayer(nn.Module):
             weights with e4m3 scales, ``input_s0`` where no scale of the input is stored.
         weight_zero: the frozen zero points of the weight, fp32, NaN until filled; None where it is symmetric.
         weight_theta, input_theta: learned logarithmic corrections in the model's dtype, or None.
-        weight_fake_quant, input_fake_quant: what is quantised now.
+        weight_fake_quant, input_fake_quant: what is quantized now.
         input_observer: watches the input in every forward while set.
-        shared_input: hands the quantised input to the layers that read the same tensor, or None.
-        fp8_gemm: whether the codes are multiplied while both operands are quantised, instead of their values.
+        shared_input: hands the quantized input to the layers that read the same tensor, or None.
+        fp8_gemm: whether the codes are multiplied while both operands are quantized, instead of their values.
         fast_accum: of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
         keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
             :func:`weights_changed`. Only where weights stay resident.
@@ -93,7 +93,7 @@ class QuantLayer(nn.Module):
         """Takes over the Parameter objects ``weight`` and ``bias`` of the layer that it replaces.
 
         Args:
-            replaced, scheme: the layer, and how it is quantised.
+            replaced, scheme: the layer, and how it is quantized.
             in_features, out_features: as above.
             weight, input: the scales, of Parameters; of the input None where the scheme stores none.
 
@@ -166,12 +166,12 @@ class QuantLayer(nn.Module):
         self.adapter = adapter
 
     def merged_weight(self) -> Tensor:
-        """What is quantised: the weight, with an adapter that is merged; without a gradient. Parameters gathered."""
+        """What is quantized: the weight, with an adapter that is merged; without a gradient. Parameters gathered."""
         weight = self.weight if self.held is None else self.held.values(self.weight, self._weight_quantizer())
         return weight.detach() if self.adapter is None else self.adapter.merged(weight)
 
     @torch.no_grad()
-    def quantised_weight(self) -> Tensor:
+    def quantized_weight(self) -> Tensor:
         """The values of :meth:`merged_weight`'s codes, in the model's dtype. Parameters gathered."""
         return kernels.fake_quantize(self.merged_weight(), self._weight_quantizer())
 
@@ -203,12 +203,12 @@ class QuantLayer(nn.Module):
 
 
 class QuantLinear(QuantLayer):
-    """``F.linear`` whose operands are fake-quantised where that is switched on; exactly ``F.linear`` where neither is.
+    """``F.linear`` whose operands are fake-quantized where that is switched on; exactly ``F.linear`` where neither is.
 
     Made from a :class:`quant.linear.StackedLinear` it is all experts' Linears, with a scale per expert where one would
     have a scale per tensor.
 
-    A theta that trains gets a gradient of zeros while its operand is not quantised.
+    A theta that trains gets a gradient of zeros while its operand is not quantized.
 
     Attributes:
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
@@ -309,7 +309,7 @@ class QuantLinear(QuantLayer):
         return UsedWeightFunction.apply(self.scheme.weights, self.weight_numel, self.weight, *self.scale_of_weight)
 
     def _kept_weight_codes(self) -> Tensor | None:
-        """The weight's codes, quantised at the first use after the weight changed; None where they are not kept."""
+        """The weight's codes, quantized at the first use after the weight changed; None where they are not kept."""
         if not self.keeps_weight_codes:
             return None
         if self._weight_codes is None:
@@ -338,12 +338,12 @@ def weights_changed(model: nn.Module) -> None:
 
 
 class QuantEmbedding(QuantLayer):
-    """``F.embedding`` of a table whose rows are fake-quantised where that is switched on.
+    """``F.embedding`` of a table whose rows are fake-quantized where that is switched on.
 
-    Only the rows that are looked up are quantised. For its scale, for calibration and export, the table ``[rows,
+    Only the rows that are looked up are quantized. For its scale, for calibration and export, the table ``[rows,
     features]`` is the weight of a Linear of ``features`` inputs and ``rows`` outputs.
 
-    The scheme is weight-only, of symmetric integers per channel (row) or group: vLLM, the one reader of quantised
+    The scheme is weight-only, of symmetric integers per channel (row) or group: vLLM, the one reader of quantized
     embeddings, passes over their zero points without a word.
     """
 
@@ -359,7 +359,7 @@ class QuantEmbedding(QuantLayer):
                 "inputs"
             )
         if type(embedding) is not nn.Embedding or embedding.max_norm is not None or embedding.scale_grad_by_freq:
-            raise ValueError(f"{embedding} does more than look up rows; leave it unquantised")
+            raise ValueError(f"{embedding} does more than look up rows; leave it unquantized")
         size = {"in_features": embedding.embedding_dim, "out_features": embedding.num_embeddings}
         super().__init__(embedding, scheme, **size, weight=weight, input=None)
         self.padding_idx = embedding.padding_idx

@@ -1,12 +1,12 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): the weight is frozen, and the adapter trains.
 
-An :class:`Adapter` is part of a layer's weight: every forward quantises ``weight + scaling * lora_b @ lora_a``. As the
-sum is what is quantised, the codes of the last forward are the codes of an export, and whoever serves the export needs
+An :class:`Adapter` is part of a layer's weight: every forward quantizes ``weight + scaling * lora_b @ lora_a``. As the
+sum is what is quantized, the codes of the last forward are the codes of an export, and whoever serves the export needs
 no adapter. :func:`merge` is the one definition of that sum. The forward, its backward, kept codes, the measurement of
 scales and the export all call it, so that they see the same bits.
 
 An :class:`AdapterBeside` leaves the weight as it is and adds to the layer's output, so that many of them are served on
-one quantised model.
+one quantized model.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Ten
     In fp64 the order in which a GEMM adds its products does not show after the rounding, so that the forward on a GPU,
     an export on another machine and any piece of the rows by itself give the same bits; a GEMM in the weight's dtype
     would depend on all of these. The sum is rounded to the weight's dtype because everything that reads a weight takes
-    it so, and because a weight that trains without an adapter is rounded to it before it is quantised, too. Nothing is
+    it so, and because a weight that trains without an adapter is rounded to it before it is quantized, too. Nothing is
     lost from step to step: what accumulates are the optimizer's fp32 copies of the adapter.
 
     Args:
@@ -62,7 +62,7 @@ class Adapter:
     """The adapter of one layer, merged into its weight.
 
     Attributes:
-        merges: whether it is part of what is quantised.
+        merges: whether it is part of what is quantized.
         lora_a: ``[rank, in]``, or ``[E, rank, in]`` of a stack, in the weight's dtype.
         lora_b: ``[out, rank]`` or ``[E, out, rank]``, likewise; zeros at the start, so that step 0 computes the model
             without it.
@@ -88,7 +88,7 @@ class Adapter:
 class AdapterBeside(Adapter):
     """The adapter of one Linear, beside its weight: it adds ``lora_b @ (lora_a @ x) * scaling`` to the output.
 
-    It reads the input before that is quantised, and adds in the order of operations that peft has, so that in one dtype
+    It reads the input before that is quantized, and adds in the order of operations that peft has, so that in one dtype
     the sums have the same bits.
 
     Attributes:
@@ -142,7 +142,7 @@ class MergedLinearFunction(torch.autograd.Function):
         grad_b = scaling * grad @ lora_a.t()    [out, rank]
         grad_a = scaling * lora_b.t() @ grad    [rank, in]
 
-    Of a stack each expert's are made so. Where the weight is not quantised, see :func:`low_rank_gradients`. The weight
+    Of a stack each expert's are made so. Where the weight is not quantized, see :func:`low_rank_gradients`. The weight
     itself gets no gradient.
     """
 

@@ -14,7 +14,7 @@ where the largest magnitude is positive, uses that code: with it 13% remain, wit
 
 Of inputs an :class:`Observer` keeps the largest magnitude over many batches, how much of them a static scale clips, and
 where more is asked for a histogram of magnitudes (:func:`scale_from_histogram`). The statistics stay on the device and
-are never read here, so that watching costs no host synchronisation (but for a histogram on CUDA, whose counting waits
+are never read here, so that watching costs no host synchronization (but for a histogram on CUDA, whose counting waits
 for the device). The reader decides when to look, and reduces over ranks.
 """
 
@@ -63,7 +63,7 @@ class Observer:
     by three layers changes neither a maximum nor a ratio.
 
     Attributes:
-        spec: how the input is quantised.
+        spec: how the input is quantized.
         histogram: int64 ``[BINS]``, how many magnitudes fell into each bin (:data:`MAGNITUDES`); None if not kept.
         absmax: largest magnitude seen, fp32 scalar; 0 before the first token, NaN once a NaN was seen.
         clipped: elements outside the range so far, int64 scalar.
@@ -138,7 +138,7 @@ class Ranges:
     percentile: float = 99.99
 
     def searches(self, spec: TensorSpec) -> bool:
-        """Whether the first scale of a weight minimises the squared error."""
+        """Whether the first scale of a weight minimizes the squared error."""
         return self.weights == "mse" or (self.weights == "auto" and spec.dtype == "int" and spec.bits <= 3)
 
     def signs(self, spec: TensorSpec) -> bool:
@@ -153,7 +153,7 @@ def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: Tensor
         flat: the values ``[start, start + len(flat))`` of the row-major weight, 1-D, any float dtype.
         start: where the range begins.
         shape: ``(out, in)`` of the whole weight, or ``(E, out, in)`` of a stack.
-        spec: how it is quantised.
+        spec: how it is quantized.
 
     Returns:
         fp32 ``[2, *scale shape]``; 0 where nothing of that scale is in the range, or nothing of that sign, NaN where a
@@ -197,7 +197,7 @@ def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
 def partial_errors(
     flat: Tensor, start: int, shape: tuple[int, ...], stats: Tensor, spec: TensorSpec, *, signed: bool = False
 ) -> Tensor:
-    """Squared quantisation error per candidate and scale over one range of a weight.
+    """Squared quantization error per candidate and scale over one range of a weight.
 
     Args:
         flat, start, shape, spec: as in :func:`partial_stats`.
@@ -285,7 +285,7 @@ def partial_clipped(
 def partial_squares(
     flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
-    """Squared quantisation error, and squared values, summed over one range of a weight; fp64 [2].
+    """Squared quantization error, and squared values, summed over one range of a weight; fp64 [2].
 
     The first over the second is the relative error of the weight, its inverse the signal-to-noise ratio. The arguments
     are those of :func:`partial_clipped`.

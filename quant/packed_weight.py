@@ -1,6 +1,6 @@
 """Frozen weights that are held as their packed codes (``adapter.base: codes``): half a byte per weight at four bits.
 
-A layer that never changes its weight, and always quantises it, needs no more of it than the codes. They lie in a
+A layer that never changes its weight, and always quantizes it, needs no more of it than the codes. They lie in a
 Parameter in place of the weight, one row of codes behind another, each packed as
 :mod:`quant.formats.compressed_tensors` packs it. The Parameter says that it has the model's dtype, although nobody
 reads it as such: an element of two bytes holds four codes of four bits. DeepSpeed gathers a list of parameters in one
@@ -9,9 +9,9 @@ they travel, are saved and are offloaded beside the other parameters, and are co
 with them.
 
 The layer unpacks the codes while it runs and multiplies what they stand for, ``code * scale``. Those are the bits of a
-forward that quantises the weight itself, if the weight has the same codes.
+forward that quantizes the weight itself, if the weight has the same codes.
 
-A weight that trains may be there as codes for a while, too: where they travelled in its place (:func:`stand_in`).
+A weight that trains may be there as codes for a while, too: where they traveled in its place (:func:`stand_in`).
 """
 
 import math

@@ -51,11 +51,11 @@ def prepare(
         learn_weight_scale, learn_input_scale: whether scales of weights, stored ones of inputs, keys and values learn.
         ranges: what scales are to fit when they are measured.
         fp8_gemm, fast_accum: what of codes is multiplied where, see :class:`QuantLayer`.
-        kv_cache: how keys and values are quantised, see :func:`quant.kv_cache.attach_kv_cache`; None: not at all.
+        kv_cache: how keys and values are quantized, see :func:`quant.kv_cache.attach_kv_cache`; None: not at all.
 
     Raises:
-        ValueError: a rule or pattern matches nothing, nothing is left to quantise, layers that serving fuses differ, a
-            weight is shared, a layer does not fit, there is no input scale to learn, GEMM, or KV cache to quantise.
+        ValueError: a rule or pattern matches nothing, nothing is left to quantize, layers that serving fuses differ, a
+            weight is shared, a layer does not fit, there is no input scale to learn, GEMM, or KV cache to quantize.
     """
     assigned = assign(model, scheme, rules, exempt, named)
     modules = dict(model.named_modules())
@@ -63,7 +63,7 @@ def prepare(
     embeddings = {name: one for name, one in modules.items() if name in schemes and isinstance(one, nn.Embedding)}
     linears: dict[str, Any] = {name: modules[name] for name in schemes if name not in embeddings}
     if not assigned.schemes and (kv_cache is None or scheme is not None or any(rule.scheme for rule in rules)):
-        raise ValueError(_nothing_to_quantise(model))
+        raise ValueError(_nothing_to_quantize(model))
     of_linears = {name: schemes[name] for name in linears}
     _check_schemes_allow(of_linears, learn_input_scale=learn_input_scale and kv_cache is None, fp8_gemm=fp8_gemm)
     _check_layers(modules, linears, schemes, embeddings)
@@ -85,7 +85,7 @@ def prepare(
     return Quantization(layers, assigned.exempt, of_weights, of_inputs, of_globals, ranges, simulated, caches)
 
 
-def _nothing_to_quantise(model: nn.Module) -> str:
+def _nothing_to_quantize(model: nn.Module) -> str:
     """The error of a model without an nn.Linear for a scheme, and of what class are the modules that hold matrices."""
     kinds = Counter(
         type(module).__name__
@@ -95,7 +95,7 @@ def _nothing_to_quantise(model: nn.Module) -> str:
     )
     elsewhere = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
     return (
-        f"nothing to quantise: every nn.Linear of {type(model).__name__} is exempt (quant.exempt, quant.exempt_more), "
+        f"nothing to quantize: every nn.Linear of {type(model).__name__} is exempt (quant.exempt, quant.exempt_more), "
         "or it has none" + (f"; its matrices lie in {elsewhere}, which are not supported" if elsewhere else "")
     )
 
@@ -111,7 +111,7 @@ def _check_schemes_allow(schemes: Mapping[str, Scheme], *, learn_input_scale: bo
 def _check_layers(
     modules: Mapping[str, nn.Module], linears: Linears, schemes: Mapping[str, Scheme], embeddings: Iterable[str]
 ) -> None:
-    """Refuse what cannot be quantised: everything at once, with the line of a recipe that leaves it as it is."""
+    """Refuse what cannot be quantized: everything at once, with the line of a recipe that leaves it as it is."""
     shared = _shared(modules, [*linears, *embeddings])
     problems = {
         name: problem
@@ -120,10 +120,10 @@ def _check_layers(
     }
     tables = {name: problem for name, problem in shared.items() if name not in linears}
     if problems or tables:
-        raise ValueError(_cannot_be_quantised(modules, linears, schemes, problems, tables))
+        raise ValueError(_cannot_be_quantized(modules, linears, schemes, problems, tables))
 
 
-def _cannot_be_quantised(
+def _cannot_be_quantized(
     modules: Mapping[str, nn.Module],
     linears: Linears,
     schemes: Mapping[str, Scheme],
@@ -144,7 +144,7 @@ def _cannot_be_quantised(
 
 
 def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> str | None:
-    """Why a layer cannot be quantised with a scheme; None where it can."""
+    """Why a layer cannot be quantized with a scheme; None where it can."""
     if type(linear) is not nn.Linear and not isinstance(linear, StackedLinear) and not _computes_linear(linear):
         return f"{name} is a {type(linear).__name__}, a subclass of nn.Linear that computes something else"
     try:
@@ -173,7 +173,7 @@ def _computes_linear(module: nn.Linear) -> bool:
 
 
 def _shared(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, str]:
-    """The layers whose weight another module has too, with what is wrong: one value on disk cannot be quantised in one
+    """The layers whose weight another module has too, with what is wrong: one value on disk cannot be quantized in one
     place and not in the other."""
     users: dict[int, list[str]] = {}
     for name, module in modules.items():
@@ -183,7 +183,7 @@ def _shared(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str
     for name in chosen:
         names = users[id(modules[name].weight)]
         if len(names) > 1:
-            found[name] = f"{' and '.join(names)} share one weight; leave {name} unquantised"
+            found[name] = f"{' and '.join(names)} share one weight; leave {name} unquantized"
     return found
 
 

@@ -1,8 +1,8 @@
-"""What :func:`quant.prepare` did to a model: its quantised layers, the scales that they share, and the switches of a
+"""What :func:`quant.prepare` did to a model: its quantized layers, the scales that they share, and the switches of a
 schedule.
 
 Serving keeps one scale for the layers that it fuses (:mod:`quant.rules`) and one for their input; a fused MoE kernel
-keeps one input scale per layer for all experts. If training used separate scales, serving would requantise to the
+keeps one input scale per layer for all experts. If training used separate scales, serving would requantize to the
 largest one and compute something else than was trained. So the same groups share one Parameter here:
 
 * a weight scale per tensor: over q/k/v, over gate/up (of one expert in an MoE); finer scales belong to one row, never
@@ -13,7 +13,7 @@ largest one and compute something else than was trained. So the same groups shar
 Where the experts of a layer are one stack, its scales are one Parameter too, with an entry for each expert.
 
 The Parameter is registered on every member and owned by the first one in module order, so ``model.parameters()`` lists
-it once. A group that is only partly quantised is an error: what is served could not be what was trained.
+it once. A group that is only partly quantized is an error: what is served could not be what was trained.
 
 Keys and values have a scale each per layer, which nothing shares; their groups are among those of inputs.
 """
@@ -44,8 +44,8 @@ class ScaleGroup:
     Attributes:
         owner: name of the first member in module order; the scale's Parameters carry its name in
             ``named_parameters()``.
-        members: names of all layers (or the quantiser of keys, or of values) that share the scale, in module order.
-        spec: how what it scales is quantised.
+        members: names of all layers (or the quantizer of keys, or of values) that share the scale, in module order.
+        spec: how what it scales is quantized.
         scale: the scale, of Parameters: s0 in the shape that ``spec`` says, ``(1,)`` of an input, and NaN until filled,
             as are zero points; theta in the model's dtype, 0 at the start. The global scale above e4m3 scales is the s0
             of a group of its own; of inputs, whose e4m3 scales are dynamic, it is the s0 of the only one.
@@ -183,7 +183,7 @@ class Quantization:
     """What :func:`quant.prepare` did to a model, and the switches.
 
     Attributes:
-        layers: the quantised layers by module name, in module order; each knows its scheme.
+        layers: the quantized layers by module name, in module order; each knows its scheme.
         exempt: names of the modules that an exempt pattern matched (routers that are no nn.Linear among them), in
             module order.
         weight_groups: every weight scale; each layer is a member of one.
@@ -191,7 +191,7 @@ class Quantization:
         global_groups: every global scale of weights whose scales are e4m3 (NVFP4).
         ranges: what first scales are to fit.
         simulated: names of the layers that the fp8 GEMM was asked for and cannot take; they simulate.
-        caches: the quantisers of keys and values by module name, in module order; empty where the KV cache stays as it
+        caches: the quantizers of keys and values by module name, in module order; empty where the KV cache stays as it
             is.
     """
 
@@ -210,10 +210,10 @@ class Quantization:
         return {**self.layers, **self.caches}
 
     def set_fake_quant(self, weights: bool, activations: bool, pattern: str | None = None) -> None:
-        """Switch fake quantisation of weights, and of what the scheme quantises of inputs, keys and values.
+        """Switch fake quantization of weights, and of what the scheme quantizes of inputs, keys and values.
 
         Args:
-            weights: whether weights are fake-quantised from now on.
+            weights: whether weights are fake-quantized from now on.
             activations: the same of inputs, keys and values; without effect where the scheme leaves them alone.
             pattern: a regex that names the layers to switch in full; all of them without it.
 
@@ -229,7 +229,7 @@ class Quantization:
         self._switched()
 
     def matching(self, pattern: str | None) -> list[str]:
-        """Names of the layers (and quantisers of keys and values) that the regex matches in full; all without one.
+        """Names of the layers (and quantizers of keys and values) that the regex matches in full; all without one.
 
         Raises:
             ValueError: the pattern matches no layer.
@@ -237,12 +237,12 @@ class Quantization:
         names = [name for name in self.modules if pattern is None or re.fullmatch(pattern, name)]
         if not names:
             raise ValueError(
-                f"pattern {pattern!r} matches no quantised layer; names look like {examples(list(self.modules))}"
+                f"pattern {pattern!r} matches no quantized layer; names look like {examples(list(self.modules))}"
             )
         return names
 
     def fake_quant_state(self) -> dict[str, tuple[bool, bool]]:
-        """What is fake-quantised now, (weight, input) by layer; :meth:`restore_fake_quant` takes it back.
+        """What is fake-quantized now, (weight, input) by layer; :meth:`restore_fake_quant` takes it back.
 
         Keys and values count as inputs.
         """
@@ -260,7 +260,7 @@ class Quantization:
         self._switched()
 
     def _switched(self) -> None:
-        """A quantised input is held until all have taken it that quantise theirs; others are told of the switches."""
+        """A quantized input is held until all have taken it that quantize theirs; others are told of the switches."""
         sharing = [layer for layer in self.layers.values() if layer.shared_input is not None]
         for layer in sharing:
             assert layer.shared_input is not None
@@ -289,7 +289,7 @@ class Quantization:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside the block nothing is fake-quantised and no input is watched, unless the block switches it on.
+        """Inside the block nothing is fake-quantized and no input is watched, unless the block switches it on.
 
         After it, also where it raises, the switches are as they were, the same observers watch the same inputs, and
         they have seen what they had seen. Nothing is copied or read from the device.
@@ -321,7 +321,7 @@ class Quantization:
                 vars(group.observer).update(seen[group.owner])
 
     def state_dict(self) -> dict[str, Any]:
-        """What is fake-quantised, whether inputs are watched, and what the observers have seen, by owner of the group.
+        """What is fake-quantized, whether inputs are watched, and what the observers have seen, by owner of the group.
 
         Plain values and tensors on the CPU, for a checkpoint.
         """

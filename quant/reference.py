@@ -1,4 +1,4 @@
-"""The quantisers in plain PyTorch. This file is the definition: every kernel and every export is tested against it.
+"""The quantizers in plain PyTorch. This file is the definition: every kernel and every export is tested against it.
 
 Formulas, with ``s`` the scale and ``v = x * (1/s)`` computed in fp32 (the reciprocal too: dividing by ``s`` instead, or
 working in bf16, changes 0.07% or 3% of the codes of a bf16 tensor)::
@@ -32,7 +32,7 @@ integers only)::
 Subnormal are e4m3 numbers with ``|v| < 2^-6`` and e2m1 numbers with ``|v| < 1``. An evenly spaced grid has a spacing of
 ``s``, and its error grows with ``s``. The spacing of a floating-point grid follows the magnitude of ``x``: twice the
 scale is the same grid with the exponents one lower, so the error of a normal number does not depend on ``s`` (on
-average over an octave). With LSQ's ``Q(v) - v`` there, a scale that minimises the squared error of Gaussian values
+average over an octave). With LSQ's ``Q(v) - v`` there, a scale that minimizes the squared error of Gaussian values
 shrinks until it clips so many that the error is 19% above the best (e4m3, 18% e2m1); with 0 it ends within 1%. Beyond
 its largest number a grid does not follow ``x`` any more, whether ``v`` is inside the range or not: if e2m1 counted as
 clipped from 7 on instead, the largest value of each group of 32 would settle there, and the error end 60% above the
@@ -117,7 +117,7 @@ def effective_scale(
     Args:
         s0: the frozen scale, fp32.
         theta: its learned logarithmic correction, any float dtype, or None.
-        spec: how the tensor is quantised.
+        spec: how the tensor is quantized.
         model_dtype: dtype of the model's weights.
         global_scale: G, fp32 ``(1,)``; for the format ``e4m3`` and only for it.
     """
@@ -232,10 +232,10 @@ def fake_quant_backward(
     """Gradients of :func:`fake_quant` (of the surrogate above).
 
     Args:
-        grad: gradient of the fake-quantised tensor, same shape as ``x``.
-        x: the tensor before quantisation.
+        grad: gradient of the fake-quantized tensor, same shape as ``x``.
+        x: the tensor before quantization.
         scale: its effective scale.
-        spec: how it is quantised.
+        spec: how it is quantized.
         zero: its zero points.
         scale_gradient: whether the gradient of the scale is wanted.
         of_weight: whether ``x`` is a weight, see above.

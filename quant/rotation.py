@@ -33,7 +33,7 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
 
     Args:
         quantization: of the model.
-        patterns: regexes on full names of quantised layers; each must match one.
+        patterns: regexes on full names of quantized layers; each must match one.
         block: one of :data:`quant.hadamard.BLOCKS`.
 
     Raises:
@@ -45,7 +45,7 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
         found = [name for name in names if re.fullmatch(pattern, name)]
         if not found:
             raise ValueError(
-                f"quant.rotate: {pattern!r} matches no quantised layer; it must match a full name such as "
+                f"quant.rotate: {pattern!r} matches no quantized layer; it must match a full name such as "
                 f"{examples(names)}"
             )
         chosen |= dict.fromkeys(found)

@@ -1,7 +1,7 @@
 """Which layer gets which scheme: exempt patterns, rules for mixed precision, the default.
 
 An exempt layer stays as it is; of the others the first rule that matches decides, and where none does the default.
-lm_head and embeddings, which the default patterns exempt, are quantised by naming them.
+lm_head and embeddings, which the default patterns exempt, are quantized by naming them.
 
 Serving fuses q/k/v, gate/up and others (:mod:`quant.rules`) into one GEMM, and runs all experts of a MoE layer
 in one kernel. What is fused has one scheme, and the scales that :mod:`quant.quantization` gives it are shared.
@@ -53,7 +53,7 @@ class Rule:
     """A scheme for the layers that all given conditions match.
 
     Attributes:
-        scheme: of these layers; None to leave them unquantised.
+        scheme: of these layers; None to leave them unquantized.
         layers: a regex on the whole module name (``re.fullmatch``).
         first: layers inside the first so many decoder layers.
         last: layers inside the last so many.
@@ -86,7 +86,7 @@ class Assignment:
     """What :func:`assign` decided.
 
     Attributes:
-        schemes: by name of the layer, in module order; only layers that are quantised.
+        schemes: by name of the layer, in module order; only layers that are quantized.
         exempt: names of the modules that an exempt pattern matched (routers that are no nn.Linear among them), in
             module order.
     """
@@ -178,7 +178,7 @@ def examples(names: Sequence[str], most: int = 3) -> str:
 
 
 def exempt_line(names: Iterable[str]) -> str:
-    """The line of a recipe that leaves layers of these names, and those like them in other layers, unquantised."""
+    """The line of a recipe that leaves layers of these names, and those like them in other layers, unquantized."""
     parts = ((r"\d+" if part.isdigit() else re.escape(part) for part in name.split(".")) for name in names)
     quoted = [f"'{pattern}'" for pattern in dict.fromkeys(r"\.".join(some) for some in parts)]
     return f"quant.exempt_more: [{', '.join(quoted)}]"
@@ -253,7 +253,7 @@ def _fused_key(name: str, modules: dict[str, nn.Module], across_experts: bool) -
 
 
 def _members(parent: str, leaves: Sequence[str], modules: dict[str, nn.Module], across_experts: bool) -> list[str]:
-    """The layers of a set as serving has them, quantised or not."""
+    """The layers of a set as serving has them, quantized or not."""
     parents = [parent]
     if across_experts and parent.rpartition(".")[2] == "experts":
         parents = [f"{parent}.{index}" for index, _ in modules[parent].named_children() if index.isdigit()]
@@ -268,7 +268,7 @@ def _check_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> 
 def _not_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> str:
     if missing := [name for name in members if name not in schemes]:
         return (
-            f"{examples(members, 6)} are served as one layer, so all or none of them can be quantised, but "
+            f"{examples(members, 6)} are served as one layer, so all or none of them can be quantized, but "
             f"{examples(missing, 6)} {'is' if len(missing) == 1 else 'are'} exempt or no nn.Linear; exempt the others "
             "too (quant.exempt_more)"
         )

@@ -1,4 +1,4 @@
-"""One scale as one object, and the quantiser that it makes of a format.
+"""One scale as one object, and the quantizer that it makes of a format.
 
 A scale travels as a :class:`Scale` wherever its parts belong together. It is taken apart only where torch wants single
 tensors: in the arguments of an autograd function and of an operator, and where a module registers its Parameters.
@@ -44,7 +44,7 @@ class Scale(NamedTuple):
 
 
 class Quantizer(NamedTuple):
-    """What the functions of :mod:`quant.kernels` need to know of a tensor in order to quantise it.
+    """What the functions of :mod:`quant.kernels` need to know of a tensor in order to quantize it.
 
     Attributes:
         scale: its scale, with all Parameters gathered.

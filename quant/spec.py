@@ -1,4 +1,4 @@
-"""What is quantised, and how finely: the vocabulary that the rest of the package shares.
+"""What is quantized, and how finely: the vocabulary that the rest of the package shares.
 
 A :class:`TensorSpec` says how one tensor's values become codes (number format, and how many elements share a scale); a
 :class:`Scheme` pairs one for the weights with one for the inputs of a Linear, and a :class:`Preset` is what a recipe
@@ -33,7 +33,7 @@ NVFP4_GROUP, MX_GROUP = 16, 32
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """How one tensor is quantised.
+    """How one tensor is quantized.
 
     Attributes:
         dtype: ``fp8_e4m3`` (torch.float8_e4m3fn), ``fp4_e2m1`` (OCP Microscaling Formats v1.0, section 5.3.3) or
@@ -43,7 +43,7 @@ class TensorSpec:
             consecutive elements of a row, per ``block`` of ``group_size`` x ``group_size`` elements of a weight, or per
             ``token`` of an input.
         group_size: elements per group, or along each side of a block; for these two only.
-        symmetric: whether the grid is centred on 0. Else a zero point, an integer per scale, moves it to where the
+        symmetric: whether the grid is centered on 0. Else a zero point, an integer per scale, moves it to where the
             values are: of int weights per group or channel, and of dynamic int inputs per token.
         dynamic: whether the scale is that of each token (or group of it) when it comes, instead of one that is stored.
         ggml: whether scales are what ggml's blocks have (llama.cpp): numbers of fp16, and negative where that lets the
@@ -210,7 +210,7 @@ _MXFP8, _MXFP8_TOKEN = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a Linear is quantised.
+    """How a Linear is quantized.
 
     Attributes:
         name: the name in recipes and messages.
@@ -229,11 +229,11 @@ class Scheme:
         if static is not None and not static.dynamic and (static.granularity != "tensor" or static.bits != 8):
             raise ValueError(f"scheme {self.name!r}: a stored scale of inputs is per tensor, of 8 bits, got {static}")
         if static is not None and static.narrow:
-            raise ValueError(f"scheme {self.name!r}: readers quantise inputs to all codes, got {static}")
+            raise ValueError(f"scheme {self.name!r}: readers quantize inputs to all codes, got {static}")
 
     @property
     def stored_input(self) -> TensorSpec | None:
-        """How the input is quantised where a scale of it is stored, and calibrated: its only one, or a global one."""
+        """How the input is quantized where a scale of it is stored, and calibrated: its only one, or a global one."""
         return None if (spec := self.activations) is None or (spec.dynamic and not spec.has_global_scale) else spec
 
     @property
@@ -315,11 +315,11 @@ PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.i
 
 
 def get_scheme(name: str) -> Scheme:
-    """How the preset of that name quantises a Linear.
+    """How the preset of that name quantizes a Linear.
 
     Raises:
         ValueError: there is none, or it leaves Linears as they are; the text lists those that do not.
     """
     if name not in SCHEMES:
-        raise ValueError(f"unknown quantisation scheme of linear layers {name!r}; known: {', '.join(SCHEMES)}")
+        raise ValueError(f"unknown quantization scheme of linear layers {name!r}; known: {', '.join(SCHEMES)}")
     return SCHEMES[name]

@@ -9,7 +9,7 @@ from quant.linear import LinearPart, QuantLayer, StackedLinear, linears_of
 
 
 def linears(quantization: Quantization) -> Iterator[tuple[LinearPart, QuantLayer]]:
-    """Every quantised Linear, and the layer that holds it."""
+    """Every quantized Linear, and the layer that holds it."""
     for name, layer in quantization.layers.items():
         for part in linears_of(name, layer):
             yield part, layer

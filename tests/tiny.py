@@ -88,7 +88,7 @@ def tiny_model(
     wide: bool = False,
     dtype=torch.bfloat16,
 ) -> PreTrainedModel:
-    """A randomly initialised tiny model, the same one for the same seed; norms differ from 1."""
+    """A randomly initialized tiny model, the same one for the same seed; norms differ from 1."""
     classes = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
     config = tiny_config(kind, tied=tied, layers=layers, even=even, wide=wide)
     generator = torch.Generator().manual_seed(seed)

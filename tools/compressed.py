@@ -1,7 +1,7 @@
 """A compressed checkpoint as a plain model in one process: for evaluating and verifying what was exported.
 
 The file holds codes and scales, the forward of training wants weights and scales. The weights that are put in are the
-dequantised codes: quantising these again with the same scale gives the same codes (``code * s * (1/s)`` is off by a few
+dequantized codes: quantizing these again with the same scale gives the same codes (``code * s * (1/s)`` is off by a few
 roundings, the next boundary between codes is at least 1/30 of the code away), so that the model computes with exactly
 what is on disk, by the same code as in training.
 
@@ -56,15 +56,15 @@ def load_compressed(
     trust_remote_code: bool = False,
     attn_implementation: str = AUTO,
 ) -> tuple[PreTrainedModel, Quantization]:
-    """Build the model of a compressed checkpoint and fill it; in eval mode, all fake quantisation on (but of 8-bit
+    """Build the model of a compressed checkpoint and fill it; in eval mode, all fake quantization on (but of 8-bit
     weights with zero points in bf16, which are as they come out of it), scales frozen.
 
     Where layers share a scale and the file has several values (another writer's checkpoint), the largest is taken, and
-    the weights are quantised anew with it: what serving engines do when they fuse these layers.
+    the weights are quantized anew with it: what serving engines do when they fuse these layers.
 
     Args:
         directory: with config.json (and its ``quantization_config``) and the safetensors files.
-        dtype: of the weights and of the computation. In bf16 dequantised weights are rounded as in training.
+        dtype: of the weights and of the computation. In bf16 dequantized weights are rounded as in training.
         device: where the model goes, CPU by default.
         trust_remote_code: whether Python code in ``directory`` may be run.
         attn_implementation: as of :func:`model.build.build_model`.
@@ -132,7 +132,7 @@ def is_ignored(names: list[str], ignore: list[str]) -> bool:
 
 
 def _schemes(model: PreTrainedModel, rules: list[Rule]) -> dict[str, Scheme]:
-    """The scheme of every quantised layer, by name. A rule may match the name that a layer has here or on disk."""
+    """The scheme of every quantized layer, by name. A rule may match the name that a layer has here or on disk."""
     schemes = {}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -150,7 +150,7 @@ def _rotate(model: PreTrainedModel, quantization: Quantization, rotations: list[
     """Have the layers turn their inputs that a file says so of.
 
     Raises:
-        ValueError: one that is not quantised here, an expert, or one whose inputs the blocks do not divide.
+        ValueError: one that is not quantized here, an expert, or one whose inputs the blocks do not divide.
     """
     linears = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, QuantLinear))}
     for targets, ignore, block in rotations:
@@ -165,7 +165,7 @@ def _rotate(model: PreTrainedModel, quantization: Quantization, rotations: list[
 
 
 def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLayer) -> dict[str, str]:
-    """Keys on disk of one quantised Linear's weight and scales, by suffix."""
+    """Keys on disk of one quantized Linear's weight and scales, by suffix."""
     suffixes = packed_shapes(layer.in_features, layer.out_features, layer.scheme, torch.float32)
     prefix = module_name_on_disk(model, name)
     return {suffix: f"{prefix}.{suffix}" for suffix in suffixes}
@@ -251,7 +251,7 @@ def _plain_tensors(
 
 
 def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], scales: dict[str, dict]) -> None:
-    """Copy the dequantised weight into ``layer``; add its effective scales, fp32 in the scheme's shape, to
+    """Copy the dequantized weight into ``layer``; add its effective scales, fp32 in the scheme's shape, to
     ``scales``."""
     spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
     _check_dtypes(name, layer, tensors)
@@ -271,8 +271,8 @@ def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], 
     zero = unpack_zero(tensors, layer.scheme)
     if zero is not None:
         scales["weight_zero_point"][name] = zero
-        # Too far from 0 for the dtype to tell neighbours apart (255 codes in bf16) another code may come out. What is
-        # put in is the quantised weight anyway.
+        # Too far from 0 for the dtype to tell neighbors apart (255 codes in bf16) another code may come out. What is
+        # put in is the quantized weight anyway.
         layer.weight_fake_quant = (spec.qmax - spec.qmin) * torch.finfo(layer.weight.dtype).eps / 2 < 0.5
     weight = dequantized_weight(codes, scales["weight_scale"][name], spec, layer.weight.dtype, zero)
     layer.weight.copy_(weight)
@@ -292,9 +292,9 @@ def _check_dtypes(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor]
 
 
 def _usable(key: str, scale: torch.Tensor, shape: tuple[int, ...], weight: TensorSpec | None = None) -> torch.Tensor:
-    """The scale in ``shape``, which it must fit, once it is known to be one that a quantiser can have.
+    """The scale in ``shape``, which it must fit, once it is known to be one that a quantizer can have.
 
-    ``weight``: how the weight is quantised, where the scale is a weight's. Those of integers may be negative, and in
+    ``weight``: how the weight is quantized, where the scale is a weight's. Those of integers may be negative, and in
     e4m3 a scale far below the largest one of its layer is 0.
     """
     if scale.numel() != torch.Size(shape).numel():

@@ -86,7 +86,7 @@ def rows_of_experts(x: Tensor) -> None:
 
 
 def norms_and_swiglu(x: Tensor, grad: Tensor) -> None:
-    """With the quantisation of their results; a norm has rows of a multiple of eight, of at most 16,384."""
+    """With the quantization of their results; a norm has rows of a multiple of eight, of at most 16,384."""
     ops, s0 = torch.ops.deepqat, torch.full((1,), 0.01, device=x.device)
     for grid in (0, 8):
         for wanted in (False, True):

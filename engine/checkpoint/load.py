@@ -267,7 +267,7 @@ def reseed(seed: int, step: int) -> None:
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Make of the files of all old ranks the one that this new rank loads (:mod:`engine.checkpoint.stateful`).
 
-    The owners' states are the same on every rank, but for what the observers of the quantisation have seen.
+    The owners' states are the same on every rank, but for what the observers of the quantization have seen.
     """
     owners = states[0]["owners"]
     quantization = owners["quantization"]

@@ -21,19 +21,19 @@ class AdapterRecipe:
     kind: Literal["none", "lora"] = "none"
     """lora: two thin matrices A and B per layer train, and the weights W are frozen. none: there are no adapters."""
     merge: bool = True
-    """true: a layer's weight is W + alpha / rank * B A in every forward, that is what is quantised, and the export
-    holds the codes of the sum. false: the adapter stays beside the quantised weight, Q(W) x + alpha / rank * B (A x),
+    """true: a layer's weight is W + alpha / rank * B A in every forward, that is what is quantized, and the export
+    holds the codes of the sum. false: the adapter stays beside the quantized weight, Q(W) x + alpha / rank * B (A x),
     for serving many of them on one model; the export is that model and a folder adapter in it, for peft and vLLM."""
     base: Literal["weights", "codes"] = "weights"
-    """How the frozen weights that are quantised lie in memory, beside which adapters stay. weights: in model.dtype.
+    """How the frozen weights that are quantized lie in memory, beside which adapters stay. weights: in model.dtype.
     codes: as codes (QLoRA), half a byte per weight at 4 bits, which layers decode as they run: the same bits, and no
-    weight in model.dtype on any rank. They are those of a quantised model.path; of an ordinary one they are made as it
+    weight in model.dtype on any rank. They are those of a quantized model.path; of an ordinary one they are made as it
     is read, where a scheme has scales of rows, groups or blocks."""
     start: str | None = None
     """Folder of an adapter as peft writes it, whose values A and B have at the start. null: B is 0."""
     init: Literal["zeros", "error"] = "zeros"
-    """zeros: B is 0, so that step 0 computes the quantised model. error: of an adapter that stays beside its weight,
-    B A is what quantisation takes from the weight, as far as the rank goes (the first step of LoftQ)."""
+    """zeros: B is 0, so that step 0 computes the quantized model. error: of an adapter that stays beside its weight,
+    B A is what quantization takes from the weight, as far as the rank goes (the first step of LoftQ)."""
     rank: int = field(default=16, metadata=at_least(1))
     """Rows of A and columns of B."""
     alpha: float = field(default=32.0, metadata=FACTOR)
@@ -44,7 +44,7 @@ class AdapterRecipe:
     """Of an adapter that stays beside its weight: the share of the elements of A's input that are 0 in a step of
     training, drawn anew for each layer; the others are divided by 1 - dropout. The weight reads the whole input."""
     targets: list[str] = field(default_factory=list, metadata=each(regex()))
-    """Regexes; a quantised linear layer whose whole module name matches one gets an adapter. []: all but lm_head."""
+    """Regexes; a quantized linear layer whose whole module name matches one gets an adapter. []: all but lm_head."""
     ranks: dict[str, int] = field(default_factory=dict, metadata=_RANKS)
     """Ranks of their own, by regex on the whole module name: {'.*\\.down_proj': 32}. The first that matches decides."""
 
@@ -55,7 +55,7 @@ class AdapterRecipe:
 
     @property
     def beside(self) -> bool:
-        """Whether they stay beside quantised weights."""
+        """Whether they stay beside quantized weights."""
         return self.on and not self.merge
 
     def scaling(self, rank: int) -> float:

@@ -39,7 +39,7 @@ RULES_OF_ADAPTERS = (
         "null, or adapter.kind lora: there are no adapters",
     ),
     Rule(
-        "the error of quantisation is what an adapter beside it can hold",
+        "the error of quantization is what an adapter beside it can hold",
         "adapter.init",
         lambda r: r.adapter.init == "error" and (not r.adapter.beside or r.adapter.start is not None),
         "zeros, or adapter.kind lora with adapter.merge false and no adapter.start",
@@ -101,9 +101,9 @@ RULES_OF_ADAPTERS = (
         "another format, or adapter.kind lora with adapter.merge false: there is no adapter to write",
     ),
     Rule(
-        "merged weights are quantised at some time",
+        "merged weights are quantized at some time",
         "quant.fake_quant_start",
-        lambda r: r.adapter.on and r.never_quantises(),
+        lambda r: r.adapter.on and r.never_quantizes(),
         "0 or more with adapter.kind {adapter.kind}: without fake quant the export is a plain checkpoint, into which "
         "adapters are not merged, and beside which none is written",
         found="-1 (never)",

@@ -52,7 +52,7 @@ class Recipe:
     output_dir: str = field(metadata=not_empty("a directory"))
     """Directory for everything that the run writes: recipe, TensorBoard files, checkpoints, export."""
     quant: QuantRecipe = field(default_factory=QuantRecipe)
-    """Quantisation."""
+    """Quantization."""
     learnable: LearnableRecipe = field(default_factory=LearnableRecipe)
     """What trains."""
     adapter: AdapterRecipe = field(default_factory=AdapterRecipe)
@@ -88,7 +88,7 @@ class Recipe:
         """Which teacher the run has: none where it does not distil, whatever ``loss`` names."""
         return self.loss.named_teacher() if self.distils() else "none"
 
-    def never_quantises(self) -> bool:
+    def never_quantizes(self) -> bool:
         """Whether fake quant is off from the first step to the last: nothing in the recipe switches it on."""
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
 

@@ -1,7 +1,7 @@
 """What no knob of a recipe shows alone: values that are each in bounds and do not go together.
 
 engine/config/rules.py lists what is said in one line; adapter_rules.py, input_rules.py, gradient_rules.py,
-first_codes_rules.py, unquantised_rules.py, idle_rules.py and decay_rules.py those of one feature each. Here are the
+first_codes_rules.py, unquantized_rules.py, idle_rules.py and decay_rules.py those of one feature each. Here are the
 rules of events, which take more than one: functions whose name and docstring say what must hold, and which yield a line
 per violation.
 """
@@ -16,14 +16,14 @@ from engine.config.gradient_rules import RULES_OF_GRADIENTS
 from engine.config.idle_rules import RULES_OF_IDLE
 from engine.config.input_rules import RULES_OF_INPUTS
 from engine.config.rules import RULES, RULES_OF_SCHEMES, Sections
-from engine.config.unquantised_rules import RULES_OF_UNQUANTISED
+from engine.config.unquantized_rules import RULES_OF_UNQUANTIZED
 
 FEATURES = (
     *RULES_OF_ADAPTERS,
     *RULES_OF_INPUTS,
     *RULES_OF_GRADIENTS,
     *RULES_OF_FIRST_CODES,
-    *RULES_OF_UNQUANTISED,
+    *RULES_OF_UNQUANTIZED,
     *RULES_OF_IDLE,
     *RULES_OF_DECAY,
 )
@@ -78,23 +78,23 @@ def events_leave_a_loss(recipe: Sections) -> Iterator[str]:
         )
 
 
-def events_switch_what_the_scheme_quantises(recipe: Sections) -> Iterator[str]:
-    """An event switches on fake quant only of weights or activations that the scheme quantises."""
+def events_switch_what_the_scheme_quantizes(recipe: Sections) -> Iterator[str]:
+    """An event switches on fake quant only of weights or activations that the scheme quantizes."""
     quant = recipe.quant
     if not quant.known():
         return
     for index, event in enumerate(recipe.schedule):
         key = f"schedule[{index}].fake_quant"
         if event.fake_quant == "activations":
-            expected = f"weights or false: quant.scheme {quant.scheme} quantises no activations"
-            yield from need(quant.quantises_activations(), key, event.fake_quant, expected)
+            expected = f"weights or false: quant.scheme {quant.scheme} quantizes no activations"
+            yield from need(quant.quantizes_activations(), key, event.fake_quant, expected)
         if event.fake_quant == "weights":
-            expected = f"true, activations or false: quant.scheme {quant.scheme} quantises no weights"
+            expected = f"true, activations or false: quant.scheme {quant.scheme} quantizes no weights"
             yield from need(bool(quant.linear_schemes()), key, event.fake_quant, expected)
 
 
 WALKS_OF_EVENTS: tuple[Callable[[Sections], Iterator[str]], ...] = (
     events_happen_during_the_run,
     events_leave_a_loss,
-    events_switch_what_the_scheme_quantises,
+    events_switch_what_the_scheme_quantizes,
 )

@@ -12,10 +12,10 @@ def _chosen(recipe: Sections) -> bool:
 
 RULES_OF_FIRST_CODES = (
     Rule(
-        "codes are chosen of weights that are quantised",
+        "codes are chosen of weights that are quantized",
         "quant.first_codes",
         lambda r: _chosen(r) and r.quant.known() and not r.quant.linear_schemes(),
-        "nearest: quant.scheme {quant.scheme} quantises no weights",
+        "nearest: quant.scheme {quant.scheme} quantizes no weights",
     ),
     Rule(
         "codes that are read are not chosen",

@@ -18,7 +18,7 @@ def _of_adapters(name: str, default: object) -> Rule:
 
 RULES_OF_IDLE = (
     Rule(
-        "ranges of weights are of weights that are quantised",
+        "ranges of weights are of weights that are quantized",
         "quant.weight_range",
         lambda r: (
             r.quant.weight_range != "auto"
@@ -26,7 +26,7 @@ RULES_OF_IDLE = (
             and r.quant.known()
             and not r.quant.linear_schemes()
         ),
-        "auto: quant.scheme {quant.scheme} quantises no weights",
+        "auto: quant.scheme {quant.scheme} quantizes no weights",
     ),
     Rule(
         "percentages are of inputs that percentiles measure",

@@ -32,7 +32,7 @@ RULES_OF_INPUTS = (
     Rule(
         "a plain checkpoint has no turned inputs",
         "quant.fake_quant_start",
-        lambda r: r.quant.rotate and r.never_quantises(),
+        lambda r: r.quant.rotate and r.never_quantizes(),
         "0 or more with quant.rotate: the export would be a plain checkpoint, whose readers turn no inputs",
     ),
     Rule(
@@ -57,7 +57,7 @@ RULES_OF_INPUTS = (
         "norms write codes of scales that do not learn",
         "quant.fuse_norms",
         lambda r: r.quant.fuse_norms and r.learnable.act_scale,
-        "false with learnable.act_scale: the gradient of a scale asks for what was quantised",
+        "false with learnable.act_scale: the gradient of a scale asks for what was quantized",
     ),
     Rule(
         "adapters read values",

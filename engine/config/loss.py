@@ -17,7 +17,7 @@ class LossRecipe:
     """total = lm_weight * lm + kd_weight * kd, means over the valid tokens of the optimizer step."""
 
     lm_weight: float = field(default=1.0, metadata=LOSS_WEIGHT)
-    """Weight of the language modelling loss."""
+    """Weight of the language modeling loss."""
     kd_weight: float = field(default=0.0, metadata=LOSS_WEIGHT)
     """Weight of the distillation loss; 0 loads no teacher."""
     kd: Literal["kl", "rkl", "mse", "cakld", "kd", "kl_top_k", "r_kl_top_k"] = "cakld"
@@ -29,7 +29,7 @@ class LossRecipe:
     top_k: int | None = field(default=None, metadata=at_least(1))
     """Tokens of kl_top_k and r_kl_top_k, and that launch/cache_teacher.py keeps per position; like 100."""
     tail: bool = False
-    """kl_top_k, r_kl_top_k: one more bucket for all other tokens, instead of renormalising without them."""
+    """kl_top_k, r_kl_top_k: one more bucket for all other tokens, instead of renormalizing without them."""
     teacher: str | None = None
     """Directory of the teacher's checkpoint, often model.path. It is frozen, and sharded too under stage 3. self: the
     student without fake quant, which takes no memory and needs frozen weights, norms and routers."""
@@ -52,7 +52,7 @@ class LossRecipe:
         return "model" if self.teacher else "none"
 
     def objective(self, *, lm: float, kd: float, token_losses: tuple[NamedTokenLoss, ...] = ()) -> Objective:
-        """What is minimised, with the weights ``lm`` and ``kd``, which events may have changed since, and a user's own
+        """What is minimized, with the weights ``lm`` and ``kd``, which events may have changed since, and a user's own
         losses."""
         distillation = Distillation(self.kd, self.temperature, self.top_k or 1, self.tail)
         return Objective(lm, kd, distillation, token_losses, self.chunk_tokens)

@@ -1,4 +1,4 @@
-"""The recipe's ``quant`` section: what is quantised and how, where scales come from, when fake quant starts."""
+"""The recipe's ``quant`` section: what is quantized and how, where scales come from, when fake quant starts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Rang
 from quant.hadamard import BLOCKS
 
 NONE = "none"  # the scheme of a rule whose layers stay as they are
-SOURCE = "source"  # the schemes and layers of a quantised model.path
+SOURCE = "source"  # the schemes and layers of a quantized model.path
 
 
 @dataclass
 class TensorRecipe:
-    """How one tensor is quantised; quant.spec.TensorSpec explains the words."""
+    """How one tensor is quantized; quant.spec.TensorSpec explains the words."""
 
     dtype: Literal["int", "fp8_e4m3", "fp4_e2m1"]
     """Number format."""
@@ -56,12 +56,12 @@ class TensorRecipe:
 
 @dataclass
 class SchemeRecipe:
-    """A scheme that the recipe composes itself, from how weights and inputs are quantised."""
+    """A scheme that the recipe composes itself, from how weights and inputs are quantized."""
 
     weights: TensorRecipe
-    """How the weights are quantised."""
+    """How the weights are quantized."""
     activations: TensorRecipe | None = None
-    """How the inputs are quantised; null: they stay as they are."""
+    """How the inputs are quantized; null: they stay as they are."""
 
     def scheme(self, name: str) -> Scheme:
         """The same as a :class:`quant.Scheme`, under the name that the recipe gives it.
@@ -88,11 +88,11 @@ class RuleRecipe:
 
 @dataclass
 class QuantRecipe:
-    """What is quantised, where the first scales come from, and when fake quant starts."""
+    """What is quantized, where the first scales come from, and when fake quant starts."""
 
     scheme: str = "fp8_static"
     """Number format and granularity of weights, inputs and KV cache: a name of quant.spec.PRESETS or quant.schemes.
-    source: each layer as the quantised checkpoint in model.path has it; what is not quantised there stays so."""
+    source: each layer as the quantized checkpoint in model.path has it; what is not quantized there stays so."""
     schemes: dict[str, SchemeRecipe] = field(default_factory=dict)
     """Schemes of your own by name, each with weights and perhaps activations, which have dtype, bits, granularity,
     group_size, symmetric, dynamic, ggml, narrow and mx as in quant.spec.TensorSpec."""
@@ -104,13 +104,13 @@ class QuantRecipe:
     embedding: str | None = None
     """Scheme of the token embeddings, one without inputs. null: they stay as they are."""
     exempt: list[str] = field(default_factory=lambda: list(DEFAULT_EXEMPT), metadata=each(regex()))
-    """Regexes; a linear layer whose whole module name matches one stays unquantised. Replaces the default list."""
+    """Regexes; a linear layer whose whole module name matches one stays unquantized. Replaces the default list."""
     exempt_more: list[str] = field(default_factory=list, metadata=each(regex()))
     """Regexes beside those of quant.exempt: the default list stays."""
     scales: str | None = None
     """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
     start: str | None = None
-    """Directory of a quantised checkpoint of the model in model.path (GPTQ, AWQ, AutoRound, ...): training starts from
+    """Directory of a quantized checkpoint of the model in model.path (GPTQ, AWQ, AutoRound, ...): training starts from
     the weights of model.path with its scales. null: none."""
     start_inside: bool = False
     """true: each weight of model.path that has another code in quant.start becomes what that code stands for: step 0
@@ -120,7 +120,7 @@ class QuantRecipe:
     quant.calibration_batches micro-batches per rank (GPTQ), and the weights that have others become what these stand
     for. blocks: then the weights and scales of each decoder layer are trained for 200 steps to keep its outputs: the
     best PTQ, for the time of some 250 steps of training. Both take symmetric and asymmetric
-    weights, scales per group or channel. Keys and values are not quantised meanwhile, nor for gptq inputs with stored
+    weights, scales per group or channel. Keys and values are not quantized meanwhile, nor for gptq inputs with stored
     scales."""
     weight_range: Literal["auto", "absmax", "mse"] = "auto"
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
@@ -138,13 +138,13 @@ class QuantRecipe:
     """Percentage of an input's magnitudes that fit, for quant.input_range percentile."""
     scales_follow_weights: bool = False
     """true: the weights' scales are measured again after every step, from absmax (quant.weight_range absmax). With
-    learnable.weight_scale that is learnable weight clipping (LWC), without it absmax quantisation of every step."""
+    learnable.weight_scale that is learnable weight clipping (LWC), without it absmax quantization of every step."""
     calibration_batches: int = field(default=16, metadata=at_least(0))
     """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none."""
     initial_input_scale: float | None = field(default=None, metadata=FACTOR)
     """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
     compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
-    """simulate: fake-quantised operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
+    """simulate: fake-quantized operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
     tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0)."""
     fp8_fast_accum: bool = True
     """Of the fp8 GEMM. true: Hopper's tensor cores add up all products themselves, in fewer bits than fp32 has, as vLLM
@@ -159,7 +159,7 @@ class QuantRecipe:
     that do not learn; of Llama, Mistral, Qwen2 and Qwen3. Other roundings than torch's norm has, and not tried on a GPU
     yet. See docs/how_a_layer_computes.md."""
     gather_codes: bool = False
-    """true: ZeRO-3 gathers the weights of quantised layers as codes, one byte each instead of two or four, where a
+    """true: ZeRO-3 gathers the weights of quantized layers as codes, one byte each instead of two or four, where a
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
     bit. See ds_configs/README.md."""
     rotate: list[str] = field(default_factory=list, metadata=each(regex()))
@@ -217,7 +217,7 @@ class QuantRecipe:
         return SCHEMES[name] if name in SCHEMES else self.schemes[name].scheme(name)
 
     def own_weights(self) -> list[TensorSpec]:
-        """How the weights of the recipe's own schemes are quantised."""
+        """How the weights of the recipe's own schemes are quantized."""
         return [own.weights.spec() for own in self.schemes.values()]
 
     def preset(self) -> Preset:
@@ -271,8 +271,8 @@ class QuantRecipe:
         """Whether every scheme that the section names exists, and every one that it composes is possible."""
         return not any(True for _ in self.problems())
 
-    def quantises_activations(self) -> bool:
-        """Whether some layer may quantise its input, or attention its KV cache."""
+    def quantizes_activations(self) -> bool:
+        """Whether some layer may quantize its input, or attention its KV cache."""
         return any(scheme.activations for scheme in self.linear_schemes()) or self.stores_input_scales()
 
     def stores_input_scales(self) -> bool:

@@ -43,7 +43,7 @@ class Sections(Protocol):
 
     def teacher_kind(self) -> TeacherKind: ...
 
-    def never_quantises(self) -> bool: ...
+    def never_quantizes(self) -> bool: ...
 
     def outgrows(self) -> bool: ...
 
@@ -254,7 +254,7 @@ RULES = (
     Rule(
         "scales that alone learn get a gradient",
         "quant.fake_quant_start",
-        lambda r: r.never_quantises() and r.learnable.scales_alone() and not r.adapter.on,
+        lambda r: r.never_quantizes() and r.learnable.scales_alone() and not r.adapter.on,
         "0 or more: only scales learn, and get no gradient",
         found="-1 (never)",
     ),
@@ -277,13 +277,13 @@ RULES = (
         "null with quant.scales: both are checkpoints to take the scales from",
     ),
     Rule(
-        "a quantised start is used as it is",
+        "a quantized start is used as it is",
         "quant.start",
         lambda r: r.quant.start is not None and (r.quant.fake_quant_start != 0 or r.quant.scales_follow_weights),
         "null with quant.fake_quant_start or quant.scales_follow_weights, which measure the scales again",
     ),
     Rule(
-        "cells are those of a quantised start",
+        "cells are those of a quantized start",
         "quant.start_inside",
         lambda r: r.quant.start_inside and r.quant.start is None,
         "false: quant.start, which has the cells, is null",
@@ -299,7 +299,7 @@ RULES = (
 # Those that ask for the schemes of layers, which must be known by their names.
 RULES_OF_SCHEMES = (
     Rule(
-        "formats without a quantised KV cache get none",
+        "formats without a quantized KV cache get none",
         "export.format",
         lambda r: (
             r.export.enabled
@@ -307,7 +307,7 @@ RULES_OF_SCHEMES = (
             and r.quant.known()
             and r.quant.preset().kv_cache is not None
         ),
-        "compressed with quant.scheme {quant.scheme}, which quantises the KV cache",
+        "compressed with quant.scheme {quant.scheme}, which quantizes the KV cache",
     ),
     Rule(
         "weights that have scales are followed by them",

@@ -61,9 +61,9 @@ class LearnableRecipe:
     embedding: bool = True
     """Embeddings and lm_head, where weight is on; false freezes them."""
     weight_scale: bool = True
-    """Scales of the quantised weights (theta of s0 * exp(theta))."""
+    """Scales of the quantized weights (theta of s0 * exp(theta))."""
     act_scale: bool = False
-    """Static scales of the quantised activations, keys and values too. Keeps each shared input in full for backward,
+    """Static scales of the quantized activations, keys and values too. Keeps each shared input in full for backward,
     not 1-byte codes."""
     norm: bool = False
     """Weights of the norms."""
@@ -95,7 +95,7 @@ class DataRecipe:
     loss_on: Literal["last", "all"] = "last"
     """last: of a chat only the last assistant turn is learned; all: every assistant turn."""
     fields: dict[str, str] | None = None
-    """For JSONL with keys of its own: {input: question, output: answer}. null: keys are recognised. Only for chat."""
+    """For JSONL with keys of its own: {input: question, output: answer}. null: keys are recognized. Only for chat."""
     max_length: int = field(default=2048, metadata=at_least(2, 2**31 - 1))
     """Tokens per sample at most (chat) or exactly (text), and of a packed row. Activation memory grows with it."""
     too_long: Literal["drop", "truncate"] = "drop"
@@ -175,7 +175,7 @@ class TrainRecipe:
     log_every: int = field(default=1, metadata=at_least(1))
     """Steps between two log lines and TensorBoard points."""
     quant_stats_every: int = field(default=50, metadata=at_least(0))
-    """Steps between two looks at the quantisation for TensorBoard: scales, clipped fractions, errors by layer, and the
+    """Steps between two looks at the quantization for TensorBoard: scales, clipped fractions, errors by layer, and the
     scales' share of the grad norm. 0: never."""
     checkpoint_every: int = field(default=0, metadata=at_least(0))
     """Steps between two training checkpoints (weights, optimizer state, data cursor); 0: none."""
@@ -193,7 +193,7 @@ class EvalRecipe:
 
     every: int = field(default=0, metadata=at_least(0))
     """Optimizer steps between two evaluations; also after the last step, and before the first unless nothing is ever
-    quantised. 0: none. Training checkpoints have to fall on evaluations: train.checkpoint_every is a multiple of it."""
+    quantized. 0: none. Training checkpoints have to fall on evaluations: train.checkpoint_every is a multiple of it."""
     best: Literal["lm", "kd", "total"] = "lm"
     """The loss whose smallest value makes a training checkpoint the best one, which is kept beside the latest."""
 
@@ -209,10 +209,10 @@ class ExportRecipe:
     format: ExportFormat = "compressed"
     """compressed: compressed-tensors, which transformers, vLLM and SGLang read. vllm_fp8: the same tensors under vLLM's
     own fp8 configuration (fp8_static and fp8_block). gpt_oss: its experts in mxfp4 as it is published. dequantized: a
-    plain checkpoint of fake-quantised weights. gguf: one file for llama.cpp (q4_0, q8_0, w4a16_g32, w8a16_g32); it
+    plain checkpoint of fake-quantized weights. gguf: one file for llama.cpp (q4_0, q8_0, w4a16_g32, w8a16_g32); it
     needs export.template. mlx: affine groups for mlx-lm (integers in groups of 32 or 128). executorch: torchao's
     tensors, to be lowered to XNNPACK (8da4w). peft: of a run with adapter.merge false the adapter alone, for the
-    quantised checkpoint in model.path."""
+    quantized checkpoint in model.path."""
     template: str | None = None
     """For export.format gguf: a GGUF file of the base model, which llama.cpp's convert_hf_to_gguf.py makes. Metadata
     and vocabulary are its own."""

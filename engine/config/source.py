@@ -1,4 +1,4 @@
-"""``quant.scheme: source``: the schemes that a recipe takes from its quantised checkpoint."""
+"""``quant.scheme: source``: the schemes that a recipe takes from its quantized checkpoint."""
 
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -17,7 +17,7 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
     them already.
 
     Raises:
-        RecipeError: the checkpoint is not quantised, or not in a way that is read.
+        RecipeError: the checkpoint is not quantized, or not in a way that is read.
     """
     if SOURCE in quant.schemes:
         return
@@ -32,7 +32,7 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
         if not found:
             raise ValueError("quantization_config has no group of layers")
     except ValueError as error:
-        expected = "expected a name unless quant.start or model.path is a quantised checkpoint"
+        expected = "expected a name unless quant.start or model.path is a quantized checkpoint"
         raise RecipeError(f"quant.scheme: 'source', {expected}: {error}") from error
     narrow = _narrow(Path(path))
     for index, scheme in enumerate(found):

@@ -1,4 +1,4 @@
-"""Language modelling and distillation losses from hidden states through lm_head, a chunk of tokens at a time.
+"""Language modeling and distillation losses from hidden states through lm_head, a chunk of tokens at a time.
 
 The logits of T tokens over a vocabulary of V are the largest tensors of a training step: at T = 4096 and V = 152k one
 of them in fp32 takes 2.5 GB, and a distillation loss written with torch's operators keeps and makes several. Here none
@@ -42,7 +42,7 @@ SLICE_ELEMENTS = 2**22
 class TeacherHidden:
     """A teacher in memory: its hidden states before lm_head [..., H'], and its lm_head [V', H'], [V'].
 
-    ``vocabulary``: the two are compared on token ids below it, each renormalised there; None: on all ids, which must
+    ``vocabulary``: the two are compared on token ids below it, each renormalized there; None: on all ids, which must
     then be as many. ``function``: what the teacher makes of its lm_head's output.
     """
 

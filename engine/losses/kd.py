@@ -15,7 +15,7 @@ kind           loss
 ``r_kl_top_k`` KL(q' || p') on S, the student's K most likely tokens
 ============== =====================================================================================================
 
-With ``tail`` the last two are not renormalised: all tokens outside S form one more bucket, of mass p(tail) and q(tail),
+With ``tail`` the last two are not renormalized: all tokens outside S form one more bucket, of mass p(tail) and q(tail),
 and the divergence is that of the K + 1 buckets. Then a student that moves mass out of S pays for it.
 
 The gradients with respect to z:

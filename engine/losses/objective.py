@@ -1,4 +1,4 @@
-"""What training minimises: the losses with their weights, and their values and gradients for a few tokens' logits.
+"""What training minimizes: the losses with their weights, and their values and gradients for a few tokens' logits.
 
 This file knows logits and labels. Where the logits come from, a chunk of tokens at a time, is in
 :mod:`engine.losses.chunked`; the distillation losses themselves are in :mod:`engine.losses.kd`.
@@ -79,7 +79,7 @@ class Objective:
     """total = lm_weight * lm + kd_weight * kd + the user's own losses with their weights + the router's auxiliary loss.
 
     Attributes:
-        lm_weight: of the language modelling loss.
+        lm_weight: of the language modeling loss.
         kd_weight: of the distillation loss.
         kd: which distillation loss.
         token_losses: the user's own.

@@ -89,22 +89,22 @@ class SelfTeacher(Teacher):
     quantization: Quantization
 
     def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
-        """Run the student as it was: eval mode, nothing quantised, no observer watching; then all as before."""
-        logits = unquantised_forward(self.engine, self.head, self.quantization, inputs)
+        """Run the student as it was: eval mode, nothing quantized, no observer watching; then all as before."""
+        logits = unquantized_forward(self.engine, self.head, self.quantization, inputs)
         hidden = self.head.taken(logits, "the student")
-        # The head's own weight, not the one that the student's losses are computed with, which may be quantised. It is
+        # The head's own weight, not the one that the student's losses are computed with, which may be quantized. It is
         # whole where they are computed, and no gradient flows to it through a teacher.
         function = self.head.function
         return Sight(losses.TeacherHidden(hidden, self.head.weight, self.head.bias, function=function))
 
 
 @torch.no_grad()
-def unquantised_forward(
+def unquantized_forward(
     engine: nn.Module, head: LMHead, quantization: Quantization, inputs: dict[str, Any]
 ) -> torch.Tensor:
     """What the student in training returns as its logits where its lm_head gives hidden states; a collective.
 
-    It runs in eval mode, nothing is quantised, adapters are off and no observer watches; then all is as before.
+    It runs in eval mode, nothing is quantized, adapters are off and no observer watches; then all is as before.
     """
     was_training = engine.training
     engine.eval()

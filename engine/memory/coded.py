@@ -62,11 +62,11 @@ class CodesGatherer(Gatherer):
     """
 
     coded: frozenset[str] = frozenset()
-    quantises: bool = True
+    quantizes: bool = True
     _decoded: set[ShardedParameter] = field(default_factory=set)
 
-    def switch(self, quantises: bool) -> None:
-        self.quantises = quantises
+    def switch(self, quantizes: bool) -> None:
+        self.quantizes = quantizes
         for parameter in list(self._decoded):
             self._wait(parameter)
             self._release(parameter)
@@ -76,7 +76,7 @@ class CodesGatherer(Gatherer):
         return parameter.name in self.coded and not parameter.persists(self.zero)
 
     def _send(self, missing: Sequence[ShardedParameter]) -> None:
-        coded = [parameter for parameter in missing if self.quantises and self._as_codes(parameter)]
+        coded = [parameter for parameter in missing if self.quantizes and self._as_codes(parameter)]
         if not coded:  # hpZ never goes with codes
             super()._send(missing)
             return

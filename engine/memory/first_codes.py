@@ -4,7 +4,7 @@ For each decoder layer in turn (:mod:`model.ptq_init`) these live at a time:
 
 - the hidden states of all samples of the rank, and the position embeddings that each is called with;
 - under stage 3 the layer, gathered, or what lies outside the layers while the samples are recorded;
-- of Linears that are quantised together a Gram matrix in fp64 for each tensor that they read, of stacked experts for
+- of Linears that are quantized together a Gram matrix in fp64 for each tensor that they read, of stacked experts for
   each expert: ``8 in^2`` bytes;
 - of the rows that were chosen their weights, codes and scales;
 - for one Linear at a time either what ``quant.gptq.choose`` works in, five more matrices of that size and its rows in
@@ -36,7 +36,7 @@ from transformers import PreTrainedConfig
 from engine.config.config import Recipe
 from engine.memory.meta_model import MetaStudent
 from engine.memory.zero_states import FP32, Settings
-from model.ptq_init import decoder_layers, quantised_together
+from model.ptq_init import decoder_layers, quantized_together
 from quant import QuantLayer
 from quant.linear import linears_of
 
@@ -65,7 +65,7 @@ def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) ->
     """The most bytes that a rank holds beside its parameters while codes are chosen; 0 where nothing asks for it.
 
     Args:
-        student: the model and its quantised layers, on the meta device.
+        student: the model and its quantized layers, on the meta device.
         settings: of ZeRO.
         rows: of a micro-batch, of which ``quant.calibration_batches`` are the samples.
     """
@@ -93,7 +93,7 @@ def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) ->
         share = settings.ranks if partitioned else 1
         steps = [
             _of_step([[layers[one] for one in names] for names in sets], share, running)
-            for sets in quantised_together(student.model, student.quantization, name)
+            for sets in quantized_together(student.model, student.quantization, name)
         ]
         work = max([running + outside, *steps])
         if tunes:

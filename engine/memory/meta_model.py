@@ -22,7 +22,7 @@ from engine.losses.kd import CACHED_KINDS, TopK
 from engine.memory.meta_attention import attention_on_meta
 from engine.memory.meta_step import MARKS, Event, record_step, representatives
 from engine.session.context import DTYPES
-from engine.session.student import empty_student, quantise_student
+from engine.session.student import empty_student, quantize_student
 from model.build import attention_for, build_model, read_config
 from model.head import LMHead, QuantHead, hidden_states, install_head, output_head, take_out_head
 from model.moe.experts import ExpertMLPs
@@ -66,7 +66,7 @@ def meta_student(recipe: Recipe) -> MetaStudent:
     plain = dataclasses.replace(recipe, model=model_section, train=train)
     config = _stage_0(recipe)
     model, named = empty_student(plain, config, META)
-    quantization = quantise_student(plain, config, META, model, named)
+    quantization = quantize_student(plain, config, META, model, named)
     head = install_head(model)
     if isinstance(head, QuantHead):
         quantization.layers[output_head(model)[0]] = head
@@ -74,7 +74,7 @@ def meta_student(recipe: Recipe) -> MetaStudent:
         if isinstance(layer, QuantLinear):
             layer.aliases = MARKS  # as in the run, where either nothing or ZeRO-3's own Function stands there
     model.train()
-    if recipe.never_quantises():
+    if recipe.never_quantizes():
         quantization.set_fake_quant(weights=False, activations=False)
     _balance_routing(model)
     return MetaStudent(recipe, model, quantization, head)

@@ -115,7 +115,7 @@ def record_step(model: PreTrainedModel, forward: Callable[[], Tensor], *, backwa
     Gradients of Parameters are dropped as soon as they are complete: how long they are kept depends on the ZeRO stage.
 
     Args:
-        model: a model on the meta device, in which the same is quantised and trains as in the run.
+        model: a model on the meta device, in which the same is quantized and trains as in the run.
         forward: makes the model's inputs, runs it, and returns what is differentiated.
         backward: whether a backward follows.
     """

@@ -1,6 +1,6 @@
 """Memory of a run before it begins: bytes per rank by item, for any ZeRO strategy, and whether they fit.
 
-From config.json, the recipe and a DeepSpeed configuration alone; no weights, no GPU, no process group. Not modelled are
+From config.json, the recipe and a DeepSpeed configuration alone; no weights, no GPU, no process group. Not modeled are
 what the CUDA driver, NCCL and cuBLAS take for themselves, holes in the allocator's memory and blocks that are freed
 late because another stream reads them: ``RESERVE`` bytes are set aside for them, an assumption.
 """
@@ -99,7 +99,7 @@ class Planner:
         layers = self.student.quantization.layers.values()
         inventory = take_inventory(self.student.model, recipe.optim)
         codes = sum(layer.weight.numel() for layer in layers if layer.held is None)
-        self.inventory: Inventory = dataclasses.replace(inventory, quantised=codes)
+        self.inventory: Inventory = dataclasses.replace(inventory, quantized=codes)
         self._coded: CodedWeights | None = None
         if recipe.quant.gather_codes:
             self._coded = CodedWeights.of(self.student.model, layers)

@@ -71,7 +71,7 @@ class Gatherer:
     _step: int = 0
     _available: int = 0
 
-    def switch(self, quantises: bool) -> None:
+    def switch(self, quantizes: bool) -> None:
         """Turn fake quant on or off, on which the form may depend that weights travel in; here they are as they are."""
 
     def begin(self, events: Iterable[Event]) -> None:

@@ -84,7 +84,7 @@ class Inventory:
         parameters: all of them, in the order in which they are made: weights, then scales and adapters.
         groups: by the name of the optimizer's group, the parameters in it, which train.
         scales: bytes of all scales. They are among ``parameters`` too.
-        quantised: how many weight elements have codes.
+        quantized: how many weight elements have codes.
         beside: bytes that a rank holds beside the parameters under stage 3, by item.
         gatherer: what replays their gathering under stage 3; None for :class:`engine.memory.zero_gather.Gatherer`.
     """
@@ -92,7 +92,7 @@ class Inventory:
     parameters: list[ShardedParameter]
     groups: dict[str, list[ShardedParameter]]
     scales: int = 0
-    quantised: int = 0
+    quantized: int = 0
     beside: Mapping[str, int] = field(default_factory=dict)
     gatherer: Callable[..., Any] | None = None
 

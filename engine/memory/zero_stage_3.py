@@ -63,10 +63,10 @@ class Stage3(Replay):
 
     def event(self, event: Event) -> None:
         if event.kind == TEACHER and self.own_teacher:
-            self.gatherer.switch(quantises=False)
+            self.gatherer.switch(quantizes=False)
             for one in self.own_teacher:
                 self.gatherer.event(one)
-            self.gatherer.switch(quantises=True)
+            self.gatherer.switch(quantizes=True)
             self.gatherer.begin(self.events)
         elif event.kind == "gradient":
             parameter = self.by_name[event.name]

@@ -126,11 +126,11 @@ def held_by(settings: Settings, inventory: Inventory, *, keeps_codes: bool = Fal
     Args:
         settings: those of the run.
         inventory: the student's parameters.
-        keeps_codes: whether quantised weights keep their codes from one micro-batch to the next.
+        keeps_codes: whether quantized weights keep their codes from one micro-batch to the next.
     """
     held = Held()
     if keeps_codes and settings.stage < 3:
-        held.add("weight codes", inventory.quantised)
+        held.add("weight codes", inventory.quantized)
     if settings.stage == 3:
         _stage_3(held, settings, inventory)
         return held

@@ -145,7 +145,7 @@ def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> list[Sample]:
-    """Read and tokenise files, every rank for itself. Raises RankError on every rank if a line is bad."""
+    """Read and tokenize files, every rank for itself. Raises RankError on every rank if a line is bad."""
     settings = recipe.data
     with errors_on_all_ranks(OSError, ValueError):
         if settings.kind == "text":

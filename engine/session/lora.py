@@ -15,7 +15,7 @@ from engine.config.config import Recipe
 from model.fingerprint import digest_of_checkpoint
 from model.moe.experts import PerExpertMLPs
 from model.peft import PeftSource, read_adapter
-from model.quantized.config import is_quantised
+from model.quantized.config import is_quantized
 from model.quantized.quantize_on_load import can_be_made
 from model.ranks import listed, say
 from model.ranks import rank as this_rank
@@ -31,7 +31,7 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
 
     Args:
         recipe: the run's, with adapters.
-        model: the student, before it is quantised.
+        model: the student, before it is quantized.
         exempt, named: of :func:`quant.prepare`.
 
     Raises:
@@ -72,17 +72,17 @@ def _problems_of_experts(
 
 
 def hold_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
-    """Have the weights of all layers that will be quantised, but lm_head and embeddings, held as codes.
+    """Have the weights of all layers that will be quantized, but lm_head and embeddings, held as codes.
 
     Args:
         recipe, model, exempt, named: of :func:`check_adapters`; parameters are on the meta device.
 
-    Where ``model.path`` is not quantised the codes are made while it is read (:mod:`model.quantized.quantize_on_load`).
+    Where ``model.path`` is not quantized the codes are made while it is read (:mod:`model.quantized.quantize_on_load`).
 
     Raises:
         ValueError: a layer's codes cannot be held or made, or something needs weights that will not be there.
     """
-    made = not is_quantised(Path(recipe.model.path))
+    made = not is_quantized(Path(recipe.model.path))
     if made:
         _check_made(recipe)
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
@@ -103,16 +103,16 @@ def hold_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
             raise ValueError(f"{name}: {error}") from error
 
 
-_ELSE = "set adapter.base to weights, or model.path to a quantised checkpoint, which launch/export.py makes"
+_ELSE = "set adapter.base to weights, or model.path to a quantized checkpoint, which launch/export.py makes"
 
 
 def _check_made(recipe: Recipe) -> None:
     """Refuse what needs the weights of an ordinary ``model.path``, of which there are only codes."""
-    path = f"adapter.base: codes: model.path {recipe.model.path!r} is not quantised, and there are only codes of it: "
+    path = f"adapter.base: codes: model.path {recipe.model.path!r} is not quantized, and there are only codes of it: "
     if recipe.teacher_kind() == "self":
-        raise ValueError(f"{path}set loss.teacher to it, as loss.teacher self would be the quantised model")
+        raise ValueError(f"{path}set loss.teacher to it, as loss.teacher self would be the quantized model")
     if any(event.fake_quant in (False, "activations") for event in recipe.schedule):
-        raise ValueError(f"{path}leave fake_quant of weights on in the schedule, as they are quantised for good")
+        raise ValueError(f"{path}leave fake_quant of weights on in the schedule, as they are quantized for good")
     if recipe.quant.stores_input_scales() and recipe.quant.initial_input_scale is None:
         raise ValueError(f"{path}scales of inputs would be measured in another model than it: {_ELSE}")
 
@@ -166,7 +166,7 @@ def _problems(
     outer = [name for name, layer in layers.items() if layer is head or isinstance(layer, tables)]
     yield "lm_head and embeddings get no adapter; name other layers, or leave adapter.targets empty", outer
     left = [name for name in layers if name not in schemes and name not in outer]
-    yield "not quantised; an adapter is merged where the sum is quantised, so name other layers", left
+    yield "not quantized; an adapter is merged where the sum is quantized, so name other layers", left
     users = Counter(id(own) for module in model.modules() for own in module.parameters(recurse=False))
     tied = [name for name, layer in layers.items() if users[id(layer.weight)] > 1 and name not in outer]
     yield "the weight is another module's too, which would not have the adapter; name other layers", tied
@@ -206,7 +206,7 @@ def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]
     patterns = adapter.targets
     chosen = [name for name in names if not patterns or any(re.fullmatch(one, name) for one in patterns)]
     if not chosen:
-        raise ValueError("adapter.targets: no layer; expected at least one that is linear and quantised")
+        raise ValueError("adapter.targets: no layer; expected at least one that is linear and quantized")
     ranks, unused = {}, dict.fromkeys(adapter.ranks)
     for name in chosen:
         own = next((pattern for pattern in adapter.ranks if re.fullmatch(pattern, name)), None)

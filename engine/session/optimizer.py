@@ -77,7 +77,7 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
             yield OwnedParameter(f"{prefix}.{name}" if prefix else name, parameter, kind)
 
 
-# Kinds of what a quantised layer has beside the weight and the bias.
+# Kinds of what a quantized layer has beside the weight and the bias.
 _KIND_BY_NAME = {
     "weight_theta": "weight_scale",
     "input_theta": "act_scale",

@@ -76,7 +76,7 @@ class Levers:
 
     @property
     def lm_weight(self) -> float:
-        """Weight of the language modelling loss."""
+        """Weight of the language modeling loss."""
         return self.loss_weights.get("lm", self.recipe.loss.lm_weight)
 
     @property

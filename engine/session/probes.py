@@ -66,7 +66,7 @@ TIMES = 4.0  # so much more than rounding alone
 def check_borders(session: Session, samples: Sequence[Sample]) -> None:
     """Refuse to pack for a student or a teacher that would see across the borders of samples; a collective.
 
-    Runs forwards only, with quantisation paused: rounding to codes would make much of little.
+    Runs forwards only, with quantization paused: rounding to codes would make much of little.
 
     Raises:
         RankError: on every rank, with the knob that switches packing off.
@@ -84,7 +84,7 @@ class Asked(NamedTuple):
     Attributes:
         name: the knob that names it, and its directory.
         model: itself.
-        forward: a micro-batch to hidden states [rows, tokens, H], with quantisation paused; a collective.
+        forward: a micro-batch to hidden states [rows, tokens, H], with quantization paused; a collective.
         exact: it has no experts, so that only what a token sees can move it.
     """
 
@@ -187,7 +187,7 @@ def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
 
 
 def needs_mask(session: Session, samples: Sequence[Sample]) -> bool:
-    """Whether the run's padded rows come with an attention mask; a collective. Runs forwards only, nothing quantised.
+    """Whether the run's padded rows come with an attention mask; a collective. Runs forwards only, nothing quantized.
 
     A router that trains needs it: its auxiliary loss counts tokens by it.
     """

@@ -1,6 +1,6 @@
 """The session: a run that is ready to train, and how it is built from a recipe, in the order that ZeRO asks for.
 
-The order is not free: parameters must exist in partitions before weights stream into them, layers must be quantised
+The order is not free: parameters must exist in partitions before weights stream into them, layers must be quantized
 before their scales can be loaded, all of it before ``deepspeed.initialize`` copies the parameters into fp32 masters;
 and activations can only be calibrated after it, because the forward needs the engine's hooks.
 """
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.loader import MicroBatch
 from data.samples import Sample
 from engine.config.config import Recipe
-from engine.losses.teacher import SelfTeacher, Teacher, unquantised_forward
+from engine.losses.teacher import SelfTeacher, Teacher, unquantized_forward
 from engine.session.context import RunContext
 from engine.session.optimizer import LossScale, initialize_frozen, initialize_student
 from engine.session.overrides import Levers
@@ -37,7 +37,7 @@ First = Callable[[int], Iterable[MicroBatch]] | None
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is ready to train: the student in its engine, its quantisation, the teacher, the levers.
+    """A run that is ready to train: the student in its engine, its quantization, the teacher, the levers.
 
     It is built once, complete; what moves while training moves inside of these.
     """
@@ -105,7 +105,7 @@ def build_session(
     if optimizer:
         release_scales(engine, quantization)
     if head is not None:
-        settle_function(head, partial(_unquantised, engine, head, quantization, device), model.config)
+        settle_function(head, partial(_unquantized, engine, head, quantization, device), model.config)
     if head is not None and teacher_kind == "self":
         teacher = SelfTeacher(engine, head, quantization)
     # The forms in which weights are gathered: the engine's hooks are there now, and no forward has run.
@@ -146,8 +146,8 @@ def _better_start(
         start_from_error(quantization)
 
 
-def _unquantised(
+def _unquantized(
     engine: nn.Module, head: LMHead, quantization: Quantization, device: torch.device, ids: Tensor
 ) -> Tensor:
     inputs = {"input_ids": ids.to(device), "use_cache": False}
-    return unquantised_forward(engine, head, quantization, inputs)
+    return unquantized_forward(engine, head, quantization, inputs)

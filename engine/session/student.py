@@ -1,4 +1,4 @@
-"""The model that trains: built empty, its weights loaded, quantised, and its scales filled for the first time."""
+"""The model that trains: built empty, its weights loaded, quantized, and its scales filled for the first time."""
 
 import re
 from collections import Counter
@@ -24,7 +24,7 @@ from model.checkpoint.load import load_weights
 from model.head import output_head
 from model.moe.experts import ExpertMLPs, router_names
 from model.ptq_init import choose_first_codes
-from model.quantized.config import is_quantised
+from model.quantized.config import is_quantized
 from model.quantized.quantize_on_load import fill_made_scales
 from model.quantized.scales import take_scales
 from model.quantized.schemes import source_schemes
@@ -49,18 +49,18 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_pr
 def build_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, Quantization]:
-    """Build the student, load its weights, quantise it and switch on what trains; its scales hold no values yet.
+    """Build the student, load its weights, quantize it and switch on what trains; its scales hold no values yet.
 
     ``losses``: whether the session will compute losses, which not every model's lm_head allows.
     """
     model, named = empty_student(recipe, ds_config, device, losses=losses)
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
     say(f"weights: {report.summary()}")
-    quantization = quantise_student(recipe, ds_config, device, model, named)
+    quantization = quantize_student(recipe, ds_config, device, model, named)
     if turned := rotate_weights(model, quantization) if recipe.quant.rotate else 0:
         say(f"rotated: the inputs of {turned} layers, in blocks of {recipe.quant.rotate_block}")
-    say(f"quantised: {_summary(recipe, quantization)}")
-    for line in quantised_share(model, quantization).lines():
+    say(f"quantized: {_summary(recipe, quantization)}")
+    for line in quantized_share(model, quantization).lines():
         say(line)
     if quantization.simulated:
         say(f"{SIMULATED}: {listed(quantization.simulated)}")
@@ -103,9 +103,9 @@ def _check_head(model: PreTrainedModel) -> None:
 
 def _check_plain(recipe: Recipe) -> None:
     """Refuse to turn weights that lie as codes in ``model.path``."""
-    if is_quantised(Path(recipe.model.path)):
+    if is_quantized(Path(recipe.model.path)):
         raise ValueError(
-            f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantised, and its scales "
+            f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantized, and its scales "
             "are of weights that are not turned; start from the checkpoint that it was made from"
         )
 
@@ -114,10 +114,10 @@ def _hold(recipe: Recipe, model: PreTrainedModel) -> None:
     hold_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))
 
 
-def quantise_student(
+def quantize_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, model: PreTrainedModel, named: dict[str, Scheme]
 ) -> Quantization:
-    """Quantise Linears and switch on what trains, in place; scales hold no values yet."""
+    """Quantize Linears and switch on what trains, in place; scales hold no values yet."""
     with errors_on_all_ranks(ValueError):
         quantization = prepare(
             model,
@@ -154,7 +154,7 @@ def quantise_student(
     if recipe.quant.keep_codes:
         _keep_codes(quantization)
     if stage(ds_config) < 3 and recipe.train.gradient_accumulation_steps > 1:
-        # Weights stay resident and several micro-batches use them: they are quantised once per optimizer step. The
+        # Weights stay resident and several micro-batches use them: they are quantized once per optimizer step. The
         # codes take a byte per weight. Under stage 3 a weight is there only while its layer runs.
         for layer in quantization.layers.values():
             layer.keeps_weight_codes = layer.held is None
@@ -190,7 +190,7 @@ def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
     """Fill every weight scale, and the activation scales that the recipe names a source for; a collective. Returns the
     owners of the input groups whose scales remain to be calibrated in place."""
-    if recipe.quant.start or recipe.quant.scales or is_quantised(Path(recipe.model.path)):
+    if recipe.quant.start or recipe.quant.scales or is_quantized(Path(recipe.model.path)):
         return _scales_of_files(recipe, model, quantization)
     made = fill_made_scales(model, quantization) if recipe.adapter.base == "codes" else set()
     renew_weight_scales(quantization, {group.owner for group in quantization.weight_groups} - made)
@@ -211,7 +211,7 @@ def first_codes(
     """Choose the codes that training starts with by the samples of ``batches``, as many on every rank, and move the
     weights there; a collective, after :func:`initial_scales`. As many samples as a micro-batch has rows go through the
     model together where they are equally long."""
-    if is_quantised(Path(recipe.model.path)):
+    if is_quantized(Path(recipe.model.path)):
         raise_everywhere(
             f"quant.first_codes: {recipe.quant.first_codes}, expected nearest: {recipe.model.path} has codes of its own"
         )
@@ -222,7 +222,7 @@ def first_codes(
 
 
 def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
-    """:func:`initial_scales` from a PTQ checkpoint, or from the quantised one that training starts from."""
+    """:func:`initial_scales` from a PTQ checkpoint, or from the quantized one that training starts from."""
     start, scales = recipe.quant.start, recipe.quant.scales
     read = partial(take_start, inside=recipe.quant.start_inside) if start else load_scales if scales else take_scales
     report = read(
@@ -256,7 +256,7 @@ def _schemes_at_ends(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme
             if scheme is not None:
                 raise ValueError(
                     f"quant.{key}: {scheme.name!r}, expected null: the checkpoint ties embeddings and lm_head, which "
-                    "have one weight on disk, read by readers that quantise neither"
+                    "have one weight on disk, read by readers that quantize neither"
                 )
     return {modules[id(module)]: scheme for scheme, module in chosen.values() if scheme is not None}
 
@@ -293,13 +293,13 @@ ENOUGH = 0.8  # a smaller share of a decoder's matrices is worth a warning
 
 
 @dataclass
-class QuantisedShare:
-    """How much of the decoder's matrices is quantised: all weights of two and more dimensions but embeddings, lm_head
+class QuantizedShare:
+    """How much of the decoder's matrices is quantized: all weights of two and more dimensions but embeddings, lm_head
     and routers.
 
     Attributes:
-        parameters: of each kind (attention, MLP, experts, other) those that are quantised, and all of them.
-        left_out: parameters that are not quantised by the pattern of their module's name, where numbers are ``*``.
+        parameters: of each kind (attention, MLP, experts, other) those that are quantized, and all of them.
+        left_out: parameters that are not quantized by the pattern of their module's name, where numbers are ``*``.
     """
 
     parameters: dict[str, tuple[int, int]]
@@ -310,15 +310,15 @@ class QuantisedShare:
         done, whole = map(sum, zip(*self.parameters.values(), strict=True))
         share = done / whole if whole else 1.0
         kinds = ", ".join(f"{kind} {done:,} of {whole:,}" for kind, (done, whole) in self.parameters.items() if whole)
-        yield f"quantised: {share:.1%} of the {whole:,} parameters in the decoder's matrices ({kinds})"
+        yield f"quantized: {share:.1%} of the {whole:,} parameters in the decoder's matrices ({kinds})"
         if share < ENOUGH:
             most = [f"{name} ({count:,})" for name, count in self.left_out.most_common()]
-            yield f"warning: {1 - share:.1%} of the decoder's matrices are not quantised: {listed(most, 8)}"
+            yield f"warning: {1 - share:.1%} of the decoder's matrices are not quantized: {listed(most, 8)}"
 
 
-def quantised_share(model: PreTrainedModel, quantization: Quantization) -> QuantisedShare:
-    """Count what of a model's matrices is quantised; parameters may be partitions."""
-    quantised = {id(layer.weight) for layer in quantization.layers.values()}
+def quantized_share(model: PreTrainedModel, quantization: Quantization) -> QuantizedShare:
+    """Count what of a model's matrices is quantized; parameters may be partitions."""
+    quantized = {id(layer.weight) for layer in quantization.layers.values()}
     modules = dict(model.named_modules())
     counts = dict.fromkeys(("attention", "MLP", "experts", "other"), (0, 0))
     left_out: Counter[str] = Counter()
@@ -326,11 +326,11 @@ def quantised_share(model: PreTrainedModel, quantization: Quantization) -> Quant
         shape = full_shape(as_weight(owned.parameter))
         if owned.kind != "weight" or len(shape) < 2:
             continue
-        kind, numel, done = _kind_of_matrix(owned.name, modules), shape.numel(), id(owned.parameter) in quantised
+        kind, numel, done = _kind_of_matrix(owned.name, modules), shape.numel(), id(owned.parameter) in quantized
         counts[kind] = counts[kind][0] + done * numel, counts[kind][1] + numel
         if not done:
             left_out[re.sub(r"\b\d+\b", "*", owned.name)] += numel
-    return QuantisedShare(counts, left_out)
+    return QuantizedShare(counts, left_out)
 
 
 _KINDS = {"attention": ("attn", "attention"), "MLP": ("mlp", "feed_forward", "ffn", "moe")}

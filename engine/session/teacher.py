@@ -17,7 +17,7 @@ from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.fingerprint import digest_of_checkpoint
 from model.head import output_head, settle_function, take_out_head
-from model.quantized.config import is_quantised
+from model.quantized.config import is_quantized
 from model.ranks import errors_on_all_ranks, rank, say, world_size
 
 
@@ -60,8 +60,8 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
         )
     report = load_weights(model, path, method=recipe.model.load)
     say(f"teacher: {report.summary()}")
-    if is_quantised(Path(path)):
-        say("teacher: its weights are those of its codes, and its inputs are not quantised")
+    if is_quantized(Path(path)):
+        say("teacher: its weights are those of its codes, and its inputs are not quantized")
     _, stand_in = take_out_head(model)
     module = initialize_frozen(model, context.ds_config)
     settle_function(

@@ -1,4 +1,4 @@
-"""A loss of one's own beside the recipe's: the z-loss, which keeps the softmax's normaliser near 1.
+"""A loss of one's own beside the recipe's: the z-loss, which keeps the softmax's normalizer near 1.
 
     deepspeed --num_gpus 8 launch/examples/custom_loss.py --config my_recipe.yaml
 

@@ -1,8 +1,8 @@
-"""Progressive quantisation: decoder layers are fake-quantised one after the other, the first one first.
+"""Progressive quantization: decoder layers are fake-quantized one after the other, the first one first.
 
     deepspeed --num_gpus 8 launch/examples/layer_by_layer.py --config my_recipe.yaml
 
-The layers that are still exact can make up for the error of those that are not. All of them are quantised after half of
+The layers that are still exact can make up for the error of those that are not. All of them are quantized after half of
 the run; the other half trains the whole. A layer's scales are measured when its turn comes.
 """
 
@@ -29,12 +29,12 @@ def next_layers(state):
     layers = state.session.quantization.layers
     found = sorted({(int(match[2]), match[1]) for name in layers if (match := LAYER.fullmatch(name))})
     due = min(len(found), len(found) * 2 * state.step // recipe.train.steps)
-    quantised = state.session.quantization.fake_quant_state()
+    quantized = state.session.quantization.fake_quant_state()
     for index, prefix in found[:due]:
         pattern = re.escape(f"{prefix}{index}.") + ".*"
-        if not any(quantised[name][0] for name in layers if re.fullmatch(pattern, name)):
+        if not any(quantized[name][0] for name in layers if re.fullmatch(pattern, name)):
             state.quant.enable(layers=pattern)
-    state.log({"quant/layers_quantised": due})
+    state.log({"quant/layers_quantized": due})
 
 
 with clean_exit():

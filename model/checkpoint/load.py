@@ -1,6 +1,6 @@
 """Reads weights from safetensors files into the parameters, wherever these lie.
 
-Weights that a quantised checkpoint holds as codes are decoded on the way (:mod:`model.quantized`).
+Weights that a quantized checkpoint holds as codes are decoded on the way (:mod:`model.quantized`).
 
 ``direct``: each rank reads exactly the bytes of its own partitions and writes them in place. The checkpoint is read
 once in all, nothing is sent between ranks, and no rank holds more than its partitions and one chunk. It must run before
@@ -14,7 +14,7 @@ error, on every rank, that names all that is wrong.
 
 Whether the parameters of a model are numbers: those with NaN or infinities are found where they lie, and named.
 
-A forward shows few of them. Quantised, an infinity is the largest value of its grid, and NaN has a code on one grid
+A forward shows few of them. Quantized, an infinity is the largest value of its grid, and NaN has a code on one grid
 alone; and nobody looks up each row of an embedding. So a model is looked at when it has been read, and before anything
 of it is written. That is a collective, in which each rank looks at what it holds; no parameter is gathered. A reduction
 of maxima may drop NaN, and Inf survives it.

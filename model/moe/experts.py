@@ -1,7 +1,7 @@
 """Mixture-of-experts layers in one of two forms, in the place of transformers' fused modules.
 
 transformers keeps all experts of a layer in two 3-D parameters, ``gate_up_proj [E, 2I, H]`` (gate first) and
-``down_proj [E, H, I]``. Quantisation wants a module around each weight, with one scale per expert and projection, as
+``down_proj [E, H, I]``. Quantization wants a module around each weight, with one scale per expert and projection, as
 checkpoints on disk and serving have them. So the fused module is replaced while the model is still empty (on the meta
 device): nothing is copied.
 

@@ -1,7 +1,7 @@
 """First codes that samples choose, one decoder layer at a time: by GPTQ, and by training what GPTQ chose."""
 
-from model.ptq_init.gptq import quantised_together
+from model.ptq_init.gptq import quantized_together
 from model.ptq_init.samples import decoder_layers
 from model.ptq_init.start import choose_first_codes
 
-__all__ = ["choose_first_codes", "decoder_layers", "quantised_together"]
+__all__ = ["choose_first_codes", "decoder_layers", "quantized_together"]

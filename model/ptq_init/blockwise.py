@@ -1,11 +1,11 @@
-"""Weights and scales of one decoder layer, trained until its outputs are those that it had unquantised: block-wise
+"""Weights and scales of one decoder layer, trained until its outputs are those that it had unquantized: block-wise
 reconstruction (BRECQ, Li et al. 2021, arXiv 2102.05426), of all weights at once (EfficientQAT's first phase, Chen et
 al. 2024, arXiv 2407.11062).
 
 GPTQ makes up for the error of each Linear by itself. A decoder layer can do more: one Linear makes up for another's
 error, and for that of the layers before it, whose outputs it gets. What is trained is rounded in every forward, as in
 training, by Adam on fp32 masters; norms, routers and biases stay. The loss of a token is ``|y - t|^2 / |t|^2`` with
-``y`` what the quantised layer makes of the quantised model's hidden states, and ``t`` what the original made of its
+``y`` what the quantized layer makes of the quantized model's hidden states, and ``t`` what the original made of its
 own: a norm comes next, so that errors count beside the token's size, and few tokens of huge states do not decide.
 
 Afterwards the weights are what they were where that is rounded to the code that was found, and elsewhere what the code
@@ -54,7 +54,7 @@ class Errors:
 
 
 def own_weights(quantization: Quantization, name: str) -> dict[nn.Parameter, Tensor]:
-    """Copies of this rank's elements of the quantised weights in a decoder layer, flat."""
+    """Copies of this rank's elements of the quantized weights in a decoder layer, flat."""
     weights = [layer.weight for one, layer in quantization.layers.items() if one.startswith(f"{name}.")]
     return {weight: local_data(weight).clone() for weight in weights}
 
@@ -71,7 +71,7 @@ def tune(
     errors: Errors,
     progress: Callable[[], object],
 ) -> None:
-    """Train the quantised weights of a decoder layer, and their scales where they learn; a collective.
+    """Train the quantized weights of a decoder layer, and their scales where they learn; a collective.
 
     Where the errors of all samples are not smaller afterwards, everything is put back. Scales of integers end in s0,
     and theta is 0 again; those of floats have a theta.
@@ -80,7 +80,7 @@ def tune(
         quantization: its fake quant is on in this layer, and off or on as it will be in those before it.
         block, name: the decoder layer.
         samples: with the hidden states before it.
-        targets: what it gave for each group when nothing was quantised, ``[n, T, H]``.
+        targets: what it gave for each group when nothing was quantized, ``[n, T, H]``.
         originals: of :func:`own_weights`, before any codes were chosen.
         rows: samples of a step, on each rank: groups until there are as many.
         errors: those of this layer are added.

@@ -1,9 +1,9 @@
 """GPTQ in a decoder layer (:mod:`quant.gptq` has the arithmetic): those of its Linears that read one tensor are
-quantised together, then what comes after them sees what they make of it.
+quantized together, then what comes after them sees what they make of it.
 
 Inputs are summed up over ranks; each rank chooses codes for the rows of which it holds a part.
 
-Inputs with dynamic scales are quantised by then as in training. Those with a stored scale, keys and values are not:
+Inputs with dynamic scales are quantized by then as in training. Those with a stored scale, keys and values are not:
 their scales are measured afterwards, in the model that has these codes.
 
 Weights that would be rounded to other codes become what the chosen ones stand for (:mod:`quant.scale`), so that the
@@ -32,7 +32,7 @@ from quant.reference import fake_quantize_tokens
 from quant.rules import fused_sets
 from quant.scale import have_codes, into_cells
 
-Sets = list[list[str]]  # names of quantised layers that read one tensor
+Sets = list[list[str]]  # names of quantized layers that read one tensor
 
 
 @dataclass
@@ -58,9 +58,9 @@ def choose_codes(
     """Choose the codes and scales of a decoder layer, some Linears at a time; a collective.
 
     Args:
-        model, quantization: the quantised model.
+        model, quantization: the quantized model.
         block, name: the decoder layer.
-        samples: with what goes into it. Nothing that is yielded may stay unquantised when the next is asked for.
+        samples: with what goes into it. Nothing that is yielded may stay unquantized when the next is asked for.
         errors: those of these layers are added.
 
     Yields:
@@ -69,14 +69,14 @@ def choose_codes(
     Raises:
         RankError: on every rank: inputs with NaN or Inf; a dtype that cannot hold all steps of the codes.
     """
-    for sets in quantised_together(model, quantization, name):
+    for sets in quantized_together(model, quantization, name):
         grams = _grams(quantization, block, sets, samples, name)
         _choose(quantization, block, grams, errors)
         yield [member for names in sets for member in names]
 
 
-def quantised_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
-    """Layers of a decoder layer that are quantised together, in module order: those that read one tensor, and of
+def quantized_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
+    """Layers of a decoder layer that are quantized together, in module order: those that read one tensor, and of
     experts that are modules of their own the same ones of all."""
     schemes = {one: layer.scheme for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
     steps: dict[str, Sets] = defaultdict(list)
@@ -86,7 +86,7 @@ def quantised_together(model: nn.Module, quantization: Quantization, name: str) 
 
 
 def _grams(quantization: Quantization, block: nn.Module, sets: Sets, samples: Samples, name: str) -> dict[str, Tensor]:
-    """``X'X`` of the inputs, summed over all ranks' samples, by name of the quantised layer: fp64 ``[in, in]``, of
+    """``X'X`` of the inputs, summed over all ranks' samples, by name of the quantized layer: fp64 ``[in, in]``, of
     stacked experts ``[E, in, in]``; a collective."""
     firsts = [quantization.layers[names[0]] for names in sets]
     sums = [_zeros(layer) for layer in firsts]
@@ -113,7 +113,7 @@ def _zeros(layer: QuantLayer) -> Tensor:
 def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     """A hook that adds the inputs of a layer, as they are multiplied."""
     block = layer.rotation if isinstance(layer, QuantLinear) else None
-    spec = layer.scheme.activations if quantises_inputs(layer) else None
+    spec = layer.scheme.activations if quantizes_inputs(layer) else None
 
     def add(module: nn.Module, args: tuple[Any, ...]) -> None:
         x = args[0] if block is None else rotate(args[0], block)
@@ -160,7 +160,7 @@ class _Rows(NamedTuple):
         rows: which of its rows.
         own: which elements of them, flat, this rank holds.
         weight: the rows, a copy in the model's dtype.
-        before: their quantiser with the first scales.
+        before: their quantizer with the first scales.
         codes, scale: those that were chosen.
     """
 
@@ -224,6 +224,6 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
     return into_cells(weight, decoded, found.codes, after).flatten()[found.own]
 
 
-def quantises_inputs(layer: QuantLayer) -> bool:
-    """Whether the layer's input is quantised by now: only then has it scales."""
+def quantizes_inputs(layer: QuantLayer) -> bool:
+    """Whether the layer's input is quantized by now: only then has it scales."""
     return layer.scheme.activations is not None and layer.scheme.stored_input is None

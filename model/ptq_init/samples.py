@@ -1,7 +1,7 @@
 """Some samples, led through the decoder layers of a model one layer at a time, each of which is gathered alone.
 
 They come in groups of equal length, which go through a layer together: each time a layer runs, its weights are
-quantised. They go through the whole model once, to learn what each decoder layer is called with beside its hidden
+quantized. They go through the whole model once, to learn what each decoder layer is called with beside its hidden
 states. From then on a layer can be run by itself, on the hidden states of all samples.
 
 Stored scales of a decoder layer's inputs, for as long as it is tuned: of the largest magnitudes in some samples.
@@ -69,7 +69,7 @@ class Samples:
 
 
 def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn.Module]:
-    """The outermost layers that transformers checkpoints by themselves, where they hold something quantised."""
+    """The outermost layers that transformers checkpoints by themselves, where they hold something quantized."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)

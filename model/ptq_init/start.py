@@ -1,5 +1,5 @@
 """First codes chosen by samples: each decoder layer in turn is given the codes that are best for the inputs which those
-before it, quantised already, make of them.
+before it, quantized already, make of them.
 
 It runs before ``deepspeed.initialize``, with one decoder layer gathered at a time. Each layer's codes are chosen by
 GPTQ (:mod:`model.ptq_init.gptq`), and, where that is asked for, trained then (:mod:`model.ptq_init.blockwise`).
@@ -21,7 +21,7 @@ from model.zero import forget_secondary_copies
 from quant import Quantization
 
 NO_LAYERS = (
-    "quant.first_codes, expected nearest for this model: none of its quantised layers lies in a decoder layer of the "
+    "quant.first_codes, expected nearest for this model: none of its quantized layers lies in a decoder layer of the "
     "kind that transformers checkpoints"
 )
 
@@ -38,11 +38,11 @@ def choose_first_codes(
     """Give the weights of ``model`` codes and scales that are chosen by samples; a collective, before
     ``deepspeed.initialize``.
 
-    Quantised layers outside the decoder layers (lm_head, embeddings) and those that the samples do not reach keep their
+    Quantized layers outside the decoder layers (lm_head, embeddings) and those that the samples do not reach keep their
     nearest codes.
 
     Args:
-        model, quantization: the quantised model; weights and their scales are loaded.
+        model, quantization: the quantized model; weights and their scales are loaded.
         samples: ``input_ids [n, T]`` of groups that go through a layer together, as many groups on every rank, and
             whether each counts: one that does not goes along with other ranks' samples.
         device: where the samples go.
@@ -97,7 +97,7 @@ def _choose_in(
     samples: Samples,
     errors: gptq.Errors,
 ) -> list[str]:
-    """Give the Linears of a decoder layer GPTQ's codes, and fake-quantise each once it has them; their names."""
+    """Give the Linears of a decoder layer GPTQ's codes, and fake-quantize each once it has them; their names."""
     done: list[str] = []
     for names in gptq.choose_codes(model, quantization, block, name, samples, errors):
         done += names
@@ -117,8 +117,8 @@ def _bar(steps: int) -> tqdm:
 
 
 def _switch_on(quantization: Quantization, names: Sequence[str], *, all_inputs: bool = False) -> None:
-    """Fake-quantise these layers, and their inputs where these need no stored scale, or have one by now."""
+    """Fake-quantize these layers, and their inputs where these need no stored scale, or have one by now."""
     for inputs in (False, True):
-        alike = [name for name in names if (all_inputs or gptq.quantises_inputs(quantization.layers[name])) == inputs]
+        alike = [name for name in names if (all_inputs or gptq.quantizes_inputs(quantization.layers[name])) == inputs]
         if alike:
             quantization.set_fake_quant(True, inputs, "|".join(map(re.escape, alike)))

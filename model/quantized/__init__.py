@@ -1,4 +1,4 @@
-"""Quantised checkpoints as a start: the weights that their codes stand for, and their scales.
+"""Quantized checkpoints as a start: the weights that their codes stand for, and their scales.
 
 ``config.py`` says what can be read, ``compressed_tensors.py`` which tensors of a file are a Linear's, ``tensor.py``
 decodes ranges of one, ``checkpoint.py`` puts them into the list of what a checkpoint holds, where the readers of plain

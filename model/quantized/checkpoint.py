@@ -1,4 +1,4 @@
-"""A checkpoint, plain or quantised, as the weights that it holds."""
+"""A checkpoint, plain or quantized, as the weights that it holds."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import Checkpoint, CheckpointError, DiskTensor, read_headers
 from model.quantized.compressed_tensors import read_coded
-from model.quantized.config import is_quantised, kv_cache_of, packing_of, read_quantization_config, rules_of
+from model.quantized.config import is_quantized, kv_cache_of, packing_of, read_quantization_config, rules_of
 from model.quantized.gptq_awq import read_columns
 from model.quantized.mxfp4_experts import read_blocks
 from model.quantized.narrow_range import with_grids
@@ -27,7 +27,7 @@ class SourceCheckpoint:
         tensors: by key, a coded weight under the key that the weight would have.
         problems, lost: as of :class:`model.checkpoint.safetensors.Checkpoint`.
         beside: what the coded weights are made of, and scales of inputs and of keys and values, by key.
-        kv_cache: how keys and values are quantised; None where they are not, or in a way that is not read.
+        kv_cache: how keys and values are quantized; None where they are not, or in a way that is not read.
     """
 
     tensors: dict[str, DiskTensor | CodedTensor]
@@ -43,20 +43,20 @@ class SourceCheckpoint:
 
 
 def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """Read the headers of a checkpoint of ``model``, and of a quantised one which tensors make up a weight.
+    """Read the headers of a checkpoint of ``model``, and of a quantized one which tensors make up a weight.
 
     Raises:
-        CheckpointError: there is no safetensors checkpoint in ``directory``, or it is quantised in a way that is not
+        CheckpointError: there is no safetensors checkpoint in ``directory``, or it is quantized in a way that is not
             read.
     """
     found = read_headers(directory)
-    if is_quantised(directory):
+    if is_quantized(directory):
         return _with_weights(found, directory, model)
     return SourceCheckpoint({**found.tensors}, found.problems, found.lost)
 
 
 def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """A quantised checkpoint, with weights in the place of codes, on the grid that these are on. Without a model layers
+    """A quantized checkpoint, with weights in the place of codes, on the grid that these are on. Without a model layers
     have the names that they have on disk."""
     config = read_quantization_config(directory)
     try:

@@ -141,7 +141,7 @@ def _check_order(parts: Mapping[str, DiskTensor], shape: tuple[int, int], spec: 
     index = _whole(reader, parts["weight_g_idx"]).long().flatten()
     if not torch.equal(index, torch.arange(shape[1]) // spec.run_length(shape)):
         raise ValueError(
-            "weight_g_idx: its columns were quantised in another order (actorder: group), which no scheme here has"
+            "weight_g_idx: its columns were quantized in another order (actorder: group), which no scheme here has"
         )
 
 

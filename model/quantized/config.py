@@ -3,7 +3,7 @@
 What ModelOpt says of a checkpoint that it wrote: ``hf_quant_config.json``, and in newer ones config.json.
 
 Both have ``quant_algo``, the layers that are left out (``exclude_modules``, ``ignore``) as names in which ``*`` stands
-for anything, and how keys and values are quantised. The codes of ``FP8`` lie as those of compressed-tensors' static fp8
+for anything, and how keys and values are quantized. The codes of ``FP8`` lie as those of compressed-tensors' static fp8
 do: ``weight`` in e4m3, ``weight_scale`` and ``input_scale`` fp32, all of which multiply. Those of NVFP4 do not,
 and are not read.
 """
@@ -22,7 +22,7 @@ from quant.rules import pattern_problem
 from quant.spec import FP8_TENSOR, SCHEMES
 
 
-def is_quantised(directory: Path) -> bool:
+def is_quantized(directory: Path) -> bool:
     """Whether config.json of a checkpoint directory has a quantization_config; errors as of what reads it."""
     file = directory / "config.json"
     if not file.is_file() or not ((directory / FILE).is_file() or b"quantization_config" in file.read_bytes()):
@@ -72,7 +72,7 @@ def read_quantization_config(directory: Path) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint directory.
 
     Raises:
-        ValueError: no config.json, or the checkpoint is not quantised, or a pattern in it is none that may be used.
+        ValueError: no config.json, or the checkpoint is not quantized, or a pattern in it is none that may be used.
     """
     config = find_quantization_config(directory)
     if config is None:
@@ -82,7 +82,7 @@ def read_quantization_config(directory: Path) -> dict[str, Any]:
 
 
 def check_readable(directory: Path, *, rotated: bool = False) -> None:
-    """Refuse a quantised checkpoint whose weights cannot be read as values; reads its config.json alone.
+    """Refuse a quantized checkpoint whose weights cannot be read as values; reads its config.json alone.
 
     ``rotated``: a ``transform_config`` is the caller's business.
 
@@ -123,12 +123,12 @@ def _rules_of(config: Mapping[str, Any]) -> list[Rule]:
         return [Rule(_integers(config))]
     raise ValueError(
         f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors', 'fp8', 'modelopt', "
-        "'mxfp4', 'gptq', 'awq' or 'auto-round'; start from the unquantised checkpoint"
+        "'mxfp4', 'gptq', 'awq' or 'auto-round'; start from the unquantized checkpoint"
     )
 
 
 def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
-    """How keys and values are quantised; None if they are not.
+    """How keys and values are quantized; None if they are not.
 
     Raises:
         ValueError: in a way that is not read.
@@ -154,8 +154,8 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
 
 
 def weights_alone(directory: Path) -> bool:
-    """Whether a checkpoint directory is another writer's, in a method that quantises weights and nothing else: then
-    the model is what its codes stand for. False of one that is not quantised.
+    """Whether a checkpoint directory is another writer's, in a method that quantizes weights and nothing else: then
+    the model is what its codes stand for. False of one that is not quantized.
 
     Raises:
         ValueError: as :func:`find_quantization_config`.
@@ -183,7 +183,7 @@ def _integers(config: Mapping[str, Any]) -> Scheme:
         ValueError: layers in several schemes, or numerics that no scheme here has.
     """
     if config.get("desc_act"):
-        raise ValueError("desc_act is true: columns were quantised in another order, which no scheme here has")
+        raise ValueError("desc_act is true: columns were quantized in another order, which no scheme here has")
     awq = config["quant_method"] == "awq"
     others = {**(config.get("dynamic") or {}), **(config.get("extra_config") or {})}
     for name, other in others.items():
@@ -279,7 +279,7 @@ def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> l
 
 
 def modelopt_kv_cache(config: Mapping[str, Any]) -> TensorSpec | None:
-    """How keys and values are quantised; None if they are not.
+    """How keys and values are quantized; None if they are not.
 
     Raises:
         ValueError: in a way that is not read.
@@ -299,7 +299,7 @@ def _algorithm(name: Any, scales_only: bool) -> Scheme:
         raise ValueError(f"quant_algo is {name!r}, expected {', '.join(_ALGORITHMS)} or MIXED_PRECISION of these")
     if found.name != "FP8" and not scales_only:
         raise ValueError(
-            f"quant_algo is {name!r}, whose codes are not read: expected 'FP8'; give the unquantised checkpoint as "
+            f"quant_algo is {name!r}, whose codes are not read: expected 'FP8'; give the unquantized checkpoint as "
             "model.path and this one as quant.scales"
         )
     return found

@@ -24,7 +24,7 @@ from quant.formats.packing import unpack_int32
 
 Packing = Literal["gptq", "gptq_v2", "awq"]
 
-# Which of eight neighbours lies in which nibble of a word, from the lowest on.
+# Which of eight neighbors lies in which nibble of a word, from the lowest on.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _TOGETHER = 32  # codes that fill whole words, whatever their width
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -153,7 +153,7 @@ def _coded(
         index = torch.empty(parts["g_idx"].shape, dtype=parts["g_idx"].dtype or torch.int32)
         reader.read(parts["g_idx"], 0, index.view(-1))
         if not torch.equal(index.long().flatten(), torch.arange(columns) // spec.run_length((rows, columns))):
-            raise ValueError("g_idx: its columns were quantised in another order (desc_act), which no scheme here has")
+            raise ValueError("g_idx: its columns were quantized in another order (desc_act), which no scheme here has")
     return ColumnTensor(
         f"{name}.weight", (rows, columns), scheme, codes, parts["scales"], parts["qzeros"], packing=packing
     )

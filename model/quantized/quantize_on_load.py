@@ -1,9 +1,9 @@
 """Codes and scales of a weight that a checkpoint holds as numbers, made while it is read (``adapter.base: codes``).
 
 A :class:`MadeTensor` stands for a weight of an ordinary checkpoint as a :class:`model.quantized.tensor.CodedTensor`
-stands for one of a quantised checkpoint. Whoever asks for some rows gets their codes; the rows themselves exist, in the
-model's dtype, until their scales are measured and they are quantised, a million elements at a time. So there is no such
-weight in memory, and no quantised copy on disk. Scales are those that :mod:`model.scales.in_place` would measure of the
+stands for one of a quantized checkpoint. Whoever asks for some rows gets their codes; the rows themselves exist, in the
+model's dtype, until their scales are measured and they are quantized, a million elements at a time. So there is no such
+weight in memory, and no quantized copy on disk. Scales are those that :mod:`model.scales.in_place` would measure of the
 loaded weight, with the same functions, bit for bit: a scale is of one row, of a part of it, or of a block of rows, so
 that no rank has to see more than the rows that it reads.
 
@@ -11,7 +11,7 @@ The codes go into partitions when weights are loaded. The scales go into theirs 
 any (:func:`fill_made_scales`): they are measured again, of the rows that a rank's range of them belongs to. That reads
 a checkpoint twice, but nobody has to keep scales until then.
 
-Reads weights into Parameters that hold their codes (:mod:`quant.packed_weight`): those of a quantised checkpoint, or
+Reads weights into Parameters that hold their codes (:mod:`quant.packed_weight`): those of a quantized checkpoint, or
 codes that are made of an ordinary one (:mod:`model.quantized.quantize_on_load`).
 
 A rank reads the rows that its share of the packed codes lies in, and packs them as the Parameter has them. Nowhere is
@@ -75,7 +75,7 @@ class MadeTensor:
 
     Attributes:
         plain: where it lies; its last dimension is that of the inputs.
-        spec: how it is quantised, see :func:`can_be_made`.
+        spec: how it is quantized, see :func:`can_be_made`.
         ranges: how its scales are chosen.
     """
 
@@ -115,7 +115,7 @@ class MadeTensor:
         weight, scale, zero = self._measured(reader, around, dtype, device)
         spec = self.spec
         if spec.granularity == "block":
-            # Groups of the same width quantise single rows alike.
+            # Groups of the same width quantize single rows alike.
             spec, scale = replace(spec, granularity="group"), scale.repeat_interleave(self.down, 0)
             inside = slice(rows.start - around.start, rows.stop - around.start)
             weight, scale = weight[inside], scale[inside].contiguous()
@@ -171,7 +171,7 @@ class MadeTensor:
         weight = weight.view(-1, columns)
         scale, zero = measured_scales(weight, self.spec, self.ranges)
         if not bool(torch.isfinite(scale).all()):
-            raise CheckpointError(f"{self.file}: weights with NaN or Inf cannot be quantised: {self.key}")
+            raise CheckpointError(f"{self.file}: weights with NaN or Inf cannot be quantized: {self.key}")
         return weight, scale, zero
 
 
@@ -218,7 +218,7 @@ def fill_made_scales(model: nn.Module, quantization: Quantization) -> set[str]:
     ``deepspeed.initialize``.
 
     Args:
-        model, quantization: the quantised model; the weights are loaded.
+        model, quantization: the quantized model; the weights are loaded.
 
     Returns:
         The owners of the groups of these scales.
@@ -298,7 +298,7 @@ def in_codes(read: Any, model: nn.Module) -> Any:
     if held.ranges is not None and isinstance(coded, DiskTensor):
         coded = MadeTensor(coded, held.spec, held.ranges)
     elif not isinstance(coded, CodedTensor) or not held.spec.takes(coded.scheme.weights):
-        there = f"quantised as {coded.scheme.weights}" if isinstance(coded, CodedTensor) else "not quantised"
+        there = f"quantized as {coded.scheme.weights}" if isinstance(coded, CodedTensor) else "not quantized"
         raise CheckpointError(
             f"adapter.base: codes: {coded.key} is {there} in {coded.file.parent}, and the recipe says {held.spec}: set "
             "quant.scheme to source, or adapter.base to weights"

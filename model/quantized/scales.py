@@ -37,13 +37,13 @@ def take_scales(
     inputs_calibrated_later: bool = False,
     decoded: bool = True,
 ) -> ScaleReport:
-    """Fill the scales of ``model`` from the quantised checkpoint that its weights were read from; a collective.
+    """Fill the scales of ``model`` from the quantized checkpoint that its weights were read from; a collective.
 
-    A layer takes the scales of its Linears if all of these are quantised there as the layer is. Others are measured
+    A layer takes the scales of its Linears if all of these are quantized there as the layer is. Others are measured
     from the weights, which are exact either way.
 
     Args:
-        model, quantization: the quantised model; the weights are loaded.
+        model, quantization: the quantized model; the weights are loaded.
         directory: of the checkpoint.
         initial_input_scale, inputs_calibrated_later: as of :func:`model.scales.load_scales`.
         decoded: whether the weights are those of the codes, and not others that take the scales alone.
@@ -81,7 +81,7 @@ def take_scales(
 def _taken(
     model: PreTrainedModel, quantization: Quantization, coded: Mapping[str, CodedTensor]
 ) -> dict[str, dict[str, list[CodedTensor]]]:
-    """By owner of the groups of weights whose every Linear is quantised in the files as it is here: for each member,
+    """By owner of the groups of weights whose every Linear is quantized in the files as it is here: for each member,
     its Linears there."""
     found = {}
     for group in quantization.weight_groups:
@@ -195,7 +195,7 @@ def _small_scales(
 
 
 def _input_keys(model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint) -> Iterator[str]:
-    """Where the files may have scales of inputs that are quantised there as here, and of keys and values."""
+    """Where the files may have scales of inputs that are quantized there as here, and of keys and values."""
     coded = checkpoint.coded
     for name, layer in quantization.layers.items():
         for part in linears_of(name, layer) if layer.scheme.stored_input is not None else ():

@@ -1,4 +1,4 @@
-"""Which layers of a model its quantised checkpoint has as codes, and how."""
+"""Which layers of a model its quantized checkpoint has as codes, and how."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -21,10 +21,10 @@ def source_schemes(
     """The scheme of every Linear and embedding of ``model`` that the checkpoint in ``directory`` has as codes, by name
     (of stacked experts, of each Linear). Without weights in it what its config.json says counts.
 
-    A weight whose last block is not full cannot be quantised here; a line says so.
+    A weight whose last block is not full cannot be quantized here; a line says so.
 
     Args:
-        model, directory: the model, and its quantised checkpoint.
+        model, directory: the model, and its quantized checkpoint.
         said: the weights of the recipe's schemes, which decide whether the grid of integers is narrow
             (:mod:`model.quantized.narrow_range`); None: the codes decide.
 
@@ -53,7 +53,7 @@ def source_schemes(
         except ValueError:
             left_out.append(part.name)
     if left_out:
-        say(f"not quantised, for their last block is not full: {listed(left_out, 5)}")
+        say(f"not quantized, for their last block is not full: {listed(left_out, 5)}")
     if not schemes:
         raise ValueError(f"{directory} has no layer of {type(model).__name__} as codes: name a quant.scheme")
     return schemes

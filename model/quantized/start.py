@@ -1,9 +1,9 @@
-"""Training from the original weights with the scales, and perhaps in the cells, of a quantised checkpoint of them.
+"""Training from the original weights with the scales, and perhaps in the cells, of a quantized checkpoint of them.
 
 ``model.path`` is the original, and the codes of ``quant.start`` (of GPTQ, AWQ, AutoRound, ...) are its weights, rounded
-in some good way. The scales are taken as those of a quantised ``model.path`` are (:mod:`model.quantized.scales`), once
+in some good way. The scales are taken as those of a quantized ``model.path`` are (:mod:`model.quantized.scales`), once
 the codes are known to be of these weights (:mod:`model.scales.codes`). Original weights in the cells of the file's
-codes (:mod:`quant.scale`) are fake-quantised to the file's weights.
+codes (:mod:`quant.scale`) are fake-quantized to the file's weights.
 """
 
 from collections.abc import Iterator
@@ -62,12 +62,12 @@ def take_start(
     initial_input_scale: float | None = None,
     inputs_calibrated_later: bool = False,
 ) -> ScaleReport:
-    """Fill the scales of ``model``, which has its original weights, from a quantised checkpoint of it; a collective,
+    """Fill the scales of ``model``, which has its original weights, from a quantized checkpoint of it; a collective,
     before ``deepspeed.initialize``.
 
     Args:
-        model, quantization: the quantised model; the weights are loaded.
-        directory: of the quantised checkpoint.
+        model, quantization: the quantized model; the weights are loaded.
+        directory: of the quantized checkpoint.
         inside: move each weight that is rounded to another code to what its code stands for.
         initial_input_scale, inputs_calibrated_later: as of :func:`model.scales.load_scales`.
 
@@ -104,10 +104,10 @@ def take_start(
 def _linears(
     model: PreTrainedModel, quantization: Quantization, coded: dict[str, CodedTensor], directory: str | Path
 ) -> Linears:
-    """The Linears of every quantised layer with their codes.
+    """The Linears of every quantized layer with their codes.
 
     Raises:
-        ValueError: some are not there, or are of another shape or quantised in another way.
+        ValueError: some are not there, or are of another shape or quantized in another way.
     """
     found: Linears = {}
     for name, layer in quantization.layers.items():
@@ -116,7 +116,7 @@ def _linears(
             disk, shape, spec = module_name_on_disk(model, part.name), _shape(part), layer.scheme.weights
             linear = coded.get(disk)
             if linear is None:
-                raise ValueError(f"quant.start: {directory} has no codes of {disk}, which is quantised here")
+                raise ValueError(f"quant.start: {directory} has no codes of {disk}, which is quantized here")
             if linear.shape != shape:
                 raise ValueError(
                     f"quant.start: {linear.file}: {disk} has the shape {list(linear.shape)}, expected {list(shape)} as "
@@ -124,7 +124,7 @@ def _linears(
                 )
             if not spec.takes(linear.scheme.weights):
                 raise ValueError(
-                    f"quant.start: {linear.file}: {disk} is quantised as {linear.scheme.weights}, but scheme "
+                    f"quant.start: {linear.file}: {disk} is quantized as {linear.scheme.weights}, but scheme "
                     f"{layer.scheme.name!r} has {spec}: set quant.scheme to source"
                 )
             found[name].append((part, linear))
@@ -177,7 +177,7 @@ def _check_codes(quantization: Quantization, linears: Linears, directory: Path) 
     raise_everywhere(failure)
     if problems:
         more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
-        head = f"quant.start: {directory} is not a quantised form of model.path"
+        head = f"quant.start: {directory} is not a quantized form of model.path"
         raise_everywhere("\n".join([head, *problems[:_MOST], *more]))
 
 

@@ -4,7 +4,7 @@ A :class:`CodedTensor` takes the place of a plain tensor in the list of what a c
 of it gets ``code * scale``, decoded from the rows that the range lies in, a few at a time: no rank reads or holds more
 than its own share of the weights, and a bounded number of rows beside it.
 
-The values are rounded to the dtype of the model. Their codes, quantised again with the same scale, must be the file's:
+The values are rounded to the dtype of the model. Their codes, quantized again with the same scale, must be the file's:
 that is compared for everything that is read, because it is what an export without a step of training writes.
 """
 
@@ -31,7 +31,7 @@ class CodedTensor:
     Attributes:
         key: the key that the weight would have, ``<name of the Linear>.weight``.
         shape: of the weight.
-        scheme: how it is quantised.
+        scheme: how it is quantized.
         codes, scale: where they lie, see :mod:`quant.formats.compressed_tensors`.
         zero: its packed zero points, where the scheme has any.
         above: its global scale, where the scheme has one.
@@ -89,14 +89,14 @@ class CodedTensor:
         return codes, values
 
     def rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
-        """The codes of some rows, one by one, and what they are quantised with."""
+        """The codes of some rows, one by one, and what they are quantized with."""
         spec = self.scheme.weights.wide  # the grid was judged by a sample: :mod:`model.quantized.narrow_range`
         codes = self.codes_of_rows(reader, rows).to(device)
         scale = self.scale_of_rows(reader, rows).to(device)
         zero = self.zero_of_rows(reader, rows)
         above = None if self.above is None else self.read_above(reader).to(device)
         if spec.granularity == "block":
-            # The rows may be a part of those of a block. Groups of the same width quantise them alike.
+            # The rows may be a part of those of a block. Groups of the same width quantize them alike.
             spec = replace(spec, granularity="group")
         whole = Scale(scale, global_=above, zero=None if zero is None else zero.to(device))
         return codes, Quantizer(whole, spec, dtype)
@@ -122,7 +122,7 @@ class CodedTensor:
         """The fp32 scales [start, start + count), as the scheme has them in their order, divided by the global one.
 
         Raises:
-            CheckpointError: one that no quantiser can have.
+            CheckpointError: one that no quantizer can have.
         """
         assert self.scale.dtype is not None
         stored = torch.empty(count, dtype=self.scale.dtype)
@@ -131,7 +131,7 @@ class CodedTensor:
         return self._checked(unpack_scale(stored, spec, None if self.above is None else self.read_above(reader)))
 
     def _checked(self, scale: Tensor) -> Tensor:
-        """The fp32 scales, if a quantiser can have them."""
+        """The fp32 scales, if a quantizer can have them."""
         spec = self.scheme.weights
         good, expected = scale > 0, "finite and positive"
         if spec.dtype == "int":

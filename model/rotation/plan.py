@@ -56,7 +56,7 @@ class Change:
     ones: bool = False
 
 
-def check_family(config: PretrainedConfig, where: str, *, quantised: bool) -> None:
+def check_family(config: PretrainedConfig, where: str, *, quantized: bool) -> None:
     """Refuse a model that is not known to be the same function afterwards.
 
     Raises:
@@ -65,8 +65,8 @@ def check_family(config: PretrainedConfig, where: str, *, quantised: bool) -> No
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
         raise CheckpointError(f"{where}: a rotation of {config.model_type} is not known; expected one of {families}")
-    if quantised:
-        raise CheckpointError(f"{where} is quantised: rotate the checkpoint that it was made from")
+    if quantized:
+        raise CheckpointError(f"{where} is quantized: rotate the checkpoint that it was made from")
 
 
 def plan_rotation(tensors: Mapping[str, DiskTensor], config: PretrainedConfig, where: str) -> dict[str, Change]:

@@ -22,7 +22,7 @@ from model.checkpoint.safetensors import (
     read_headers,
     read_tensor,
 )
-from model.quantized.config import is_quantised
+from model.quantized.config import is_quantized
 from model.rotation.hadamard import Rotation, rotation
 from model.rotation.plan import EMBEDDING, HEAD, NORM, STREAM, VALUES, Change, check_family, head_dim, plan_rotation
 from model.save.finish import check_destination, copy_companions, publish, write_json
@@ -56,12 +56,12 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
         progress: show a bar.
 
     Raises:
-        CheckpointError, ValueError, OSError: before anything is written: an unknown model, a quantised one, a tensor
+        CheckpointError, ValueError, OSError: before anything is written: an unknown model, a quantized one, a tensor
             that is missing, of another shape or without a place; and at the end of a read: values that are no numbers.
             Nothing is left then.
     """
     config = read_config(source, trust_remote_code=False)
-    check_family(config, str(source), quantised=is_quantised(source))
+    check_family(config, str(source), quantized=is_quantized(source))
     checkpoint = read_headers(source)
     if checkpoint.problems:
         raise CheckpointError(checkpoint.problems[0])

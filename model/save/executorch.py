@@ -24,14 +24,14 @@ def check_executorch(model: PreTrainedModel, quantization: Quantization) -> None
     """Refuse what transformers would not load for ExecuTorch, or ExecuTorch not lower.
 
     Raises:
-        ValueError: a model type that was not tried, a Linear whose inputs are not quantised, a quantised embedding
+        ValueError: a model type that was not tried, a Linear whose inputs are not quantized, a quantized embedding
             whose weight is the head's too.
     """
     kind = model.config.model_type
     if kind not in MODELS:
         raise ValueError(
             f"layout 'executorch' is known to be lowered for {', '.join(MODELS)}, and not for {kind}: set "
-            "export.format to dequantized and quantise it with torchao, which chooses codes of its own"
+            "export.format to dequantized and quantize it with torchao, which chooses codes of its own"
         )
     for name, layer in quantization.layers.items():
         embedding = isinstance(layer, QuantEmbedding)

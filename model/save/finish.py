@@ -78,15 +78,15 @@ def write_config(
     the attention implementation) does not leak into it.
     """
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    for key in ("quantization_config", "quantization"):  # of a source that was quantised itself
+    for key in ("quantization_config", "quantization"):  # of a source that was quantized itself
         config.pop(key, None)
     # Older checkpoints spell it torch_dtype, which older readers need.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
     if quantization is not None:
-        quantised = configuration(model, quantization, layout, shards)
-        if quantised is not None:
-            config["quantization_config"] = quantised
+        quantized = configuration(model, quantization, layout, shards)
+        if quantized is not None:
+            config["quantization_config"] = quantized
         if layout == "mlx":
             write_for_mlx(config, model, quantization)
     write_json(config, directory / "config.json")
@@ -103,7 +103,7 @@ def configuration(
     where it does, and a pattern holds for any place.
 
     Raises:
-        ValueError: an entry of ``ignore`` would leave a layer unquantised that is quantised.
+        ValueError: an entry of ``ignore`` would leave a layer unquantized that is quantized.
     """
     part = text_part(model)
     anywhere = bool(part) and layout == "compressed"
@@ -162,12 +162,12 @@ def _copied(model: PreTrainedModel, layout: Layout, shards: list[list[Item]]) ->
     return [*copied_modules(shards), *copied_modules(shards, Names(model).renamed)]
 
 
-def _check_ignored(ignore: Iterable[str], quantised: Iterable[str]) -> None:
-    """Raise ValueError if an entry of ``ignore`` meets the name of a quantised layer."""
+def _check_ignored(ignore: Iterable[str], quantized: Iterable[str]) -> None:
+    """Raise ValueError if an entry of ``ignore`` meets the name of a quantized layer."""
     for entry in ignore:
         pattern = re.compile(entry[3:] if entry.startswith("re:") else re.escape(entry) + "$")
-        if taken := sorted(filter(pattern.match, quantised)):
-            raise ValueError(f"ignore would hold {entry!r}, which leaves {listed(taken, 2)} unquantised for a reader")
+        if taken := sorted(filter(pattern.match, quantized)):
+            raise ValueError(f"ignore would hold {entry!r}, which leaves {listed(taken, 2)} unquantized for a reader")
 
 
 def is_router(module: nn.Module) -> bool:

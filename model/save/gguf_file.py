@@ -2,7 +2,7 @@
 
 llama.cpp has names of its own, all experts of a layer in one tensor, and for Llama the rows of q and k in the order in
 which it turns them: the two halves of a head interleaved. Norms, biases and routers are fp32 there; what else is not
-quantised keeps the dtype of the model. Every tensor of the plan has its own place, so that nothing is collected in
+quantized keeps the dtype of the model. Every tensor of the plan has its own place, so that nothing is collected in
 memory.
 """
 

@@ -29,7 +29,7 @@ from model.checkpoint.names import concatenates
 from model.checkpoint.safetensors import read_headers
 from model.families import model_class
 from model.ranks import listed
-from model.save.plan import Item, linears_of_quantised
+from model.save.plan import Item, linears_of_quantized
 from quant import Quantization, exempt_line
 from quant.formats.compressed_tensors import (
     FLOAT_QUANTIZED,
@@ -66,10 +66,10 @@ def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remo
     with META, no_init_weights():
         model: PreTrainedModel = kind(config)
         if any(item.layout not in (None, "dequantized") for shard in shards for item in shard):
-            _as_for_quantised(model)
+            _as_for_quantized(model)
     model.tie_weights()
     items = [item for shard in shards for item in shard]
-    problems = _problems(model, _unquantised(items))
+    problems = _problems(model, _unquantized(items))
     if problems:
         raise ValueError(
             f"config.json of {source} names {kind.__name__}, whose weights transformers would not find in the export: "
@@ -91,14 +91,14 @@ def check_written(directory: Path, shards: Iterable[Iterable[Item]]) -> None:
         raise ValueError("; ".join([*checkpoint.problems, *([f"not as planned: {listed(wrong)}"] if wrong else [])]))
 
 
-def _as_for_quantised(model: PreTrainedModel) -> None:
-    """Put Linears where transformers does so before it loads a quantised checkpoint."""
+def _as_for_quantized(model: PreTrainedModel) -> None:
+    """Put Linears where transformers does so before it loads a quantized checkpoint."""
     for name, module in list(model.named_modules()):
-        if (linears := linears_of_quantised(type(module).__name__)) is not None:
+        if (linears := linears_of_quantized(type(module).__name__)) is not None:
             model.set_submodule(name, linears(model.config.get_text_config()))
 
 
-def _unquantised(items: Iterable[Item]) -> Shapes:
+def _unquantized(items: Iterable[Item]) -> Shapes:
     """The tensors that a plain export would have: weights in the place of codes and their scales."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for item in items:
@@ -143,17 +143,17 @@ def is_expert(name: str) -> bool:
 
 
 def fused_there(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether transformers keeps the experts fused that a module of some name belongs to, and so dequantises them as it
+    """Whether transformers keeps the experts fused that a module of some name belongs to, and so dequantizes them as it
     loads. Of some classes it makes Linears."""
     kinds = ((name, getattr(module, "replaces", "")) for name, module in model.named_modules())
-    linears = tuple(f"{name}." for name, kind in kinds if linears_of_quantised(kind) is not None)
+    linears = tuple(f"{name}." for name, kind in kinds if linears_of_quantized(kind) is not None)
     return lambda name: is_expert(name) and not name.startswith(linears)
 
 
 def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None:
     """The reason why transformers cannot read this checkpoint of ``model`` correctly; None where it can."""
     if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
-        return "transformers does not load quantised embeddings"
+        return "transformers does not load quantized embeddings"
     is_fused = fused_there(model)
     schemes = {layer.scheme for name, layer in quantization.layers.items() if is_fused(name)}
     plain = any(isinstance(one, nn.Linear | StackedLinear) and is_fused(name) for name, one in model.named_modules())
@@ -208,15 +208,15 @@ def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
         empty: PreTrainedModel = type(model)(model.config)
     linears = {name: module for name, module in empty.named_modules() if isinstance(module, nn.Linear)}
     here = sorted(linears.keys() & set(packed))
-    if read := [name for name in here if _initialised(empty, name)]:
+    if read := [name for name in here if _initialized(empty, name)]:
         return read
     for name in here:
         _pack(linears[name])
     return here if _forward_lacks_a_weight(empty) else []
 
 
-def _initialised(model: PreTrainedModel, name: str) -> bool:
-    """Whether initialising a layer, or a module that holds it, fails for its missing weight and for nothing else."""
+def _initialized(model: PreTrainedModel, name: str) -> bool:
+    """Whether initializing a layer, or a module that holds it, fails for its missing weight and for nothing else."""
     parts = name.split(".")
     above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
     holders = [module for module in above if not isinstance(module, PreTrainedModel)]
@@ -229,7 +229,7 @@ def _initialised(model: PreTrainedModel, name: str) -> bool:
 
 
 def _lacks(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
-    """Whether the class's initialisation of these modules asks for an attribute that one of them does not have."""
+    """Whether the class's initialization of these modules asks for an attribute that one of them does not have."""
     try:
         with META:
             for module in modules:

@@ -1,4 +1,4 @@
-"""Writes adapters that stay beside quantised weights, in the format of peft (see ``model/peft.py``)."""
+"""Writes adapters that stay beside quantized weights, in the format of peft (see ``model/peft.py``)."""
 
 import json
 import secrets

@@ -22,12 +22,12 @@ def check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
     """Refuse what mlx-lm would not read.
 
     Raises:
-        ValueError: a model type that was not tried, experts that are quantised in part or by themselves.
+        ValueError: a model type that was not tried, experts that are quantized in part or by themselves.
     """
     if model.config.model_type not in MODELS:
         raise ValueError(
             f"layout 'mlx' is known to be read by mlx-lm for {', '.join(MODELS)}, and not for "
-            f"{model.config.model_type}: set export.format to dequantized and quantise it with mlx_lm.convert, which "
+            f"{model.config.model_type}: set export.format to dequantized and quantize it with mlx_lm.convert, which "
             "chooses codes of its own"
         )
     config = model.config
@@ -45,7 +45,7 @@ def check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
     for name, module in model.named_modules():
         stacks = [f"{name}.{leaf}" for leaf, child in module.named_children() if getattr(child, "projections", ())]
         if 0 < len(quantization.layers.keys() & set(stacks)) < len(stacks):
-            raise ValueError(f"{name}: layout 'mlx' holds experts that are all quantised, or none: {listed(stacks)}")
+            raise ValueError(f"{name}: layout 'mlx' holds experts that are all quantized, or none: {listed(stacks)}")
 
 
 def mlx_place(linear: str) -> tuple[str, int | None]:

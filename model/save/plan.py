@@ -35,7 +35,7 @@ class Item:
     """One module's own tensors: what must be gathered, and what it becomes on disk.
 
     Attributes:
-        name: of the module; of a quantiser of keys or values the key of its scale.
+        name: of the module; of a quantizer of keys or values the key of its scale.
         module: the module.
         parameters: those that must be gathered.
         shapes: dtype and shape of everything that will be written, by key on disk.
@@ -95,7 +95,7 @@ def plan_shards(
         ValueError: experts that lie in one tensor on disk, and not so in the model.
     """
     names = Names(model, {key: tensor.shape for key, tensor in source.items()})
-    quantised = quantization is not None and bool(quantization.layers) and layout != "dequantized"
+    quantized = quantization is not None and bool(quantization.layers) and layout != "dequantized"
     if quantization is not None and layout == "gpt_oss":
         _check_blocks(model, quantization)
     if quantization is not None and layout == "mlx":
@@ -109,7 +109,7 @@ def plan_shards(
             if quantization is not None and layout != "dequantized":
                 items.append(_cache_item(cache_keys(model, name)[0], module))
         elif getattr(module, "projections", ()):
-            items.append(_stacked_item(model, names, name, module, source, quantised=quantised))
+            items.append(_stacked_item(model, names, name, module, source, quantized=quantized))
         else:
             items.append(_plain_item(names, name, module, seen))
     items += [_copied_item(tensor, model.dtype) for tensor in not_read(model, names, source)]
@@ -177,12 +177,12 @@ def _quantized_item(
     turned = f"{name}.weight" in names.turned
     if turned and layout != "dequantized":
         raise ValueError(
-            f"{name}: transformers has a Conv1D here, which no reader takes quantised: set export.format to dequantized"
+            f"{name}: transformers has a Conv1D here, which no reader takes quantized: set export.format to dequantized"
         )
     only = [stack.key for stack in names.stacks(f"{name}.weight") if stack.only]
     if only and layout != "dequantized" and not _becomes_linears(model, name):
         raise ValueError(
-            f"{name}: transformers reads these experts as one tensor, {only[0]}, which has no quantised form in "
+            f"{name}: transformers reads these experts as one tensor, {only[0]}, which has no quantized form in "
             f"layout {layout!r}: to leave them as they are set quant.exempt_more: ['.*\\.{_parent(name)}\\..+'], or "
             "write them with export.format 'dequantized' (gpt-oss' in mxfp4 with 'gpt_oss')"
         )
@@ -215,7 +215,7 @@ def _joined_item(name: str, layer: QuantLayer, linears: Mapping[str, LinearPart]
 
 
 def _check_blocks(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Refuse for layout ``gpt_oss`` a model of which not all experts are quantised, or others than these.
+    """Refuse for layout ``gpt_oss`` a model of which not all experts are quantized, or others than these.
 
     Raises:
         ValueError: that is so; names them.
@@ -229,7 +229,7 @@ def _check_blocks(model: PreTrainedModel, quantization: Quantization) -> None:
     if held != set(quantization.layers):
         wrong = sorted(held ^ set(quantization.layers))
         raise ValueError(
-            f"layout 'gpt_oss' holds a gpt-oss whose experts are quantised, all of them and nothing else, under "
+            f"layout 'gpt_oss' holds a gpt-oss whose experts are quantized, all of them and nothing else, under "
             f"model.experts: stacked. It does not go with {listed(wrong)}: set quant.exempt_more: "
             "['.*\\.self_attn\\..+'], or another export.format"
         )
@@ -240,9 +240,9 @@ def _parent(name: str) -> str:
     return name.split(".")[-2]
 
 
-def linears_of_quantised(kind: str) -> Callable[[PretrainedConfig], nn.Module] | None:
+def linears_of_quantized(kind: str) -> Callable[[PretrainedConfig], nn.Module] | None:
     """What makes the Linears that transformers puts in the place of experts of the class ``kind`` before it loads a
-    quantised checkpoint; None where it does not."""
+    quantized checkpoint; None where it does not."""
     entry: Any = MODULES_TO_PATCH_FOR_QUANTIZATION.get(kind, {})
     applies = QuantizationMethod.COMPRESSED_TENSORS in entry.get("quantization_methods", ())
     linears: Callable[[PretrainedConfig], nn.Module] | None = entry["module_name"] if applies else None
@@ -252,7 +252,7 @@ def linears_of_quantised(kind: str) -> Callable[[PretrainedConfig], nn.Module] |
 def _becomes_linears(model: PreTrainedModel, name: str) -> bool:
     """The same for the experts of ours that hold the stack ``name``."""
     experts = model.get_submodule(name.rpartition(".")[0])
-    return linears_of_quantised(getattr(experts, "replaces", "")) is not None
+    return linears_of_quantized(getattr(experts, "replaces", "")) is not None
 
 
 def _fused(names: Names, name: str, module: nn.Module, source: Container[str]) -> tuple[Stack, ...]:
@@ -275,14 +275,14 @@ def _fused(names: Names, name: str, module: nn.Module, source: Container[str]) -
 
 
 def _stacked_item(
-    model: PreTrainedModel, names: Names, name: str, module: nn.Module, source: Container[str], *, quantised: bool
+    model: PreTrainedModel, names: Names, name: str, module: nn.Module, source: Container[str], *, quantized: bool
 ) -> Item:
-    """A stack of experts that is written without scales: one that is not quantised, or a plain checkpoint.
+    """A stack of experts that is written without scales: one that is not quantized, or a plain checkpoint.
 
-    ``quantised``: other layers of the checkpoint are.
+    ``quantized``: other layers of the checkpoint are.
     """
     stack = module.get_parameter("weight")
-    fused = () if quantised and _becomes_linears(model, name) else _fused(names, name, module, source)
+    fused = () if quantized and _becomes_linears(model, name) else _fused(names, name, module, source)
     if fused:
         shapes: Shapes = {one.key: (stack.dtype, one.shape) for one in fused}
         return Item(name, module, [stack], shapes, fused=fused)
@@ -294,7 +294,7 @@ def _stacked_item(
 
 
 def _cache_item(key: str, cache: QuantCache) -> Item:
-    """The quantiser of keys or of values, of which the scale alone is stored."""
+    """The quantizer of keys or of values, of which the scale alone is stored."""
     return Item(key, cache, list(cache.parameters()), {key: (torch.float32, (1,))})
 
 
@@ -314,7 +314,7 @@ def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> I
     _fused(names, name, module, ())  # none of its own, or an error
     plain: list[tuple[torch.Tensor, Place]] = []
     if isinstance(module, QuantLayer) and module.adapter is not None:
-        raise ValueError(f"{name} has an adapter, which is written with its quantised weight alone")
+        raise ValueError(f"{name} has an adapter, which is written with its quantized weight alone")
     own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
     for suffix, tensor in own.items():
         scale = isinstance(module, (QuantLayer, FusedModule)) and suffix in SCALE_PARAMETERS

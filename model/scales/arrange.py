@@ -106,11 +106,11 @@ class ArrangedScales:
         weights, globals, inputs: every group of each kind; ``layers`` is empty where the files have no scale of it.
         without_global: names on disk of Linears that have a scale, but not the global one that belongs to it.
         not_symmetric: keys of zero points that are not 0, of layers whose scheme here has none.
-        unused: keys of scales of layers that are not quantised here.
+        unused: keys of scales of layers that are not quantized here.
         none_used: whether there is no other scale in the files.
         expected: one of the keys that the scales of the model's layers would have, for a message.
         linears: the Linears of each layer, by the layer's name.
-        caches: whether the files have scales of keys or values that are quantised here.
+        caches: whether the files have scales of keys or values that are quantized here.
     """
 
     weights: list[GroupScale]

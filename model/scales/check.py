@@ -26,14 +26,14 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
     """Check the scales of a checkpoint.
 
     Raises:
-        ValueError: the files have no scale of a layer that is quantised here, as with a wrong prefix; the scales of
+        ValueError: the files have no scale of a layer that is quantized here, as with a wrong prefix; the scales of
             inputs are those of weights; one without the global scale or the zero points that belong to it; one of
             another shape or not finite, or that is zero or negative (of integer weights: zero); zero points that are no
             codes, or not 0 where the scheme is symmetric.
     """
     if arranged.none_used:
         raise ValueError(
-            f"{directory} has no scale of a quantised layer: expected keys like {arranged.expected}, "
+            f"{directory} has no scale of a quantized layer: expected keys like {arranged.expected}, "
             f"found {listed(arranged.unused) or 'no weight_scale and no input_scale'}"
         )
     if arranged.without_global:  # other writers spell it in another way
@@ -84,8 +84,8 @@ _BESIDE = {
 _MEANING = {
     "pre_quant_scale": "its weights were smoothed (AWQ, SmoothQuant)",
     "smooth_scale": "its weights were smoothed",
-    "weight_g_idx": "its columns were quantised in another order (actorder: group), which no scheme here has",
-    "g_idx": "its columns were quantised in another order, which no scheme here has",
+    "weight_g_idx": "its columns were quantized in another order (actorder: group), which no scheme here has",
+    "g_idx": "its columns were quantized in another order, which no scheme here has",
     "qweight": "it is a file of GPTQ or AWQ",
     "qzeros": "it is a file of GPTQ or AWQ",
     "scales": "it is a file of GPTQ or AWQ",
@@ -96,7 +96,7 @@ def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: S
     """Check that nothing lies beside the scales that would change what they mean.
 
     Raises:
-        ValueError: a tensor of a quantised Linear that is not known here, or groups of columns in another order.
+        ValueError: a tensor of a quantized Linear that is not known here, or groups of columns in another order.
     """
     specs = {
         disk: (part, quantization.layers[layer].scheme.weights)

@@ -108,7 +108,7 @@ def local_products(
 
     Args:
         file, part: the Linear in the file, and in its layer.
-        spec: how the layer is quantised.
+        spec: how the layer is quantized.
         local: this rank's range of the layer's weight, flat.
         start: where the range begins in the row-major weight.
         rows: rows of one expert of a stack, or of the weight.
@@ -144,7 +144,7 @@ def add_products(
 
     Args:
         sums: by column, sums over rows of w w, w r, w d and (w - d)^2; then by scale those of w w, r d, d d and d - r.
-        part, spec: the Linear, and how it is quantised.
+        part, spec: the Linear, and how it is quantized.
         row: the first one.
         inside: which elements of the rows count, flat. Rows begin or end on another rank.
         values: w, r and d, fp32 ``[rows, in_features]``.

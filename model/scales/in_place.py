@@ -96,7 +96,7 @@ def measure_weight_scales(
             else:
                 scales = scales_from_stats(stats, group.spec, signed=ranges.signs(group.spec))
             values[group.owner] = _with_zero_points(scales, stats, group.spec)
-    raise_everywhere(f"weights with NaN or Inf cannot be quantised: {listed(bad)}" if bad else None)
+    raise_everywhere(f"weights with NaN or Inf cannot be quantized: {listed(bad)}" if bad else None)
     return values
 
 

@@ -28,7 +28,7 @@ class ScaleReport:
         weights_measured: owners whose scale no file had, and was measured from the weights.
         inputs_initial: owners whose scale no file had, and got the recipe's initial value.
         inputs_missing: owners whose scale is still to be calibrated.
-        unused: keys of scales in the files that belong to layers which are not quantised here.
+        unused: keys of scales in the files that belong to layers which are not quantized here.
         merged: owners of groups of weights whose layers have different scales in the files they were read from.
         rounded: dtype of the scales of integers in those files, where the model's has fewer digits.
         per_head: keys of the scales of keys and values that the files have for each head.
@@ -55,7 +55,7 @@ class ScaleReport:
             parts.append(f"{len(self.inputs_missing)} of inputs to calibrate ({listed(self.inputs_missing)})")
         if self.unused:
             parts.append(
-                f"{len(self.unused)} in the files of layers that are not quantised here ({listed(self.unused)})"
+                f"{len(self.unused)} in the files of layers that are not quantized here ({listed(self.unused)})"
             )
         if self.merged:
             parts.append(
@@ -89,7 +89,7 @@ def load_scales(
     the weight scale of any member is missing, the whole group is measured from the weights, and listed in the report.
 
     Args:
-        model: the quantised model; the weights are loaded.
+        model: the quantized model; the weights are loaded.
         quantization: what ``quant.prepare`` returned for it.
         directory: a directory with ``*.safetensors``.
         initial_input_scale: for activation scales that no file holds.

@@ -114,6 +114,6 @@ def _number(scale: Tensor) -> Tensor:
 
 
 def cache_keys(model: PreTrainedModel, name: str) -> list[str]:
-    """Keys that the scale of ``name``, a quantiser of keys or values, may have; the first is the one that we write."""
+    """Keys that the scale of ``name``, a quantizer of keys or values, may have; the first is the one that we write."""
     attention, _, kind = name.rpartition(".")
     return [module_name_on_disk(model, attention) + ending for ending in CACHE_SCALES[kind]]

@@ -26,8 +26,8 @@ class Source(NamedTuple):
     Attributes:
         file: where it says so.
         rules: which layer's scales are of which scheme; the first that matches decides.
-        kv_cache: how keys and values are quantised; None if it does not say.
-        kv_problem: why that is not read, for models whose cache is quantised here.
+        kv_cache: how keys and values are quantized; None if it does not say.
+        kv_problem: why that is not read, for models whose cache is quantized here.
     """
 
     file: Path
@@ -36,7 +36,7 @@ class Source(NamedTuple):
     kv_problem: str | None = None
 
     def scheme(self, names: Iterable[str]) -> Scheme | None:
-        """Of the Linear that has one of these names; None if it says that the Linear is not quantised."""
+        """Of the Linear that has one of these names; None if it says that the Linear is not quantized."""
         spellings = list(names)
         rule = next((rule for rule in self.rules if any(rule.matches(name, 0) for name in spellings)), None)
         return None if rule is None else rule.scheme
@@ -77,7 +77,7 @@ def _compressed(file: Path, config: Mapping[str, Any]) -> Source:
     rules = rules_from_config(config, scales_only=True)
     try:
         return Source(file, rules, kv_cache_from_config(config))
-    except ValueError as error:  # matters to models whose cache is quantised here
+    except ValueError as error:  # matters to models whose cache is quantized here
         return Source(file, rules, kv_problem=str(error))
 
 
@@ -113,7 +113,7 @@ def check_source(
             theirs = source.scheme((disk, part.name))
             static = ours.stored_input if disk + input_ending(ours) in stored.scales else None
             if theirs is None:
-                problem = "says that they are not quantised, but there are scales of them"
+                problem = "says that they are not quantized, but there are scales of them"
             elif theirs.weights != ours.weights.wide:
                 problem = f"says {_words(theirs.weights)}, but scheme {ours.name!r} has {_words(ours.weights)}"
             elif static is not None and theirs.stored_input != static:

@@ -21,7 +21,7 @@ class WeightStatistics:
     clipped: float
     """Fraction of the weights outside the range."""
     error: float
-    """Squared quantisation error over the squared weights."""
+    """Squared quantization error over the squared weights."""
     scale: float
     """Geometric mean of the magnitudes of the effective scales."""
 

@@ -70,7 +70,7 @@ def _gather(
 ) -> Any:
     """Stands in place of ``all_gather_coalesced``: starts gathering, and returns a handle to wait for."""
     if quantize:
-        raise ValueError("zero_quantized_weights: expected false, DeepSpeed would quantise scales too")
+        raise ValueError("zero_quantized_weights: expected false, DeepSpeed would quantize scales too")
     # The list has another order on every rank.
     ordered: list[Any] = sorted(parameters, key=lambda parameter: parameter.ds_id)
     forms = {parameter: None if parameter.ds_persist else form_of(parameter) for parameter in ordered}

@@ -169,7 +169,7 @@ class ReceiveBuffer:
 
     On a CPU new memory of megabytes comes from the system page by page, which takes about as long as to receive it: so
     one block serves all batches, in turn from its beginning and from its end, and is as large as the largest two
-    neighbours.
+    neighbors.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class ReceiveBuffer:
             self._memory = torch.empty(size, dtype=torch.uint8, device=get_accelerator().current_device_name())
 
     def places(self, number: int, shared: Sequence[Tensor]) -> list[Tensor]:
-        """For each parameter of batch ``number`` a 1-D tensor for all ranks' partitions, not initialised."""
+        """For each parameter of batch ``number`` a 1-D tensor for all ranks' partitions, not initialized."""
         assert self._memory is not None
         rooms = _rooms(shared)
         begin = 0 if number % 2 == 0 else self._memory.numel() - sum(rooms)

@@ -63,7 +63,7 @@ def local_range(parameter: Tensor) -> tuple[int, int]:
 def local_data(parameter: Tensor) -> Tensor:
     """Flat view of the elements of :func:`local_range`; what is written to it is written to the parameter.
 
-    The padding behind them is zeroed: DeepSpeed leaves it uninitialised, and a NaN there would reach norms over the
+    The padding behind them is zeroed: DeepSpeed leaves it uninitialized, and a NaN there would reach norms over the
     partition. Do not call it inside a :func:`gathered` block on the same parameter, and call
     :func:`forget_secondary_copies` after writing.
     """
@@ -201,7 +201,7 @@ def hpz_size(ds_config: DsConfig) -> int:
 
 
 class _One(nn.Module):
-    """A module with one uninitialised parameter, which ``zero.Init`` partitions as soon as ``__init__`` returns."""
+    """A module with one uninitialized parameter, which ``zero.Init`` partitions as soon as ``__init__`` returns."""
 
     def __init__(self, like: Parameter, device: torch.device):
         super().__init__()
@@ -210,8 +210,8 @@ class _One(nn.Module):
         self.weight.__dict__.update(like.__dict__)  # what it holds (quant.held)
 
 
-def materialise(model: nn.Module, ds_config: DsConfig, device: torch.device) -> None:
-    """Give every parameter that lies on the meta device memory, uninitialised; under stage 3 its partition only.
+def materialize(model: nn.Module, ds_config: DsConfig, device: torch.device) -> None:
+    """Give every parameter that lies on the meta device memory, uninitialized; under stage 3 its partition only.
 
     One parameter at a time: a rank never holds more than its partitions and the one parameter that is being shared out.
     A Parameter object that several modules share stays one object. A collective under stage 3.

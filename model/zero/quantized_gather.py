@@ -1,12 +1,12 @@
-"""Quantised weights travel as their codes (``quant.gather_codes``): one byte per weight instead of two, and the same
+"""Quantized weights travel as their codes (``quant.gather_codes``): one byte per weight instead of two, and the same
 training.
 
-Forward and backward of a quantised layer use its weight only through the quantiser. Where every rank knows the scales,
-which are few, the rank that holds a part of a weight can quantise it before it is sent; a layer then finds the codes
-in place of its weight (:func:`quant.packed_weight.stand_in`), and quantises nothing: the fp8 GEMM takes them as they
+Forward and backward of a quantized layer use its weight only through the quantizer. Where every rank knows the scales,
+which are few, the rank that holds a part of a weight can quantize it before it is sent; a layer then finds the codes
+in place of its weight (:func:`quant.packed_weight.stand_in`), and quantizes nothing: the fp8 GEMM takes them as they
 are. What the layer cannot know any more is the weight's distance from its code, on which its gradient's mask and
-theta's gradient depend. So the weight gets the gradient with respect to the quantised weight, theta gets zeros, and
-after the reduction the rank that holds the part applies the quantiser's rule to it, and makes theta's gradient, which
+theta's gradient depend. So the weight gets the gradient with respect to the quantized weight, theta gets zeros, and
+after the reduction the rank that holds the part applies the quantizer's rule to it, and makes theta's gradient, which
 takes the place of the layer's (``parts.py``).
 
 Against gathering the weights themselves: forward, the gradients of inputs and of weights are the same bit for bit. The
@@ -33,8 +33,8 @@ Chooses the weights that travel as codes, encodes them, and completes their grad
 
 What a rank that holds some consecutive elements of a weight computes without the others.
 
-The quantiser works on single elements. So codes can be made before a partition is sent, a byte each; and of the
-gradient with respect to the quantised weight, both what the quantiser lets through (a mask) and what a learned scale
+The quantizer works on single elements. So codes can be made before a partition is sent, a byte each; and of the
+gradient with respect to the quantized weight, both what the quantizer lets through (a mask) and what a learned scale
 gets (a sum over elements) can be taken after the reduction: neither changes while the gradients of ranks and
 micro-batches are added up.
 """
@@ -112,7 +112,7 @@ class CodedWeights:
 
         Args:
             model: after ``deepspeed.initialize``.
-            layers: its quantised layers. Weights that stay gathered need not travel, and are left out.
+            layers: its quantized layers. Weights that stay gathered need not travel, and are left out.
 
         Raises:
             ValueError: there is no such layer, or DeepSpeed is configured to change what is gathered.
@@ -136,7 +136,7 @@ class CodedWeights:
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Apply the quantisers' rules to the reduced gradients; a collective where scales learn.
+        """Apply the quantizers' rules to the reduced gradients; a collective where scales learn.
 
         To be called after the last backward of an optimizer step, before the update.
         """
@@ -247,7 +247,7 @@ def can_be_coded(layer: QuantLayer) -> TypeGuard[QuantLinear]:
 
 
 def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) -> Tensor:
-    """Quantise part of a weight.
+    """Quantize part of a weight.
 
     Args:
         flat: its elements ``[start, start + len(flat))``, 1-D, in the weight's dtype.
@@ -267,10 +267,10 @@ def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) ->
 def part_gradients_(
     grad: Tensor, flat: Tensor, start: int, numel: int, quantizer: Quantizer, *, factor: float
 ) -> Tensor | None:
-    """Turn the gradient of part of a quantised weight into those of the weight and of its theta.
+    """Turn the gradient of part of a quantized weight into those of the weight and of its theta.
 
     Args:
-        grad: the gradient with respect to the quantised elements, fp32, 1-D. That of the weight takes its place, with
+        grad: the gradient with respect to the quantized elements, fp32, 1-D. That of the weight takes its place, with
             NaN where the weight is not finite: no code says so, and the step must be seen to have gone wrong.
         flat, start, numel, quantizer: as in :func:`quantize_part`.
         factor: what theta's gradient is multiplied with, see :func:`quant.autograd.lsq_factor`.

@@ -1,6 +1,6 @@
 """Codes and scales of one Linear in compressed-tensors' layout, which transformers, vLLM and SGLang read.
 
-What is written is not quantised anew: the codes come from the reference quantiser with the very effective scale that
+What is written is not quantized anew: the codes come from the reference quantizer with the very effective scale that
 the forward used, so that the file holds the numbers that the last step trained, bit for bit.
 
 Six formats, of a Linear of ``out`` x ``in`` features. Scales have ``TensorSpec.scale_shape``; those of integers are in
@@ -46,7 +46,7 @@ MXFP4_PACKED = "mxfp4-pack-quantized"
 MXFP8_QUANTIZED = "mxfp8-quantized"
 _WHOLE_CODES = (FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED)  # a byte each, in the tensor `weight`
 
-# Rows are quantised and packed a few at a time: the reference works in fp32 and packing in int32, 4-10 times the size
+# Rows are quantized and packed a few at a time: the reference works in fp32 and packing in int32, 4-10 times the size
 # of the codes, which would otherwise be paid for a whole tensor on top of the one that is gathered.
 CHUNK_ELEMENTS = 1 << 20
 
@@ -198,7 +198,7 @@ def pack_linear(
         input_scale: effective fp32 scale [1] of the inputs, None where the scheme stores none.
         bias: [out] or None.
         scheme: the numerics.
-        model_dtype: dtype of everything that is not quantised.
+        model_dtype: dtype of everything that is not quantized.
 
     Raises:
         ValueError: a scale is missing, misshapen, not finite, 0, negative where the weight is no integer, or not

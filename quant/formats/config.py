@@ -34,8 +34,8 @@ def quantization_config(
     """The ``quantization_config`` of a model.
 
     Args:
-        layers: schemes of the quantised layers by module name; where names on disk differ from transformers', both.
-        ignore: of :func:`ignore_patterns`. A Linear that is neither quantised nor listed is loaded without complaint
+        layers: schemes of the quantized layers by module name; where names on disk differ from transformers', both.
+        ignore: of :func:`ignore_patterns`. A Linear that is neither quantized nor listed is loaded without complaint
             and predicts noise.
         kv_cache: of keys and values; None where they stay as they are.
         no_linears: those of the layers that ``Linear`` does not name: embeddings, and lm_head, which is none to vLLM.
@@ -46,7 +46,7 @@ def quantization_config(
     """
     schemes, ignore = list(dict.fromkeys(layers.values())), list(ignore)
     if not schemes and any("experts" in entry for entry in ignore):
-        # Nothing but the KV cache is quantised. transformers takes the first group for the experts of a MoE without
+        # Nothing but the KV cache is quantized. transformers takes the first group for the experts of a MoE without
         # asking whether there is one: here is one, for Linears of which ``ignore`` names all.
         schemes = [SCHEMES["fp8_static"]]
     targets = {scheme: _targets(layers, scheme, anywhere) for scheme in schemes}
@@ -125,12 +125,12 @@ def ignore_patterns(
 ) -> list[str]:
     """The ``ignore`` list: it matches every ``skipped`` Linear and no ``quantized`` one.
 
-    MoE routers are listed by the end of their names, anchored: they are Linears to vLLM, which would quantise them
+    MoE routers are listed by the end of their names, anchored: they are Linears to vLLM, which would quantize them
     silently, and ``gate`` without an anchor also catches ``gate_proj``.
 
     Args:
         skipped: module names of the Linears that stay as they are.
-        quantized: module names of the layers that are quantised.
+        quantized: module names of the layers that are quantized.
         routers: module names of the MoE routers.
         copied: names of modules that stay as they are with all that is in them, wherever a reader has them.
         anywhere: see :func:`quant.rules.name_patterns`.
@@ -199,7 +199,7 @@ def _regex(entry: str) -> str:
 
 
 def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
-    """How a ``quantization_config`` quantises keys and values; None where they stay as they are.
+    """How a ``quantization_config`` quantizes keys and values; None where they stay as they are.
 
     Raises:
         ValueError: in another way than with one stored fp8 scale each.
@@ -216,7 +216,7 @@ def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
 def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None) -> Scheme:
     """The scheme of a config group; without ``config`` as far as its scales are stored."""
     if group.get("output_activations") is not None:
-        raise ValueError(f"{key}.output_activations is set: outputs are not quantised here")
+        raise ValueError(f"{key}.output_activations is set: outputs are not quantized here")
     stored = _arguments(f"{key}.weights", group.get("weights"))
     if stored is None:
         raise ValueError(f"{key}.weights is missing")
@@ -237,7 +237,7 @@ def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None
 
 
 def _arguments(key: str, args: Any) -> Mapping[str, Any] | None:
-    """What a file says of a quantiser; None where it says null. Raises ValueError unless numbers are numbers."""
+    """What a file says of a quantizer; None where it says null. Raises ValueError unless numbers are numbers."""
     if args is None:
         return None
     if not isinstance(args, Mapping):

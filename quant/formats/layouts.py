@@ -4,8 +4,8 @@
 - ``vllm_fp8``: the same codes and scales under vLLM's own ``fp8`` configuration, for fp8 with one scale per weight and
   input, or with blocks of 128 x 128 (``weight_scale_inv``, as DeepSeek-V3 has it, which transformers reads too).
 - ``gpt_oss``: its experts in MXFP4 as they are published, those of a layer in one tensor (``_blocks``, ``_scales``).
-- ``dequantized``: the fake-quantised values as weights in the model's dtype. Every reader of plain checkpoints computes
-  with them; inputs are not quantised there.
+- ``dequantized``: the fake-quantized values as weights in the model's dtype. Every reader of plain checkpoints computes
+  with them; inputs are not quantized there.
 - ``gguf``: llama.cpp's blocks (``quant.gguf``), for weights of 4 or 8 bits in groups of 32; ``model.save`` puts them
   into one file.
 - ``mlx``: what mlx-lm reads (``quant.mlx``), for integers in groups of 32, 64 or 128.
@@ -42,7 +42,7 @@ _BLOCK = SCHEMES["fp8_block"]
 _PER_TENSOR = SCHEMES["fp8_static"]
 # The codes of gpt-oss' experts. The layout says nothing of inputs; a server takes them as they are or in MXFP8.
 _GPT_OSS = (SCHEMES["mxfp4"], SCHEMES["mxfp4_mxfp8"])
-# As gpt-oss is published; nothing but its experts is quantised there.
+# As gpt-oss is published; nothing but its experts is quantized there.
 _NO_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
@@ -67,12 +67,12 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
     ours = [(scheme.weights, scheme.activations) for scheme in (_PER_TENSOR, _BLOCK)]
     if layout == "vllm_fp8" and (len(found) != 1 or next(iter(found)) not in ours):
         raise ValueError(
-            f"layout 'vllm_fp8' holds {_PER_TENSOR.name} or {_BLOCK.name} for all quantised layers, "
+            f"layout 'vllm_fp8' holds {_PER_TENSOR.name} or {_BLOCK.name} for all quantized layers, "
             f"got {', '.join(found.values()) or 'none'}; use layout 'compressed'"
         )
     if layout == "gpt_oss" and list(found) not in [[(scheme.weights, scheme.activations)] for scheme in _GPT_OSS]:
         raise ValueError(
-            f"layout 'gpt_oss' holds {' or '.join(one.name for one in _GPT_OSS)} for all quantised layers, got "
+            f"layout 'gpt_oss' holds {' or '.join(one.name for one in _GPT_OSS)} for all quantized layers, got "
             f"{', '.join(found.values()) or 'none'}; use layout 'compressed'"
         )
 
@@ -155,12 +155,12 @@ def layout_config(
 
     Args:
         layout: of the checkpoint.
-        layers: schemes of the quantised layers by module name; where names on disk differ from transformers', both.
+        layers: schemes of the quantized layers by module name; where names on disk differ from transformers', both.
         skipped: module names of the Linears that stay as they are.
         routers: module names of the MoE routers.
         kv_cache: of keys and values; None where they stay as they are.
         no_linears: those of the layers that are embeddings or the model's head.
-        copied: names on disk of modules beside the model, which are not quantised with all that is in them; for
+        copied: names on disk of modules beside the model, which are not quantized with all that is in them; for
             ``vllm_fp8`` those of the Linears in them.
         anywhere: readers may have the model inside another one: the names are those inside it.
     """

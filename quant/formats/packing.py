@@ -53,7 +53,7 @@ def unpack_bytes(rows: torch.Tensor, bits: int) -> torch.Tensor:
     lowest bits; in memory of its own.
 
     All bytes become words with as many bytes as they have codes, in which the codes are moved apart: operations on
-    neighbours in memory, which are ten times as fast on a CPU as one code after the other.
+    neighbors in memory, which are ten times as fast on a CPU as one code after the other.
     """
     if bits == 8:
         return rows.clone()

@@ -1,13 +1,13 @@
-"""Codes and scales of one layer as torchao has them, which ExecuTorch lowers to XNNPACK without quantising again.
+"""Codes and scales of one layer as torchao has them, which ExecuTorch lowers to XNNPACK without quantizing again.
 
 A weight is an ``IntxUnpackedToInt8Tensor`` (torchao 0.18, ``quantize_/workflows/intx``): ``qdata`` int8 [out, in] with
 a code in each byte, whatever its width; ``scale`` and ``zero_point``, which is 0, one per row or group. In a
 safetensors file it is three tensors, and text in the file's metadata that says what they are
-(``torchao.prototype.safetensors``). The weight of a Linear also says how its inputs are quantised.
+(``torchao.prototype.safetensors``). The weight of a Linear also says how its inputs are quantized.
 
 XNNPACK's operators take int8 inputs with a scale and a zero point per token, as in ``8da4w``, and weights of 4 bits per
 row or in groups of a multiple of 32, or of 8 bits per row. It keeps scales of groups in bf16, positive and normal
-numbers all. Embeddings have codes of 4 or 8 bits, and no inputs to quantise.
+numbers all. Embeddings have codes of 4 or 8 bits, and no inputs to quantize.
 """
 
 import json
@@ -50,8 +50,8 @@ def check_intx_of(name: str, scheme: Scheme, *, embedding: bool) -> None:
     if embedding or scheme.activations is not None:
         return  # an embedding takes no scheme with inputs
     raise ValueError(
-        f"{name}: layout 'executorch' has no Linear whose inputs are not quantised, got {scheme.name}, which is for "
-        "embeddings there: give it 8da4w in quant.rules, or leave it unquantised (of the model's head quant.lm_head "
+        f"{name}: layout 'executorch' has no Linear whose inputs are not quantized, got {scheme.name}, which is for "
+        "embeddings there: give it 8da4w in quant.rules, or leave it unquantized (of the model's head quant.lm_head "
         "is null)"
     )
 
@@ -82,7 +82,7 @@ def intx_tensors(name: str, codes: torch.Tensor, scale: Scale, dtype: torch.dtyp
     if not bool((stored >= _SMALLEST).all()):
         raise ValueError(
             f"{name}: a weight scale is {stored.min().item():.3g}, and XNNPACK takes no scales below {_SMALLEST:.3g}: "
-            "export an earlier checkpoint, or leave this layer unquantised"
+            "export an earlier checkpoint, or leave this layer unquantized"
         )
     return {
         "_weight_qdata": codes,
@@ -115,7 +115,7 @@ def torchao_config(layers: Mapping[str, Scheme], skipped: Iterable[str], embeddi
     """transformers' ``quantization_config`` for torchao.
 
     Args:
-        layers: schemes of the quantised layers by module name.
+        layers: schemes of the quantized layers by module name.
         skipped: module names of the Linears that stay as they are.
         embeddings: those of ``layers`` that are embeddings.
     """

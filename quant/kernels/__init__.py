@@ -1,9 +1,9 @@
-"""Fused quantisers as torch operators; quant/reference.py in one pass over memory, on CPU and CUDA.
+"""Fused quantizers as torch operators; quant/reference.py in one pass over memory, on CPU and CUDA.
 
 :mod:`quant.kernels.ops` is what the rest of the package calls, and :mod:`quant.kernels.registration` declares the
 operators behind it. ``arithmetic.h`` is the arithmetic that both backends include, ``cpu/quantizers.cpp`` and
 ``cuda/quantizers.cu`` are the operations around it, with their loops in the headers that they include, ``bindings.cpp``
-makes them operators, files ``fused*`` have norms and SwiGLU with the quantisation of their result
+makes them operators, files ``fused*`` have norms and SwiGLU with the quantization of their result
 (:mod:`quant.fused_reference`), and
 :mod:`quant.kernels.build` compiles these files at first use.
 """

@@ -1,4 +1,4 @@
-// The arithmetic of fake quantisation, one value at a time, for the CPU and CUDA kernels alike.
+// The arithmetic of fake quantization, one value at a time, for the CPU and CUDA kernels alike.
 //
 // quant/reference.py is the definition; these functions give its results bit for bit (see `exponential` for exp(theta)). Both compilers must be told not to
 // contract a*b+c into one rounding (-ffp-contract=off, --fmad=false), or the two backends part ways in the last bit.

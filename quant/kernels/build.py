@@ -97,16 +97,16 @@ def prepare_kernels() -> str:
     remarks = []
     if built.library is None:
         _implement("CPU", lambda name: getattr(eager, name))
-        remarks.append(f"fake quantisation runs in eager mode on the CPU, many times slower: {built.why}")
+        remarks.append(f"fake quantization runs in eager mode on the CPU, many times slower: {built.why}")
     if torch.cuda.is_available() and not built.cuda:
         compilable = find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
         if compilable:
             _implement("CUDA", lambda name: torch.compile(getattr(eager, name), dynamic=True, options=_AS_EAGER))
-            remarks.append(f"fake quantisation on CUDA runs the reference through torch.compile, slower: {built.why}")
+            remarks.append(f"fake quantization on CUDA runs the reference through torch.compile, slower: {built.why}")
         else:
             _implement("CUDA", lambda name: getattr(eager, name))
             remarks.append(
-                f"fake quantisation on CUDA runs in eager mode, many times slower: {built.why}; "
+                f"fake quantization on CUDA runs in eager mode, many times slower: {built.why}; "
                 "torch.compile needs triton and a C compiler"
             )
     _ready.append(True)

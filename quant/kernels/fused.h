@@ -1,4 +1,4 @@
-// The normalisation of a layer's input, and SwiGLU, each with the quantisation of what comes out of it: the arithmetic
+// The normalization of a layer's input, and SwiGLU, each with the quantization of what comes out of it: the arithmetic
 // of one value, and what both backends implement. quant/fused_reference.py is the definition.
 //
 // Tensors are dense and row-major, [count, features] or as flat as they are; all but codes, masks, rstd and `partial`

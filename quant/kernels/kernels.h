@@ -46,11 +46,11 @@ struct Tokens {
 //
 //   1. a segment is kSegment consecutive terms of a run (the last one shorter, as if zeros followed);
 //   2. accumulator p of kPositions takes the segment's terms p, p + kPositions, ... in this order;
-//   3. the accumulators are added by halves: eight neighbours into one sum (a[j] += a[j + 4], then 2, then 1), then the
+//   3. the accumulators are added by halves: eight neighbors into one sum (a[j] += a[j + 4], then 2, then 1), then the
 //      256 sums likewise (b[i] += b[i + 128], ..., 1);
 //   4. the sums of the segments, if there are several, are added by steps 2 and 3 as one segment of any length.
 //
-// A CUDA thread holds eight neighbouring positions, a block one segment, and both need no atomics.
+// A CUDA thread holds eight neighboring positions, a block one segment, and both need no atomics.
 constexpr int kVector = 8;
 constexpr int kLanes = 256;
 constexpr int kPositions = kVector * kLanes;

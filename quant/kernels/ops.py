@@ -1,4 +1,4 @@
-"""The quantisers as functions; each calls an operator of :mod:`quant.kernels.registration`."""
+"""The quantizers as functions; each calls an operator of :mod:`quant.kernels.registration`."""
 
 import torch
 from torch import Tensor
@@ -269,7 +269,7 @@ def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, quantizer: Quantizer, *, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A norm and the quantisation of its result with one fixed scale, :mod:`quant.fused_reference`; no gradient.
+    """A norm and the quantization of its result with one fixed scale, :mod:`quant.fused_reference`; no gradient.
 
     Args:
         x, weight: ``[..., n]`` and ``[n]`` of one dtype; n is a multiple of 8 and at most 16,384.
@@ -297,7 +297,7 @@ def rms_norm_backward(
 def silu_mul_quantize(
     gate: Tensor, up: Tensor, quantizer: Quantizer, *, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``silu(gate) * up`` and its quantisation likewise: codes, mask, values; tensors of one shape and dtype."""
+    """``silu(gate) * up`` and its quantization likewise: codes, mask, values; tensors of one shape and dtype."""
     ensure_ready()
     return _OPS.silu_mul_quantize(gate, up, *_of_one(quantizer), mask, values)
 

@@ -1,4 +1,4 @@
-"""Quantisers, sums of rows, norms and SwiGLU as operators of torch (``torch.ops.deepqat``): schemas, shapes, gradients.
+"""Quantizers, sums of rows, norms and SwiGLU as operators of torch (``torch.ops.deepqat``): schemas, shapes, gradients.
 
 An operator forms the scale itself, ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale costs no
 launch of its own. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive parts of the row-major
@@ -14,8 +14,8 @@ one of these two, with groups of 32 or 16 features; of e2m1 always one of them.
 same without one: torch calls a registered gradient from Python, which costs some 0.1 ms in the middle of a step even
 where no gradient is wanted, in the forward and backward of an autograd function.
 
-What backward quantises again is given a gradient as ``after``, which no value depends on. Without it ``torch.compile``
-would see the same call as in the forward, make it once there, and keep the result for backward: a fake-quantised copy
+What backward quantizes again is given a gradient as ``after``, which no value depends on. Without it ``torch.compile``
+would see the same call as in the forward, make it once there, and keep the result for backward: a fake-quantized copy
 of every weight.
 
 Values that are not finite: a NaN stays a NaN (its code, but for e4m3, is 0) and has no gradient; an infinity clips.

@@ -8,7 +8,7 @@
 namespace deepqat {
 
 // Scale and grid of one token. A token that holds a NaN or an infinity has no scale: NaN, and so are all its
-// fake-quantised values.
+// fake-quantized values.
 template <typename G>
 struct Token {
   G grid;

@@ -41,7 +41,7 @@ RANKS = 2
 # No BLAS promises the last bit of an fp32 matrix product: MKL's depends on the CPU, on the number of rows, and on
 # whether an operand is aligned to 16 bytes, which in ZeRO's flat buffers it may not be. And ranks add gradients up in
 # another order than one process. Without fake quant that stays rounding. But a code is discontinuous: of the half a
-# million values that such a step quantises, about one lies so near to the middle between two codes that the last bit
+# million values that such a step quantizes, about one lies so near to the middle between two codes that the last bit
 # decides, and then an activation jumps by up to 1/8, which all later layers and tokens of its sequence see.
 #
 # From step to step this grows: a scale that moved by 3e-4 sends one code in 300 elsewhere, so that two correct loops of
@@ -97,14 +97,14 @@ def plain_loaders(settings: Recipe) -> list[Loader]:
 
 
 def plain_weights(path: str, experts: Form = "stacked") -> nn.Module:
-    """The checkpoint as our model, fp32, not quantised."""
+    """The checkpoint as our model, fp32, not quantized."""
     model = build_model(path, {}, dtype=torch.float32, device=torch.device("cpu"), experts=experts)
     load_weights(model, path, progress=False)
     return model
 
 
 def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
-    """The student, quantised; scales measured and calibrated as the recipe says, unless fake quant starts later."""
+    """The student, quantized; scales measured and calibrated as the recipe says, unless fake quant starts later."""
     model, preset = plain_weights(settings.model.path, settings.model.experts), settings.quant.preset()
     quantization = prepare(
         model,
@@ -149,7 +149,7 @@ def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
 def plain_losses(
     kind: str, logits: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over the valid tokens: language modelling, and distillation (0 without a teacher); in fp64."""
+    """Sums over the valid tokens: language modeling, and distillation (0 without a teacher); in fp64."""
     valid = labels != IGNORE
     student = logits[valid].double()
     lm = lm_loss(student, labels[valid]).sum()

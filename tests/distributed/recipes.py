@@ -63,7 +63,7 @@ def write_recipe(
     }
     for section, values in sections.items():
         contents[section] = {**contents.get(section, {}), **values} if isinstance(values, dict) else values
-    # One look at the quantisation is enough, unless a test counts them: it draws a picture, which costs several steps.
+    # One look at the quantization is enough, unless a test counts them: it draws a picture, which costs several steps.
     contents["train"].setdefault("quant_stats_every", min(contents["train"]["steps"], 4))
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(contents))

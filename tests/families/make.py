@@ -130,7 +130,7 @@ class Variant:
         config = self.config()
         torch.manual_seed(seed)
         model = self.class_of(config)._from_config(config, dtype=torch.float32, attn_implementation=attention)
-        randomise(model, seed)
+        randomize(model, seed)
         return model.to(dtype).eval()
 
     def checkpoint(self, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -164,7 +164,7 @@ def _knobs_of(cls: type) -> set[str]:
 
 
 @torch.no_grad()
-def randomise(model: PreTrainedModel, seed: int) -> None:
+def randomize(model: PreTrainedModel, seed: int) -> None:
     """Make a fresh model's weights tell: matrices large enough for logits to differ, norms and biases not neutral."""
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in _floating(model):

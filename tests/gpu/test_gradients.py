@@ -1,4 +1,4 @@
-"""Gradients of quantised layers against fp64, in memory that held NaN before, with operands that are views.
+"""Gradients of quantized layers against fp64, in memory that held NaN before, with operands that are views.
 
 Both ways of computing have one backward: that simulate and the fp8 GEMM agree (test_linear.py) says nothing of whether
 it is right.

@@ -64,7 +64,7 @@ def check(case: Case) -> None:
     assert_same(overwritten.cpu(), OPS.masked(grad, mask), f"masked in place, {what}")
     overwritten = grad.cuda().contiguous().clone()
     values = OPS.dequantize_and_mask_(overwritten, mask.cuda(), on_gpu(codes), gs, gt, stored, gz)
-    assert_same(overwritten.cpu(), OPS.masked(grad, mask), f"masked while dequantising, {what}")
+    assert_same(overwritten.cpu(), OPS.masked(grad, mask), f"masked while dequantizing, {what}")
     assert_same(values.cpu(), OPS.dequantize(codes, s0, theta, stored, grad.dtype, None, zero), f"and values, {what}")
     for dtype in DTYPES:
         last = (stored, dtype, None)
@@ -111,7 +111,7 @@ def test_sums_of_rows(seed):  # noqa: F811
 
 
 def test_norms_and_swiglu(seed):  # noqa: F811
-    """With the quantisation of their results: equal to the CPU's bit for bit."""
+    """With the quantization of their results: equal to the CPU's bit for bit."""
     for _ in range(60):
         dtype, wild = random.choice(DTYPES), random.random() < 0.3
         x, up, grad, weight = random_rows(dtype, wild)

@@ -1,4 +1,4 @@
-"""A quantised Linear on a GPU: the fp8 GEMM and simulate against fp64."""
+"""A quantized Linear on a GPU: the fp8 GEMM and simulate against fp64."""
 
 import pytest
 import torch

@@ -43,7 +43,7 @@ def no_waits(device: torch.device) -> Iterator[None]:
 
 
 def prepared(model: nn.Module, scheme: str) -> Quantization:
-    """Quantise a model, with scales of its own size."""
+    """Quantize a model, with scales of its own size."""
     quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=True, learn_input_scale=False)
     with torch.no_grad():
         for group in (*quantization.weight_groups, *quantization.input_groups):

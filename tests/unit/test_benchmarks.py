@@ -49,7 +49,7 @@ def test_quant_kernels(tmp_path: Path) -> None:
     """Compiling the reference is left out: it takes minutes."""
     rows = run("quant_kernels", "--no-compile", results=tmp_path)
     assert len({row["tensor"] for row in rows}) == 7
-    assert {"forward", "dequantise", "backward", "backward, scale gradient"} <= {row["operation"] for row in rows}
+    assert {"forward", "dequantize", "backward", "backward, scale gradient"} <= {row["operation"] for row in rows}
     for row in rows:
         assert float(row["fused, ms"]) > 0
         assert float(row["GB/s"]) > 0

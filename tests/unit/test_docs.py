@@ -169,7 +169,7 @@ def script_options(script: Path) -> set[str]:
     sys.modules[spec.name] = module  # dataclasses look their module up
     arguments, path = sys.argv, list(sys.path)
     sys.argv = [str(script), "--help"]
-    sys.path.insert(0, str(script.parent))  # as for a script that is run: its neighbours can be imported
+    sys.path.insert(0, str(script.parent))  # as for a script that is run: its neighbors can be imported
     out = io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):

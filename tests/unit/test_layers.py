@@ -28,7 +28,7 @@ ROOMS = {
     "recipe": {"losses"},
     "cluster": {"recipe"},
     "session": {"cluster", "losses", "recipe"},
-    "quantisation": {"session"},
+    "quantization": {"session"},
     "checkpoint": {"recipe", "session"},
     "memory": {"losses", "recipe", "session"},
 }
@@ -159,7 +159,7 @@ def test_a_violation_is_found(module: str, source: str) -> None:
         ("quant.linear", "from quant.spec import SCHEMES\nfrom .spec import SCHEMES\nimport torch"),
         ("model.build", "import deepspeed\nfrom quant import QuantLinear"),
         ("engine.session.context", "from data import Loader\nfrom model.zero import stage"),
-        ("data.chat", "import modelling\nfrom datasets import quant"),
+        ("data.chat", "import modeling\nfrom datasets import quant"),
         ("engine.memory.plan", "from engine.memory.table import GB\nfrom engine.session.optimizer import classify"),
         ("engine.losses.kd", "from . import teacher\nfrom model.head import LMHead"),
         ("engine.loop", "from engine.checkpoint.save import LATEST\nfrom engine import schedule"),

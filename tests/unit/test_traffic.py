@@ -1,4 +1,4 @@
-"""What a quantised layer costs a GPU in launches and bytes, counted: nobody adds a pass unseen."""
+"""What a quantized layer costs a GPU in launches and bytes, counted: nobody adds a pass unseen."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from quant import SCHEMES, prepare
 
 TOKENS = 1024
 IN, OUT = QWEN3_8B["hidden_size"], QWEN3_8B["intermediate_size"]
-# Forward and backward of a Linear whose scales train: operands that are quantised, GEMMs, and what masks a gradient.
+# Forward and backward of a Linear whose scales train: operands that are quantized, GEMMs, and what masks a gradient.
 LAUNCHES = dict.fromkeys(("w4a16_g32", "w8a16_channel", "w4a16_asym", "nvfp4", "mxfp4"), (2, 4))
 LAUNCHES |= dict.fromkeys(("fp8_static", "w8a8_static", "fp8_dynamic", "int8_dynamic", "8da4w"), (3, 5))
 LAUNCHES |= dict.fromkeys(("nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8", "mxfp8"), (3, 5)) | {"fp8_block": (5, 12)}
@@ -29,7 +29,7 @@ def elementwise_bytes(traffics) -> float:
 
 
 @pytest.mark.parametrize("scheme", LAUNCHES)
-def test_launches_of_a_quantised_linear(scheme: str):
+def test_launches_of_a_quantized_linear(scheme: str):
     found = tuple(one.launches.total() for one in counted(quant_linear(scheme, OUT), TOKENS))
     assert found == LAUNCHES[scheme]
     plain = counted(quant_linear(None, OUT), TOKENS)
@@ -37,7 +37,7 @@ def test_launches_of_a_quantised_linear(scheme: str):
 
 
 @pytest.mark.parametrize("scheme", MOST_BYTES)
-def test_bytes_of_a_quantised_linear(scheme: str):
+def test_bytes_of_a_quantized_linear(scheme: str):
     of_weight, of_input = MOST_BYTES[scheme]
     few, many = (elementwise_bytes(counted(quant_linear(scheme, OUT), tokens)) for tokens in (TOKENS, 2 * TOKENS))
     per_input = (many - few) / (TOKENS * IN)
@@ -47,7 +47,7 @@ def test_bytes_of_a_quantised_linear(scheme: str):
 
 @pytest.mark.parametrize("learn", [False, True])
 def test_launches_and_bytes_of_codes_that_were_gathered(learn: bool):
-    """2 + 4, the goal: the input is quantised, the codes are multiplied; the weight is dequantised, the input too while
+    """2 + 4, the goal: the input is quantized, the codes are multiplied; the weight is dequantized, the input too while
     its gradient is masked, two GEMMs. The first of these gives a theta, whose gradient whoever has the weight makes, a
     zero."""
     layer = quant_linear("fp8_static", OUT, learn=learn, fp8_gemm=True, codes=True)
@@ -60,7 +60,7 @@ def test_launches_and_bytes_of_codes_that_were_gathered(learn: bool):
 
 @pytest.mark.parametrize("learn", [False, True])
 def test_launches_of_the_gemm_of_codes(learn: bool):
-    """Both operands are quantised, the weight's scale formed beside its codes; in backward it is quantised again, and
+    """Both operands are quantized, the weight's scale formed beside its codes; in backward it is quantized again, and
     its gradient masked while the sum for theta is taken."""
     there, back = counted(quant_linear("fp8_static", OUT, learn=learn, fp8_gemm=True), TOKENS)
     assert (there.launches.total(), back.launches.total()) == (3, 5)
@@ -98,7 +98,7 @@ def test_a_layer_with_experts(fp8_gemm: bool):
     assert [one.launches.total() for one in ours] == [123 if fp8_gemm else 87, 136]
 
 
-def test_launches_of_the_quantised_linears_of_a_layer():
+def test_launches_of_the_quantized_linears_of_a_layer():
     """Seven of them, which share three of their seven inputs, beside 7 + 14 GEMMs; and the bytes of sharing."""
     ours = ("quantize", "effective_scale", "dequantize", "dequantize_and_mask_", "masked_", "fake_quantized")
     for codes, most in ((False, (11 + 7, 7 + 7)), (True, (4, 7 + 7))):

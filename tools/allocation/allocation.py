@@ -1,6 +1,6 @@
 """Bits where they count: one of several schemes for each part of a model, so that the whole stays within a budget.
 
-What a part costs under a scheme is measured with this part alone quantised (:mod:`tools.allocation.sensitivity`),
+What a part costs under a scheme is measured with this part alone quantized (:mod:`tools.allocation.sensitivity`),
 and costs are taken to add up, as in HAWQ-V2 (Dong et al. 2020, arXiv 1911.03852, section 3.2). Then the choice is a
 knapsack with several sizes of every item. It is solved on the lower convex hull of each part's sizes and costs, from
 the smallest sizes on: always the step that saves most per bit and still fits. What that misses of the best choice is

@@ -1,4 +1,4 @@
-"""What each part of a model costs when it alone is quantised: the KL divergence of the logits, measured in place under
+"""What each part of a model costs when it alone is quantized: the KL divergence of the logits, measured in place under
 whatever ZeRO stage the model lives."""
 
 import math
@@ -30,7 +30,7 @@ def parts_of(model: nn.Module, quantization: Quantization, scheme: str, dtype: t
     (lm_head, embeddings) are in none.
 
     Args:
-        model: what ``quant.prepare`` quantised.
+        model: what ``quant.prepare`` quantized.
         quantization: what it returned.
         scheme: the name of the scheme.
         dtype: of the model, which may be that of scales.
@@ -64,13 +64,13 @@ def divergences(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> list[float]:
-    """The mean KL divergence per token, in nats, of the logits with some layers quantised from those without any; a
+    """The mean KL divergence per token, in nats, of the logits with some layers quantized from those without any; a
     collective.
 
     Args:
         engine: the engine; called with input_ids alone.
-        quantization: its quantisation; its switches are afterwards as they were.
-        sets: names of layers that are quantised together, with their inputs; one forward for each and sample.
+        quantization: its quantization; its switches are afterwards as they were.
+        sets: names of layers that are quantized together, with their inputs; one forward for each and sample.
         batches: as many on every rank.
         device: where the batches go.
     """

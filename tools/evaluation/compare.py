@@ -1,7 +1,7 @@
 """bf16, PTQ and QAT side by side: a table, its Markdown and a picture.
 
-The recovered share (PTQ - QAT) / (PTQ - bf16) is how much of what quantising cost training has won back: 1 is the
-unquantised model, 0 is PTQ, below 0 training did harm. It is the same formula for perplexities and for accuracies.
+The recovered share (PTQ - QAT) / (PTQ - bf16) is how much of what quantizing cost training has won back: 1 is the
+unquantized model, 0 is PTQ, below 0 training did harm. It is the same formula for perplexities and for accuracies.
 """
 
 import math
@@ -16,13 +16,13 @@ REDUNDANT = ("perplexity per word", "perplexity per byte", "bits per byte")
 # A loss below this share of a figure without a standard error is noise: a share of it would say nothing.
 NOISE = 0.005
 
-# What the unquantised model is called: by the type of weights and GEMMs in which all were measured.
+# What the unquantized model is called: by the type of weights and GEMMs in which all were measured.
 LEVELS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The unquantised model, which PTQ started from, and what became of it under each scheme."""
+    """The unquantized model, which PTQ started from, and what became of it under each scheme."""
 
     bf16: Evaluation
     ptq: dict[str, Evaluation] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def level(self) -> str:
-        """The name of the unquantised model in tables: the type in which it was measured, bf16 where none is named."""
+        """The name of the unquantized model in tables: the type in which it was measured, bf16 where none is named."""
         ends = (found.conditions.rpartition(", ")[2] for found in self.bf16.measurements.values())
         return next((LEVELS[end] for end in ends if end in LEVELS), "bf16")
 
@@ -44,7 +44,7 @@ class Comparison:
         return ("", self.level, "PTQ", "QAT", "recovered", "file", f"of {self.level}")
 
     def measures(self) -> list[str]:
-        """The names of the figures that are compared: all of the unquantised model but the redundant ones."""
+        """The names of the figures that are compared: all of the unquantized model but the redundant ones."""
         return [name for name in self.bf16.measurements if name not in REDUNDANT]
 
     def problems(self) -> list[str]:
@@ -62,7 +62,7 @@ class Comparison:
         return found
 
     def rows(self, measure: str) -> list[tuple[str, ...]]:
-        """The rows of a table under :meth:`header`: the unquantised model, then a row per scheme."""
+        """The rows of a table under :meth:`header`: the unquantized model, then a row per scheme."""
         bf16 = self.bf16.measurements[measure]
         size = self.bf16.weights_bytes
         rows: list[tuple[str, ...]] = [(self.level, shown(bf16), "", "", "", shown_size(size), "")]
@@ -158,7 +158,7 @@ def _escaped(cell: str) -> str:
 
 
 def plot(comparison: Comparison, path: Path) -> None:
-    """Write a PNG with a panel per figure: PTQ and QAT of each scheme, joined by a line, and the unquantised level."""
+    """Write a PNG with a panel per figure: PTQ and QAT of each scheme, joined by a line, and the unquantized level."""
     from matplotlib.figure import Figure  # takes a second to import; without pyplot no window is needed
 
     measures, schemes = comparison.measures(), comparison.schemes
@@ -170,8 +170,8 @@ def plot(comparison: Comparison, path: Path) -> None:
         axes = figure.add_subplot(rows, columns, index + 1)
         bf16 = comparison.bf16.measurements[measure]
         axes.axhline(bf16.value, color="0.4", linestyle="--", label=comparison.level)
-        for side, label, colour, marker in (
-            (comparison.ptq, "PTQ", "#d55e00", "o"),  # of a palette that colour-blind readers tell apart
+        for side, label, color, marker in (
+            (comparison.ptq, "PTQ", "#d55e00", "o"),  # of a palette that color-blind readers tell apart
             (comparison.qat, "QAT", "#0072b2", "s"),
         ):
             points = [(at, side[name].measurements[measure]) for at, name in enumerate(schemes) if name in side]
@@ -184,7 +184,7 @@ def plot(comparison: Comparison, path: Path) -> None:
                 [at for at, _ in points],
                 [found.value for _, found in points],
                 yerr=[found.stderr or 0.0 for _, found in points],
-                color=colour,
+                color=color,
                 marker=marker,
                 linestyle="none",
                 label=label,

@@ -92,7 +92,7 @@ class EvalText:
 
 
 def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> EvalText:
-    """Read and tokenise a UTF-8 text file, or its first ``max_tokens`` tokens.
+    """Read and tokenize a UTF-8 text file, or its first ``max_tokens`` tokens.
 
     Raises:
         ValueError: the file is empty or not UTF-8, or the tokenizer has neither BOS nor EOS.

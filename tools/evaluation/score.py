@@ -2,7 +2,7 @@
 
 lm_head is taken out of the model, and called on some positions' hidden states at a time. So no logits of a whole batch
 exist ([B, T, V] in bf16 are 1.2 GB for 4 windows of 1,024 tokens at V = 152k, and two copies of that in fp32 for a
-softmax), positions that predict nothing have none at all, and a head that is quantised is called as any other.
+softmax), positions that predict nothing have none at all, and a head that is quantized is called as any other.
 """
 
 import math

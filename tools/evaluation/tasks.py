@@ -2,7 +2,7 @@
 
 The harness builds the requests of a task and computes its metrics; :class:`ServedModel` is its view of a model. Its own
 Hugging Face class would load compressed checkpoints with transformers (which leaves the inputs of experts as they are)
-and make the logits of whole batches in fp32. Requests are tokenised and cut as that class does it, so results agree.
+and make the logits of whole batches in fp32. Requests are tokenized and cut as that class does it, so results agree.
 
 To the harness every rank is rank 0 of 1: each builds all requests, and :func:`tools.evaluation.score.score_windows`
 shares out the work, plain or under ZeRO-3, and gives all results to all ranks.

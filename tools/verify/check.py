@@ -1,7 +1,7 @@
 """Compares an exported checkpoint with transformers in fp32: does it load there, and compute what training saw?
 
 Two readers of one directory get the same tokens: transformers, which lets compressed-tensors decompress, and our
-own forward (``tools.compressed``), whose fake quantisation gives the codes on disk bit for bit. Where their arithmetic
+own forward (``tools.compressed``), whose fake quantization gives the codes on disk bit for bit. Where their arithmetic
 differs by definition, the difference is not waved through by a loose tolerance but taken out and put back:
 
 1. *same arithmetic*: our model with each known difference replaced by what transformers does. Both then perform the
@@ -13,9 +13,9 @@ differs by definition, the difference is not waved through by a loose tolerance 
 
 - Where ``x/s`` lies within a rounding of a boundary between codes, dividing and multiplying give different codes. In
   fp32 that is one element in some millions, but each such step (1/16 of the value) moves the values behind it, and
-  further codes flip: through 6 layers the logits differ by 0.2 at most and by 0.002 in the mean, 1% of what quantising
+  further codes flip: through 6 layers the logits differ by 0.2 at most and by 0.002 in the mean, 1% of what quantizing
   them cost. With scales that are powers of two both are exact, and agree.
-- Experts' inputs are not quantised in transformers. Both comparisons leave that off here too, and a third line, *full
+- Experts' inputs are not quantized in transformers. Both comparisons leave that off here too, and a third line, *full
   forward*, shows our complete one (what vLLM computes) beside it, without a bound.
 - Weights that it holds in bf16 are rounded so in the bf16 forward of training too.
 """
@@ -40,14 +40,14 @@ from tools.verify.reader import inputs_of_experts_left, load_theirs, their_arith
 # and where an input lies that close to a boundary its fp8 code flips: 2.5e-8 mostly, up to 3e-5 where that code is a
 # large one (3 of 10,000 small exports were beyond 1e-5). A scale or a layer read wrongly gives 1e-3 and more.
 SAME_ARITHMETIC_KL = 1e-5
-SAME_ARITHMETIC_KL_ROUTED = 1e-4  # of a MoE whose inputs, keys or values are quantised
+SAME_ARITHMETIC_KL_ROUTED = 1e-4  # of a MoE whose inputs, keys or values are quantized
 # The same of our forward. Measured: 1.4e-5 with static fp8 inputs, 0 without them and with weights that bf16 holds,
 # 2e-5 for NVFP4. Where a choice of experts hangs on a rounding the token's logits are those of other weights: 4e-3 with
 # random routers (1.2e-2 on 66 tokens, where one token shows).
 OUR_FORWARD_KL = 1e-3
 OUR_FORWARD_KL_ROUTED = 1e-2
 # Dynamic inputs come to lie on boundaries: of symmetric int8 the largest value of each token stands at 127.5 codes, and
-# the two readers round every tenth negative one to another code. Measured: up to 0.73 of what it costs to quantise
+# the two readers round every tenth negative one to another code. Measured: up to 0.73 of what it costs to quantize
 # these inputs at all, which bounds the difference where it is larger than the figures above. On the grid of NVFP4
 # inputs flipped codes make further ones flip, the sooner as transformers has its weights rounded to bf16: 0.4 to 0.65
 # through two layers of a random model. Two roundings that have nothing in common any more differ by twice what one of
@@ -125,12 +125,12 @@ class Report:
 
     Attributes:
         scheme: names of the schemes in the checkpoint's config.
-        layers: number of quantised Linears.
+        layers: number of quantized Linears.
         same_arithmetic: our model with the known differences taken out.
         our_forward: our model with the known differences.
-        inputs_as_given: our forward without quantised inputs, keys and values, which shows what quantising them costs;
-            None where they are not quantised.
-        full_forward: for a MoE with quantised inputs, our forward with its experts' inputs quantised too, as they are
+        inputs_as_given: our forward without quantized inputs, keys and values, which shows what quantizing them costs;
+            None where they are not quantized.
+        full_forward: for a MoE with quantized inputs, our forward with its experts' inputs quantized too, as they are
             when it is served. It has no bound.
         problems: everything that is wrong; empty if the checkpoint is good.
         note: the reason why the other model is not the one that transformers loads; None where it is.
@@ -156,7 +156,7 @@ class Report:
         rows = [self.same_arithmetic, self.our_forward, *others]
         head = f"{'against':<17} {'max |diff|':>10} {'mean':>10} {'KL':>10} {'top-1':>9} {'ppl, ours':>10} "
         head += f"{'transformers':>12}"
-        title = f"{self.scheme}: {self.layers} quantised layers, {rows[0].tokens} tokens, logits in fp32"
+        title = f"{self.scheme}: {self.layers} quantized layers, {rows[0].tokens} tokens, logits in fp32"
         lines = [title, head, *(row.row() for row in rows), *([f"note: {self.note}"] if self.note else [])]
         lines += [f"PROBLEM: {problem}" for problem in self.problems]
         return "\n".join([*lines, "ok" if self.ok else "NOT ok"])
@@ -191,10 +191,10 @@ def compare_with_transformers(
     quantization.set_fake_quant(weights=True, activations=True)
     same, ours, given, full = Comparison("same arithmetic"), Comparison("our forward"), None, None
     is_fused = fused_there(model)
-    quantised_inputs = {is_fused(name) for name, layer in quantization.layers.items() if layer.input_fake_quant}
-    if False in quantised_inputs or quantization.caches:
+    quantized_inputs = {is_fused(name) for name, layer in quantization.layers.items() if layer.input_fake_quant}
+    if False in quantized_inputs or quantization.caches:
         given = Comparison("inputs as given")
-    if True in quantised_inputs:
+    if True in quantized_inputs:
         full = Comparison("full forward")
     for ids in batches:
         expected = theirs(input_ids=ids, use_cache=False).logits

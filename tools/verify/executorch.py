@@ -1,8 +1,8 @@
 """Compares an export for ExecuTorch with a compressed export of the same checkpoint, in torchao and in ExecuTorch.
 
-transformers loads the directory with torchao, whose tensors are dequantised in fp32 and must be equal bit for bit to
+transformers loads the directory with torchao, whose tensors are dequantized in fp32 and must be equal bit for bit to
 what our forward multiplies. Then the model is exported with torch.export, lowered to XNNPACK and run by ExecuTorch's
-runtime on the CPU. Nothing is quantised on that way, but inputs are by XNNPACK's own kernels: a value that lies within
+runtime on the CPU. Nothing is quantized on that way, but inputs are by XNNPACK's own kernels: a value that lies within
 a rounding of a boundary between two codes may come to the other one, so logits are near ours and not equal.
 """
 
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from model.ranks import listed
-from tools.verify.dequantised import dequantised
+from tools.verify.dequantized import dequantized
 
 # Of tokens whose likeliest successor is the same in both; of random weights, where many are about as likely, too.
 SAME_TOP = 0.98
@@ -29,7 +29,7 @@ class ExecuTorchReport:
     """What was found.
 
     Attributes:
-        quantised: how many layers have codes.
+        quantized: how many layers have codes.
         equal: how many tensors of the checkpoint are equal.
         same_top: share of tokens after which the likeliest one is the same in XNNPACK.
         perplexity: of the text in XNNPACK, and in our forward.
@@ -37,7 +37,7 @@ class ExecuTorchReport:
         problems: one line each.
     """
 
-    quantised: int = 0
+    quantized: int = 0
     equal: int = 0
     same_top: float = 0.0
     perplexity: tuple[float, float] = (0.0, 0.0)
@@ -52,7 +52,7 @@ class ExecuTorchReport:
     def table(self) -> str:
         """The report as text for people."""
         lines = [
-            f"{self.quantised} quantised layers, {self.equal} tensors of the checkpoint equal bit for bit",
+            f"{self.quantized} quantized layers, {self.equal} tensors of the checkpoint equal bit for bit",
             f"in XNNPACK: same likeliest token {self.same_top:.1%} of {self.tokens}, perplexity "
             f"{self.perplexity[0]:.4f} there, {self.perplexity[1]:.4f} here",
             *(f"PROBLEM: {problem}" for problem in self.problems),
@@ -75,7 +75,7 @@ def compare_with_compressed(
     theirs = loaded(export)
     report = ExecuTorchReport()
     found = dict(theirs.state_dict())
-    with dequantised(against, trust_remote_code=trust_remote_code) as (model, tensors):
+    with dequantized(against, trust_remote_code=trust_remote_code) as (model, tensors):
         left = set(found)
         for key, expected in tensors:
             left.discard(key)
@@ -121,7 +121,7 @@ def _compare(report: ExecuTorchReport, key: str, expected: Tensor, found: Tensor
         report.problems.append(f"{key} is not there")
         return
     if hasattr(found, "qdata"):
-        report.quantised += 1
+        report.quantized += 1
         found = found.dequantize()
     if torch.equal(found, expected):
         report.equal += 1

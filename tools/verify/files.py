@@ -50,7 +50,7 @@ def check_files(directory: Path, model: PreTrainedModel, quantization: Quantizat
                 stored[suffix][name] = tensors[suffix].float()
             codes = weight_codes(layer.weight, layer.weight_scale(), layer.scheme.weights, layer.weight_zero)
             if not torch.equal(codes.view(torch.int8), unpack_weight(tensors, layer.scheme).view(torch.int8)):
-                problems.append(f"{name}: our forward quantises the weight to other codes than those on disk")
+                problems.append(f"{name}: our forward quantizes the weight to other codes than those on disk")
             key = f"{module_name_on_disk(model, name)}.{KEY}"
             if isinstance(layer, QuantLinear) and layer.rotation is not None and key in checkpoint.tensors:
                 matrix = read_tensor(reader, checkpoint.tensors[key]).float()
@@ -98,13 +98,13 @@ def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: 
 
 
 def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
-    """The dtype in which the checkpoint stores what is not quantised: that of most of its other tensors."""
+    """The dtype in which the checkpoint stores what is not quantized: that of most of its other tensors."""
     checkpoint = read_headers(directory)
     names = Names(model)
     found = (checkpoint.tensors.get(names.key(name)) for name, tensor in own_tensors(model).items())
     dtypes = Counter(each.dtype for each in found if each is not None and each.dtype in STORED)
     if not dtypes:
-        raise ValueError(f"{directory} holds no tensor that is not quantised")
+        raise ValueError(f"{directory} holds no tensor that is not quantized")
     return next(dtype for dtype, _ in dtypes.most_common() if dtype is not None)
 
 
@@ -112,4 +112,4 @@ def _routers_not_ignored(directory: Path, model: PreTrainedModel) -> list[str]:
     ignore = read_quantization_config(directory).get("ignore") or []
     routers = [module_name_on_disk(model, name) for name, module in model.named_modules() if is_router(module)]
     missing = [name for name in routers if not is_ignored([name], ignore)]
-    return [f"ignore does not name the routers {listed(missing)}: vLLM would quantise them"] if missing else []
+    return [f"ignore does not name the routers {listed(missing)}: vLLM would quantize them"] if missing else []

@@ -1,6 +1,6 @@
 """Compares a GGUF export with a compressed export of the same checkpoint: are the weights equal, bit for bit?
 
-The file is read and dequantised by llama.cpp's own Python package. Where llama.cpp itself is installed it computes
+The file is read and dequantized by llama.cpp's own Python package. Where llama.cpp itself is installed it computes
 logits, too (``tools/verify/llama_cpp.py``).
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from model.ranks import listed
 from model.save import GGUF_FILE, GGUFNames, interleaved, open_gguf
 from tools.verify import llama_cpp
-from tools.verify.dequantised import check_tokens, dequantised
+from tools.verify.dequantized import check_tokens, dequantized
 
 
 @dataclass
@@ -63,7 +63,7 @@ def compare_with_compressed(
     kinds = [tensor.tensor_type.name for tensor in reader.tensors]
     report = GGUFReport({kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}, 0, [])
     left = set(found) - {"rope_freqs.weight"}
-    with dequantised(against, trust_remote_code=trust_remote_code) as (model, tensors):
+    with dequantized(against, trust_remote_code=trust_remote_code) as (model, tensors):
         check_tokens(model, batches, export)
         names = GGUFNames(model.config)
         for key, expected in tensors:
@@ -93,7 +93,7 @@ def compare_with_compressed(
 
 
 def _equal(tensor, expert: int | None, expected: torch.Tensor) -> bool:
-    """Whether a ``gguf.ReaderTensor``, or the part of one expert, dequantises to ``expected``."""
+    """Whether a ``gguf.ReaderTensor``, or the part of one expert, dequantizes to ``expected``."""
     from gguf.quants import dequantize
 
     try:

@@ -121,15 +121,15 @@ def compare_logits(file: Path, against: Path, model: PreTrainedModel, batches: S
 @contextmanager
 def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     """Inside the block what linear layers read is rounded as llama.cpp rounds it; ``dtype`` is that of what is not
-    quantised in the file."""
+    quantized in the file."""
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, QuantLayer | nn.Linear) and not isinstance(module, QuantEmbedding):
-                quantised = isinstance(module, QuantLayer)
+                quantized = isinstance(module, QuantLayer)
 
-                def hook(_: nn.Module, arguments: tuple, quantised: bool = quantised) -> tuple:
+                def hook(_: nn.Module, arguments: tuple, quantized: bool = quantized) -> tuple:
                     x, *others = arguments
-                    return (in_blocks(x) if quantised else x.to(dtype).float(), *others)
+                    return (in_blocks(x) if quantized else x.to(dtype).float(), *others)
 
                 stack.callback(module.register_forward_pre_hook(hook).remove)
         yield

@@ -1,6 +1,6 @@
 """Compares an export for MLX with a compressed export of the same checkpoint, in MLX itself.
 
-Its weights are dequantised by ``mlx.core`` with their scales in fp32, and must be equal bit for bit to what our forward
+Its weights are dequantized by ``mlx.core`` with their scales in fp32, and must be equal bit for bit to what our forward
 multiplies. mlx-lm loads the directory and computes logits, in fp32 and as a user does. In fp32 they must be ours. In
 the dtype of the checkpoint MLX rounds products of scales and codes, and activations; the report says what that costs.
 """
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from model.ranks import listed
 from model.save import mlx_place
-from tools.verify.dequantised import check_tokens, dequantised
+from tools.verify.dequantized import check_tokens, dequantized
 
 # Sums in another order, through all layers, relative to the standard deviation; another rope or a wrong factor gives
 # 1e-1 and more.
@@ -29,7 +29,7 @@ class MLXReport:
     """What was found.
 
     Attributes:
-        quantised: how many Linears have codes.
+        quantized: how many Linears have codes.
         equal: how many tensors of the checkpoint are equal, each expert by itself.
         difference: the largest of two logits, in fp32, in standard deviations.
         same_top: share of tokens after which the likeliest one is the same, in the checkpoint's dtype.
@@ -37,7 +37,7 @@ class MLXReport:
         problems: one line each.
     """
 
-    quantised: int = 0
+    quantized: int = 0
     equal: int = 0
     difference: float = 0.0
     same_top: float = 0.0
@@ -52,7 +52,7 @@ class MLXReport:
     def table(self) -> str:
         """The report as text for people."""
         lines = [
-            f"{self.quantised} quantised layers, {self.equal} tensors of the checkpoint equal bit for bit",
+            f"{self.quantized} quantized layers, {self.equal} tensors of the checkpoint equal bit for bit",
             f"logits in fp32 differ by at most {self.difference:.1e} of their standard deviation",
             f"in the checkpoint's dtype: same likeliest token {self.same_top:.1%}, perplexity {self.perplexity[0]:.4f} "
             f"in MLX, {self.perplexity[1]:.4f} here",
@@ -87,7 +87,7 @@ def compare_with_compressed(
     for file in sorted(export.glob("model*.safetensors")):
         found |= mx.load(str(file))
     report = MLXReport()
-    with dequantised(against, trust_remote_code=trust_remote_code) as (model, tensors):
+    with dequantized(against, trust_remote_code=trust_remote_code) as (model, tensors):
         check_tokens(model, batches, export)
         left = set(found)
         for key, expected in tensors:
@@ -106,10 +106,10 @@ def _compare(report: MLXReport, key: str, expected: Tensor, found: dict[str, Any
     module, expert = mlx_place(key.removesuffix(".weight"))
     parts = [f"{module}.{suffix}" for suffix in ("weight", "scales", "biases")]
     if parts[1] in found:
-        report.quantised += 1
+        report.quantized += 1
         try:
             arrays = [found[part] if expert is None else found[part][expert] for part in parts]
-            values = _dequantised(*arrays, columns=expected.shape[-1])
+            values = _dequantized(*arrays, columns=expected.shape[-1])
         except (
             LookupError,
             ValueError,
@@ -153,7 +153,7 @@ def _perplexity(logits: Sequence[Tensor], batches: Sequence[Tensor]) -> float:
     return torch.cat(losses).mean().exp().item()
 
 
-def _dequantised(weight: Any, scales: Any, biases: Any, *, columns: int) -> Tensor:
+def _dequantized(weight: Any, scales: Any, biases: Any, *, columns: int) -> Tensor:
     """What the codes of one Linear with so many inputs mean."""
     import mlx.core as mx
 

@@ -5,25 +5,25 @@ It differs from ours by definition in these points (measured with transformers 5
 - *Inputs, keys and values.* It divides by the scale, training multiplies with the fp32 reciprocal. Dynamic scales are
   the same formula in both but for MX, whose powers of two are chosen otherwise (:mod:`quant.reference`). An integer
   zero point (``symmetric: false``) is the same, but it adds that before it rounds: an exact tie goes to the other
-  neighbour where the zero point is odd. All tokens of a 2-D input, as some models give their shared experts, get one
+  neighbor where the zero point is odd. All tokens of a 2-D input, as some models give their shared experts, get one
   scale.
 - *Weights.* compressed-tensors decompresses fp4 and MXFP8 to bf16, in a model loaded as fp32 too. A value of MXFP4 and
   MXFP8 is a bf16 number; of NVFP4 it is rounded.
-- *Experts.* transformers keeps the experts of a MoE fused and dequantises them when it loads: their inputs are not
-  quantised, and integer weights are rounded to the dtype of their scale, bf16. In the place of Llama 4's it
+- *Experts.* transformers keeps the experts of a MoE fused and dequantizes them when it loads: their inputs are not
+  quantized, and integer weights are rounded to the dtype of their scale, bf16. In the place of Llama 4's it
   puts Linears, of which nothing of this is true.
 - *Zero points* of weights it loads with ``dequantize=True`` alone: otherwise it makes the model on the meta device,
   where compressed-tensors does not pack them, and the shapes differ from those in the file. The weights are then
   rounded to the dtype of their scale, bf16, and all layers decoded with one scheme.
 - *Rotated inputs.* It passes over ``transform_config``; compressed-tensors, which defines it, is asked to apply it to
   the model that was loaded.
-- *What it does not load*: quantised embeddings, and some experts. ``int-quantized`` ones are an error, and so are zero
+- *What it does not load*: quantized embeddings, and some experts. ``int-quantized`` ones are an error, and so are zero
   points, and blocks of fp8 if there is more than one, and MXFP8, whose scales it takes for plain numbers; NVFP4 is read
   without its global scale, which is silent noise; several schemes among the experts are all decoded as the first, and
-  experts that are not quantised, beside layers that are packed, cannot be loaded, or are drawn at random; nor are
+  experts that are not quantized, beside layers that are packed, cannot be loaded, or are drawn at random; nor are
   tensors that it concatenates (Kimi Linear's convolutions), beside packed layers. There the reader that is compared
   with is transformers' plain model, filled with what compressed-tensors decompresses from the files, its inputs
-  quantised by compressed-tensors.
+  quantized by compressed-tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -105,14 +105,14 @@ def load_theirs(
         apply_transform_config(theirs, TransformConfig.model_validate(transforms))
     problems = []
     for kind, keys in info.items():
-        # transformers has no use for the input scales of experts, because it dequantises them.
+        # transformers has no use for the input scales of experts, because it dequantizes them.
         unused = (".input_scale", ".input_global_scale") if kind == "unexpected_keys" else ()
         turned = (f".{KEY}",) if kind == "unexpected_keys" else ()  # compressed-tensors makes the matrices itself
         found = [key for key in keys if not ((is_expert(key) and key.endswith(unused)) or key.endswith(turned))]
         if found:
             problems.append(f"transformers reports {kind}: {listed(sorted(map(str, found)))}")
     for parameter in theirs.parameters():
-        # It leaves what it has dequantised in the dtype of the scale, although fp32 was asked for.
+        # It leaves what it has dequantized in the dtype of the scale, although fp32 was asked for.
         if parameter.is_floating_point() and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
     return theirs.eval(), problems
@@ -153,7 +153,7 @@ def decompress(tensors: dict[str, Tensor], scheme: Scheme) -> Tensor:
 
 
 def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> None:
-    """Make the plain model quantise inputs, keys and values as a model does that transformers loads itself."""
+    """Make the plain model quantize inputs, keys and values as a model does that transformers loads itself."""
     if quantization.caches:
         args = _args(next(iter(quantization.caches.values())).spec)
         status = QuantizationStatus.COMPRESSED
@@ -170,7 +170,7 @@ def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> Non
 
 @contextmanager
 def inputs_of_experts_left(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Inside the block the inputs of experts are not quantised, where transformers does not."""
+    """Inside the block the inputs of experts are not quantized, where transformers does not."""
     is_fused = fused_there(model)
     experts = [layer for name, layer in quantization.layers.items() if is_fused(name) and layer.input_fake_quant]
     for layer in experts:
@@ -205,7 +205,7 @@ def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quan
 def _their_input(module: QuantLayer | QuantCache, spec: TensorSpec) -> Iterator[None]:
     block = module.rotation if isinstance(module, QuantLinear) else None
     hooks = [module.register_forward_pre_hook(fake_quantizer(spec, module.input_scale()))]
-    if isinstance(module, QuantLinear) and block is not None:  # turned before it is quantised
+    if isinstance(module, QuantLinear) and block is not None:  # turned before it is quantized
         hooks.append(module.register_forward_pre_hook(_turn(block), prepend=True))
         module.rotation = None
     module.input_fake_quant = False
@@ -233,7 +233,7 @@ def _rounded_weight(layer: QuantLayer, dtype: torch.dtype) -> Iterator[None]:
 
 
 def fake_quantizer(spec: TensorSpec, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """A forward pre-hook that fake-quantises a module's input with compressed-tensors; ``scale`` None: dynamic. Above
+    """A forward pre-hook that fake-quantizes a module's input with compressed-tensors; ``scale`` None: dynamic. Above
     dynamic scales it is the global one."""
     args, above = _args(spec), scale if spec.dynamic else None
 

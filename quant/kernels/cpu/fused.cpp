@@ -19,7 +19,7 @@ void for_rows(int64_t count, int64_t features, Body body) {
   at::parallel_for(0, count, 1 + 4 * kSegment / (features + 1), body);
 }
 
-// What is written of kChunk values at most: their codes and, where there is room for them, mask and fake-quantised values.
+// What is written of kChunk values at most: their codes and, where there is room for them, mask and fake-quantized values.
 template <typename T, typename G>
 struct Writer {
   G grid;

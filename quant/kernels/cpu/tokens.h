@@ -14,7 +14,7 @@ DEEPQAT_INLINE uint32_t size_bits(float x) { return bits_of(x) & 0x7fffffffu; }
 DEEPQAT_INLINE uint16_t size_bits(BFloat16 x) { return x.bits & 0x7fffu; }
 DEEPQAT_INLINE uint16_t size_bits(Half x) { return x.bits & 0x7fffu; }
 
-// Largest magnitudes of groups of kFeatures elements, kGroupedAtOnce elements or fewer: neighbours are compared as
+// Largest magnitudes of groups of kFeatures elements, kGroupedAtOnce elements or fewer: neighbors are compared as
 // integers, see largest_magnitude, until one of each group is left.
 template <int64_t kFeatures, typename T>
 DEEPQAT_INLINE void largest_of_groups(const T* x, int64_t count, float* largest) {

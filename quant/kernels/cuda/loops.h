@@ -64,14 +64,14 @@ __global__ void __launch_bounds__(kLanes, 2) elementwise(Op op, DeviceScales sca
   }
 }
 
-// Eight values in the order of kernels.h: neighbours, or sums that are 32 lanes apart.
+// Eight values in the order of kernels.h: neighbors, or sums that are 32 lanes apart.
 template <typename Op>
 DEEPQAT_DEVICE typename Op::Value by_halves(const typename Op::Value (&a)[kVector]) {
   return Op::combine(Op::combine(Op::combine(a[0], a[4]), Op::combine(a[2], a[6])),
                      Op::combine(Op::combine(a[1], a[5]), Op::combine(a[3], a[7])));
 }
 
-// Of `width` neighbouring lanes, a power of two; the first of them gets the result.
+// Of `width` neighboring lanes, a power of two; the first of them gets the result.
 template <typename Op>
 DEEPQAT_DEVICE typename Op::Value over_lanes(typename Op::Value value, int width) {
 #pragma unroll
@@ -141,7 +141,7 @@ DEEPQAT_DEVICE const Vector<T>& x_of(const GradAndX<T>& in) {
   return in.x;
 }
 
-// The largest of `width` neighbouring lanes, a power of two, in all of them.
+// The largest of `width` neighboring lanes, a power of two, in all of them.
 DEEPQAT_DEVICE uint32_t largest_of_lanes(uint32_t value, int width) {
 #pragma unroll
   for (int half = kWarp / 2; half > 0; half /= 2) {
@@ -151,7 +151,7 @@ DEEPQAT_DEVICE uint32_t largest_of_lanes(uint32_t value, int width) {
   return value;
 }
 
-// Neighbouring tokens from `first` on, as short_runs_of_warp takes runs; of grids that ask for the largest magnitude.
+// Neighboring tokens from `first` on, as short_runs_of_warp takes runs; of grids that ask for the largest magnitude.
 template <bool kFull, int kSteps, typename Op>
 DEEPQAT_DEVICE void short_tokens_of_warp(const Op& op, int64_t count, int features, int64_t first, int shift) {
   const int lane = threadIdx.x % kWarp, at_once = kWarp >> shift;

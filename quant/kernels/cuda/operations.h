@@ -1,6 +1,6 @@
 // What the CUDA kernels do with elements, apart from how they get at them. An operation is a struct with
 //
-//     In                             eight neighbouring elements of the input, as loaded
+//     In                             eight neighboring elements of the input, as loaded
 //     load<kWide>(i, n)              loads those at i, i + 1, ..., of which the tensor has n
 //     apply<kWide>(in, i, n, ...)    computes and stores the results
 //     take_run(run, scales)          what there is to store for a run besides; few have it
@@ -174,7 +174,7 @@ struct Masked {
   DEEPQAT_DEVICE bool untouched(uint32_t bits) const { return grad == out && bits == kAllOfThem; }
 };
 
-// Dequantises codes, and masks a gradient of as many elements in place: what backward wants of an input at once.
+// Dequantizes codes, and masks a gradient of as many elements in place: what backward wants of an input at once.
 template <typename T, typename G>
 struct DequantizeAndMask {
   struct In {

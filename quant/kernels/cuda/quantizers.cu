@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kLanes, 2) effective_scales(DeviceScales scale
     out[run] = scales.of_run<false>(run).value;
 }
 
-// A thread takes eight neighbouring elements of a sum, and the rows of the sum one after the other.
+// A thread takes eight neighboring elements of a sum, and the rows of the sum one after the other.
 template <typename T>
 __global__ void __launch_bounds__(kLanes, 2) summed_rows(const T* rows, const int64_t* places, Divisor per_row,
                                                          int64_t vectors, int64_t per_sum, int64_t width, T* out,

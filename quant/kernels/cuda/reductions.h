@@ -38,7 +38,7 @@ int counts_of(const char* name, void* stream) {
 
 }  // namespace
 
-// Neighbouring runs from `first` on, 2^shift lanes each, kSteps vectors per lane in flight. If full, all of these lanes
+// Neighboring runs from `first` on, 2^shift lanes each, kSteps vectors per lane in flight. If full, all of these lanes
 // have a run and eight of its elements.
 template <bool kFull, int kSteps, typename Op>
 DEEPQAT_DEVICE void short_runs_of_warp(const Op& op, const DeviceScales& scales, int64_t first, int shift) {

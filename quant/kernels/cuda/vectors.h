@@ -1,4 +1,4 @@
-// Eight neighbouring elements in the registers of one CUDA thread: from memory and back, and converted together.
+// Eight neighboring elements in the registers of one CUDA thread: from memory and back, and converted together.
 //
 // Memory is accessed in words of 16 bytes (8 for one-byte elements) where `wide` allows it, and element by element
 // otherwise. The arithmetic is that of arithmetic.h. Where the GPU converts two values with one instruction, that

@@ -1,4 +1,4 @@
-"""Adapters that are merged before the weight is quantised, trained on two ranks on every ZeRO stage: against a plain
+"""Adapters that are merged before the weight is quantized, trained on two ranks on every ZeRO stage: against a plain
 loop, and the codes of the export against what the last forward multiplied."""
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a step of QAT sends, against a step of the same model without quantisation, on two ranks under ZeRO-3."""
+"""What a step of QAT sends, against a step of the same model without quantization, on two ranks under ZeRO-3."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("threshold", [None, 0])
-def test_quantised_stacks_make_no_more_collectives_than_the_plain_model(found, threshold):
+def test_quantized_stacks_make_no_more_collectives_than_the_plain_model(found, threshold):
     """By kind, from the third step on; learned scales included."""
     plain, stacked = found[f"plain {threshold}"], found[f"stacked {threshold}"]
     assert plain["all_gather_into_tensor"] > 0 and plain["reduce_scatter_tensor"] > 0

@@ -86,7 +86,7 @@ def result(results, name):
 
 @pytest.mark.parametrize("name", ["0", "1", "int4"])
 def test_kept_weight_codes_change_nothing_but_the_number_of_passes(results, name):
-    """Bit for bit the same training; a weight is quantised once per step, not once per forward and backward."""
+    """Bit for bit the same training; a weight is quantized once per step, not once per forward and backward."""
     kept, unkept = result(results, f"kept_{name}"), result(results, f"unkept_{name}")
     assert kept["seen"]["keeps"]
     assert kept["losses"] == unkept["losses"]
@@ -136,7 +136,7 @@ def test_codes_are_half_the_bytes_in_as_many_gathers(results):
         before, after = whole["gathered"][step], coded["gathered"][step]
         assert before.keys() == {"calls", "torch.bfloat16"} and after.keys() == {"calls", "torch.uint8"}
         assert before["calls"] == after["calls"]
-        # Three micro-batches and an evaluation, which quantises all layers; in step 1 training quantises half of them.
+        # Three micro-batches and an evaluation, which quantizes all layers; in step 1 training quantizes half of them.
         saved = before["torch.bfloat16"] - after["torch.uint8"]
         assert saved == linear * (4 if step == 3 else 2.5), (before, after)
 

@@ -145,7 +145,7 @@ def test_a_step_waits_for_its_counts_and_for_its_losses_alone(paths):
     seen = load_result(paths["waits"])["seen"]
     found = {name: count for name, count in seen["plain"].items() if name not in ON_THE_HOST | ON_A_CPU}
     assert found == WAITS
-    # A step that measures the quantisation reads more, but of the scales' gradients one norm.
+    # A step that measures the quantization reads more, but of the scales' gradients one norm.
     assert seen["measured"]["model/zero/optimizer.py: gradient_norm"] == 1
 
 

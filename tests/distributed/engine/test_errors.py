@@ -37,7 +37,7 @@ EXPECTED = {
     "no_tokenizer": ("{base}/no_tokenizer",),
     "export_not_empty": ("export.dir", "{base}/export_not_empty/export", "not empty"),
     "recipe_not_written": ("output_dir: [Errno 21] Is a directory: ", "{base}/recipe_not_written/recipe.yaml"),
-    "ds_config_key": ("{base}/ds_config_key.json", "zero_optimisation", "zero_optimization"),
+    "ds_config_key": ("{base}/ds_config_key.json", "zero_optimization", "zero_optimization"),
     "ds_config_clash": ("{base}/ds_config_clash.json", "gradient_clipping", "optim.grad_clip"),
     "teacher_vocabulary": ("loss.teacher", "{base}/other", "300", "301", "290"),
     "damaged_weights": ("{base}/damaged_weights/model.safetensors",),
@@ -55,7 +55,7 @@ EXPECTED = {
     "raw_weight": ("layers.0.mamba.dt_proj: the model's forward did not call them", RAW_WEIGHT),
     "no_gradient": NO_GRADIENT,
     "unseen_input": ("inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT),
-    "fused_experts": ("block_sparse_moe.experts", "input_linear.weight", "no quantised form", "quant.exempt"),
+    "fused_experts": ("block_sparse_moe.experts", "input_linear.weight", "no quantized form", "quant.exempt"),
     # Of weights that cannot be read, so that what is said was found before they are.
     "adapter_of_nothing": ("adapter.targets: '.*no_proj' matches no linear layer",),
     "adapter_of_head": ("adapter.targets: lm_head: lm_head and embeddings get no adapter",),
@@ -120,7 +120,7 @@ def write_what_is_wrong(base: Path, model: Path, chats: Path) -> None:
     scales = {"model.layers.1.mlp.down_proj.input_scale": torch.tensor(1e6)}
     save_file(scales, base / "input_scales" / "model.safetensors")
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    (base / "ds_config_key.json").write_text(json.dumps({"zero_optimisation": zero}))
+    (base / "ds_config_key.json").write_text(json.dumps({"zero_optimization": zero}))
     (base / "ds_config_clash.json").write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 3.0}))
     other = tiny_checkpoint(base / "other")
     config = AutoConfig.from_pretrained(other)

@@ -53,8 +53,8 @@ def test_fake_quant_later_trains_scales_from_when_it_comes_on(pages):
     assert rates[: STEPS // 4] == [0.0] * (STEPS // 4) and all(rate > 0 for rate in rates[STEPS // 4 :])
 
 
-def test_layer_by_layer_quantises_all_by_half_of_the_run(pages):
-    assert curve(pages["layer_by_layer"], "quant/layers_quantised") == [0, 1, 1, 2, 2, 2, 2, 2]
+def test_layer_by_layer_quantizes_all_by_half_of_the_run(pages):
+    assert curve(pages["layer_by_layer"], "quant/layers_quantized") == [0, 1, 1, 2, 2, 2, 2, 2]
 
 
 def test_a_custom_loss_is_shown_and_is_a_part_of_the_total(pages):

@@ -79,7 +79,7 @@ IDS = torch.randint(7, 300, (2, 128), generator=torch.Generator().manual_seed(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_xnnpack_computes_with_the_weights_of_the_last_forward(exports, kind):
     report = compare_with_compressed(*exports[kind], [IDS])
-    assert report.ok and report.quantised >= 8, report.table()
+    assert report.ok and report.quantized >= 8, report.table()
     assert report.tokens == 256
 
 
@@ -150,7 +150,7 @@ def test_other_models_and_heads_are_refused_by_name():
         check_executorch(model, quantization)
     model = VARIANTS["qwen3"].model()
     quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=False, learn_input_scale=False)
-    with pytest.raises(ValueError, match=r"q_proj: layout 'executorch' has no Linear whose inputs are not quantised"):
+    with pytest.raises(ValueError, match=r"q_proj: layout 'executorch' has no Linear whose inputs are not quantized"):
         check_executorch(model, quantization)
 
 
@@ -160,7 +160,7 @@ def test_other_models_and_heads_are_refused_by_name():
         ({"dtype": "float16"}, r"model.dtype: float16, expected bfloat16: export.format executorch"),
         ({"quant": {"signed_scales": True}}, r"quant.signed_scales: true, expected false: export.format executorch"),
         ({"quant": {"scheme": "w2a16_g32"}}, r"export.format: layout 'executorch' holds .*, got w2a16_g32"),
-        ({"quant": {"scheme": "fp8_kv"}}, r"quant.scheme fp8_kv, which quantises the KV cache"),
+        ({"quant": {"scheme": "fp8_kv"}}, r"quant.scheme fp8_kv, which quantizes the KV cache"),
     ],
 )
 def test_recipes_are_refused_before_training(tmp_path, knobs, error):

@@ -33,7 +33,7 @@ ARRANGEMENTS = {
     "int4": ("qwen3", "bfloat16", {"quant": {"scheme": "w4a16_channel"}}),
     "offload": ("qwen3", "float32", {"deepspeed": "offload"}),
     "followed": ("qwen3", "bfloat16", {"quant": {"scales_follow_weights": True, "weight_range": "absmax"}}),
-    # Frozen weights, used as they are and quantised in turn.
+    # Frozen weights, used as they are and quantized in turn.
     "self": (
         "qwen3",
         "bfloat16",

@@ -48,7 +48,7 @@ def test_evaluation_changes_nothing_that_trains(paths):
 
 
 def test_evaluation_is_of_the_held_out_samples_as_the_model_would_be_served(paths):
-    """Fake-quantised with scales that fit, in steps in which training is not, too; a mean over all ranks' tokens."""
+    """Fake-quantized with scales that fit, in steps in which training is not, too; a mean over all ranks' tokens."""
     path = paths["heldout"]
     found, settings = load_result(path), load_recipe(path)
     evaluations = found["seen"]["evaluations"]

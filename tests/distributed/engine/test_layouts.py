@@ -28,7 +28,7 @@ def run(model: str, scheme: str, *, router: bool = False, **quant) -> Variant:
     return Variant(sections, model=model, dtype="bfloat16")
 
 
-EXPERTS = [r".*\.experts\..+"]  # one tensor on disk, which no reader takes quantised
+EXPERTS = [r".*\.experts\..+"]  # one tensor on disk, which no reader takes quantized
 RUNS = {
     "qwen3_5": run("qwen3_5", "fp8_static"),
     "qwen3_5_moe": run("qwen3_5_moe", "w4a16_g32"),
@@ -108,7 +108,7 @@ def test_an_export_loads_as_the_class_that_it_names(recipes, name):
     config = json.loads((export / "config.json").read_text())
     assert config["architectures"] == json.loads((source / "config.json").read_text())["architectures"]
     _, info = getattr(transformers, config["architectures"][0]).from_pretrained(export, output_loading_info=True)
-    # It dequantises experts, and has no use for the scales of their inputs.
+    # It dequantizes experts, and has no use for the scales of their inputs.
     assert not [key for keys in info.values() for key in keys if not re.search(r"experts.*input_scale$", str(key))]
 
     before, after = load_file(source / "model.safetensors"), load_file(export / "model.safetensors")
@@ -161,8 +161,8 @@ def test_the_original_in_the_cells_of_an_export_has_its_codes(recipes):
     )
     original = load_file(Path(load_recipe(recipes["in cells"]).model.path) / "model.safetensors")
     assert export.keys() == found.keys()
-    quantised = [key for key in export if re.search(r"weight_(packed|scale|shape)$", key)]
-    assert quantised and not [key for key in quantised if not torch.equal(export[key], found[key])]
+    quantized = [key for key in export if re.search(r"weight_(packed|scale|shape)$", key)]
+    assert quantized and not [key for key in quantized if not torch.equal(export[key], found[key])]
     assert not [key for key in found if key in original and not torch.equal(found[key], original[key])]
 
 

@@ -78,7 +78,7 @@ def test_every_variant_of_a_type_that_is_written_is_tried_or_refused(tmp_path):
 def test_mlx_reads_the_weights_of_the_last_forward_and_computes_with_them(exports, kind):
     ids = torch.randint(7, 300, (2, 128), generator=torch.Generator().manual_seed(1))
     report = compare_with_compressed(*exports[kind], [ids])
-    assert report.ok and report.quantised >= 14, report.table()
+    assert report.ok and report.quantized >= 14, report.table()
     there, here = report.perplexity
     assert abs(there / here - 1) < 0.005, report.table()
 

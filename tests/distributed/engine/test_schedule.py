@@ -34,7 +34,7 @@ EVENTS: dict[str, Any] = {
 }
 RUNS = {
     **{f"events_{stage}": Variant({**EVENTS, "stage": stage}) for stage in range(3)},
-    # Looks at the quantisation in every state that it can be in.
+    # Looks at the quantization in every state that it can be in.
     "events_3": Variant({**EVENTS, "stage": 3, "train": {**EVENTS["train"], "quant_stats_every": 1}}),
     "user": Variant(
         {"stage": 3, "train": {"quant_stats_every": 1}, "export": {"enabled": True}}, dtype="bfloat16", action="user"

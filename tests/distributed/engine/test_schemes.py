@@ -1,4 +1,4 @@
-"""Mixed precision, quantised embeddings and lm_head, scales that follow the weights: two ranks against a plain loop."""
+"""Mixed precision, quantized embeddings and lm_head, scales that follow the weights: two ranks against a plain loop."""
 
 import itertools
 
@@ -62,7 +62,7 @@ def test_every_step_equals_a_plain_one(results, name):
     assert_equals_plain_loop(results[name])
 
 
-def test_what_is_quantised_and_what_moves(results):
+def test_what_is_quantized_and_what_moves(results):
     """lm_head and embeddings have scales that train, one down_proj has none; scales that follow change in every step,
     and signed ones have both signs."""
     mixed = load_result(results["mixed-3"])

@@ -110,7 +110,7 @@ def test_fake_quant_that_starts_later_equals_a_plain_loop(paths, stage):
 
 
 @pytest.mark.parametrize("name", KEYS_AND_VALUES)
-def test_quantised_keys_and_values_train_like_a_plain_loop(paths, name):
+def test_quantized_keys_and_values_train_like_a_plain_loop(paths, name):
     """Their scales are measured in the middle from what observers saw on both ranks, and learned."""
     assert_equals_plain_loop(paths[name])
     assert_scales_of_keys_and_values_train(paths[name])

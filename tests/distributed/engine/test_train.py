@@ -26,7 +26,7 @@ LADDER = ("zero3_offload_param", "zero3_hpz")  # all of them: test_ladder
 GROWING = {"initial_scale_power": 10, "loss_scale_window": 2}
 OVERFLOWING = {"initial_scale_power": 20, "loss_scale_window": 2}
 HALF = {("qwen3", 3)}
-TWICE = {"quant_stats_every": 2}  # two looks at the quantisation in five steps
+TWICE = {"quant_stats_every": 2}  # two looks at the quantization in five steps
 # The rest comes with the large counts: 2 is 1 with gradients in partitions, and 3 partitions the experts themselves.
 STAGES = {"qwen3": (0, 1, 3), "qwen3_moe": (3,)}
 OTHERS = {"qwen3": (1, 2), "qwen3_moe": (0, 1, 2, 3)}

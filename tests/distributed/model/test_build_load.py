@@ -136,7 +136,7 @@ def _(path: Path) -> None:
     edit_tensors(path, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].t().contiguous()}))
 
 
-@damaged("quantised", rf"no codes that its quantization_config explains: {NORM} \(I32\), {K_PROJ} \(F8_E4M3\)$")
+@damaged("quantized", rf"no codes that its quantization_config explains: {NORM} \(I32\), {K_PROJ} \(F8_E4M3\)$")
 def _(path: Path) -> None:
     edit_tensors(
         path,

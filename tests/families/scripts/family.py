@@ -94,7 +94,7 @@ def same_values(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def plain(source: Path, out: Path) -> None:
-    """Load under ZeRO-3, export without quantising: the same keys and the same bytes."""
+    """Load under ZeRO-3, export without quantizing: the same keys and the same bytes."""
     model = build_model(source, ZERO_3, dtype=torch.bfloat16, device=torch.device("cpu"))
     load_weights(model, source, progress=False)
     export_model(model, None, source, out)

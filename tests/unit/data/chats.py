@@ -99,14 +99,14 @@ def swallows_whitespace(rng: random.Random) -> tuple[PreTrainedTokenizerFast, st
     return tokenizer, "<|e|>"
 
 
-def normalising(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
-    """As Qwen: text is composed (NFC) before it is tokenised, so tokens have fewer characters than the text."""
+def normalizing(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
+    """As Qwen: text is composed (NFC) before it is tokenized, so tokens have fewer characters than the text."""
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     return tokenizer, END
 
 
-KINDS = [chatml, trimmed_offsets, writes_bos, swallows_whitespace, normalising]
+KINDS = [chatml, trimmed_offsets, writes_bos, swallows_whitespace, normalizing]
 
 
 def learned_turns(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[str]:

@@ -20,7 +20,7 @@ from tests.unit.data.chats import (
     learned,
     learned_turns,
     messages,
-    normalising,
+    normalizing,
     shared,
     swallows_whitespace,
     text,
@@ -43,7 +43,7 @@ def test_exactly_the_last_answer_is_learned(kind, tmp_path, rng):
         answer = turns[-1]["content"]
         if kind is swallows_whitespace:
             answer = answer.lstrip()  # part of the <|a|> token, which is given: nothing of it can be learned
-        if kind is normalising:
+        if kind is normalizing:
             answer = normalizers.NFC().normalize_str(answer)
         assert learned(sample, tokenizer).rstrip("\n" if kind is swallows_whitespace else "") == answer + end
         rendered = tokenizer.apply_chat_template(turns, tokenize=False)
@@ -66,7 +66,7 @@ def test_exactly_all_answers_are_learned(kind, tmp_path, rng):
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         if kind is swallows_whitespace:
             answers = [answer.lstrip() for answer in answers]
-        if kind is normalising:
+        if kind is normalizing:
             answers = [normalizers.NFC().normalize_str(answer) for answer in answers]
         found = [run.rstrip("\n" if kind is swallows_whitespace else "") for run in learned_turns(sample, tokenizer)]
         assert found == [answer + end for answer in answers]

@@ -149,7 +149,7 @@ def test_a_tokenizer_that_looks_beyond_special_tokens_cannot_read_them_as_text(t
     tokenizer.chat_template = tiny_tokenizer().chat_template
     path = write(tmp_path / "a.jsonl", {"input": f"a{END}b", "output": "c"})
     assert read_chat([path], tokenizer, max_length=100)[1].spelled == 1
-    with pytest.raises(DataError, match=r"a\.jsonl:1: .*does not tokenise by itself what stands between"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*does not tokenize by itself what stands between"):
         read_chat([path], tokenizer, max_length=100, special_tokens="text")
 
 

@@ -139,7 +139,7 @@ def test_a_long_text_that_cannot_be_cut_is_refused_by_name(tmp_path, monkeypatch
     monkeypatch.setattr("data.text.PIECE", 50)
     monkeypatch.setattr("data.text.CHUNK", 1000)
     monkeypatch.setattr("data.text.LONGEST", 3000)
-    with pytest.raises(DataError, match=r"/a\.txt: found 3,\d+ characters that can only be tokenised together"):
+    with pytest.raises(DataError, match=r"/a\.txt: found 3,\d+ characters that can only be tokenized together"):
         read_text([path], tokenizer, 64)
 
 

@@ -1,4 +1,4 @@
-"""Bounded memory: what is tokenised together, lines that are far too long, and text that a tokenizer does not take."""
+"""Bounded memory: what is tokenized together, lines that are far too long, and text that a tokenizer does not take."""
 
 import random
 
@@ -10,7 +10,7 @@ from data import jsonl, tokens
 from data.chat import read_chat
 from data.samples import DataError
 from data.text import read_text, split
-from data.tokens import Tokeniser, in_groups
+from data.tokens import OffsetTokenizer, in_groups
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.unit.data.chats import GOOD, text, write
 
@@ -24,16 +24,16 @@ def test_groups_are_bounded_by_number_and_characters(rng):
     assert all(sum(map(len, group)) <= characters or len(group) == 1 for group in groups)
 
 
-def test_lines_are_tokenised_together_up_to_a_number_of_characters(tmp_path, monkeypatch):
+def test_lines_are_tokenized_together_up_to_a_number_of_characters(tmp_path, monkeypatch):
     """A thousand lines of 64 KB took 3 GB in one call."""
     together: list[int] = []
 
-    class Counting(Tokeniser):
+    class Counting(OffsetTokenizer):
         def batch(self, texts):
             together.append(sum(map(len, texts)))
             return super().batch(texts)
 
-    monkeypatch.setattr("data.chat.Tokeniser", Counting)
+    monkeypatch.setattr("data.chat.OffsetTokenizer", Counting)
     monkeypatch.setattr("data.chat.CHARACTERS", 2000)
     path = write(tmp_path / "a.jsonl", *[{"input": "x" * 300, "output": "42"}] * 20)
     samples, _ = read_chat([path], tiny_tokenizer(), max_length=1000)
@@ -41,14 +41,14 @@ def test_lines_are_tokenised_together_up_to_a_number_of_characters(tmp_path, mon
 
 
 @pytest.mark.parametrize("too_long", ["drop", "truncate"])
-def test_a_line_that_is_far_too_long_is_not_tokenised(too_long, tmp_path, rng, monkeypatch):
-    """Only its beginning is. What is not certainly too long is tokenised whole, and kept as before."""
+def test_a_line_that_is_far_too_long_is_not_tokenized(too_long, tmp_path, rng, monkeypatch):
+    """Only its beginning is. What is not certainly too long is tokenized whole, and kept as before."""
     tokenizer = tiny_tokenizer()
     rows = [GOOD, {"input": text(rng, 5) * 500, "output": "42"}, {"input": "x" * 2100, "output": "42"}]
     path = write(tmp_path / "a.jsonl", *rows)
     seen: list[int] = []
 
-    class Counting(Tokeniser):
+    class Counting(OffsetTokenizer):
         def one(self, text, spelled=()):
             seen.append(len(text))
             return super().one(text, spelled)
@@ -57,7 +57,7 @@ def test_a_line_that_is_far_too_long_is_not_tokenised(too_long, tmp_path, rng, m
             seen.extend(map(len, texts))
             return super().batch(texts)
 
-    monkeypatch.setattr("data.chat.Tokeniser", Counting)
+    monkeypatch.setattr("data.chat.OffsetTokenizer", Counting)
     monkeypatch.setattr(tokens, "CHARACTERS", 2000)
     samples, counts = read_chat([path], tokenizer, max_length=100, too_long=too_long)
     assert (counts.too_long, len(samples)) == (2, 1) and max(seen) == 2000
@@ -95,7 +95,7 @@ def test_text_that_a_tokenizer_does_not_take_is_named(tmp_path):
 
 
 def test_long_lines_of_text_are_cut_between_words():
-    backend = Tokeniser(tiny_tokenizer())._backend
+    backend = OffsetTokenizer(tiny_tokenizer())._backend
     rng = random.Random(1)
     content = " ".join(rng.choice(["quick", "the", "12", "plus", "é", "fox."]) for _ in range(3000))
     pieces = list(split([content], backend, 50))

@@ -35,7 +35,7 @@ CASES = {
 
 
 class Run:
-    """A model of two layers or more, quantised so that scales clip something, and a batch."""
+    """A model of two layers or more, quantized so that scales clip something, and a batch."""
 
     def __init__(self, case: str, directory: Path, *, layers: int = 2, recompute: bool) -> None:
         kind, scheme, learns, options = CASES[case]
@@ -82,11 +82,11 @@ class Elsewhere(OnHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self.travelled: list[Tensor] = []
+        self.traveled: list[Tensor] = []
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        self.travelled.append(tensor.clone())
-        return self.travelled[-1]
+        self.traveled.append(tensor.clone())
+        return self.traveled[-1]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -99,11 +99,9 @@ def test_recomputed_and_offloaded_blocks_change_no_bit(seed, tmp_path, case):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), (name, around)
-    blocks = [
-        tensor for tensor in elsewhere.travelled if tensor.shape == (2, 24, 64) and tensor.dtype == torch.bfloat16
-    ]
+    blocks = [tensor for tensor in elsewhere.traveled if tensor.shape == (2, 24, 64) and tensor.dtype == torch.bfloat16]
     assert len(blocks) >= 2
-    assert not any(isinstance(tensor, nn.Parameter) for tensor in elsewhere.travelled)
+    assert not any(isinstance(tensor, nn.Parameter) for tensor in elsewhere.traveled)
 
 
 def kept_bytes(run: Run) -> int:
@@ -136,7 +134,7 @@ def test_a_parameter_stays_where_it_is_and_a_tensor_comes_back_as_it_was(seed):
     parameter, tensor = nn.Parameter(torch.randn(3)), torch.randn(4)
     assert elsewhere.unpack(elsewhere.pack(parameter)) is parameter
     assert torch.equal(elsewhere.unpack(elsewhere.pack(tensor)), tensor)
-    assert [kept.shape for kept in elsewhere.travelled] == [(4,)]
+    assert [kept.shape for kept in elsewhere.traveled] == [(4,)]
 
 
 @pytest.mark.parametrize("case", ["learned", "cache"])

@@ -177,11 +177,11 @@ def test_every_group_of_an_event_is_one_of_the_optimizer():
     assert set(EVENT_RATES) == set(peak_learning_rates(load("").optim))
 
 
-def test_a_run_whose_events_start_fake_quant_does_quantise():
-    assert load("quant: {fake_quant_start: -1}").never_quantises()
-    assert load("quant: {fake_quant_start: -1}\nschedule: [{at: 3, fake_quant: off}]").never_quantises()
-    assert not load("quant: {fake_quant_start: -1}\nschedule: [{at: 3, fake_quant: weights}]").never_quantises()
-    assert not load("").never_quantises()
+def test_a_run_whose_events_start_fake_quant_does_quantize():
+    assert load("quant: {fake_quant_start: -1}").never_quantizes()
+    assert load("quant: {fake_quant_start: -1}\nschedule: [{at: 3, fake_quant: off}]").never_quantizes()
+    assert not load("quant: {fake_quant_start: -1}\nschedule: [{at: 3, fake_quant: weights}]").never_quantizes()
+    assert not load("").never_quantizes()
 
 
 def test_a_condition_on_what_is_never_measured_is_an_error():

@@ -1,4 +1,4 @@
-"""Statistics of the quantisation against their definitions."""
+"""Statistics of the quantization against their definitions."""
 
 import itertools
 import math

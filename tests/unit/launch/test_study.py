@@ -37,7 +37,7 @@ def recipe_of(directory: Path, **sections) -> Recipe:
     return replace(recipe, **sections)
 
 
-def test_parts_differ_in_quantisation_alone(tmp_path):
+def test_parts_differ_in_quantization_alone(tmp_path):
     recipe = recipe_of(tmp_path, schedule=EVENTS)
     save_recipe(recipe, tmp_path / "recipe.yaml")
     parts = {
@@ -60,7 +60,7 @@ def test_parts_differ_in_quantisation_alone(tmp_path):
             EventRecipe(when="loss/lm < 2.5", loss={"lm": 0.5}),
         ],
     )
-    assert parts["ft"].never_quantises() and not recipe.never_quantises()
+    assert parts["ft"].never_quantizes() and not recipe.never_quantizes()
     study.check_recipe(recipe)
 
 

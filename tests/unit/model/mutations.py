@@ -90,12 +90,12 @@ def value(rng: random.Random, path: Path) -> str:
     return f"{key!r} -> {place.get(key) if isinstance(place, dict) else place!r}"[:200]
 
 
-def quantisation(rng: random.Random, path: Path) -> str:
-    """One value of what config.json says of the quantisation: widths, groups, methods, patterns."""
+def quantization(rng: random.Random, path: Path) -> str:
+    """One value of what config.json says of the quantization: widths, groups, methods, patterns."""
     target = path.parent / "config.json"
     whole = json.loads(target.read_text()) if target.is_file() else {}
     if not isinstance(whole, dict) or "quantization_config" not in whole:
-        return "no quantisation"
+        return "no quantization"
     place, key = rng.choice([*_places({"quantization_config": whole["quantization_config"]})][1:])
     was = place[key]
     place[key] = rng.choice([*VALUES, *WIDTHS, *METHODS, _near(rng, was)])
@@ -187,7 +187,7 @@ ACTIONS: dict[str, Callable[[random.Random, Path], str]] = {
     "json:more values": value,
     "json:index": index,
     "json:code": code,
-    "json:quantisation": quantisation,
+    "json:quantization": quantization,
     "weights:header": header,
     "weights:more headers": header,
 }

@@ -57,7 +57,7 @@ def test_no_config(tmp_path: Path):
         build(tmp_path / "nowhere")
 
 
-def test_a_quantised_checkpoint_that_is_not_read_is_refused(tmp_path: Path):
+def test_a_quantized_checkpoint_that_is_not_read_is_refused(tmp_path: Path):
     write_config(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
     with pytest.raises(RankError, match=r"config\.json: quantization_config: .*whose codes are not read"):
         build(tmp_path)
@@ -77,7 +77,7 @@ def test_a_failed_build_leaves_no_hook_behind(tmp_path: Path):
     assert not linear.weight.is_meta and linear.weight.dtype == torch.float32 and linear.weight.any()
 
 
-def test_parameters_are_uninitialised_but_complete(tmp_path: Path):
+def test_parameters_are_uninitialized_but_complete(tmp_path: Path):
     """Shapes, dtypes, names and buffers are those of a plain build of the same configuration."""
     model = build(write_config(tmp_path))
     reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)

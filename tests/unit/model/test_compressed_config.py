@@ -39,7 +39,7 @@ def test_an_exports_patterns_are_checked_before_they_are_used(tmp_path, config):
         ({"group_size": 1.5}, "group_size is 1.5, expected an integer or null"),
     ],
 )
-def test_what_a_quantiser_is_made_of_has_types(part, arguments, named):
+def test_what_a_quantizer_is_made_of_has_types(part, arguments, named):
     good = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     group = {"targets": ["Linear"], "weights": good, "input_activations": good, part: arguments}
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}

@@ -1,4 +1,4 @@
-"""Adapters that start from the error of quantisation: the best of their rank, or a line that names the layer."""
+"""Adapters that start from the error of quantization: the best of their rank, or a line that names the layer."""
 
 import re
 
@@ -31,7 +31,7 @@ def with_adapter(dtype: torch.dtype, scaling: float) -> tuple[Quantization, Quan
 def test_the_adapter_is_the_nearest_of_its_rank(dtype, scaling, seed):
     quantization, layer = with_adapter(dtype, scaling)
     start_from_error(quantization)
-    error = (layer.weight - layer.quantised_weight()).detach().double()
+    error = (layer.weight - layer.quantized_weight()).detach().double()
     product = scaling * layer.adapter.lora_b.detach().double() @ layer.adapter.lora_a.detach().double()
     best = torch.linalg.svdvals(error)[RANK:].norm()
     assert best * (1 - 1e-6) <= (error - product).norm() <= 1.02 * best

@@ -33,7 +33,7 @@ def build(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model
 
 
-def quantised(model: PreTrainedModel, scheme: str, rules=()):
+def quantized(model: PreTrainedModel, scheme: str, rules=()):
     quantization = prepare(model, SCHEMES[scheme], rules=rules, learn_weight_scale=False, learn_input_scale=False)
     renew_weight_scales(quantization)
     write_scales(quantization.input_groups, {group.owner: torch.tensor([0.02]) for group in quantization.input_groups})
@@ -76,18 +76,18 @@ def test_the_text_of_a_composite_model_is_trained_and_the_rest_passed_through(ki
     after = load_file(tmp_path / "plain" / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
-    quantization = quantised(ours, "fp8_static")
+    quantization = quantized(ours, "fp8_static")
     assert not any(name.startswith(part) for name in quantization.layers for part in left_out(ours))
     export_model(ours, quantization, source, tmp_path / "fp8")
     after = load_file(tmp_path / "fp8" / "model.safetensors")
     kept = tower_keys(ours, before)
     assert kept and all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in kept)
     model, info = class_of(tmp_path / "fp8").from_pretrained(tmp_path / "fp8", output_loading_info=True)
-    # transformers dequantises experts, and has no use for the scales of their inputs.
+    # transformers dequantizes experts, and has no use for the scales of their inputs.
     found = [key for keys in info.values() for key in keys if not re.search(r"experts.*input_scale$", str(key))]
     assert not found
     names = [name for name, _ in model.named_parameters() if name.startswith(tuple(left_out(ours)))]
-    assert names and not any("scale" in name.rpartition(".")[2] for name in names), "a tower was quantised"
+    assert names and not any("scale" in name.rpartition(".")[2] for name in names), "a tower was quantized"
     report = compare_with_transformers(tmp_path / "fp8", [ids[:1]])
     assert report.ok, report.table()
 
@@ -96,7 +96,7 @@ def test_several_schemes_name_their_layers_for_every_place_that_readers_have_the
     source = VARIANTS["qwen3_5"].checkpoint(tmp_path / "source", seed=seed)
     ours = build(source, torch.bfloat16)
     rules = [Rule(SCHEMES["w4a16_g32"], r".*layers\.0\.mlp\.down_proj")]
-    export_model(ours, quantised(ours, "fp8_static", rules), source, tmp_path / "mixed")
+    export_model(ours, quantized(ours, "fp8_static", rules), source, tmp_path / "mixed")
     config = json.loads((tmp_path / "mixed" / "config.json").read_text())["quantization_config"]
 
     def matches(entries: list[str], name: str) -> bool:
@@ -116,7 +116,7 @@ def test_several_schemes_name_their_layers_for_every_place_that_readers_have_the
 def test_a_tower_that_an_export_lost_is_found_by_verify(tmp_path: Path, seed: int):
     source = VARIANTS["qwen3_5"].checkpoint(tmp_path / "source", seed=seed)
     ours = build(source, torch.bfloat16)
-    export_model(ours, quantised(ours, "w4a16_g32"), source, tmp_path / "export")
+    export_model(ours, quantized(ours, "w4a16_g32"), source, tmp_path / "export")
     disk = load_file(tmp_path / "export" / "model.safetensors")
     save_file(
         {key: value for key, value in disk.items() if not key.startswith("model.visual.blocks.1.")},
@@ -145,7 +145,7 @@ def test_heads_for_speculative_decoding_are_passed_through_and_ignored(tmp_path:
     heads = {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.layers.0.mlp.up_proj.weight": torch.randn(96, 64)}
     save_file(disk | heads, source / "model.safetensors")
     ours = build(source, torch.bfloat16)
-    report = export_model(ours, quantised(ours, "w4a16_g32"), source, tmp_path / "export")
+    report = export_model(ours, quantized(ours, "w4a16_g32"), source, tmp_path / "export")
     assert set(report.copied) == {"model.visual", "mtp"}
     after = load_file(tmp_path / "export" / "model.safetensors")
     assert all(torch.equal(after[key], value) for key, value in heads.items())

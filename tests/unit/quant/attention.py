@@ -73,7 +73,7 @@ class Count(TorchDispatchMode):
             self.calls["masked" if alone else name, tuple(args[0].shape)] += 1
         return func(*args, **(kwargs or {}))
 
-    def quantised(self, shape: tuple[int, ...]) -> int:
+    def quantized(self, shape: tuple[int, ...]) -> int:
         """How often a tensor of this shape was."""
         names = ("quantize", "quantize_with_values", "quantize_with_scale", "fake_quantized", "fake_quantized_tokens")
         names += ("fake_quantize_tokens_and_mask_",)

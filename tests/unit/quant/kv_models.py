@@ -1,4 +1,4 @@
-"""Tiny models with quantised keys and values, and transformers' cache that quantises what it hands out."""
+"""Tiny models with quantized keys and values, and transformers' cache that quantizes what it hands out."""
 
 import random
 
@@ -62,7 +62,7 @@ def build(family, attention="eager", dtype=torch.float32):
 
 
 def attach(model, *, learn=True):
-    """Quantised keys and values, with scales that clip some of what a first forward has shown, each its own."""
+    """Quantized keys and values, with scales that clip some of what a first forward has shown, each its own."""
     caches = attach_kv_cache(model, SPEC, learn=learn)
     for cache in caches.values():
         cache.input_fake_quant, cache.input_observer = False, Observer(SPEC)
@@ -86,7 +86,7 @@ def scales(caches):
     return list(zip(every[::2], every[1::2], strict=True))
 
 
-class QuantisingCache(DynamicCache):
+class QuantizingCache(DynamicCache):
     """transformers' cache, which hands out what it holds through ``functions[layer]``, one for keys, one for values."""
 
     def __init__(self, config, functions):
@@ -99,7 +99,7 @@ class QuantisingCache(DynamicCache):
 
 
 def reference_cache(model, caches):
-    return QuantisingCache(
+    return QuantizingCache(
         model.config,
         [[lambda x, s=scale: fake_quant(x, s, SPEC) for scale in pair] for pair in scales(caches)],
     )
@@ -111,7 +111,7 @@ def switch(caches, on):
 
 
 def record_inputs(caches):
-    """Inputs of each quantiser in the next forward, by name."""
+    """Inputs of each quantizer in the next forward, by name."""
     seen = {}
     for name, cache in caches.items():
         cache.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, args[0].detach()))

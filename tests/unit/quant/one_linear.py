@@ -1,4 +1,4 @@
-"""Random operands of one quantised Linear, its gradients, and what autograd keeps of it."""
+"""Random operands of one quantized Linear, its gradients, and what autograd keeps of it."""
 
 import math
 import random
@@ -96,7 +96,7 @@ class Case:
         return effective_scale(s0, theta, spec, self.weight.dtype, global_scale).detach()
 
     def operands(self):
-        """What the GEMM multiplies: the fake-quantised input and weight."""
+        """What the GEMM multiplies: the fake-quantized input and weight."""
         x, weight = self.x.detach(), self.weight.detach()
         spec = self.plan.input
         if spec is not None:

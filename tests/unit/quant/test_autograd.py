@@ -16,7 +16,7 @@ from tests.unit.quant.test_tokens import TokenSurrogate
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("schemes", SCHEMES, ids=str)
-def test_forward_is_the_linear_of_the_fake_quantised_operands(schemes, dtype, seed):
+def test_forward_is_the_linear_of_the_fake_quantized_operands(schemes, dtype, seed):
     """Bit for bit, whether the input scale learns (the input is kept) or not (its codes are kept)."""
     for learn, bias in itertools.product((True, False), (True, False)):
         case = Case(*schemes, dtype, bias=bias)
@@ -229,7 +229,7 @@ def test_autocast_does_not_change_the_gemm(seed):
     assert torch.equal(output, reference)
 
 
-def test_codes_are_what_the_input_was_quantised_to(seed):
+def test_codes_are_what_the_input_was_quantized_to(seed):
     """The weight's gradient sees exactly the values that the forward multiplied."""
     case = Case(FP8, FP8, torch.bfloat16)
     case.input_theta.requires_grad_(False)  # else the input itself is kept, not its codes

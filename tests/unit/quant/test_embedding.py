@@ -1,4 +1,4 @@
-"""A quantised embedding table: rows as a Linear's weight would be, and gradients as its."""
+"""A quantized embedding table: rows as a Linear's weight would be, and gradients as its."""
 
 import math
 import random
@@ -28,8 +28,8 @@ def embedding(scheme: Scheme, dtype: torch.dtype, *, learn: bool = True, padding
 
 @pytest.mark.parametrize("name", ["w8a16_channel", "w4a16_g32", "w2a16_g32"])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_values_and_gradients_are_those_of_the_quantised_table(name, dtype, seed):
-    """The whole table quantised and then looked up is the definition; a row that is read twice gets both gradients."""
+def test_values_and_gradients_are_those_of_the_quantized_table(name, dtype, seed):
+    """The whole table quantized and then looked up is the definition; a row that is read twice gets both gradients."""
     layer = embedding(get_scheme(name), dtype, padding=random.choice((None, 3)))
     spec = layer.scheme.weights
     ids = torch.randint(ROWS, random.choice(((7,), (3, 5), (0,))))

@@ -33,7 +33,7 @@ def single(
 
 
 def exact_product(layer: QuantLinear, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of the exact fake-quantised operands in fp64, and the sum of the magnitudes of its terms."""
+    """The output of the exact fake-quantized operands in fp64, and the sum of the magnitudes of its terms."""
     x64 = quantize(x, layer.input_scale(), FP8).double() * layer.input_scale().double()
     scale = layer.weight_scale()
     weight64 = quantize(layer.weight.detach(), scale, FP8).double() * scale.double()
@@ -160,7 +160,7 @@ def test_layers_that_the_gemm_cannot_take_simulate(seed):
     assert torch.equal(models[True].other(hidden[:, :40]), models[False].other(hidden[:, :40]))
 
 
-def test_the_gemm_only_while_both_operands_are_quantised(seed):
+def test_the_gemm_only_while_both_operands_are_quantized(seed):
     """With either switch off the layer is what it is without fp8_gemm."""
     layer = single(48, 64)
     x = torch.randn(5, 64).bfloat16()

@@ -43,13 +43,13 @@ NOT_HERE = {
     ("q", "k", "v"): "vision towers",
     ("query", "key", "value"): "BERT and RoBERTa, which generate nothing",
     ("wq", "wk", "wv"): "a vision tower",
-    ("q_conv1d", "k_conv1d", "v_conv1d"): "convolutions, which are not quantised",
+    ("q_conv1d", "k_conv1d", "v_conv1d"): "convolutions, which are not quantized",
     (
         "q_a_proj",
         "kv_a_proj_with_mqa",
         "g_proj",
     ): "Kimi K3, whose g_proj transformers' KimiLinearAttention does not have",
-    ("wk", "weights_proj"): "the indexer of sparse attention, which vLLM does not quantise",
+    ("wk", "weights_proj"): "the indexer of sparse attention, which vLLM does not quantize",
 }
 
 

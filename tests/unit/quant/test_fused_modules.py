@@ -26,7 +26,7 @@ FAMILIES = {
 }
 
 
-def quantised(
+def quantized(
     kind: str = "qwen3", *, scheme: str = "fp8_static", fp8_gemm: bool = False, dtype=torch.bfloat16, **others
 ) -> tuple[nn.Module, quant.Quantization]:
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 def test_a_model_computes_the_same_but_for_roundings(kind, fp8_gemm):
     """In fp32, where a code that differs is rare; and of the same Parameters, by the same names."""
     dtype = torch.bfloat16 if fp8_gemm else torch.float32
-    (plain, _), (model, _) = (quantised(kind, fp8_gemm=fp8_gemm, dtype=dtype) for _ in range(2))
+    (plain, _), (model, _) = (quantized(kind, fp8_gemm=fp8_gemm, dtype=dtype) for _ in range(2))
     parameters = dict(model.named_parameters())
     done = fuse(model)
     layers = model.config.num_hidden_layers
@@ -75,7 +75,7 @@ def test_a_model_computes_the_same_but_for_roundings(kind, fp8_gemm):
 
 
 class Written(nn.Module):
-    """A norm, its readers, and an MLP in plain operators of fp64, whose quantisation is straight-through."""
+    """A norm, its readers, and an MLP in plain operators of fp64, whose quantization is straight-through."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -84,11 +84,11 @@ class Written(nn.Module):
     def forward(self, x: Tensor, weight: Tensor, matrices: list[Tensor]) -> Tensor:
         gate, up, down = matrices
         n = weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
-        a, b = (self.quantised(n, self.mlp.gate_proj) @ one.t() for one in (gate, up))
-        return self.quantised(nn.functional.silu(a) * b, self.mlp.down_proj) @ down.t()
+        a, b = (self.quantized(n, self.mlp.gate_proj) @ one.t() for one in (gate, up))
+        return self.quantized(nn.functional.silu(a) * b, self.mlp.down_proj) @ down.t()
 
     @staticmethod
-    def quantised(x: Tensor, reader: nn.Module) -> Tensor:
+    def quantized(x: Tensor, reader: nn.Module) -> Tensor:
         s, spec = reader.input_s0, reader.scheme.activations
         wide = x.detach().float()
         values = reference.fake_quant(wide, s, spec).double()
@@ -97,7 +97,7 @@ class Written(nn.Module):
 
 def test_gradients_of_a_layer_in_fp64(seed):
     """dx, the norm's weight and the matrices, through clipped elements, against autograd of the written-out formula."""
-    model, quantization = quantised(dtype=torch.float32)
+    model, quantization = quantized(dtype=torch.float32)
     quantization.set_fake_quant(weights=False, activations=True)
     fuse(model)
     layer = model.model.layers[0]
@@ -109,7 +109,7 @@ def test_gradients_of_a_layer_in_fp64(seed):
     inputs = [x, layer.post_attention_layernorm.weight, *(getattr(layer.mlp, name).weight for name in names)]
     wide = [one.detach().double().requires_grad_() for one in inputs]
     exact = Written(layer)(wide[0], wide[1], wide[2:])
-    assert distance(out, exact) < 2e-3  # codes that roundings of fp32 move to a neighbour
+    assert distance(out, exact) < 2e-3  # codes that roundings of fp32 move to a neighbor
     expected = torch.autograd.grad(exact, wide, grad.double())
     for ours, theirs in zip(inputs, expected, strict=True):
         assert distance(ours.grad, theirs) < 5e-3
@@ -120,7 +120,7 @@ def random_tokens() -> int:
 
 
 def test_codes_are_those_of_the_definition():
-    model, quantization = quantised()
+    model, quantization = quantized()
     fuse(model)
     norm = model.model.layers[0].input_layernorm
     x = torch.randn(3, 7, 64).bfloat16()
@@ -141,7 +141,7 @@ def test_codes_are_those_of_the_definition():
 def test_recomputed_evaluated_and_empty(fp8_gemm):
     """Activation checkpointing gives the same gradients bit for bit; so does a forward alone the logits, in inference
     mode too, whose Linears train afterwards; and no tokens are no error."""
-    model, _ = quantised(fp8_gemm=fp8_gemm, learn_weight_scale=True)
+    model, _ = quantized(fp8_gemm=fp8_gemm, learn_weight_scale=True)
     fuse(model)
     logits, gradients = run(model)
     generator = torch.Generator().manual_seed(1)
@@ -163,7 +163,7 @@ def test_recomputed_evaluated_and_empty(fp8_gemm):
 
 def test_what_is_kept_for_backward_is_less():
     def kept(fused: bool) -> int:
-        model, _ = quantised(fp8_gemm=True)
+        model, _ = quantized(fp8_gemm=True)
         if fused:
             fuse(model)
         parameters, found = {p.data_ptr() for p in model.parameters()}, {}
@@ -181,7 +181,7 @@ def test_what_is_kept_for_backward_is_less():
 
 
 def test_while_fake_quant_is_off_or_inputs_are_watched_it_is_the_plain_model_bit_for_bit():
-    (plain, theirs), (model, ours) = quantised(), quantised()
+    (plain, theirs), (model, ours) = quantized(), quantized()
     fuse(model)
     handed, _ = run(model)
     for one in (theirs, ours):
@@ -190,7 +190,7 @@ def test_while_fake_quant_is_off_or_inputs_are_watched_it_is_the_plain_model_bit
     (logits, gradients), (expected, of_plain) = run(model), run(plain)
     assert torch.equal(logits, expected) and all(torch.equal(one, of_plain[n]) for n, one in gradients.items())
     assert [group.observer.absmax for group in ours.input_groups] == [g.observer.absmax for g in theirs.input_groups]
-    for one in (theirs, ours):  # observed while quantised, and one reader alone
+    for one in (theirs, ours):  # observed while quantized, and one reader alone
         one.set_fake_quant(weights=True, activations=True)
     (logits, gradients), (expected, of_plain) = run(model), run(plain)
     assert torch.equal(logits, expected) and all(torch.equal(one, of_plain[n]) for n, one in gradients.items())
@@ -204,8 +204,8 @@ def test_while_fake_quant_is_off_or_inputs_are_watched_it_is_the_plain_model_bit
 
 
 def test_weights_as_they_are_beside_inputs_as_codes():
-    """Layers of the fp8 GEMM whose weights are not quantised now multiply values."""
-    (plain, theirs), (model, ours) = (quantised(fp8_gemm=True) for _ in range(2))
+    """Layers of the fp8 GEMM whose weights are not quantized now multiply values."""
+    (plain, theirs), (model, ours) = (quantized(fp8_gemm=True) for _ in range(2))
     fuse(model)
     for one in (theirs, ours):
         one.set_fake_quant(weights=False, activations=True)
@@ -213,7 +213,7 @@ def test_weights_as_they_are_beside_inputs_as_codes():
 
 
 def test_a_scale_that_nothing_filled_shows_in_the_loss():
-    model, quantization = quantised()
+    model, quantization = quantized()
     fuse(model)
     quantization.input_groups[0].s0.data.fill_(torch.nan)
     assert run(model)[0].isnan().any()
@@ -221,7 +221,7 @@ def test_a_scale_that_nothing_filled_shows_in_the_loss():
 
 @pytest.mark.parametrize("reader", ["router", "hook", "residual"])
 def test_who_reads_values_that_are_not_there_is_told(reader):
-    model, _ = quantised()
+    model, _ = quantized()
     fuse(model)
     layer = model.model.layers[0]
     if reader == "router":
@@ -239,7 +239,7 @@ def test_who_reads_values_that_are_not_there_is_told(reader):
 
 
 def test_a_switch_between_norm_and_layer_is_an_error():
-    model, quantization = quantised(fp8_gemm=True)
+    model, quantization = quantized(fp8_gemm=True)
     fuse(model)
     norm, q_proj = model.model.layers[0].input_layernorm, model.model.layers[0].self_attn.q_proj
     handed = norm(torch.randn(2, 64).bfloat16())
@@ -252,13 +252,13 @@ def test_a_switch_between_norm_and_layer_is_an_error():
 
 
 def test_what_cannot_be_fused_stays_and_is_named():
-    model, _ = quantised("qwen3_moe")
+    model, _ = quantized("qwen3_moe")
     done = fuse(model)
     assert done.norms == [f"model.layers.{i}.input_layernorm" for i in range(2)] and not done.mlps
     assert "experts by their router" in done.left["model.layers.0.post_attention_layernorm"]
     assert "2 norms and 0 MLPs" in done.summary() and "stay" in done.summary()
 
-    model, quantization = quantised()
+    model, quantization = quantized()
     quantization.layers["model.layers.0.mlp.down_proj"].rotation = 32
     assert "turns its input" in fuse(model).left["model.layers.0.mlp"]
     assert isinstance(model.model.layers[1].mlp, FusedMLP) and not isinstance(model.model.layers[0].mlp, FusedMLP)
@@ -273,7 +273,7 @@ def test_what_cannot_be_fused_stays_and_is_named():
     ],
 )
 def test_where_nothing_can_be_fused_it_is_an_error(learn, scheme, why):
-    model, _ = quantised(scheme=scheme, learn_input_scale=learn)
+    model, _ = quantized(scheme=scheme, learn_input_scale=learn)
     with pytest.raises(ValueError, match=rf"quant.fuse_norms: true, expected false: nothing can be fused.*{why}"):
         fuse(model)
 
@@ -283,7 +283,7 @@ def test_classes_that_are_unknown_or_compute_something_else():
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * 2
 
-    model, _ = quantised("llama")
+    model, _ = quantized("llama")
     model.model.layers[0].input_layernorm.__class__ = Odd
     model.model.layers[0].mlp.act_fn = nn.GELU()
     done = fuse(model)
@@ -295,7 +295,7 @@ def test_classes_that_are_unknown_or_compute_something_else():
 
 
 def test_int8_inputs_are_fused_too():
-    (plain, _), (model, _) = (quantised(scheme="w8a8_static", dtype=torch.float32) for _ in range(2))
+    (plain, _), (model, _) = (quantized(scheme="w8a8_static", dtype=torch.float32) for _ in range(2))
     assert isinstance(fuse(model), Fused) and isinstance(model.model.layers[0].input_layernorm, FusedRMSNorm)
     assert distance(run(model)[0], run(plain)[0]) < 1e-2
 

@@ -26,7 +26,7 @@ def test_matrix_is_orthogonal_and_exact_in_every_dtype(block):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_is_the_transform_of_compressed_tensors(dtype, seed):
-    """In fp64 to rounding. Of 16 bits both have the sum in fp32 and round it once: the same number, or a neighbour
+    """In fp64 to rounding. Of 16 bits both have the sum in fp32 and round it once: the same number, or a neighbor
     where another order of the sum lies on the other side of a boundary."""
     block, runs = random.choice(BLOCKS), random.randint(1, 4)
     linear = nn.Linear(block * runs, 3, dtype=dtype)
@@ -76,7 +76,7 @@ class Block(nn.Module):
         return self.down_proj(self.up_proj(x) * self.gate_proj(x).sigmoid())
 
 
-def quantised(scheme: str, block: int, *, bias: bool = False):
+def quantized(scheme: str, block: int, *, bias: bool = False):
     model = nn.Sequential(Block(bias))
     quantization = prepare(
         model, SCHEMES[scheme], exempt=DEFAULT_EXEMPT, learn_weight_scale=False, learn_input_scale=False
@@ -84,9 +84,9 @@ def quantised(scheme: str, block: int, *, bias: bool = False):
     return quantization, lambda patterns: rotate_inputs(quantization, patterns, block)
 
 
-def test_turned_layer_is_the_same_function_and_quantises_the_turned_input(seed):
-    """Without fake quant the product is that of before; with it, each operand is quantised after it is turned."""
-    quantization, turn = quantised("mxfp4_mxfp8", 64)
+def test_turned_layer_is_the_same_function_and_quantizes_the_turned_input(seed):
+    """Without fake quant the product is that of before; with it, each operand is quantized after it is turned."""
+    quantization, turn = quantized("mxfp4_mxfp8", 64)
     x = torch.randn(7, 256) * torch.where(torch.rand(256) < 0.02, 30.0, 1.0)
     layer = quantization.layers["0.down_proj"]
     before = layer.weight.detach().clone()
@@ -109,7 +109,7 @@ def test_turned_layer_is_the_same_function_and_quantises_the_turned_input(seed):
 @pytest.mark.parametrize(
     ("scheme", "block", "patterns", "bias", "text"),
     [
-        ("mxfp8", 64, [r".*\.nothing"], False, "matches no quantised layer"),
+        ("mxfp8", 64, [r".*\.nothing"], False, "matches no quantized layer"),
         ("mxfp8", 64, [r".*\.up_proj"], False, "reads its input with gate_proj, up_proj"),
         ("mxfp8", 64, [r".*\.down_proj"], True, "has a bias"),
         ("mxfp8", 1024, [r".*\.down_proj"], False, "has 256 inputs, which quant.rotate_block 1024 does not divide"),
@@ -117,7 +117,7 @@ def test_turned_layer_is_the_same_function_and_quantises_the_turned_input(seed):
     ],
 )
 def test_what_a_server_would_compute_otherwise_is_refused(scheme, block, patterns, bias, text):
-    quantization, turn = quantised(scheme, block, bias=bias)
+    quantization, turn = quantized(scheme, block, bias=bias)
     with pytest.raises(ValueError, match=text):
         turn(patterns)
     assert all(layer.rotation is None for layer in quantization.layers.values())

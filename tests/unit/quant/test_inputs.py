@@ -1,4 +1,4 @@
-"""Inputs that are quantised once for the layers that read them."""
+"""Inputs that are quantized once for the layers that read them."""
 
 import weakref
 
@@ -28,22 +28,22 @@ pytestmark = pytest.mark.usefixtures("prepared")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fp8_gemm", (False, True))
 @pytest.mark.parametrize("learn_input", (False, True))
-def test_quantised_once_and_the_same(learn_input, fp8_gemm, dtype, seed):
+def test_quantized_once_and_the_same(learn_input, fp8_gemm, dtype, seed):
     """One call for three layers in the forward, nothing held after it, every bit as without sharing."""
     model, q = attention(learn_input=learn_input, fp8_gemm=fp8_gemm, dtype=dtype, bias=True)
     x, grad = torch.randn(5, 3, WIDTH).to(dtype), torch.randn(5, 3, WIDTH).to(dtype)
     with Count() as count:
         model(x)
-    assert count.quantised((5, 3, WIDTH)) == 1 and entry(model) is None
+    assert count.quantized((5, 3, WIDTH)) == 1 and entry(model) is None
     shared = results(model, x, grad)
     assert entry(model) is None
     with torch.no_grad(), Count() as count:
         assert torch.equal(model(x), shared["output"])
-    assert count.quantised((5, 3, WIDTH)) == 1 and entry(model) is None
+    assert count.quantized((5, 3, WIDTH)) == 1 and entry(model) is None
     unshared(q)
     with Count() as count:
         model(x)
-    assert count.quantised((5, 3, WIDTH)) == 3
+    assert count.quantized((5, 3, WIDTH)) == 3
     alone = results(model, x, grad)
     assert_equal(shared, alone)
     assert {"q_proj.weight", "q_proj.weight_theta", "q_proj.bias"} <= shared.keys()
@@ -52,14 +52,14 @@ def test_quantised_once_and_the_same(learn_input, fp8_gemm, dtype, seed):
 
 
 @pytest.mark.parametrize("scheme", ("int8_dynamic", "fp8_dynamic", "8da4w"))
-def test_dynamic_inputs_are_quantised_once_and_kept_once(scheme, seed):
+def test_dynamic_inputs_are_quantized_once_and_kept_once(scheme, seed):
     """The values of one pass over the input are handed on; backward keeps the input itself, once for three layers."""
     model, q = attention(scheme)
     x, grad = torch.randn(5, 3, WIDTH).bfloat16(), torch.randn(5, 3, WIDTH).bfloat16()
     with Count() as count:
         shared = results(model, x, grad)
     forward, backward = 1, 1
-    assert count.quantised((5, 3, WIDTH)) == forward + backward and entry(model) is None
+    assert count.quantized((5, 3, WIDTH)) == forward + backward and entry(model) is None
     leaf = x.clone().requires_grad_()
     with bytes_saved(model) as found:
         outputs = [layer(leaf) for layer in (model.q_proj, model.k_proj, model.v_proj)]
@@ -68,13 +68,13 @@ def test_dynamic_inputs_are_quantised_once_and_kept_once(scheme, seed):
     model.q_proj.weight_theta.requires_grad_(False)
     with Count() as count:
         model(leaf)
-    assert count.quantised((5, 3, WIDTH)) == 1, "a frozen layer takes the same values"
+    assert count.quantized((5, 3, WIDTH)) == 1, "a frozen layer takes the same values"
     model.q_proj.weight.requires_grad_(True)
     model.q_proj.weight_theta.requires_grad_(True)
     unshared(q)
     with Count() as count:
         model(x)
-    assert count.quantised((5, 3, WIDTH)) == 3
+    assert count.quantized((5, 3, WIDTH)) == 3
     assert_equal(results(model, x, grad), shared)
     assert shared["output"].any() and shared["q_proj.weight_theta"].any()
 
@@ -90,7 +90,7 @@ def test_layers_of_different_parents_share_nothing(seed):
 
 
 def test_nothing_is_held_after_the_forward(seed):
-    """Neither the input nor its quantised form outlives what autograd keeps."""
+    """Neither the input nor its quantized form outlives what autograd keeps."""
     model, _ = attention()
     x = torch.randn(4, WIDTH).bfloat16()
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_nothing_is_held_after_the_forward(seed):
     assert all(reference() is None for reference in references)
 
 
-def test_another_tensor_is_quantised_anew(seed):
+def test_another_tensor_is_quantized_anew(seed):
     """Equal values at another address, another view, the same tensor after a write: never the old codes."""
     model, q = attention()
     x = torch.randn(4, WIDTH).bfloat16()
@@ -124,7 +124,7 @@ def test_another_tensor_is_quantised_anew(seed):
             model.q_proj(x)
             with Count() as count:
                 output = model.k_proj(second)
-            assert count.quantised(tuple(second.shape)) == 1
+            assert count.quantized(tuple(second.shape)) == 1
             assert torch.equal(output, expected("k_proj", second))
             model.q_proj.shared_input._entry = None
         square = torch.randn(WIDTH, WIDTH).bfloat16()
@@ -138,10 +138,10 @@ def test_another_tensor_is_quantised_anew(seed):
         assert torch.equal(after, expected("k_proj", x)) and not torch.equal(after, before)
         with Count() as count:  # an alias, as ZeRO-3 hands out, is the same tensor
             assert torch.equal(model.v_proj(x.view_as(x)), expected("v_proj", x.clone()))
-        assert count.quantised((4, WIDTH)) == 1, "only that of `expected`"
+        assert count.quantized((4, WIDTH)) == 1, "only that of `expected`"
 
 
-def test_another_kind_is_quantised_anew(seed):
+def test_another_kind_is_quantized_anew(seed):
     """What a forward without gradients left has no mask for backward."""
     model, q = attention()
     x, grad = torch.randn(4, WIDTH).bfloat16(), torch.randn(4, WIDTH).bfloat16()
@@ -230,7 +230,7 @@ def test_inference_mode(fp8_gemm, seed):
 @pytest.mark.parametrize("learn_input", (False, True))
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_activation_checkpointing(reentrant, learn_input, fp8_gemm, seed):
-    """The recomputed forward quantises again, once; gradients are the same bit for bit."""
+    """The recomputed forward quantizes again, once; gradients are the same bit for bit."""
     model, _ = attention(learn_input=learn_input, fp8_gemm=fp8_gemm)
     x, grad = torch.randn(4, WIDTH).bfloat16(), torch.randn(4, WIDTH).bfloat16()
     expected = results(model, x, grad)
@@ -238,12 +238,12 @@ def test_activation_checkpointing(reentrant, learn_input, fp8_gemm, seed):
     model.zero_grad()
     with Count() as count:
         output = checkpoint(model, leaf, use_reentrant=reentrant)
-        assert count.quantised((4, WIDTH)) == 1
+        assert count.quantized((4, WIDTH)) == 1
     assert entry(model) is None
     with Count() as count:
         output.backward(grad)
     # Backward of a learned input scale needs the values of the input again, once for all layers.
-    assert count.quantised((4, WIDTH)) == 1 + learn_input
+    assert count.quantized((4, WIDTH)) == 1 + learn_input
     assert entry(model) is None
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert_equal({"output": output.detach(), "x": leaf.grad, **found}, expected)

@@ -1,4 +1,4 @@
-"""Fake quant of keys and values against a cache that quantises by the reference; switches, observers, refusals."""
+"""Fake quant of keys and values against a cache that quantizes by the reference; switches, observers, refusals."""
 
 import re
 
@@ -55,7 +55,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attention_reads_what_a_quantised_cache_would_hold(family, seed):
+def test_attention_reads_what_a_quantized_cache_would_hold(family, seed):
     """Bit for bit: the same kernels get the same keys and values. In one pass, and token by token from a cache."""
     for attention in ("eager",) if family == "gemma2" else ("eager", "sdpa"):
         model, ids = build(family, attention), tokens()
@@ -67,7 +67,7 @@ def test_attention_reads_what_a_quantised_cache_would_hold(family, seed):
             switch(caches, False)
             plain, cached = model(ids, use_cache=False).logits, reference_cache(model, caches)
             assert torch.equal(ours, model(ids, past_key_values=cached).logits)
-            assert (ours - plain).abs().max() > 1e-3, "nothing was quantised"
+            assert (ours - plain).abs().max() > 1e-3, "nothing was quantized"
             steps = [model(ids[:, i : i + 1], past_key_values=cached).logits for i in range(3)]
             switch(caches, True)
             own = DynamicCache(config=model.config)
@@ -79,7 +79,7 @@ def test_attention_reads_what_a_quantised_cache_would_hold(family, seed):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_cache_packing_and_padding_give_each_sample_its_own_logits(attention, seed):
     """GEMMs of other shapes may sum in another order, which moves a code of a few thousand here and there: compared
-    with what quantisation as a whole changes."""
+    with what quantization as a whole changes."""
     model = build("qwen3", attention)
     samples = [tokens(1, length) for length in (5, 11, 8)]
     caches = attach(model)
@@ -169,7 +169,7 @@ def test_prepare_switches_and_watches_keys_and_values_as_inputs(seed):
         assert kinds == {f"{name}.input_s0": "frozen" for name in caches} | {
             f"{name}.input_theta": "act_scale" for name in caches
         }
-    with pytest.raises(ValueError, match="nothing to quantise"):
+    with pytest.raises(ValueError, match="nothing to quantize"):
         prepare(build("qwen3"), None, **learn)
 
 

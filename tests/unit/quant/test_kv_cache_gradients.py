@@ -1,4 +1,4 @@
-"""Gradients through quantised keys and values, against finite differences and against fp64."""
+"""Gradients through quantized keys and values, against finite differences and against fp64."""
 
 import copy
 import random
@@ -8,7 +8,7 @@ import torch
 
 from quant.kv_cache import QuantCache
 from quant.reference import fake_quant, inside_range
-from tests.unit.quant.kv_models import KV_HEADS, SIZE, SPEC, QuantisingCache, attach, build, record_inputs, tokens
+from tests.unit.quant.kv_models import KV_HEADS, SIZE, SPEC, QuantizingCache, attach, build, record_inputs, tokens
 from tests.unit.quant.oracle import Surrogate
 
 
@@ -33,7 +33,7 @@ def _exp(cache):
 
 
 @pytest.mark.parametrize("learn", [True, False])
-def test_gradients_of_a_quantiser_against_finite_differences(learn, seed):
+def test_gradients_of_a_quantizer_against_finite_differences(learn, seed):
     """In the layout that attention has them in. LSQ's factor counts the features of a token, whatever their number of
     tokens: the gradient of a batch is the sum of those of its parts."""
     for _ in range(5):
@@ -73,7 +73,7 @@ def test_gradients_of_a_model_against_fp64(family, attention, seed):
     smooth = {name: Smooth(cache, seen[name]) for name, cache in caches.items()}
     functions = [lambda x, name=name: smooth[name](x, thetas[name]) for name in caches]
     pairs = list(zip(functions[::2], functions[1::2], strict=True))
-    logits = precise(ids, past_key_values=QuantisingCache(precise.config, pairs)).logits
+    logits = precise(ids, past_key_values=QuantizingCache(precise.config, pairs)).logits
     (logits * weights.double()).sum().backward()
     factor = 1 / (KV_HEADS * SIZE * SPEC.qmax) ** 0.5
     expected = {name: parameter.grad for name, parameter in precise.named_parameters()}
@@ -88,7 +88,7 @@ def test_gradients_of_a_model_against_fp64(family, attention, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_quantiser_is_the_reference_and_keeps_no_second_copy(dtype, seed):
+def test_a_quantizer_is_the_reference_and_keeps_no_second_copy(dtype, seed):
     """Bit for bit, in any stride. With a fixed scale a bit of each element is kept for backward, with a learned one the
     element itself, and nothing where nothing trains."""
     x = torch.randn(2, 7, 3, 16).to(dtype).transpose(1, 2)

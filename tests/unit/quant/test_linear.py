@@ -45,14 +45,14 @@ def make(scheme: Scheme, dtype: torch.dtype, *, learn=True, bias=True) -> tuple[
     if spec.has_zero_points:
         zero = torch.randint(int(spec.qmin), int(spec.qmax) + 1, weight_s0.shape).float()
         weight_zero = nn.Parameter(zero, requires_grad=False)
-    quantised = QuantLinear(
+    quantized = QuantLinear(
         linear,
         scheme,
         weight=Scale(weight_s0, weight_theta, weight_global, weight_zero),
         input=None if input_s0 is None else Scale(input_s0, input_theta),
         weight_numel=linear.weight.numel() // weight_s0.numel(),
     )
-    return quantised, linear
+    return quantized, linear
 
 
 def used_operands(layer: QuantLinear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,7 +243,7 @@ def test_a_module_wide_cast_is_noticed():
 
 
 def test_scheme_and_scales_must_agree():
-    """An input scale for a scheme without input quantisation would never be used."""
+    """An input scale for a scheme without input quantization would never be used."""
     layer, linear = make(get_scheme("fp8_static"), torch.float32)
     scales = {"weight": layer.scale_of_weight, "input": layer.scale_of_input}
     with pytest.raises(ValueError, match=r"w4a16_g32.* a scale of the input is stored"):
@@ -257,7 +257,7 @@ def test_scheme_and_scales_must_agree():
 
 
 def test_the_input_observer_sees_what_the_forward_sees(seed):
-    """absmax over all forwards; clipped elements only while inputs are quantised."""
+    """absmax over all forwards; clipped elements only while inputs are quantized."""
     layer, _ = make(get_scheme("fp8_static"), torch.bfloat16, learn=False)
     layer.input_observer = observer = Observer(layer.scheme.activations)
     layer.input_fake_quant = False

@@ -57,7 +57,7 @@ class AdaptedCase(Case):
 @pytest.mark.parametrize("schemes", SCHEMES, ids=str)
 def test_it_is_the_layer_of_the_sum(schemes, dtype, seed):
     """Bit for bit in the output and in the gradients of all but the adapter, whose gradients are those of the sum's
-    where that is quantised."""
+    where that is quantized."""
     for learn in (True, False):
         case = AdaptedCase(*schemes, dtype)
         for theta in (case.weight_theta, case.input_theta):
@@ -354,7 +354,7 @@ def test_a_layer_whose_scales_are_fixed(schemes, dtype, seed):
         terms = sum(rows.shape) + used_x.shape[1]
         check(ours, whole * ~clipped, sizes, case.adapter.lora_a, case.adapter.lora_b, case.adapter.scaling, terms)
         if tuple(clipped.shape) not in {(len(rows), used_x.shape[1]), tuple(case.adapter.lora_a.shape)}:
-            # One for the sum, which backward forms again, and the gradient as a whole where the weight is quantised.
+            # One for the sum, which backward forms again, and the gradient as a whole where the weight is quantized.
             assert products.shapes.count(tuple(clipped.shape)) <= 1 + (case.plan.weight is not None)
 
 
@@ -416,7 +416,7 @@ def test_what_is_not_finite_stays_so(value, seed):
 
 
 def adapted_layer(scheme: str, dtype: torch.dtype = torch.bfloat16):
-    """A quantised Linear with scales and an adapter, and what it computes without one."""
+    """A quantized Linear with scales and an adapter, and what it computes without one."""
     model = nn.Sequential(nn.Linear(64, 48, dtype=dtype)).requires_grad_(False)
     quantization = prepare(model, get_scheme(scheme), exempt=(), learn_weight_scale=False, learn_input_scale=False)
     layer = quantization.layers["0"]
@@ -482,7 +482,7 @@ def test_dropout_is_on_the_input_of_a_alone(dropout, seed):
     lora_a, lora_b = (nn.Parameter(torch.randn(*size)) for size in ((4, 64), (48, 4)))
     layer.attach_adapter(AdapterBeside(lora_a, lora_b, 0.5, dropout))
     x = torch.randn(7, 64, requires_grad=True)
-    base = F.linear(x, layer.quantised_weight(), layer.bias)
+    base = F.linear(x, layer.quantized_weight(), layer.bias)
 
     torch.manual_seed(seed)
     seen = F.dropout(x, dropout)

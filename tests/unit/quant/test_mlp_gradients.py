@@ -67,7 +67,7 @@ def mlp(scheme: str, *, learn: bool, fp8_gemm: bool) -> nn.Sequential:
     return model
 
 
-def forward(model: nn.Sequential, x: Tensor, quantise) -> tuple[Tensor, list[Tensor]]:
+def forward(model: nn.Sequential, x: Tensor, quantize) -> tuple[Tensor, list[Tensor]]:
     """The MLP with another fake quant, in the dtype of ``x``; also its weights there, as leaves."""
     weights = []
     for layer in model:
@@ -76,9 +76,9 @@ def forward(model: nn.Sequential, x: Tensor, quantise) -> tuple[Tensor, list[Ten
             continue
         weights.append(layer.weight.detach().to(x.dtype).requires_grad_())
         if layer.scheme.activations is not None:
-            x = quantise(x, layer.input_scale(), layer.scheme.activations)
+            x = quantize(x, layer.input_scale(), layer.scheme.activations)
         x = F.linear(
-            x, quantise(weights[-1], layer.weight_scale(), layer.scheme.weights), layer.bias.detach().to(x.dtype)
+            x, quantize(weights[-1], layer.weight_scale(), layer.scheme.weights), layer.bias.detach().to(x.dtype)
         )
     return x, weights
 
@@ -140,8 +140,8 @@ def test_the_metric_sees_a_mask_that_is_missing(seed):
         return values + (StraightThrough.apply(values, scale, spec) - values).detach()
 
     found = []
-    for quantise in (StraightThrough.apply, unmasked):
+    for quantize in (StraightThrough.apply, unmasked):
         leaf = x.double().requires_grad_()
-        forward(model, leaf, quantise)[0].backward(grad.double())
+        forward(model, leaf, quantize)[0].backward(grad.double())
         found.append(leaf.grad)
     assert cosine(found[1], found[0]) < 0.99

@@ -1,4 +1,4 @@
-"""MX: scales that are powers of two, against compressed-tensors, vLLM's quantiser and exact numbers."""
+"""MX: scales that are powers of two, against compressed-tensors, vLLM's quantizer and exact numbers."""
 
 import math
 from dataclasses import replace
@@ -41,7 +41,7 @@ def groups(x: torch.Tensor) -> torch.Tensor:
 
 
 def theirs(x: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """compressed-tensors' fake quantisation, and the scales that it used."""
+    """compressed-tensors' fake quantization, and the scales that it used."""
     args = QuantizationArgs(**quantization_args(spec))
     scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity(), None)
     return fake_quantize(x, scale, zero, args, None), scale

@@ -22,13 +22,13 @@ from quant.spec import SCHEMES
 SPEC = SCHEMES["nvfp4_w4a4"].activations
 ARGS = QuantizationArgs(**quantization_args(SPEC))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Halfway between neighbours of the grid.
+# Halfway between neighbors of the grid.
 TIES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 ONE = torch.ones(1)
 
 
 def theirs(x: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """compressed-tensors' fake quantisation and the scales that it used."""
+    """compressed-tensors' fake quantization and the scales that it used."""
     scale, zero = compute_dynamic_scales_and_zp(x, ARGS, torch.nn.Identity(), above)
     return fake_quantize(x, scale, zero, ARGS, above), scale / above
 

@@ -86,7 +86,7 @@ def test_the_routers_of_transformers_are_exempt_and_listed():
 
 
 def test_finer_weight_scales_are_not_shared():
-    """A row belongs to one layer; without input quantisation there are no input groups."""
+    """A row belongs to one layer; without input quantization there are no input groups."""
     quantization = prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=False)
     assert members(quantization.weight_groups) == [[name] for name in quantization.layers]
     assert quantization.input_groups == []
@@ -161,12 +161,12 @@ def test_layers_without_their_fused_partners_stand_alone():
     assert members(fp8(model).weight_groups) == [["self_attn.q_proj", "self_attn.k_proj"], ["self_attn.o_proj"]]
 
 
-def test_layers_that_cannot_be_quantised_are_named():
+def test_layers_that_cannot_be_quantized_are_named():
     """Tied weights, subclasses of nn.Linear, and widths that a group size or a shared input does not fit."""
     model = causal_lm("llama")
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(
-        ValueError, match=r"model\.embed_tokens and lm_head share one weight; leave lm_head unquantised"
+        ValueError, match=r"model\.embed_tokens and lm_head share one weight; leave lm_head unquantized"
     ):
         fp8(model, exempt=[])
 

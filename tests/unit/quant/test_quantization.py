@@ -20,7 +20,7 @@ def test_switches_and_observers(seed):
     for name, layer in quantization.layers.items():
         expected = (False, True) if name == "model.layers.0.self_attn.o_proj" else (True, False)
         assert (layer.weight_fake_quant, layer.input_fake_quant) == expected
-    with pytest.raises(ValueError, match=r"'o_proj' matches no quantised layer.*self_attn\.q_proj"):
+    with pytest.raises(ValueError, match=r"'o_proj' matches no quantized layer.*self_attn\.q_proj"):
         quantization.set_fake_quant(True, True, pattern="o_proj")
     quantization.restore_fake_quant(states)
     assert quantization.fake_quant_state() == states

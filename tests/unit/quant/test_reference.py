@@ -1,4 +1,4 @@
-"""The definition of the quantisers against an independent oracle, and its gradients against finite differences."""
+"""The definition of the quantizers against an independent oracle, and its gradients against finite differences."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_codes_and_values_against_the_oracle(spec, dtype, seed):
 
 
 def test_the_cast_to_e4m3_rounds_to_nearest_even():
-    """Every midpoint between neighbours goes to the even code, and its fp32 neighbours to the nearer one."""
+    """Every midpoint between neighbors goes to the even code, and its fp32 neighbors to the nearer one."""
     values = torch.from_numpy(E4M3).float()
     middle = (values[1:] + values[:-1]) / 2  # exact in fp32
     one = torch.ones(1)

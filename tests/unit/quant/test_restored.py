@@ -75,7 +75,7 @@ def test_restored_once_and_the_same(way, recomputed, seed):
     together = gradients()
     unshared(q)
     assert_equal(gradients(), together)
-    # Three layers restore where one did; and where the second forward fake-quantises, three do so too.
+    # Three layers restore where one did; and where the second forward fake-quantizes, three do so too.
     once, apart = counts
     assert apart - once == (2 if recomputed == "no" or way == "fp8_static" else 4)
 

@@ -40,13 +40,13 @@ def test_a_whole_group_may_be_exempt():
 
 
 def test_a_pattern_that_matches_nothing_is_an_error():
-    """A typo would quantise what was meant to be spared. The defaults may match nothing."""
+    """A typo would quantize what was meant to be spared. The defaults may match nothing."""
     with pytest.raises(ValueError, match=r"'layers\.0' matches no module.*model\.layers\.0\.self_attn\.q_proj"):
         fp8(moe_model(), exempt=[*DEFAULT_EXEMPT, "layers.0"])
     with pytest.raises(ValueError, match="matches no module"):
         fp8(moe_model(), exempt=["self_attn"])  # must match the full name
     assert len(fp8(Tree(only=nn.Linear(4, 4))).layers) == 1
-    with pytest.raises(ValueError, match="nothing to quantise"):
+    with pytest.raises(ValueError, match="nothing to quantize"):
         fp8(Tree(only=nn.Linear(4, 4)), exempt=["only"])
 
 

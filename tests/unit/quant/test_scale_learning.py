@@ -22,7 +22,7 @@ from tests.unit.quant.oracle import NVFP4
     ],
 )
 def test_learning_a_scale_of_e2m1(groups, most, seed):
-    """Minimising the squared error from half and from twice the best scale ends near the error of the best.
+    """Minimizing the squared error from half and from twice the best scale ends near the error of the best.
 
     Not rounded to a format: the gradient is that of unrounded scales.
     """
@@ -58,7 +58,7 @@ def test_learning_a_scale_of_e2m1(groups, most, seed):
     ids=str,
 )
 def test_scale_learning_converges(spec, shape, final, seed):
-    """Minimising the quantisation error of a weight takes theta from half and from twice the best scale to its error.
+    """Minimizing the quantization error of a weight takes theta from half and from twice the best scale to its error.
 
     The error is that of the layer's output for the identity as input, so the gradient passes through the whole
     Function. With LSQ's term for integers in place of e4m3's own, the fp8 case ends 19% above the best.

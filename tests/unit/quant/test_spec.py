@@ -26,7 +26,7 @@ def test_specs_and_schemes_refuse_what_they_cannot_be():
     ):
         with pytest.raises(ValueError, match="only symmetric int weights have a narrow grid"):
             TensorSpec(**spec, narrow=True)
-    with pytest.raises(ValueError, match="readers quantise inputs to all codes"):
+    with pytest.raises(ValueError, match="readers quantize inputs to all codes"):
         Scheme("bad", FP8, TensorSpec("int", 8, "tensor", narrow=True))
     with pytest.raises(ValueError, match="in_features 48 is not divisible by group_size 32"):
         get_scheme("w4a16_g32").weights.scale_shape((8, 48))

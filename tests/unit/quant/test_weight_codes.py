@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("prepared")
     ],
 )
 def test_kept_weight_codes(scheme, fp8_gemm, seed):
-    """The same bits, quantised once over forwards and backwards, until the weights change."""
+    """The same bits, quantized once over forwards and backwards, until the weights change."""
     model = Attention(bias=True).bfloat16()
     q = quant.prepare(model, get_scheme(scheme), learn_weight_scale=True, learn_input_scale=False, fp8_gemm=fp8_gemm)
     fill_scales(q)
@@ -30,14 +30,14 @@ def test_kept_weight_codes(scheme, fp8_gemm, seed):
     with Count() as count:
         expected = results(model, x, grad)
     sizes = {tuple(layer.weight.shape) for layer in q.layers.values()}
-    often = sum(count.quantised(size) for size in sizes)
+    often = sum(count.quantized(size) for size in sizes)
     assert often == 2 * len(q.layers), "once in forward, once in backward"
     for layer in q.layers.values():
         layer.keeps_weight_codes = True
     with Count() as count:
         for _ in range(3):
             assert_equal(results(model, x, grad), expected)
-    assert sum(count.quantised(size) for size in sizes) == len(q.layers)
+    assert sum(count.quantized(size) for size in sizes) == len(q.layers)
 
     with torch.no_grad():
         for layer in q.layers.values():

@@ -1,4 +1,4 @@
-"""Compressed checkpoints that are read back: scales that no quantiser can have are refused by name."""
+"""Compressed checkpoints that are read back: scales that no quantizer can have are refused by name."""
 
 import json
 import shutil

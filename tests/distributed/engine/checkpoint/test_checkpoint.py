@@ -1,7 +1,7 @@
 """Training checkpoints on two ranks: a run that is interrupted and resumed is the run that was not, bit for bit.
 
 The runs switch fake quant on in the middle, so that a checkpoint holds what its start must not lose: what the observers
-saw (interrupted before), the scales that were measured then (interrupted after), and which layers are quantised.
+saw (interrupted before), the scales that were measured then (interrupted after), and which layers are quantized.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.tiny import tiny_checkpoint
 SCRIPT = Path(__file__).parent / "scripts" / "checkpoint.py"
 RANKS = 2
 START = 2
-# Everything that a checkpoint keeps for quantisation, in one run: histograms of inputs, keys and values, global scales
+# Everything that a checkpoint keeps for quantization, in one run: histograms of inputs, keys and values, global scales
 # of NVFP4, scales that follow the weights beside thetas that learn (LWC), lm_head and embeddings.
 MIXED = {
     "quant": {

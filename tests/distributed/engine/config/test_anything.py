@@ -15,7 +15,7 @@ KEYS = sorted({".".join(path) for path in knobs() if len(path) == 2} | {"output_
 # What a run finds out that no recipe can tell.
 FOUND = re.compile(
     r"steps (in a row )?were left out|the model diverged|\.jsonl(:\d+)?: |bad lines in the data|that one step takes"
-    r"|so they need one scheme|weights with NaN or Inf cannot be quantised"
+    r"|so they need one scheme|weights with NaN or Inf cannot be quantized"
 )
 
 

@@ -35,7 +35,7 @@ LORA = {"adapter.kind": "lora", "learnable.weight": False, "learnable.weight_sca
 KD = {"loss.lm_weight": 0.0, "loss.kd_weight": 1.0, "loss.teacher": "other"}
 # Situations in which knobs may be idle, as settings by key.
 SITUATIONS: dict[str, dict[str, Any]] = {
-    "never quantises": {"quant.fake_quant_start": -1},
+    "never quantizes": {"quant.fake_quant_start": -1},
     "weights alone": {"quant.scheme": "w4a16_g32", "quant.rotate": [r".*\.o_proj"], "quant.rotate_block": 64},
     "KV cache alone": {"quant.scheme": "fp8_kv", "learnable.weight_scale": False},
     "merged adapters": LORA,
@@ -166,7 +166,7 @@ ELSEWHERE = {
     "quant.schemes": "names of its own: tests/distributed/engine/test_schemes.py",
     "quant.rules": "some layers: tests/distributed/engine/test_schemes.py",
     "quant.scales": "a PTQ checkpoint: tests/distributed/model/scales",
-    "quant.start": "a quantised checkpoint: tests/distributed/model/quantised",
+    "quant.start": "a quantized checkpoint: tests/distributed/model/quantized",
     "quant.start_inside": "the same",
     "quant.rotate_block": "inputs of 256 features and more: tests/unit/tools/verify/test_rotated.py",
     "quant.fp8_fast_accum": "GPUs alone add up in two ways: tests/unit/test_fast_accum.py",
@@ -179,13 +179,13 @@ DISTILS = dict.fromkeys(
     ("loss.kd", "loss.top_k", "loss.teacher"), "how to learn from a teacher, which loss.kd_weight 0 switches off"
 )
 DENSE = {"model.experts": "a form of experts, and the model alone says whether it has any"}
-DESCRIBED = "what would be quantised, and how: the run beside this one differs in quant.fake_quant_start alone"
+DESCRIBED = "what would be quantized, and how: the run beside this one differs in quant.fake_quant_start alone"
 FIXED = "nothing of it trains, as the recipe says"
 STAYS = "linear layers that stay as they are, as all do"
 RATE = "of whatever trains, under every learnable"
 LATER = "launch/export.py writes by it from a training checkpoint"
 ANYWAY: dict[str, dict[str, str]] = {
-    "never quantises": {
+    "never quantizes": {
         **DISTILS,
         **DENSE,
         **dict.fromkeys(

@@ -45,7 +45,7 @@ def other_padding(directory: Path) -> Path:
     return directory
 
 
-def quantised(directory: Path) -> tuple[Path, Path]:
+def quantized(directory: Path) -> tuple[Path, Path]:
     """A checkpoint in int4, and the plain one of the weights that its codes stand for, in fp32."""
     source, coded, decoded = (directory / name for name in ("even", "coded", "decoded"))
     tiny_checkpoint(source, "llama", even=True)
@@ -99,7 +99,7 @@ def base(tmp_path_factory):
     sections = {"train": {"steps": 4, "quant_stats_every": 0}, "deepspeed": str(plain)}
     add("train", "gathers_live", "llama", stage=3, loss={"teacher": str(wide)}, **sections)
     add("train", "gathers_none", "llama", stage=3, loss={"kd_weight": 0.0}, **sections)
-    models["coded"], decoded = quantised(base)
+    models["coded"], decoded = quantized(base)
     for name, teacher in (("coded", models["coded"]), ("decoded", decoded)):
         add("train", f"{name}_teacher", "qwen3", stage=3, loss={"teacher": str(teacher)})
         own = "self" if name == "coded" else str(teacher)
@@ -200,18 +200,18 @@ def test_the_student_as_its_own_teacher_is_the_original(base, stage):
     """Losses, grad norms and clipped fractions of a run whose teacher is the checkpoint that the student came from."""
     own, original = result(base, f"self_{stage}"), result(base, "original")
     for a, b in zip(own["losses"], original["losses"], strict=True):
-        assert a["loss/kd/cakld"] > 1e-4, "the student is quantised, the teacher is not"
+        assert a["loss/kd/cakld"] > 1e-4, "the student is quantized, the teacher is not"
         # The same arithmetic, of weights that may lie at other addresses: no BLAS promises the last bit then.
         assert a == pytest.approx(b, rel=1e-3)
     assert own["norms"] == pytest.approx(original["norms"], rel=1e-2)
-    # An observer that saw the teacher's pass too would count unquantised inputs of all layers but the first.
+    # An observer that saw the teacher's pass too would count unquantized inputs of all layers but the first.
     for a, b in zip(own["seen"]["clipped"], original["seen"]["clipped"], strict=True):
         assert a and a == pytest.approx(b, rel=1e-2, abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["teacher", "self"])
-def test_a_quantised_teacher_is_the_model_of_its_weights(base, kind):
-    """Of codes, with inputs that are not quantised: as the teacher of another student, and of itself."""
+def test_a_quantized_teacher_is_the_model_of_its_weights(base, kind):
+    """Of codes, with inputs that are not quantized: as the teacher of another student, and of itself."""
     coded, decoded = (result(base, f"{name}_{kind}") for name in ("coded", "decoded"))
     assert all(losses["loss/kd/cakld"] > 1e-4 for losses in coded["losses"])
     for a, b in zip(coded["losses"], decoded["losses"], strict=True):

@@ -164,7 +164,7 @@ def test_a_student_that_is_its_own_teacher(tmp_path: Path) -> None:
     for kind in ("dense", "moe"):
         checkpoint(tmp_path / kind, kind)
         paths.append(recipe(tmp_path, kind, 3, sections))
-    # Its own forward is not quantised: codes travel for the student's alone.
+    # Its own forward is not quantized: codes travel for the student's alone.
     learnable = {**learnable, "weight_scale": False}
     paths.append(
         recipe(
@@ -227,10 +227,10 @@ def test_a_base_that_is_held_as_codes(tmp_path: Path) -> None:
     config = Qwen3Config(intermediate_size=416, **SIZES)
     attention, hidden = config.num_attention_heads * config.head_dim, config.hidden_size
     pairs = config.num_key_value_heads * config.head_dim
-    quantised = 4 * hidden * (2 * attention + 2 * pairs + 3 * config.intermediate_size)
+    quantized = 4 * hidden * (2 * attention + 2 * pairs + 3 * config.intermediate_size)
     for stage, ranks in ((1, 1), (3, 2)):
         weights, codes = (measured(paths[base, stage]) for base in ("weights", "codes"))
         saved = weights["items"]["parameters"] - codes["items"]["parameters"]
-        assert saved == pytest.approx(1.5 * quantised / ranks, rel=0.001)
+        assert saved == pytest.approx(1.5 * quantized / ranks, rel=0.001)
         for kind, count in sent(codes["collectives"])[0].items():
             assert count <= sent(weights["collectives"])[0][kind], kind

@@ -2,7 +2,7 @@
 
     scripts/compute.py RECIPE...
 
-A recipe whose name begins with ``unkept`` quantises its weights in every forward. Rank 0 writes
+A recipe whose name begins with ``unkept`` quantizes its weights in every forward. Rank 0 writes
 ``<output_dir>/result.pt``: what ``scripts/train.py`` keeps, and under ``seen`` how the layers computed.
 """
 
@@ -26,7 +26,7 @@ from tests.distributed.garbage import collect
 
 
 class CountWeightPasses(TorchDispatchMode):
-    """How often tensors of the weights' shapes are quantised, by operator, and what is gathered: bytes by dtype."""
+    """How often tensors of the weights' shapes are quantized, by operator, and what is gathered: bytes by dtype."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -152,7 +152,7 @@ def without_mask(loop: Loop, seen: dict[str, Any]) -> None:
 
 
 def host_waits(loop: Loop, seen: dict[str, Any]) -> None:
-    """What the second step would wait for, and the third, which measures the quantisation."""
+    """What the second step would wait for, and the third, which measures the quantization."""
     without_mask(loop, seen)
     for step, name in ((1, "plain"), (2, "measured")):
         waits = HostWaits()
@@ -177,19 +177,19 @@ def keep_evaluations(loop: Loop, seen: dict[str, Any]) -> None:
 
 
 def used_weights(loop: Loop, seen: dict[str, Any]) -> None:
-    """What each quantised Linear multiplies its input with after the last step: its output for the unit matrix."""
+    """What each quantized Linear multiplies its input with after the last step: its output for the unit matrix."""
 
     @loop.every(1)
     def keep(state: LoopState) -> None:
         seen["used"], seen["scales"] = {}, {}
         for name, layer in state.session.quantization.layers.items():
             with gathered(layer.parameters(recurse=False)), torch.no_grad():
-                quantises, layer.input_fake_quant = layer.input_fake_quant, False
+                quantizes, layer.input_fake_quant = layer.input_fake_quant, False
                 experts, units = layer.num_experts, torch.eye(layer.in_features, dtype=layer.weight.dtype)
                 ends = torch.arange(1, experts + 1, dtype=torch.int32) * layer.in_features if experts else None
                 # Not the module's call, which would gather for a step of ZeRO-3's.
                 columns = layer.forward(units.repeat(experts or 1, 1), ends)
-                layer.input_fake_quant = quantises
+                layer.input_fake_quant = quantizes
                 whole = columns.view(*layer.weight_shape[:-2], layer.in_features, -1).transpose(-2, -1)
                 for part in linears_of(name, layer):
                     seen["used"][part.name] = part.weight(whole).clone()

@@ -21,7 +21,7 @@ from tests.distributed.recipes import write_chats, write_recipe
 from tests.patience import PATIENCE
 from tests.root import ROOT
 from tests.tiny import tiny_checkpoint
-from tests.unit.model.ptq_init.test_gptq import quantised
+from tests.unit.model.ptq_init.test_gptq import quantized
 
 GROUPS = Path(__file__).parent / "scripts" / "groups.py"
 
@@ -128,7 +128,7 @@ def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(tuning, "STEPS", 20)
     capfd.readouterr()
-    alone, quantization = quantised(tmp_path, "model", "w2a16_g32")
+    alone, quantization = quantized(tmp_path, "model", "w2a16_g32")
     singles = [(ids[None], True) for group in given[0] + given[1] for ids in group]
     choose_first_codes(alone, quantization, singles, torch.device("cpu"), tuned_rows=8)
     pattern = (

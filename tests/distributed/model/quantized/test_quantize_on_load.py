@@ -122,7 +122,7 @@ def test_the_export_is_that_of_the_base_in_the_models_dtype(paths, pair):
     weights, codes = (paths[pair.format(base)].with_suffix("") / "export" for base in ("weights", "codes"))
     assert (weights / "model.safetensors").read_bytes() == (codes / "model.safetensors").read_bytes()
     source = paths.get(pair.partition("_")[0], weights).with_suffix("") / "export"
-    if "2" not in pair and "made" not in pair:  # in fp32 what is not quantised there is written in fp32
+    if "2" not in pair and "made" not in pair:  # in fp32 what is not quantized there is written in fp32
         assert (source / "model.safetensors").read_bytes() == (codes / "model.safetensors").read_bytes()
     adapters = [load_file(one / "adapter" / "adapter_model.safetensors") for one in (weights, codes)]
     assert adapters[0].keys() == adapters[1].keys()

@@ -1,4 +1,4 @@
-"""Quantised checkpoints on two ranks under ZeRO-3: what was read is exported again byte for byte, config.json too.
+"""Quantized checkpoints on two ranks under ZeRO-3: what was read is exported again byte for byte, config.json too.
 
 GPTQ, AWQ and ModelOpt have no export of their own: codes, scales and zero points come back as compressed-tensors.
 """
@@ -45,7 +45,7 @@ OTHERS |= {"vLLM's fp8, static": ("qwen3_moe", "fp8_static", "stacked", "vllm_fp
 
 
 def write(source: Path, directory: Path, scheme: str, form: str, layout: str) -> None:
-    """A quantised checkpoint of ``source``; another writer's, as far as the grid is concerned."""
+    """A quantized checkpoint of ``source``; another writer's, as far as the grid is concerned."""
     model = build_model(
         source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu"), experts=form
     )

@@ -1,4 +1,4 @@
-"""Adapters that stay beside quantised weights: trained on two ranks, written as a folder that peft loads."""
+"""Adapters that stay beside quantized weights: trained on two ranks, written as a folder that peft loads."""
 
 import json
 from importlib.util import find_spec
@@ -169,12 +169,12 @@ def test_what_reads_the_model_alone_says_so(paths, capsys):
 
 
 def test_the_base_does_not_depend_on_what_the_adapter_learnt(paths):
-    """Byte for byte; and a quantised base is written as it was read."""
+    """Byte for byte; and a quantized base is written as it was read."""
     first, second, again = (export_of(paths, name) for name in ("int4_3", "again_3", "whole_3"))
     for other in (second, again):
         assert (other / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
-        quantised = [json.loads((one / "config.json").read_text()) for one in (first, other)]
-        assert quantised[0] == quantised[1]
+        quantized = [json.loads((one / "config.json").read_text()) for one in (first, other)]
+        assert quantized[0] == quantized[1]
     adapters = [load_file(one / "adapter" / "adapter_model.safetensors") for one in (first, second)]
     assert adapters[0].keys() == adapters[1].keys()
     assert not any(torch.equal(adapters[0][key], adapters[1][key]) for key in adapters[0])
@@ -218,7 +218,7 @@ def test_a_rate_of_0_writes_the_adapter_that_it_started_from(paths):
     assert not any(torch.equal(value, moved[key]) for key, value in was.items())
 
 
-def test_an_adapter_may_start_from_the_error_of_quantisation(paths):
+def test_an_adapter_may_start_from_the_error_of_quantization(paths):
     """As near as a matrix of its rank comes, by the singular values; the base is what it is without."""
     weights, result = (load_result(paths[name])["weights"] for name in ("int4_3", "error_3"))
     base = [export_of(paths, name) / "model.safetensors" for name in ("int4_3", "error_3")]
@@ -232,7 +232,7 @@ def test_an_adapter_may_start_from_the_error_of_quantisation(paths):
         assert best <= left <= 1.03 * best + 0.01 * error.norm() and left < error.norm(), name
 
 
-def test_merged_adapters_on_a_quantised_base(paths):
+def test_merged_adapters_on_a_quantized_base(paths):
     """The export holds the codes of the sum, on the grid and with the scales of the source."""
     result = load_result(paths["merged_3"])
     _, quantization = load_compressed(export_of(paths, "merged_3"), dtype=torch.bfloat16)

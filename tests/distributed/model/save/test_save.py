@@ -92,11 +92,11 @@ def test_codes_and_scales_are_those_of_the_last_forward(case):
             codes = tensors.pop(f"{name}.weight")
         assert codes.dtype == used["codes"].dtype
         assert torch.equal(codes.view(torch.int8), used["codes"].view(torch.int8)), name
-    quantised = {f"{name}.weight" for name in case.used}
+    quantized = {f"{name}.weight" for name in case.used}
     plain = {
         key: tensor
         for key, tensor in case.whole.items()
-        if key not in quantised and not key.endswith(("_s0", "_theta"))
+        if key not in quantized and not key.endswith(("_s0", "_theta"))
     }
     assert same(tensors, plain)
 
@@ -168,9 +168,9 @@ def test_the_rest_of_the_directory(case):
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
             assert (directory / file).read_bytes() == (case.source / file).read_bytes()
         config, source = (json.loads((path / "config.json").read_text()) for path in (directory, case.source))
-        quantised = config.pop("quantization_config", None)
+        quantized = config.pop("quantization_config", None)
         assert config == source
-        assert (quantised is None) == (export == "plain")
+        assert (quantized is None) == (export == "plain")
         # Readable for whoever serves it: the library that writes the files makes them private.
         assert len({path.stat().st_mode & 0o777 for path in directory.iterdir()}) == 1
     router = [r"re:.*mlp\.gate$"] if case.kind == "qwen3_moe" else []

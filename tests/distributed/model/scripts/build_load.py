@@ -65,7 +65,7 @@ def check_values(path: Path, stage: int) -> None:
     direct, rank0, separate = (built(path, config, experts=form) for form in ("stacked", "stacked", "per_expert"))
     if stage == 3:
         for parameter in direct.parameters():
-            parameter.ds_tensor.fill_(torch.nan)  # what uninitialised memory may hold
+            parameter.ds_tensor.fill_(torch.nan)  # what uninitialized memory may hold
     load_weights(direct, path, progress=False)
     load_weights(rank0, path, method="rank0", progress=False)
     load_weights(separate, path, progress=False)

@@ -11,7 +11,7 @@ EVALUATED = {"eval.every": 2, "data.held_out": 5}
 DISTILLED = {"loss.kd_weight": 1.0, "loss.teacher": "teacher"}
 # By rule: what breaks it, and what beside that lets the knob act.
 BROKEN = {
-    "ranges of weights are of weights that are quantised": (
+    "ranges of weights are of weights that are quantized": (
         {"quant.weight_range": "mse", "quant.scheme": "fp8_kv"},
         {"quant.scheme": "fp8_static_kv"},
     ),

@@ -33,7 +33,7 @@ def test_schemes_are_composed_and_given_by_rules(tmp_path: Path) -> None:
         Rule(get_scheme("w3a16_channel"), layers=".*mlp.*"),
     ]
     assert recipe.quant.head_scheme() == get_scheme("w8a16_channel")
-    assert recipe.quant.quantises_activations() and not recipe.quant.stores_input_scales()
+    assert recipe.quant.quantizes_activations() and not recipe.quant.stores_input_scales()
     save_recipe(recipe, tmp_path / "again.yaml")
     assert load_recipe(tmp_path / "again.yaml") == recipe
 

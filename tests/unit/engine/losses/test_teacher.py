@@ -14,7 +14,7 @@ from tests.tiny import tiny_model
 
 @pytest.fixture
 def student(seed):
-    """A quantised student in training mode with switches set differently by layer, its inputs watched."""
+    """A quantized student in training mode with switches set differently by layer, its inputs watched."""
     model = tiny_model("llama", seed=seed % 1000, even=True)
     original = tiny_model("llama", seed=seed % 1000, even=True).eval()
     quantization = prepare(model, get_scheme("fp8_static"), learn_weight_scale=True, learn_input_scale=True)
@@ -41,7 +41,7 @@ def test_the_forward_is_the_originals_and_nothing_changes(student):
     teacher = sight.teacher
     assert not sight.parameters and not teacher.hidden.requires_grad
     found, expected = F.linear(teacher.hidden, teacher.weight).float(), original(input_ids=ids).logits.float()
-    # The same arithmetic, 0 where BLAS gives the same bits again; with layer 0 left quantised 0.06 to 0.12.
+    # The same arithmetic, 0 where BLAS gives the same bits again; with layer 0 left quantized 0.06 to 0.12.
     assert (found - expected).norm() < 0.01 * expected.norm()
     assert quantization.fake_quant_state() == before and model.training and quantization.observing
     for group, state in zip(quantization.input_groups, states, strict=True):

@@ -173,7 +173,7 @@ def test_scales_over_the_limit_are_shared_out_as_in_a_run(tmp_path):
 
 
 def test_codes_travel_as_bytes(tmp_path):
-    """Weights of quantised layers take half, each in forward and in backward, and nothing else does."""
+    """Weights of quantized layers take half, each in forward and in backward, and nothing else does."""
     zero3 = tmp_path / "zero3.json"
     keys = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")
     options = {f"stage3_{key}": 0 for key in keys}

@@ -1,4 +1,4 @@
-"""Adapters on a base that is held as codes: of a quantised checkpoint, or made of an ordinary one."""
+"""Adapters on a base that is held as codes: of a quantized checkpoint, or made of an ordinary one."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from quant import SCHEMES, prepare
 from tests.unit.engine.session.adapted import BESIDE, CPU, DS_CONFIG, FROZEN, recipe
 
 
-def quantised(source: Path, directory: Path, scheme: str) -> Path:
+def quantized(source: Path, directory: Path, scheme: str) -> Path:
     """The checkpoint in a scheme."""
     model = build_model(source, DS_CONFIG, dtype=torch.bfloat16, device=CPU)
     load_weights(model, source, progress=False)
@@ -28,16 +28,16 @@ def quantised(source: Path, directory: Path, scheme: str) -> Path:
 
 
 def test_a_base_that_codes_do_not_say_is_refused(tmp_path, checkpoints):
-    """Weights quantised otherwise; and scales of which one would take the place of several."""
+    """Weights quantized otherwise; and scales of which one would take the place of several."""
     base = {**BESIDE, "rank": 4, "base": "codes"}
-    path = quantised(checkpoints["qwen3"], tmp_path / "nvfp4", "nvfp4")
+    path = quantized(checkpoints["qwen3"], tmp_path / "nvfp4", "nvfp4")
     settings = recipe(tmp_path, path, base, **FROZEN, quant={"scheme": "source"})
     model, quantization = build_student(settings, DS_CONFIG, CPU)
     initial_scales(settings, model, quantization)
     assert all(layer.held is not None for layer in quantization.layers.values())
 
     other = recipe(tmp_path, path, base, **FROZEN, quant={"scheme": "w4a16_g32"})
-    with pytest.raises(RankError, match=r"adapter.base: codes: .*weight is quantised as .*set quant.scheme to source"):
+    with pytest.raises(RankError, match=r"adapter.base: codes: .*weight is quantized as .*set quant.scheme to source"):
         build_student(other, DS_CONFIG, CPU)
 
     tensors = load_file(path / "model.safetensors")
@@ -68,7 +68,7 @@ def test_codes_that_cannot_be_made_are_refused_before_weights_are_read(tmp_path,
 
 
 def test_codes_are_made_of_an_ordinary_checkpoint(tmp_path, checkpoints):
-    """Of all quantised layers but lm_head, which keeps its weight; scales of inputs may be given."""
+    """Of all quantized layers but lm_head, which keeps its weight; scales of inputs may be given."""
     base = {**BESIDE, "rank": 4, "base": "codes"}
     settings = recipe(tmp_path, checkpoints["qwen3"], base, **FROZEN, quant={"scheme": "w4a16_g32"})
     model, quantization = build_student(settings, DS_CONFIG, CPU)

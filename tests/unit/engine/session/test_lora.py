@@ -8,7 +8,7 @@ from model.ranks import RankError
 from tests.unit.engine.session.adapted import BESIDE, CPU, DS_CONFIG, FROZEN, adapters, recipe
 
 
-def test_every_quantised_linear_gets_one_but_lm_head(tmp_path, checkpoints):
+def test_every_quantized_linear_gets_one_but_lm_head(tmp_path, checkpoints):
     settings = recipe(tmp_path, checkpoints["qwen3"], {}, quant={"scheme": "w4a16_g32", "lm_head": "w8a16_channel"})
     found = adapters(settings)
     leaves = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -95,14 +95,14 @@ def test_bad_adapters_are_refused_before_weights_are_read(tmp_path, checkpoints,
 
 
 def test_layers_that_no_adapter_fits_are_refused(tmp_path, checkpoints):
-    """Some of stacked experts, layers that are not quantised, weights of several modules, stacks with one beside."""
+    """Some of stacked experts, layers that are not quantized, weights of several modules, stacks with one beside."""
     model, moe = checkpoints["qwen3"], checkpoints["qwen3_moe"]
     none = {"quant": {"scheme": "w4a16_g32", "rules": [{"layers": ".*o_proj", "scheme": "none"}]}}
     cases = [
         (recipe(tmp_path, moe, {"targets": [".*experts.0.*"]}), "experts.0.up_proj, model.layers.0.mlp.experts.0.down"),
         (recipe(tmp_path, moe, {"targets": [".*gate_proj"]}), "these experts lie in one weight with others"),
         (recipe(tmp_path, moe, {"ranks": {".*up_proj": 3}}), "these experts lie in one weight with others"),
-        (recipe(tmp_path, model, {"targets": [".*(o|q)_proj"]}, **none), "o_proj: not quantised"),
+        (recipe(tmp_path, model, {"targets": [".*(o|q)_proj"]}, **none), "o_proj: not quantized"),
     ]
     beside = {"merge": False}
     frozen = {"learnable": {"weight": False, "weight_scale": False}}

@@ -1,4 +1,4 @@
-"""What of a student is quantised, and what trains: families of transformers on the meta device, built as for a run."""
+"""What of a student is quantized, and what trains: families of transformers on the meta device, built as for a run."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from engine.config.quant import QuantRecipe
 from engine.config.sections import DataRecipe, LearnableRecipe, ModelRecipe, TrainRecipe
 from engine.memory.meta_model import MetaStudent, meta_student
 from engine.session.optimizer import classify
-from engine.session.student import quantised_share
+from engine.session.student import quantized_share
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
 
@@ -30,7 +30,7 @@ def student_of(name: str, directory: Path, **sections: Any) -> MetaStudent:
 
 
 @pytest.mark.parametrize("name", ("hunyuan_v1_moe", "afmoe", "qwen2_moe", "phimoe"))
-def test_routers_are_neither_quantised_nor_trained(name: str, tmp_path: Path):
+def test_routers_are_neither_quantized_nor_trained(name: str, tmp_path: Path):
     student = student_of(name, tmp_path, learnable=LearnableRecipe(norm=True))
     routers = {owned.name: owned.parameter for owned in classify(student.model) if owned.kind == "router"}
     assert any(parameter.dim() > 1 for parameter in routers.values())
@@ -42,9 +42,9 @@ def test_routers_are_neither_quantised_nor_trained(name: str, tmp_path: Path):
     )
 
 
-def test_the_share_of_the_matrices_that_is_quantised(tmp_path: Path):
+def test_the_share_of_the_matrices_that_is_quantized(tmp_path: Path):
     student = student_of("qwen3_moe", tmp_path, quant=QuantRecipe(exempt_more=[r".*\.o_proj"]))
-    share = quantised_share(student.model, student.quantization)
+    share = quantized_share(student.model, student.quantization)
     # Two layers, 64 wide: q 64 x 64, k and v 32 x 64; four experts of three matrices of 64 x 32.
     assert share.parameters == {
         "attention": (2 * 2 * 64 * 64, 2 * 3 * 64 * 64),
@@ -53,23 +53,23 @@ def test_the_share_of_the_matrices_that_is_quantised(tmp_path: Path):
         "other": (0, 0),
     }
     assert list(share.lines()) == [
-        "quantised: 88.9% of the 73,728 parameters in the decoder's matrices "
+        "quantized: 88.9% of the 73,728 parameters in the decoder's matrices "
         "(attention 16,384 of 24,576, experts 49,152 of 49,152)"
     ]
 
 
 def test_a_small_share_names_what_was_left_out(tmp_path: Path):
     student = student_of("qwen3", tmp_path, quant=QuantRecipe(exempt_more=[r".*\.mlp\..*"]))
-    _, warning = quantised_share(student.model, student.quantization).lines()
-    assert "60.0% of the decoder's matrices are not quantised" in warning
+    _, warning = quantized_share(student.model, student.quantization).lines()
+    assert "60.0% of the decoder's matrices are not quantized" in warning
     assert "model.layers.*.mlp.gate_proj.weight (12,288)" in warning
 
 
 @pytest.mark.parametrize("scheme", ("fp8_static", "fp8_static_kv"))
 def test_a_scheme_for_linears_that_finds_none_is_refused(scheme: str, tmp_path: Path):
-    """Keys and values alone would have been quantised."""
+    """Keys and values alone would have been quantized."""
     quant = QuantRecipe(scheme=scheme, exempt_more=[r".*_proj", r".*\.experts\..*"])
-    with pytest.raises(RankError, match=r"nothing to quantise: .* Qwen3MoeForCausalLM is exempt.* lie in .*Router"):
+    with pytest.raises(RankError, match=r"nothing to quantize: .* Qwen3MoeForCausalLM is exempt.* lie in .*Router"):
         student_of("qwen3_moe", tmp_path, quant=quant)
 
 
@@ -89,18 +89,18 @@ def test_what_chooses_tokens_of_sparse_attention_is_exempt_and_does_not_train(tm
     assert chosen.keys() <= {name for name, parameter in model.named_parameters() if parameter.grad is None}
 
 
-def test_what_serving_runs_in_one_gemm_with_q_k_and_v_is_quantised_with_them(tmp_path: Path):
+def test_what_serving_runs_in_one_gemm_with_q_k_and_v_is_quantized_with_them(tmp_path: Path):
     """And its scales do not train: it is gathered whole, and ZeRO-3 would lose what reaches them from q, k and v."""
     learnable = LearnableRecipe(weight_scale=True, act_scale=True)
     student = student_of("qwen4_exp_text", tmp_path, learnable=learnable)
-    quantised = student.quantization.layers
-    chosen = {name: layer for name, layer in quantised.items() if name.endswith(".indexer.index_qk_proj")}
+    quantized = student.quantization.layers
+    chosen = {name: layer for name, layer in quantized.items() if name.endswith(".indexer.index_qk_proj")}
     assert chosen
     for name, layer in chosen.items():
         block = name.removesuffix(".indexer.index_qk_proj")
-        assert all(quantised[f"{block}.{leaf}"].weight_theta is layer.weight_theta for leaf in ("q_proj", "v_proj"))
+        assert all(quantized[f"{block}.{leaf}"].weight_theta is layer.weight_theta for leaf in ("q_proj", "v_proj"))
         assert not layer.weight_theta.requires_grad and not layer.input_theta.requires_grad
-        assert quantised[f"{block}.o_proj"].weight_theta.requires_grad
+        assert quantized[f"{block}.o_proj"].weight_theta.requires_grad
         assert z3_leaf_module(student.model.get_submodule(f"{block}.indexer"))
 
 

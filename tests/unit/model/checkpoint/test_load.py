@@ -53,7 +53,7 @@ def broken(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_each_parameter_is_looked_at_and_no_scale_that_nobody_has_filled(dtype, seed):
-    """Weights, quantised or not, biases, learned scales and adapters; frozen ones too."""
+    """Weights, quantized or not, biases, learned scales and adapters; frozen ones too."""
     model = nn.Sequential(nn.Embedding(7, 48), nn.Linear(48, 16), nn.LayerNorm(16), nn.Linear(16, 5)).to(dtype)
     quant.prepare(model, SCHEMES["fp8_static"], exempt=("3",), learn_weight_scale=True, learn_input_scale=True)
     pair = (nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((2, 48), (16, 2)))
@@ -98,7 +98,7 @@ def break_on_disk(directory: Path, chosen) -> str:
 
 
 def test_a_plain_checkpoint_that_holds_one_is_not_read(tmp_path, seed):
-    """Also where the tensor would not be quantised, like a row of the embeddings that no sample looks up."""
+    """Also where the tensor would not be quantized, like a row of the embeddings that no sample looks up."""
     source = tiny_checkpoint(tmp_path / "source", random.choice(("qwen3", "qwen3_moe")), even=True)
     key = break_on_disk(source, lambda key, tensor: True)
     with pytest.raises(RankError, match="are not all numbers: NaN or Inf in") as found:
@@ -120,8 +120,8 @@ def representatives() -> list:
 
 
 @pytest.mark.parametrize("name", representatives())
-def test_a_quantised_checkpoint_that_holds_one_is_not_read(name, tmp_path, seed):
-    """In codes, in scales of any kind, or in what is not quantised: neither by the reader of exports, nor as
+def test_a_quantized_checkpoint_that_holds_one_is_not_read(name, tmp_path, seed):
+    """In codes, in scales of any kind, or in what is not quantized: neither by the reader of exports, nor as
     model.path, nor, where it is a scale, as quant.scales of the model that it was made from."""
     preset = PRESETS[name]
     exported(tmp_path, "qwen3", preset.linear, kv_cache=preset.kv_cache)
@@ -175,7 +175,7 @@ LAYOUTS: dict[Layout, str] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_that_holds_one_is_not_written(layout, tmp_path, seed):
-    """Quantised weights, embeddings, norms or lm_head: named, and nothing is left of the export."""
+    """Quantized weights, embeddings, norms or lm_head: named, and nothing is left of the export."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3", even=True, wide=True)
     model = plain(source)
     scheme = SCHEMES[LAYOUTS[layout]]

@@ -111,7 +111,7 @@ def test_damaged_files_are_named(what: str, tmp_path: Path):
 
 
 def test_a_dtype_that_torch_does_not_have_is_kept_by_name(tmp_path: Path):
-    """Such as the scales of mxfp4: the loader says that the checkpoint is quantised, which is better than "damaged"."""
+    """Such as the scales of mxfp4: the loader says that the checkpoint is quantized, which is better than "damaged"."""
     file = tmp_path / "model.safetensors"
     file.write_bytes(damaged({"scales": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}}, b"abcd"))
     (tensor,) = read_header(file)

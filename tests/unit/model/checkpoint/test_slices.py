@@ -57,7 +57,7 @@ KINDS = ["gpt_oss", "llama4_text", "aria_text", "dbrx", "qwen3_vl_moe"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_read_is_written_as_it_was(kind: str, tmp_path: Path, seed: int):
-    """By either way of reading, and with quantised layers whose values are written in the place of the weights."""
+    """By either way of reading, and with quantized layers whose values are written in the place of the weights."""
     source = checkpoint(kind, tmp_path / "source", seed)
     model = loaded(source)
     export_model(model, None, source, tmp_path / "plain")

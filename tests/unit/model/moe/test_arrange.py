@@ -64,7 +64,7 @@ def test_bf16_adds_up_as_theirs_does(seed):
         theirs.router.weight.copy_(torch.randn(5, 24))
         ours.router.weight.copy_(theirs.router.weight)
         found, expected = ours(hidden)[0], theirs(hidden)[0]
-    # bmm and grouped products may round the same sum to neighbours where scores are no powers of two.
+    # bmm and grouped products may round the same sum to neighbors where scores are no powers of two.
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
 
 

@@ -27,7 +27,7 @@ from tests.tiny import tiny_checkpoint
 CPU = torch.device("cpu")
 
 
-def quantised(source: Path, form: Form, scheme: Scheme | None, dtype: torch.dtype = torch.bfloat16, **options):
+def quantized(source: Path, form: Form, scheme: Scheme | None, dtype: torch.dtype = torch.bfloat16, **options):
     """The model in one form, with measured weight scales and an input scale of 0.01."""
     model = build_model(source, {"bf16": {"enabled": dtype == torch.bfloat16}}, dtype=dtype, device=CPU, experts=form)
     load_weights(model, source, progress=False)
@@ -76,8 +76,8 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 def test_scales_and_files_are_those_of_per_expert_linears(name: str, tmp_path: Path):
     """Bit for bit, whatever trains: thetas are random here."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=random.randrange(2**31), wide=True)
-    stacked, ours = quantised(source, "stacked", SCHEMES[name])
-    separate, theirs = quantised(source, "per_expert", SCHEMES[name])
+    stacked, ours = quantized(source, "stacked", SCHEMES[name])
+    separate, theirs = quantized(source, "per_expert", SCHEMES[name])
     assert_equal(scales_by_linear(ours), scales_by_linear(theirs))
     # gate and up share a theta where they share a scale: give each Linear's scale its theta by its position.
     for quantization in (ours, theirs):
@@ -107,7 +107,7 @@ def test_outputs_and_gradients_are_those_of_per_expert_linears(name: str, tmp_pa
     ids = torch.randint(0, 301, (2, 17))
     results = []
     for form in ("stacked", "per_expert"):
-        model, quantization = quantised(source, form, SCHEMES[name], torch.float32)
+        model, quantization = quantized(source, form, SCHEMES[name], torch.float32)
         logits = model(ids).logits
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
         layers = quantization.layers
@@ -140,7 +140,7 @@ def test_codes_are_multiplied_as_those_of_per_expert_linears(learned: bool, tmp_
     ids = torch.randint(0, 301, (2, 17))
     results = []
     for form, fp8_gemm in (("stacked", True), ("per_expert", True), ("stacked", False)):
-        model, quantization = quantised(
+        model, quantization = quantized(
             source, form, SCHEMES["fp8_static"], torch.float32, fp8_gemm=fp8_gemm, learn_input_scale=learned
         )
         experts = [layer for name, layer in quantization.layers.items() if "experts" in name]
@@ -168,7 +168,7 @@ def test_measuring_is_that_of_per_expert_linears(name: str, tmp_path: Path):
     source = tiny_checkpoint(tmp_path, "qwen3_moe", seed=random.randrange(2**31), wide=True)
     ranges = Ranges(weights="mse", signed=name.startswith("w"))
     (_, ours), (_, theirs) = (
-        quantised(source, form, SCHEMES[name], ranges=ranges) for form in ("stacked", "per_expert")
+        quantized(source, form, SCHEMES[name], ranges=ranges) for form in ("stacked", "per_expert")
     )
     assert_equal(scales_by_linear(ours), scales_by_linear(theirs))
     mine, yours = weight_statistics(ours), weight_statistics(theirs)
@@ -182,7 +182,7 @@ def test_measuring_is_that_of_per_expert_linears(name: str, tmp_path: Path):
 
 
 def test_a_plain_export_holds_the_source(tmp_path: Path):
-    """Without quantisation, and of experts that an exempt pattern leaves out: per-expert names, the same values."""
+    """Without quantization, and of experts that an exempt pattern leaves out: per-expert names, the same values."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=random.randrange(2**31))
     model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
     load_weights(model, source, progress=False)
@@ -213,7 +213,7 @@ def test_a_plain_export_holds_the_source(tmp_path: Path):
         (r".*\.0\.mlp\.experts\.\d\.down_proj", "experts.0.down_proj"),
     ],
 )
-def test_experts_are_quantised_all_or_none(exempt: str, message: str, tmp_path: Path):
+def test_experts_are_quantized_all_or_none(exempt: str, message: str, tmp_path: Path):
     source = tiny_checkpoint(tmp_path, "qwen3_moe")
     model = build_model(source, {}, dtype=torch.float32, device=CPU)
     with pytest.raises(ValueError, match=message):

@@ -12,7 +12,7 @@ from model.ptq_init import choose_first_codes, decoder_layers
 from model.ptq_init.samples import record
 from quant import Quantization
 from quant.scale import first_input_scale
-from tests.unit.model.ptq_init.test_gptq import CPU, inputs_of, quantised, samples
+from tests.unit.model.ptq_init.test_gptq import CPU, inputs_of, quantized, samples
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -31,8 +31,8 @@ def both(
     directory: Path, kind: str, scheme: str, given: list[tuple[Tensor, bool]] | None = None
 ) -> tuple[nn.Module, Quantization, nn.Module, Quantization, list[tuple[Tensor, bool]], Tensor]:
     """A model with the codes of GPTQ, the same one tuned, the samples, and the logits of the original."""
-    model, quantization = quantised(directory, kind, scheme)
-    tuned, of_tuned = quantised(directory, kind, scheme)
+    model, quantization = quantized(directory, kind, scheme)
+    tuned, of_tuned = quantized(directory, kind, scheme)
     given = samples(model, 8) if given is None else given
     with quantization.paused():
         original = logits(model, given)
@@ -85,24 +85,24 @@ def test_weights_go_into_the_cells_of_the_codes_that_were_found(tmp_path, monkey
 
     def settled(self, quantization, originals):
         self.show_scales()
-        found.update({name: layer.quantised_weight() for name, layer in self._layers.items()})
+        found.update({name: layer.quantized_weight() for name, layer in self._layers.items()})
         settle(self, quantization, originals)
 
     monkeypatch.setattr(tuning._Tuned, "settle", settled)
-    model, quantization = quantised(tmp_path, kind, scheme)
+    model, quantization = quantized(tmp_path, kind, scheme)
     before = {name: layer.weight.clone() for name, layer in quantization.layers.items()}
     choose_first_codes(model, quantization, samples(model, 8), CPU, tuned_rows=4)
     assert found.keys() == quantization.layers.keys()
     for name, layer in quantization.layers.items():
-        multiplied, stays = layer.quantised_weight(), layer.weight == before[name]
+        multiplied, stays = layer.quantized_weight(), layer.weight == before[name]
         assert torch.equal(multiplied, found[name]), name
         assert 0.05 < stays.float().mean() < 1 and torch.equal(layer.weight[~stays], multiplied[~stays]), name
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_w4a4", "w8a8_static"])
 def test_stored_scales_of_inputs_are_those_of_the_samples_meanwhile(tmp_path, scheme):
-    """What reaches the first layer's attention is the same whatever is quantised."""
-    model, quantization = quantised(tmp_path, "qwen3", scheme)
+    """What reaches the first layer's attention is the same whatever is quantized."""
+    model, quantization = quantized(tmp_path, "qwen3", scheme)
     given = samples(model, 4)
     name = "model.layers.0.self_attn.q_proj"
     largest = torch.stack([args[0].abs().max().float() for args in inputs_of(model, quantization.layers[name], given)])
@@ -115,7 +115,7 @@ def test_stored_scales_of_inputs_are_those_of_the_samples_meanwhile(tmp_path, sc
 
 def test_scales_of_inputs_that_were_given_stay(tmp_path):
     """Nobody measures them afterwards: quant.initial_input_scale is what the recipe says."""
-    model, quantization = quantised(tmp_path, "qwen3", "w8a8_static")
+    model, quantization = quantized(tmp_path, "qwen3", "w8a8_static")
     given = next(group for group in quantization.input_groups if "model.layers.0.self_attn.q_proj" in group.members)
     with torch.no_grad():
         given.s0.fill_(0.125)
@@ -134,8 +134,8 @@ def test_what_is_not_better_is_put_back(tmp_path, monkeypatch, capfd):
 
 
 def test_scales_that_do_not_learn_stay(tmp_path):
-    model, quantization = quantised(tmp_path, "qwen3", "w2a16_g32")
-    tuned, of_tuned = quantised(tmp_path, "qwen3", "w2a16_g32")
+    model, quantization = quantized(tmp_path, "qwen3", "w2a16_g32")
+    tuned, of_tuned = quantized(tmp_path, "qwen3", "w2a16_g32")
     for layer in [*quantization.layers.values(), *of_tuned.layers.values()]:
         layer.weight_theta.requires_grad_(False)
     given = samples(model, 4)
@@ -148,10 +148,10 @@ def test_scales_that_do_not_learn_stay(tmp_path):
 
 
 def test_a_sample_that_does_not_count_changes_nothing(tmp_path):
-    model, quantization = quantised(tmp_path, "qwen3", "w2a16_g32")
+    model, quantization = quantized(tmp_path, "qwen3", "w2a16_g32")
     given = samples(model, 3)
     choose_first_codes(model, quantization, given, CPU, tuned_rows=2)
-    other, of_other = quantised(tmp_path, "qwen3", "w2a16_g32")
+    other, of_other = quantized(tmp_path, "qwen3", "w2a16_g32")
     choose_first_codes(other, of_other, [*given, (given[0][0][:, :2], False)], CPU, tuned_rows=2)
     theirs = dict(other.named_parameters())
     assert all(torch.equal(parameter, theirs[name]) for name, parameter in model.named_parameters())
@@ -159,7 +159,7 @@ def test_a_sample_that_does_not_count_changes_nothing(tmp_path):
 
 def test_experts_that_no_token_reaches_stay(tmp_path):
     """They are modules of their own here. Two of five are taken, and the logit of one is between the others' always."""
-    model, quantization = quantised(tmp_path, "qwen3_moe", "w2a16_g32", experts="per_expert")
+    model, quantization = quantized(tmp_path, "qwen3_moe", "w2a16_g32", experts="per_expert")
     router = model.model.layers[0].mlp.gate.weight
     with torch.no_grad():
         router.copy_(torch.outer(torch.arange(-2.0, 3.0), router[0].float()))
@@ -198,7 +198,7 @@ def test_a_step_takes_groups_until_it_has_its_samples():
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_gradients_of_a_group_are_the_sums_of_its_samples(tmp_path, kind):
-    model, quantization = quantised(tmp_path, kind, "w4a16_g32")
+    model, quantization = quantized(tmp_path, kind, "w4a16_g32")
     model = model.float().eval()
     blocks = decoder_layers(model, quantization)
     name, block = next(iter(blocks.items()))
@@ -223,8 +223,8 @@ def test_gradients_of_a_group_are_the_sums_of_its_samples(tmp_path, kind):
 
 
 def test_samples_of_equal_length_take_one_forward_of_a_layer_per_step(tmp_path):
-    """Each forward quantises the layer's weights."""
-    model, quantization = quantised(tmp_path, "qwen3", "w2a16_g32")
+    """Each forward quantizes the layer's weights."""
+    model, quantization = quantized(tmp_path, "qwen3", "w2a16_g32")
     forwards = []
     model.model.layers[1].register_forward_pre_hook(
         lambda module, args: forwards.append(len(args[0])) if torch.is_grad_enabled() else None

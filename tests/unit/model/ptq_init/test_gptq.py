@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("seed")
 CPU = torch.device("cpu")
 
 
-def quantised(directory: Path, kind: str, scheme: str, **options: object) -> tuple[nn.Module, Quantization]:
+def quantized(directory: Path, kind: str, scheme: str, **options: object) -> tuple[nn.Module, Quantization]:
     source = directory / kind
     if not source.exists():
         tiny_checkpoint(source, kind, seed=random.randrange(2**31), wide=True)
@@ -75,11 +75,11 @@ def inputs_of(model: nn.Module, layer: nn.Module, given: list[tuple[Tensor, bool
 @pytest.mark.parametrize(
     ("kind", "scheme"), [("qwen3", "w2a16_g32"), ("qwen3_moe", "w3a16_channel"), ("qwen3", "w8a8_static")]
 )
-def test_each_layer_is_chosen_by_what_the_quantised_ones_before_it_give(tmp_path, kind, scheme):
-    """The model is quantised here by whole forwards, one layer after the other in the order of its data. Some turn
+def test_each_layer_is_chosen_by_what_the_quantized_ones_before_it_give(tmp_path, kind, scheme):
+    """The model is quantized here by whole forwards, one layer after the other in the order of its data. Some turn
     their inputs first."""
-    model, quantization = quantised(tmp_path, kind, scheme)
-    other, expected = quantised(tmp_path, kind, scheme)
+    model, quantization = quantized(tmp_path, kind, scheme)
+    other, expected = quantized(tmp_path, kind, scheme)
     for name in quantization.layers:
         if name.endswith("o_proj"):
             quantization.layers[name].rotation = expected.layers[name].rotation = 32
@@ -99,11 +99,11 @@ def test_each_layer_is_chosen_by_what_the_quantised_ones_before_it_give(tmp_path
         first = f"{parent}.{together.get(leaf, leaf)}"
         seen[name] = seen[first] if first != name else inputs_of(other, expected.layers[name], given)
         moved, layer = by_hand(expected, name, seen[name]), quantization.layers[name]
-        assert (moved == layer.quantised_weight()).float().mean() > 0.99, name
+        assert (moved == layer.quantized_weight()).float().mean() > 0.99, name
         # Weights that have their codes stay as they were, the others become what the codes stand for.
         stays = layer.weight == expected.layers[name].weight
         assert 0.2 < stays.float().mean() < 0.99, name
-        assert torch.equal(layer.weight[~stays], layer.quantised_weight()[~stays]), name
+        assert torch.equal(layer.weight[~stays], layer.quantized_weight()[~stays]), name
         # The same from here on: what a rounding has changed must not add up.
         with torch.no_grad():
             expected.layers[name].weight.copy_(layer.weight)
@@ -113,7 +113,7 @@ def test_each_layer_is_chosen_by_what_the_quantised_ones_before_it_give(tmp_path
 
 
 def test_the_first_step_computes_with_weights_that_keep_the_outputs(tmp_path):
-    model, quantization = quantised(tmp_path, "qwen3", "w2a16_g32")
+    model, quantization = quantized(tmp_path, "qwen3", "w2a16_g32")
     given = samples(model, 8)
     with torch.no_grad(), quantization.paused():
         expected = [model(input_ids=ids, use_cache=False).logits.float() for ids, _ in given]
@@ -131,7 +131,7 @@ def test_the_first_step_computes_with_weights_that_keep_the_outputs(tmp_path):
 @pytest.mark.parametrize("scheme", ["w4a16_asym", "nvfp4", "int8_dynamic", "mxfp4"])
 def test_other_formats_go_too(tmp_path, scheme):
     """Scales of floats stay; weights that are moved are numbers of their own grids."""
-    model, quantization = quantised(tmp_path, "qwen3", scheme)
+    model, quantization = quantized(tmp_path, "qwen3", scheme)
     before = {name: (layer.weight.clone(), layer.weight_s0.clone()) for name, layer in quantization.layers.items()}
     choose_first_codes(model, quantization, samples(model), CPU)
     for name, layer in quantization.layers.items():
@@ -140,13 +140,13 @@ def test_other_formats_go_too(tmp_path, scheme):
             assert torch.equal(layer.weight_s0, s0)
         moved = layer.weight != weight
         with torch.no_grad():
-            assert moved.any() and torch.equal(layer.quantised_weight()[moved], layer.weight[moved])
+            assert moved.any() and torch.equal(layer.quantized_weight()[moved], layer.weight[moved])
 
 
 def test_inputs_that_are_not_measured_yet_are_left_as_they_are(tmp_path):
-    """The codes are those of the scheme that quantises weights alone, bit for bit. Scales are NaN until measured."""
-    model, quantization = quantised(tmp_path, "qwen3", "nvfp4_w4a4")
-    other, expected = quantised(tmp_path, "qwen3", "nvfp4")
+    """The codes are those of the scheme that quantizes weights alone, bit for bit. Scales are NaN until measured."""
+    model, quantization = quantized(tmp_path, "qwen3", "nvfp4_w4a4")
+    other, expected = quantized(tmp_path, "qwen3", "nvfp4")
     given = samples(model)
     choose_first_codes(model, quantization, given, CPU)
     choose_first_codes(other, expected, given, CPU)
@@ -156,9 +156,9 @@ def test_inputs_that_are_not_measured_yet_are_left_as_they_are(tmp_path):
 
 
 def test_experts_as_modules_are_the_same_as_stacked_ones(tmp_path):
-    stacked, quantization = quantised(tmp_path, "qwen3_moe", "w2a16_g32")
+    stacked, quantization = quantized(tmp_path, "qwen3_moe", "w2a16_g32")
     given = samples(stacked)
-    apart, others = quantised(tmp_path, "qwen3_moe", "w2a16_g32", experts="per_expert")
+    apart, others = quantized(tmp_path, "qwen3_moe", "w2a16_g32", experts="per_expert")
     choose_first_codes(stacked, quantization, given, CPU)
     choose_first_codes(apart, others, given, CPU)
     same = [
@@ -173,8 +173,8 @@ def test_experts_as_modules_are_the_same_as_stacked_ones(tmp_path):
 def test_samples_that_go_together_are_the_same_as_one_by_one(tmp_path, capfd, kind, scheme):
     """But for the order of sums, of which what comes later in a chain of codes makes more than there was: a code that
     flips moves all those behind it. Experts, which see the tokens of all samples of a group, are stacked."""
-    model, quantization = quantised(tmp_path, kind, scheme)
-    other, expected = quantised(tmp_path, kind, scheme)
+    model, quantization = quantized(tmp_path, kind, scheme)
+    other, expected = quantized(tmp_path, kind, scheme)
     groups = [torch.randint(300, (n, length)) for n, length in ((5, 160), (3, 160), (2, 200), (1, 120))]
     choose_first_codes(model.float(), quantization, [(ids, True) for ids in groups], CPU)
     choose_first_codes(other.float(), expected, [(one[None], True) for ids in groups for one in ids], CPU)
@@ -211,7 +211,7 @@ class Changed(Twice):
 
 @pytest.mark.parametrize(("wrapper", "text"), [(Twice, "runs more than once"), (Changed, "does not get what")])
 def test_layers_that_are_no_chain_are_refused(tmp_path, wrapper, text):
-    model, quantization = quantised(tmp_path, "qwen3", "w2a16_g32")
+    model, quantization = quantized(tmp_path, "qwen3", "w2a16_g32")
     before = [layer.weight.clone() for layer in quantization.layers.values()]
     model.model.layers[1] = wrapper(model.model.layers[1])
     quantization = Quantization(
@@ -230,6 +230,6 @@ def test_a_model_without_decoder_layers_is_refused(tmp_path):
     quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=True, learn_input_scale=False)
     renew_weight_scales(quantization)
     with pytest.raises(
-        RankError, match="expected nearest for this model: none of its quantised layers lies in a decoder"
+        RankError, match="expected nearest for this model: none of its quantized layers lies in a decoder"
     ):
         choose_first_codes(model, quantization, samples(model), CPU)

@@ -1,4 +1,4 @@
-"""A quantised checkpoint whose codes are not read is refused from its config.json alone, in one line."""
+"""A quantized checkpoint whose codes are not read is refused from its config.json alone, in one line."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.memory import main
-from model.quantized.config import check_readable, find_quantization_config, is_quantised, kv_cache_of
+from model.quantized.config import check_readable, find_quantization_config, is_quantized, kv_cache_of
 from quant import SCHEMES
 from quant.formats.config import quantization_config
 from quant.spec import FP8_TENSOR
@@ -61,9 +61,9 @@ def test_what_is_not_read_is_named(tmp_path, case):
 def test_plain_ones_and_compressed_ones_are_read(tmp_path):
     for config in ({}, {"quantization_config": None}):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert not is_quantised(tmp_path)
+        assert not is_quantized(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": COMPRESSED}))
-    assert is_quantised(tmp_path)
+    assert is_quantized(tmp_path)
     check_readable(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": COMPRESSED}}))
     assert find_quantization_config(tmp_path) == COMPRESSED
@@ -78,12 +78,12 @@ def memory_of(tmp_path: Path, config: dict, scheme: str = "w4a16_channel") -> No
     main(["--config", str(tmp_path / "recipe.yaml"), "--ranks", "2", "--strategies", "zero3", "--quant.scheme", scheme])
 
 
-def test_memory_is_predicted_from_a_quantised_checkpoint(tmp_path, capsys):
+def test_memory_is_predicted_from_a_quantized_checkpoint(tmp_path, capsys):
     memory_of(tmp_path, COMPRESSED)
     assert "zero3" in capsys.readouterr().out
 
 
-def test_memory_knows_the_schemes_of_a_quantised_checkpoint(tmp_path, capsys):
+def test_memory_knows_the_schemes_of_a_quantized_checkpoint(tmp_path, capsys):
     """From config.json alone: as of the same scheme by its name, where another one has other scales."""
     config = quantization_config({"Linear": SCHEMES["fp8_static"]}, ["lm_head"])
     tables = {}
@@ -109,7 +109,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("case", CACHES)
-def test_quantised_keys_and_values_are_read_or_named(case):
+def test_quantized_keys_and_values_are_read_or_named(case):
     config, expected = CACHES[case]
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):

@@ -122,7 +122,7 @@ def test_any_range_is_what_the_formula_says(tmp_path, monkeypatch, kind, bits, s
 
 
 BAD = {
-    "another order": ("g_idx", lambda t: t.flip(0), "g_idx: its columns were quantised in another order"),
+    "another order": ("g_idx", lambda t: t.flip(0), "g_idx: its columns were quantized in another order"),
     "other groups": ("scales", lambda t: t[:2].contiguous(), r"scales is F16 \[2, 64\], expected"),
     "other bits": ("qweight", lambda t: t[:8].contiguous(), "qzeros is|scales is"),
 }
@@ -195,8 +195,8 @@ def gptq_checkpoint(directory: Path, kind: str = "gptq") -> tuple[Path, dict[str
     return out, weights
 
 
-def test_the_quantised_forward_uses_the_files_weights(tmp_path):
-    """In fp16, the dtype of GPTQ's scales: weights as loaded, and as the forward quantises them."""
+def test_the_quantized_forward_uses_the_files_weights(tmp_path):
+    """In fp16, the dtype of GPTQ's scales: weights as loaded, and as the forward quantizes them."""
     directory, weights = gptq_checkpoint(tmp_path)
     model = build_model(directory, {"fp16": {"enabled": True}}, dtype=torch.float16, device=torch.device("cpu"))
     load_weights(model, directory, progress=False)

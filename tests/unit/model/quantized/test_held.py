@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("seed")
 
 
 def loaded(directory: Path, *, held: bool, dtype: torch.dtype, experts: str = "stacked") -> Quantization:
-    """The layers of a quantised checkpoint in its own schemes, as the adapters' base that it would be."""
+    """The layers of a quantized checkpoint in its own schemes, as the adapters' base that it would be."""
 
     def hold(model: torch.nn.Module) -> None:
         modules = dict(model.named_modules())
@@ -68,7 +68,7 @@ def assert_the_same(plain: Quantization, held: Quantization) -> None:
         own = plain.layers[name]
         assert layer.held is not None and layer.weight.nbytes < own.weight.nbytes, name
         assert torch.equal(own.weight, layer.merged_weight()), name
-        assert torch.equal(own.quantised_weight(), layer.quantised_weight()), name
+        assert torch.equal(own.quantized_weight(), layer.quantized_weight()), name
         rows = torch.randn(4, layer.in_features, dtype=layer.weight.dtype)
         many = layer.num_experts
         offsets = torch.arange(4 - many + 1, 5, dtype=torch.int32).clamp(min=0) if many else None

@@ -1,4 +1,4 @@
-"""Codes that are made of an ordinary checkpoint as it is read: against the same weights, loaded and then quantised."""
+"""Codes that are made of an ordinary checkpoint as it is read: against the same weights, loaded and then quantized."""
 
 import random
 from pathlib import Path
@@ -32,7 +32,7 @@ MADE |= {"narrow": NARROW, "asymmetric": ASYMMETRIC}
 
 
 def loaded(source: Path, scheme: Scheme, ranges: Ranges, *, held: bool, dtype: torch.dtype, **options):
-    """A model and its quantisation, whose weights are codes that were made, or were loaded and measured."""
+    """A model and its quantization, whose weights are codes that were made, or were loaded and measured."""
 
     def hold(model: torch.nn.Module) -> None:
         modules = dict(model.named_modules())
@@ -67,7 +67,7 @@ def assert_the_same(plain: Quantization, held: Quantization) -> None:
         assert same(own.weight_s0, layer.weight_s0) and same(own.weight_zero, layer.weight_zero), name
         codes, _ = kernels.quantize(own.weight, own._weight_quantizer())
         assert same(codes, layer.held.unpack(layer.weight)), name
-        assert torch.equal(own.quantised_weight(), layer.quantised_weight()), name
+        assert torch.equal(own.quantized_weight(), layer.quantized_weight()), name
 
 
 def some_ranges(scheme: Scheme) -> Ranges:
@@ -134,7 +134,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, scheme, value):
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"][3, 5] = value
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RankError, match=r"NaN or Inf cannot be quantised: model.layers.1.self_attn.o_proj.weight"):
+    with pytest.raises(RankError, match=r"NaN or Inf cannot be quantized: model.layers.1.self_attn.o_proj.weight"):
         loaded(source, SCHEMES[scheme], Ranges(), held=True, dtype=torch.bfloat16)
 
 

@@ -15,7 +15,7 @@ from engine.config.quant import QuantRecipe
 from engine.config.source import resolve_source
 from model.build import build_model
 from model.checkpoint.load import load_weights
-from model.quantized.config import check_readable, is_quantised
+from model.quantized.config import check_readable, is_quantized
 from model.quantized.scales import take_scales
 from model.ranks import RankError
 from model.save import export_model
@@ -28,7 +28,7 @@ from tests.unit.model.quantized.test_round_trip import ENGINE, loaded
 ATTENTION = "model.layers.1.self_attn"
 
 
-def quantised(directory: Path, scheme: str):
+def quantized(directory: Path, scheme: str):
     model = build_model(directory, ENGINE, dtype=torch.bfloat16, device=torch.device("cpu"))
     load_weights(model, directory, progress=False)
     preset = PRESETS[scheme]
@@ -42,7 +42,7 @@ def written(directory: Path, scheme: str, *, inside: bool) -> tuple[Path, Path]:
     ``inside``: whether config.json says it, as newer versions write it, or hf_quant_config.json alone.
     """
     source = tiny_checkpoint(directory / "source", "qwen3", seed=random.SystemRandom().randrange(2**31), wide=True)
-    model, quantization = quantised(source, scheme)
+    model, quantization = quantized(source, scheme)
     renew_weight_scales(quantization)
     values = {group.owner: torch.rand(1) / 100 + 0.01 for group in quantization.input_groups}
     write_scales(quantization.input_groups, values)
@@ -73,12 +73,12 @@ def written(directory: Path, scheme: str, *, inside: bool) -> tuple[Path, Path]:
 def test_fp8_comes_back(tmp_path, scheme, inside):
     """As our own export, byte for byte, scales of inputs, keys and values too."""
     export, theirs = written(tmp_path, scheme, inside=inside)
-    assert is_quantised(theirs)
+    assert is_quantized(theirs)
     check_readable(theirs)
     if scheme == "fp8_static":
         model, quantization, report = loaded(theirs)
     else:
-        model, quantization = quantised(theirs, scheme)
+        model, quantization = quantized(theirs, scheme)
         report = take_scales(model, quantization, theirs)
         with pytest.raises(RecipeError, match=r"\(or kv_cache_quant_algo\) is set, which 'source' does"):
             resolve_source(QuantRecipe(scheme="source"), str(theirs))
@@ -96,7 +96,7 @@ def test_of_scales_per_head_the_largest_is_taken(tmp_path, read):
     tensors = load_file(theirs / "model.safetensors")
     tensors[f"{ATTENTION}.k_proj.k_scale"] = torch.tensor([0.01, 0.04, 0.02, 0.03]).view(4, 1, 1)
     save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
-    model, quantization = quantised(theirs, "fp8_static_kv")
+    model, quantization = quantized(theirs, "fp8_static_kv")
     report = read(model, quantization, theirs)
     assert report.per_head == [f"{ATTENTION}.k_proj.k_scale"]
     assert "1 of keys and values have one for each head in the files, of which the largest is" in report.summary()
@@ -104,7 +104,7 @@ def test_of_scales_per_head_the_largest_is_taken(tmp_path, read):
 
     tensors[f"{ATTENTION}.k_proj.k_scale"] = torch.ones(3)
     save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
-    model, quantization = quantised(theirs, "fp8_static_kv")
+    model, quantization = quantized(theirs, "fp8_static_kv")
     with pytest.raises(RankError, match=rf"{ATTENTION}.k_proj.k_scale has shape \(3,\), but this scheme has 1 scale"):
         read(model, quantization, theirs)
 

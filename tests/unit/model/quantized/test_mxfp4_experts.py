@@ -78,7 +78,7 @@ def edited(source: Path, edit) -> None:
 
 @pytest.mark.parametrize("experts", ["stacked", "per_expert"])
 def test_the_experts_are_those_that_transformers_decodes(tmp_path, seed, experts):
-    """Bit for bit, and in the forward with fake quantisation too: the scales are those of the file."""
+    """Bit for bit, and in the forward with fake quantization too: the scales are those of the file."""
     source = published(tmp_path / "source", seed)
     theirs = theirs_of(source)
     model = loaded(source, experts)
@@ -108,7 +108,7 @@ def test_what_was_not_trained_comes_back_byte_for_byte(tmp_path, seed):
     source = published(tmp_path / "source", seed)
     model = loaded(source)
     quantization, _ = as_the_source(model, source)
-    with pytest.raises(RankError, match=r"no quantised form in layout 'compressed'.*with 'gpt_oss'"):
+    with pytest.raises(RankError, match=r"no quantized form in layout 'compressed'.*with 'gpt_oss'"):
         check_plan(model, quantization, source)
     check_plan(model, quantization, source, layout="gpt_oss")
     export_model(model, quantization, source, tmp_path / "export", layout="gpt_oss")
@@ -118,7 +118,7 @@ def test_what_was_not_trained_comes_back_byte_for_byte(tmp_path, seed):
 
 
 def test_trained_experts_are_written_as_the_forward_has_them(tmp_path, seed):
-    """From a plain gpt-oss; and with anything else quantised, or not all of them, the layout is refused."""
+    """From a plain gpt-oss; and with anything else quantized, or not all of them, the layout is refused."""
     source = VARIANTS["gpt_oss"].checkpoint(tmp_path / "source", seed=seed)
     model = loaded(source)
     rule = Rule(SCHEMES["mxfp4"], r".*\.experts\..+")

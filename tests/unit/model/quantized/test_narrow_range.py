@@ -39,7 +39,7 @@ def model_of(directory: Path, hold=None) -> torch.nn.Module:
     return model
 
 
-def quantised(model: torch.nn.Module, scheme: Scheme | dict[str, Scheme]) -> Quantization:
+def quantized(model: torch.nn.Module, scheme: Scheme | dict[str, Scheme]) -> Quantization:
     one, named = (scheme, {}) if isinstance(scheme, Scheme) else (None, scheme)
     return prepare(model, one, named=named, learn_weight_scale=True, learn_input_scale=False)
 
@@ -47,7 +47,7 @@ def quantised(model: torch.nn.Module, scheme: Scheme | dict[str, Scheme]) -> Qua
 def checkpoint(directory: Path, scheme: Scheme) -> Path:
     source = tiny_checkpoint(directory / "original", "qwen3", seed=random.randrange(2**31), even=True)
     model = model_of(source)
-    quantization = quantised(model, scheme)
+    quantization = quantized(model, scheme)
     renew_weight_scales(quantization)
     export_model(model, quantization, source, directory / "files")
     return directory / "files"
@@ -106,7 +106,7 @@ def test_a_recipe_may_say_narrow_itself(tmp_path):
     files = checkpoint(tmp_path, SCHEMES["w4a16_g32"])
     for path in (tmp_path / "original", files):
         model = model_of(path)
-        quantization = quantised(model, narrow("w4a16_g32"))
+        quantization = quantized(model, narrow("w4a16_g32"))
         if path == files:
             assert not take_scales(model, quantization, files).weights_loaded
         else:
@@ -117,7 +117,7 @@ def test_a_recipe_may_say_narrow_itself(tmp_path):
     again = tmp_path / "again"
     export_model(model, quantization, tmp_path / "original", again)
     model = model_of(tmp_path / "original")
-    quantization = quantised(model, narrow("w4a16_g32"))
+    quantization = quantized(model, narrow("w4a16_g32"))
     assert not load_scales(model, quantization, again).weights_measured
 
 
@@ -142,11 +142,11 @@ def test_a_smallest_code_that_no_sample_saw_is_an_error(tmp_path, held):
             model_of(files, hold)
         return
     model = model_of(files)
-    quantization = quantised(model, source_schemes(model, files))
+    quantization = quantized(model, source_schemes(model, files))
     with pytest.raises(RankError, match=expected):
         take_scales(model, quantization, files)
     model = model_of(files)
-    quantization = quantised(model, SCHEMES["w4a16_g32"])
+    quantization = quantized(model, SCHEMES["w4a16_g32"])
     assert not take_scales(model, quantization, files).weights_measured
 
 
@@ -155,7 +155,7 @@ def test_original_weights_in_the_cells_of_the_narrow_grid(tmp_path):
     files = checkpoint(tmp_path, narrow("w4a16_g32"))
     source = tmp_path / "original"
     model = model_of(source)
-    quantization = quantised(model, source_schemes(model, files))
+    quantization = quantized(model, source_schemes(model, files))
     name = "model.layers.1.mlp.gate_proj"
     weight = quantization.layers[name].weight
     before = weight.detach().clone()

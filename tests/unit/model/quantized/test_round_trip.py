@@ -20,7 +20,7 @@ from quant import SCHEMES, Quantization, prepare
 from quant.formats.layouts import Layout
 from tests.tiny import tiny_checkpoint
 from tests.unit.engine.memory.test_memory import recipe
-from tests.unit.tools.verify.test_check import exported, quantised
+from tests.unit.tools.verify.test_check import exported, quantized
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -28,7 +28,7 @@ ENGINE = {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
 
 
 def loaded(directory: Path, scheme: str = "source") -> tuple[torch.nn.Module, Quantization, ScaleReport]:
-    """The model of a quantised checkpoint, with its own schemes, or with one for all layers."""
+    """The model of a quantized checkpoint, with its own schemes, or with one for all layers."""
     model = build_model(directory, ENGINE, dtype=torch.bfloat16, device=torch.device("cpu"))
     load_weights(model, directory, progress=False)
     source = scheme == "source"
@@ -52,7 +52,7 @@ def test_fp8_as_vllm_and_deepseek_have_it_comes_back(tmp_path, scheme):
     """With ``weight_scale_inv`` for blocks; byte for byte, config.json too."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=random.randrange(2**31), wide=True)
     batches = [torch.randint(0, 301, (2, 64))]
-    model, quantization = quantised(source, SCHEMES[scheme], batches=batches)
+    model, quantization = quantized(source, SCHEMES[scheme], batches=batches)
     layout: Layout = "vllm_fp8"
     export_model(model, quantization, source, tmp_path / "first", layout=layout)
     again, its, report = loaded(tmp_path / "first")
@@ -83,7 +83,7 @@ def test_layers_in_other_schemes_keep_the_weights_and_are_measured(tmp_path):
     assert torch.equal(model.get_submodule(name).weight, expected)
 
 
-def test_what_is_not_quantised_stays_so_and_what_shares_a_scale_is_said(tmp_path):
+def test_what_is_not_quantized_stays_so_and_what_shares_a_scale_is_said(tmp_path):
     """Another writer's file: one layer plain, the scales of q, k and v each their own."""
     export, _ = exported(tmp_path, "qwen3", SCHEMES["fp8_static"])
     plain, q = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"

@@ -1,4 +1,4 @@
-"""The original weights with the scales of a quantised checkpoint of them, and in the cells of its codes."""
+"""The original weights with the scales of a quantized checkpoint of them, and in the cells of its codes."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def original(directory: Path, kind: str = "qwen3") -> Path:
 
 
 def model_of(directory: Path, schemes: str | Path) -> tuple[torch.nn.Module, Quantization]:
-    """The model of plain weights, quantised with a scheme, or as a checkpoint is."""
+    """The model of plain weights, quantized with a scheme, or as a checkpoint is."""
     model = build_model(directory, ENGINE, dtype=torch.bfloat16, device=torch.device("cpu"))
     load_weights(model, directory, progress=False)
     named = source_schemes(model, schemes) if isinstance(schemes, Path) else {}
@@ -40,7 +40,7 @@ def model_of(directory: Path, schemes: str | Path) -> tuple[torch.nn.Module, Qua
 
 
 def other_rounding(source: Path, directory: Path, scheme: str) -> Path:
-    """A quantised checkpoint of ``source`` whose codes are not the nearest ones, as those of GPTQ are not."""
+    """A quantized checkpoint of ``source`` whose codes are not the nearest ones, as those of GPTQ are not."""
     model, quantization = model_of(source, scheme)
     with torch.no_grad():
         for layer in quantization.layers.values():
@@ -80,7 +80,7 @@ def test_weights_in_the_cells_are_exported_as_the_files_codes(tmp_path, kind, sc
         moved = layer.weight != before[name]
         assert moved.any() and torch.equal(moved, (codes != rounded[name]) & moved)
         assert torch.equal(rounded[name][~moved], codes[~moved])
-        assert torch.equal(layer.quantised_weight()[moved], layer.weight[moved])
+        assert torch.equal(layer.quantized_weight()[moved], layer.weight[moved])
     export_model(model, quantization, source, tmp_path / "again")
     first, again = (load_file(each / "model.safetensors") for each in (start, tmp_path / "again"))
     assert first.keys() == again.keys()
@@ -147,23 +147,23 @@ def wrong(ending: str, change, message: str):
 
 BAD = {
     "scales times 2": wrong("weight_scale", lambda s: s * 2, "are 2 times the weights"),
-    "scales divided by 16": wrong("weight_scale", lambda s: s / 16, "not a quantised form of model.path"),
+    "scales divided by 16": wrong("weight_scale", lambda s: s / 16, "not a quantized form of model.path"),
     "scales with another sign": wrong("weight_scale", lambda s: -s, "of other weights"),
-    "reciprocals": wrong("weight_scale", lambda s: 1 / s, "not a quantised form of model.path"),
+    "reciprocals": wrong("weight_scale", lambda s: 1 / s, "not a quantized form of model.path"),
     "scales of 0": wrong("weight_scale", torch.zeros_like, "must be finite and not 0"),
     "NaN": wrong("weight_scale", lambda s: s * torch.nan, "must be finite and not 0"),
     "rows in another order": wrong("weight_packed", lambda c: c.roll(1, 0), "of other weights"),
-    "codes that count from the middle": wrong("weight_packed", lambda c: c ^ -0x77777778, "not a quantised form"),
-    "another checkpoint": (another, "w4a16_g32", f"start is not a quantised form of model.path\n{Q}.*of other weights"),
-    "other layers": (another_layers, "w4a16_g32", "is not a quantised form of model.path\n.*of other weights"),
+    "codes that count from the middle": wrong("weight_packed", lambda c: c ^ -0x77777778, "not a quantized form"),
+    "another checkpoint": (another, "w4a16_g32", f"start is not a quantized form of model.path\n{Q}.*of other weights"),
+    "other layers": (another_layers, "w4a16_g32", "is not a quantized form of model.path\n.*of other weights"),
     "other sizes": (smaller, "w4a16_g32", r"q_proj has the shape \[.*\], expected \[.*\] as in model.path"),
     "another grid": (
         lambda *a: other_rounding(a[1], a[0], "w8a16_channel"),
         "w4a16_g32",
-        "is quantised as .*, but",
+        "is quantized as .*, but",
     ),
-    "fewer layers": (fewer, "w4a16_g32", f"has no codes of {Q}, which is quantised here"),
-    "not quantised": (lambda *a: a[1], "w4a16_g32", "has no codes of"),
+    "fewer layers": (fewer, "w4a16_g32", f"has no codes of {Q}, which is quantized here"),
+    "not quantized": (lambda *a: a[1], "w4a16_g32", "has no codes of"),
     "zeros": (zeros, "w4a16_g32", f"{Q}.weight_packed: model.path has zeros"),
 }
 

@@ -90,7 +90,7 @@ def test_any_range_is_what_compressed_tensors_decompresses(tmp_path, monkeypatch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [name for name in ALL if name != "w8a16_asym"])
 def test_codes_come_back_in_the_models_dtype(tmp_path, name, dtype):
-    """Every code is among them at 8 bits and fewer; of 255 codes on one side of 0 bf16 cannot tell neighbours apart."""
+    """Every code is among them at 8 bits and fewer; of 255 codes on one side of 0 bf16 cannot tell neighbors apart."""
     scheme = ALL[name]
     codes, tensors = packed(scheme, 128, 256, dtype)
     again = quantize_like(written(tmp_path, scheme, tensors), dtype)
@@ -148,7 +148,7 @@ WRONG = {
     "columns in another order": (
         "w4a16_g32",
         {"weight_g_idx": torch.arange(256, dtype=torch.int32) % 8},
-        "weight_g_idx: its columns were quantised in another order",
+        "weight_g_idx: its columns were quantized in another order",
     ),
     "a zero point that moves": (
         "w4a16_g32",

@@ -123,7 +123,7 @@ def configure(directory: Path, **values: object) -> None:
 LAYER = "model.layers.1."
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "family": (lambda d: configure(d, model_type="gemma"), "a rotation of gemma is not known; expected one of llama"),
-    "quantised": (lambda d: configure(d, quantization_config={"quant_method": "fp8"}), "is quantised"),
+    "quantized": (lambda d: configure(d, quantization_config={"quant_method": "fp8"}), "is quantized"),
     "missing": (lambda d: drop(d, LAYER + "self_attn.o_proj.weight"), "lacks model.layers.1.self_attn.o_proj.weight"),
     "no norm": (lambda d: drop(d, "model.norm.weight"), "lacks model.norm.weight"),
     "no head": (lambda d: drop(d, "lm_head.weight"), "lacks lm_head.weight"),

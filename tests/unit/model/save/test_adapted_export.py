@@ -31,7 +31,7 @@ def sources(tmp_path_factory):
 
 
 def adapted(source, scheme, dtype, *, adapters=True):
-    """A quantised model whose layers have adapters with values, and whose scales are those of the sums."""
+    """A quantized model whose layers have adapters with values, and whose scales are those of the sums."""
     engine = {"bf16": {"enabled": dtype == torch.bfloat16}}
     model = build_model(source, engine, dtype=dtype, device=torch.device("cpu"))
     load_weights(model, source, progress=False)
@@ -66,13 +66,13 @@ def multiplied(quantization):
     """What each Linear multiplies with, and the scale of it, as the forward says: its output for the unit matrix."""
     found = {}
     for name, layer in quantization.layers.items():
-        quantises, layer.input_fake_quant = layer.input_fake_quant, False
+        quantizes, layer.input_fake_quant = layer.input_fake_quant, False
         codes, layer.fp8_gemm = layer.fp8_gemm, False
         experts, units = layer.num_experts, torch.eye(layer.in_features, dtype=layer.weight.dtype)
         ends = torch.arange(1, experts + 1, dtype=torch.int32) * layer.in_features if experts else None
         with torch.no_grad():
             columns = layer(units.repeat(experts or 1, 1), ends)
-        layer.input_fake_quant, layer.fp8_gemm = quantises, codes
+        layer.input_fake_quant, layer.fp8_gemm = quantizes, codes
         whole = columns.view(*layer.weight_shape[:-2], layer.in_features, -1).transpose(-2, -1)
         for part in linears_of(name, layer):
             scale = part.scale(layer.weight_scale(), layer.scheme.weights)

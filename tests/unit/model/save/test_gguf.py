@@ -26,7 +26,7 @@ gguf = pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
 Q4, Q8 = SCHEMES["w4a16_g32"], SCHEMES["w8a16_g32"]
 
 
-def quantised(directory: Path, kind: str, scheme=Q4, rules=(), **options):
+def quantized(directory: Path, kind: str, scheme=Q4, rules=(), **options):
     """A tiny model with measured, signed scales, and the checkpoint that it is of."""
     source = directory / "source"
     if not source.is_dir():
@@ -47,7 +47,7 @@ def quantised(directory: Path, kind: str, scheme=Q4, rules=(), **options):
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a GGUF file in fp32, as the package gguf dequantises it."""
+    """Every tensor of a GGUF file in fp32, as the package gguf dequantizes it."""
     return {
         tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).view(
             *map(int, reversed(tensor.shape))
@@ -57,7 +57,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Row ``2 i + j`` of a head is its row ``i + j half``: llama.cpp turns neighbours, transformers halves."""
+    """Row ``2 i + j`` of a head is its row ``i + j half``: llama.cpp turns neighbors, transformers halves."""
     half = len(weight) // heads // 2
     rows = [head * 2 * half + i + j * half for head in range(heads) for i in range(half) for j in range(2)]
     return weight[rows]
@@ -94,7 +94,7 @@ def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
     options = {"named": {"lm_head": Q8}} if kind == "llama" else {}
-    source, model, quantization = quantised(tmp_path, kind, rules=[Rule(Q8, r".*\.o_proj")], **options)
+    source, model, quantization = quantized(tmp_path, kind, rules=[Rule(Q8, r".*\.o_proj")], **options)
     template = gguf_template(source, tmp_path / "base.gguf")
     check_plan(model, quantization, source, layout="gguf", template=template)
     report = export_model(model, quantization, source, tmp_path / "out", layout="gguf", template=template)
@@ -132,7 +132,7 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
         file.write(bytes([byte ^ 3]))
     report = compare_with_compressed(tmp_path / "out", tmp_path / "compressed")
     assert [line.split()[0] for line in report.problems] == ["blk.1.attn_k.weight"]
-    # Types and sizes that nothing dequantises, or has so many experts, are tensors that differ.
+    # Types and sizes that nothing dequantizes, or has so many experts, are tensors that differ.
     good = (tmp_path / "out" / "model.gguf").read_bytes()
     at = good.index(b"blk.1.attn_q.weight") + len("blk.1.attn_q.weight")
     columns, rows, kind_of_it = at + 4, at + 12, at + 20
@@ -144,7 +144,7 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
         except ValueError as error:  # where the package does not open it
             found = [str(error)]
         assert re.search("^blk.1.attn_q.weight is not|model.gguf is no GGUF", "\n".join(found), re.MULTILINE), found
-    # What is not quantised is as it was.
+    # What is not quantized is as it was.
     state = model.state_dict()
     assert torch.equal(tensors["token_embd.weight"], state["model.embed_tokens.weight"].float())
     assert torch.equal(
@@ -152,8 +152,8 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
     )
 
 
-def test_a_model_that_never_was_quantised_is_written_as_it_is(tmp_path):
-    source, model, _ = quantised(tmp_path, "qwen3")
+def test_a_model_that_never_was_quantized_is_written_as_it_is(tmp_path):
+    source, model, _ = quantized(tmp_path, "qwen3")
     template = gguf_template(source, tmp_path / "base.gguf")
     export_model(model, None, source, tmp_path / "out", layout="gguf", template=template)
     tensors, state = read(tmp_path / "out" / "model.gguf"), model.state_dict()
@@ -201,7 +201,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_the_template_of_another_model_is_refused(tmp_path, case):
-    source, model, quantization = quantised(tmp_path, "qwen3")
+    source, model, quantization = quantized(tmp_path, "qwen3")
     changes, message = WRONG[case]
     template = gguf_template(source, tmp_path / "base.gguf", **changes)
     with pytest.raises(RankError, match=f"is the template of another model: {message}"):
@@ -209,7 +209,7 @@ def test_the_template_of_another_model_is_refused(tmp_path, case):
 
 
 def test_what_is_missing_or_unknown_is_refused_by_name(tmp_path):
-    source, model, quantization = quantised(tmp_path, "qwen3")
+    source, model, quantization = quantized(tmp_path, "qwen3")
 
     def refused(message: str, template: Path | None, **changes) -> None:
         for key, value in changes.items():

@@ -36,7 +36,7 @@ def loaded(source: Path, experts="stacked"):
     return model
 
 
-def quantised(model, scheme: str = "w4a16_g32", **options):
+def quantized(model, scheme: str = "w4a16_g32", **options):
     quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=False, learn_input_scale=False, **options)
     renew_weight_scales(quantization)
     return quantization
@@ -56,8 +56,8 @@ def test_experts_that_are_one_tensor_on_disk_stay_one(kind: str, tmp_path: Path,
     before, after = (load_file(directory / "model.safetensors") for directory in (source, tmp_path / "plain"))
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
-    quantization = quantised(model)
-    refusal = r"block_sparse_moe\.experts.*one tensor, .*input_linear\.weight, which has no quantised.*quant\.exempt"
+    quantization = quantized(model)
+    refusal = r"block_sparse_moe\.experts.*one tensor, .*input_linear\.weight, which has no quantized.*quant\.exempt"
     with pytest.raises(RankError, match=refusal):
         check_plan(model, quantization, source)
     export_model(model, quantization, source, tmp_path / "dequantized", layout="dequantized")
@@ -72,37 +72,37 @@ def test_experts_that_are_one_tensor_on_disk_stay_one(kind: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_fused_experts_that_are_exempt_are_exported_beside_quantised_layers(kind: str, tmp_path: Path, seed: int):
+def test_fused_experts_that_are_exempt_are_exported_beside_quantized_layers(kind: str, tmp_path: Path, seed: int):
     source = VARIANTS[kind].checkpoint(tmp_path / "source", seed=seed)
     model = loaded(source)
-    quantization = quantised(model, exempt=(*DEFAULT_EXEMPT, r".*\.experts\..+"))
+    quantization = quantized(model, exempt=(*DEFAULT_EXEMPT, r".*\.experts\..+"))
     export_model(model, quantization, source, tmp_path / "export")
     report = compare_with_transformers(tmp_path / "export", [torch.arange(10, 60)[None]])
     assert report.ok, report.table()
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "dbrx"])
-def test_quantised_experts_that_no_class_reads_are_refused_with_what_to_do(kind: str, tmp_path: Path, seed: int):
+def test_quantized_experts_that_no_class_reads_are_refused_with_what_to_do(kind: str, tmp_path: Path, seed: int):
     source = VARIANTS[kind].checkpoint(tmp_path / "source", seed=seed)
     model = loaded(source)
     with pytest.raises(
-        RankError, match=r"experts\.gate_up_proj: .*no quantised.* set quant\.exempt_more: \[.*\]"
+        RankError, match=r"experts\.gate_up_proj: .*no quantized.* set quant\.exempt_more: \[.*\]"
     ) as error:
-        check_plan(model, quantised(model), source)
+        check_plan(model, quantized(model), source)
     advised = yaml.safe_load(re.search(r"exempt_more: (\[.*\])", str(error.value))[1])
     model = loaded(source)
-    quantization = quantised(model, exempt=(*DEFAULT_EXEMPT, *advised))
+    quantization = quantized(model, exempt=(*DEFAULT_EXEMPT, *advised))
     export_model(model, quantization, source, tmp_path / "export")
     report = compare_with_transformers(tmp_path / "export", [torch.arange(10, 60)[None]])
     assert report.ok, report.table()
 
 
 @pytest.mark.parametrize("exempt", [(), (r".*\.experts\..+",)], ids=("all", "attention"))
-def test_llama_4_has_linears_for_experts_where_it_is_quantised(exempt: tuple[str, ...], tmp_path: Path, seed: int):
-    """transformers puts them in the place of its experts then, whether these are quantised or not."""
+def test_llama_4_has_linears_for_experts_where_it_is_quantized(exempt: tuple[str, ...], tmp_path: Path, seed: int):
+    """transformers puts them in the place of its experts then, whether these are quantized or not."""
     source = VARIANTS["llama4_text"].checkpoint(tmp_path / "source", seed=seed)
     model = loaded(source)
-    quantization = quantised(model, exempt=(*DEFAULT_EXEMPT, *exempt))
+    quantization = quantized(model, exempt=(*DEFAULT_EXEMPT, *exempt))
     check_plan(model, quantization, source)
     export_model(model, quantization, source, tmp_path / "export")
     after = load_file(tmp_path / "export" / "model.safetensors")
@@ -128,7 +128,7 @@ def test_the_source_decides_how_experts_are_written_where_transformers_reads_bot
         export_model(model, None, tmp_path / name, tmp_path / f"{name} export")
         before, after = (load_file(tmp_path / d / "model.safetensors") for d in (name, f"{name} export"))
         assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-        export_model(model, quantised(model, "w8a16_channel"), tmp_path / name, tmp_path / f"{name} int8")
+        export_model(model, quantized(model, "w8a16_channel"), tmp_path / name, tmp_path / f"{name} int8")
         loads(tmp_path / f"{name} int8")
 
 
@@ -154,7 +154,7 @@ def test_a_class_that_would_not_find_its_weights_is_named(tmp_path: Path, seed: 
 def test_classes_that_read_packed_weights_are_known_not_to_load(family: str, first: str, tmp_path: Path, seed: int):
     source = VARIANTS[family].checkpoint(tmp_path / "source", seed=seed)
     model = loaded(source)
-    quantization = quantised(model)
+    quantization = quantized(model)
     reason = not_loaded(model, quantization)
     assert reason is not None and first in reason
     export_model(model, quantization, source, tmp_path / "int4")
@@ -167,7 +167,7 @@ def test_classes_that_read_packed_weights_are_known_not_to_load(family: str, fir
         model = loaded(source)
         if more and family in ("falcon", "rwkv"):
             continue  # nothing would be left
-        quantization = quantised(model, scheme, exempt=(*DEFAULT_EXEMPT, *more))
+        quantization = quantized(model, scheme, exempt=(*DEFAULT_EXEMPT, *more))
         assert not_loaded(model, quantization) is None
         export_model(model, quantization, source, tmp_path / name)
         loads(tmp_path / name)(torch.zeros(1, 4, dtype=torch.long))
@@ -178,7 +178,7 @@ def test_parts_of_a_tensor_beside_packed_layers_are_known_not_to_load(scheme: st
     """transformers decodes whatever it puts together as if it were packed, also convolutions."""
     source = VARIANTS["olmo_hybrid"].checkpoint(tmp_path / "source")
     model = loaded(source)
-    quantization = quantised(model, scheme)
+    quantization = quantized(model, scheme)
     assert (not_loaded(model, quantization) is None) == read
     export_model(model, quantization, source, tmp_path / "export")
     if read:
@@ -194,10 +194,10 @@ def test_parts_of_a_tensor_beside_packed_layers_are_known_not_to_load(scheme: st
 def test_experts_beside_layers_of_another_kind_load_where_that_is_said(
     scheme: str, exempt: str, experts: str, tmp_path: Path, seed: int
 ):
-    """Some of the layers quantised and the rest not: transformers reads each weight, or it is known not to."""
+    """Some of the layers quantized and the rest not: transformers reads each weight, or it is known not to."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=seed, even=True)
     model = loaded(source, experts)
-    quantization = quantised(model, scheme, exempt=(*DEFAULT_EXEMPT, exempt))
+    quantization = quantized(model, scheme, exempt=(*DEFAULT_EXEMPT, exempt))
     reason = not_loaded(model, quantization)
     export_model(model, quantization, source, tmp_path / "export")
     export_model(model, quantization, source, tmp_path / "weights", layout="dequantized")
@@ -241,10 +241,10 @@ def test_files_that_are_not_as_planned_are_an_error(tmp_path: Path, seed: int):
         ("step3p7", {r"re:(?:.*\.)?vit_large_projector(?:\..*)?$", r"re:(?:.*\.)?multi_modal_projector(?:\..*)?$"}),
     ],
 )
-def test_what_is_not_quantised_is_named_as_every_reader_has_it(family: str, entries: set[str], tmp_path: Path):
+def test_what_is_not_quantized_is_named_as_every_reader_has_it(family: str, entries: set[str], tmp_path: Path):
     source = VARIANTS[family].checkpoint(tmp_path / "source")
     model = loaded(source)
-    quantization = quantised(model, "fp8_dynamic")
+    quantization = quantized(model, "fp8_dynamic")
     check_plan(model, quantization, source)
     export_model(model, quantization, source, tmp_path / "export")
     config = json.loads((tmp_path / "export" / "config.json").read_text())

@@ -51,7 +51,7 @@ def checkpoint(directory: Path, kind: str, seed: int) -> Path:
 
 
 @cache
-def quantised(source: Path, scheme: Scheme | None, form="per_expert", rules=(), kv_cache=None):
+def quantized(source: Path, scheme: Scheme | None, form="per_expert", rules=(), kv_cache=None):
     """The model of a checkpoint, with measured scales; tests share it, for none of them may change it."""
     model = build_model(
         source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu"), experts=form
@@ -73,7 +73,7 @@ def exported(source: Path, scheme: Scheme | None, **options) -> Files:
 @cache
 def _exported(source: Path, scheme: Scheme | None, **options) -> Files:
     directory = Path(mkdtemp(dir=source))
-    export_model(*quantised(source, scheme, **options), source, directory)
+    export_model(*quantized(source, scheme, **options), source, directory)
     return Files(load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text()))
 
 
@@ -84,7 +84,7 @@ def read(files: Files, directory: Path, source: Path, scheme: Scheme | None, **o
         {key: tensor.contiguous().clone() for key, tensor in files.tensors.items()}, directory / "model.safetensors"
     )
     (directory / "config.json").write_text(json.dumps(files.config))
-    model, quantization = quantised(source, scheme, **options)
+    model, quantization = quantized(source, scheme, **options)
     before = [layer.weight_scale() for layer in quantization.layers.values()]
     try:
         load_scales(model, quantization, directory)

@@ -21,7 +21,7 @@ from quant import SCHEMES, Quantization, QuantLayer, Scheme
 from quant.formats.packing import unpack_zero_points
 from quant.reference import fake_quant
 from tests.tiny import tiny_checkpoint
-from tests.unit.model.scales.files import ASYM, Files, alone, checkpoint, exported, quantised
+from tests.unit.model.scales.files import ASYM, Files, alone, checkpoint, exported, quantized
 
 # What a layer may lose, as docs/schemes.md says it: so many times what it loses with its own scales, or a share of its
 # squares; of scales alone at 8 bits and at fewer, and with codes beside them.
@@ -232,7 +232,7 @@ def judge(files: Files, directory: Path, source: Path, scheme: Scheme) -> tuple[
     directory.mkdir(exist_ok=True)
     save_file({k: t.contiguous().clone() for k, t in files.tensors.items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(files.config))
-    model, quantization = quantised(source, scheme)
+    model, quantization = quantized(source, scheme)
     before = [tensor.detach().clone() for tensor in scales_of(quantization)]
     own = {name: losses(layer, layer.weight_scale(), layer.weight_zero) for name, layer in quantization.layers.items()}
     try:

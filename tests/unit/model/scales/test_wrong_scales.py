@@ -32,7 +32,7 @@ from tests.unit.model.scales.files import (
     modelopt,
     no_config,
     put,
-    quantised,
+    quantized,
     read,
     scales_of,
     second_scale,
@@ -202,7 +202,7 @@ WAYS: dict[str, tuple[Scheme | str, Scheme | str | None, Callable[[Files], None]
     "rotated": ("w4a16_g32", None, set_config(transform_config={"R1": {}}), "transform_config is set"),
     "ModelOpt's awq": ("nvfp4", None, modelopt(quant_algo="NVFP4_AWQ"), "quant_algo is 'NVFP4_AWQ'"),
     "ModelOpt's fp8 for nvfp4": ("nvfp4", None, modelopt(quant_algo="FP8"), "says e4m3 per tensor, but scheme 'nvfp4'"),
-    "ignored in the config": ("w4a16_g32", None, set_config(ignore=["lm_head", Q]), "says that they are not quantised"),
+    "ignored in the config": ("w4a16_g32", None, set_config(ignore=["lm_head", Q]), "says that they are not quantized"),
     "two spellings": ("fp8_block", None, put(f"{Q}.weight_scale_inv", torch.ones(1, 1)), "is there twice"),
     "DeepSeek's blocks": (
         "fp8_block",
@@ -307,6 +307,6 @@ def test_own_exports_are_read_back(kind, scheme, sources, tmp_path):
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_a_folder_or_pipe_among_the_files_is_named(make, sources, tmp_path):
     make(tmp_path / "x.safetensors")
-    model, quantization = quantised(sources("qwen3"), SCHEMES["fp8_static"])
+    model, quantization = quantized(sources("qwen3"), SCHEMES["fp8_static"])
     with ends(make), pytest.raises(RankError, match=r"x.safetensors: expected a safetensors file, found something"):
         load_scales(model, quantization, tmp_path)

@@ -123,7 +123,7 @@ def test_nibbles_are_those_of_compressed_tensors(seed):
 
 @pytest.mark.parametrize("scheme", ALL, ids=by_name)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_linear_decompresses_to_the_fake_quantised_weight(scheme, bias, seed, monkeypatch):
+def test_a_packed_linear_decompresses_to_the_fake_quantized_weight(scheme, bias, seed, monkeypatch):
     """compressed-tensors' own decompression gives, bit for bit, what the forward multiplied with; fp32 and bf16.
 
     fp4 and MXFP8 it decompresses to bf16 whatever it is asked for: there only bf16 is compared.
@@ -255,12 +255,12 @@ def test_the_shape_of_a_packed_weight_is_in_the_file(seed):
 
 @pytest.mark.parametrize("scheme", ALL, ids=by_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantising_a_dequantised_weight_gives_the_same_codes(scheme, dtype, seed):
+def test_quantizing_a_dequantized_weight_gives_the_same_codes(scheme, dtype, seed):
     """What lets a reader rebuild our forward from a file.
 
     code * s * (1/s) is off by at most three roundings, 2^-22 of the code in fp32; after the rounding to bf16 2^-8.9.
     The next boundary between codes is half a step away: at least 1/30 of the code for e4m3, 1/256 for int8. With a zero
-    point an 8-bit code can be 255 steps from 0, where bf16 does not tell neighbours apart.
+    point an 8-bit code can be 255 steps from 0, where bf16 does not tell neighbors apart.
     """
     weight, scale, _, zero = weight_and_scale(scheme, 128, 384)
     spec = scheme.weights

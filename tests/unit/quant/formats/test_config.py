@@ -149,7 +149,7 @@ def test_modules_that_are_no_linear_to_vllm_are_named():
     assert read(config, "lm_head") is SCHEMES["w4a16_g32"]
 
 
-def test_a_moe_with_nothing_but_a_quantised_cache_has_a_group():
+def test_a_moe_with_nothing_but_a_quantized_cache_has_a_group():
     """transformers looks for the experts' group without asking whether there is any."""
     experts = [f"model.layers.{i}.mlp.experts.{e}.up_proj" for i in range(2) for e in range(2)]
     config = quantization_config({}, ignore_patterns([*experts, "lm_head"], []), SCHEMES["fp8_static"].weights)

@@ -74,7 +74,7 @@ def test_mlx_reads_it(name: str, seed: int):
     ],
 )
 def test_other_schemes_are_refused_and_the_nearest_is_named(name: str, nearest: str):
-    with pytest.raises(ValueError, match=rf"inputs are not quantised, got {name}; the nearest is {nearest}$"):
+    with pytest.raises(ValueError, match=rf"inputs are not quantized, got {name}; the nearest is {nearest}$"):
         check_layout("mlx", [SCHEMES["w4a16_g32"], SCHEMES[name]])
 
 

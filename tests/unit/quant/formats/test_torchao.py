@@ -110,8 +110,8 @@ def test_other_schemes_are_refused_and_the_nearest_is_named(scheme: Scheme, near
         check_layout("executorch", [SCHEMES["8da4w"], scheme])
 
 
-def test_a_linear_without_quantised_inputs_is_refused():
-    with pytest.raises(ValueError, match=r"lm_head: layout 'executorch' has no Linear whose inputs are not quantised"):
+def test_a_linear_without_quantized_inputs_is_refused():
+    with pytest.raises(ValueError, match=r"lm_head: layout 'executorch' has no Linear whose inputs are not quantized"):
         check_intx_of("lm_head", SCHEMES["w8a16_channel"], embedding=False)
     check_intx_of("model.embed_tokens", SCHEMES["w8a16_channel"], embedding=True)
 

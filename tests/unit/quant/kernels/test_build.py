@@ -55,7 +55,7 @@ try:
     compiled = False
 except RuntimeError:  # the kernels know three dtypes, the reference all
     compiled = True
-said = [str(warning.message) for warning in said if "fake quantisation" in str(warning.message)]
+said = [str(warning.message) for warning in said if "fake quantization" in str(warning.message)]
 print(json.dumps(dict(right=right, said=said, remark=remark, compiled=compiled)))
 """
 

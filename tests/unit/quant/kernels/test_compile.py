@@ -1,4 +1,4 @@
-"""A decoder layer of QuantLinears under torch.compile: one graph, eager mode's numbers, nothing quantised twice."""
+"""A decoder layer of QuantLinears under torch.compile: one graph, eager mode's numbers, nothing quantized twice."""
 
 from collections import Counter
 
@@ -136,7 +136,7 @@ def compiled(layer: Layer, backend: str):
 def assert_like_eager(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Relative to the norm of each tensor.
 
-    The quantisers and GEMMs are the same calls. What the compiler fuses (norms, rotation, SiLU, sums) may differ in the
+    The quantizers and GEMMs are the same calls. What the compiler fuses (norms, rotation, SiLU, sums) may differ in the
     order of fp32 sums and the last bit of exp and rsqrt, 1e-7 relative: 1e-5 of each norm after a layer, in bf16 one
     rounding of single elements, 2^-8, where it tips over. If such a difference carries an input across a boundary of
     the grid (one run in a hundred), one of its 1,000 to 2,000 elements moves by up to a tenth of itself: 0.1 /
@@ -169,7 +169,7 @@ def check(way: str, dtype: torch.dtype, backend: str, *, mlp: bool = False, devi
 
 
 def check_kept(layer: Layer, graph) -> None:
-    """No fake-quantised copy of a weight, and not more than eager mode keeps: fewer, as norms are computed again."""
+    """No fake-quantized copy of a weight, and not more than eager mode keeps: fewer, as norms are computed again."""
     weights = {tuple(shape) for p in layer.layer.parameters() if p.dim() == 2 for shape in (p.shape, p.shape[::-1])}
     kept, eager = layer.kept(graph), layer.kept(layer.layer)
     assert eager and not weights & {shape for shape, _ in kept}, kept
@@ -177,7 +177,7 @@ def check_kept(layer: Layer, graph) -> None:
 
 
 def check_calls(way: str, layer: Layer, graph) -> None:
-    """q, k and v, and gate and up, make one quantised input, although no layer hands it to the other there."""
+    """q, k and v, and gate and up, make one quantized input, although no layer hands it to the other there."""
     wanted = layer.inputs + layer.weights
     for run in (graph, layer.layer):
         calls = layer.forward_calls(run)
@@ -224,7 +224,7 @@ def test_what_stands_in_for_the_cuda_kernels_is_compiled_to_round_as_they_do():
 
 
 def test_a_switch_compiles_another_graph(seed):
-    """Fake quantisation that a schedule turns on in the middle: the compiled layer must not stay as it was."""
+    """Fake quantization that a schedule turns on in the middle: the compiled layer must not stay as it was."""
     model = nn.Sequential(nn.Linear(32, 32)).bfloat16()
     q = quant.prepare(model, get_scheme("w4a16_g32"), learn_weight_scale=True, learn_input_scale=False)
     with torch.no_grad():

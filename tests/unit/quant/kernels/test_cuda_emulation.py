@@ -10,7 +10,7 @@ from quant.kernels.build import SOURCES
 
 EMULATION = Path(__file__).parent / "cuda_emulation"
 
-# Unoptimised: the compiler takes most of the time. The sanitizers see accesses beyond a tensor and misaligned words.
+# Unoptimized: the compiler takes most of the time. The sanitizers see accesses beyond a tensor and misaligned words.
 FLAGS = (
     "-std=c++20",
     "-O0",

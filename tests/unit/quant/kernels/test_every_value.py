@@ -63,7 +63,7 @@ def test_every_code(seed):
         assert_same(ours, (values * stored).to(dtype))
 
 
-def neighbours(v: Tensor) -> Tensor:
+def neighbors(v: Tensor) -> Tensor:
     """``v`` and the floats next to it, two to each side."""
     up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
     above, below = torch.nextafter(v, up), torch.nextafter(v, down)
@@ -72,7 +72,7 @@ def neighbours(v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("grid", (0, 1))
 def test_every_boundary_of_floating_point_grids(grid):
-    """The fp32 numbers around each tie between neighbours, and around each value itself, go where they must."""
+    """The fp32 numbers around each tie between neighbors, and around each value itself, go where they must."""
     if grid == 0:
         # Beyond the end of the grid comes 480, the tie with which goes to the even 448.
         values = torch.cat(
@@ -83,7 +83,7 @@ def test_every_boundary_of_floating_point_grids(grid):
         values = torch.tensor([*E2M1, 8.0])  # and here 8, which is even
         sign_bit, last_inside = 8, math.nextafter(7.0, 0.0)
     last = len(values) - 2
-    ties = neighbours((values[1:] + values[:-1]) / 2)  # exact in fp32
+    ties = neighbors((values[1:] + values[:-1]) / 2)  # exact in fp32
     below = torch.arange(last + 1)
     even = below + below % 2
     expected = torch.stack([below, below, even, below + 1, below + 1]).clamp(max=last)
@@ -93,7 +93,7 @@ def test_every_boundary_of_floating_point_grids(grid):
         assert torch.equal(codes.view(torch.uint8), (expected | bit).to(torch.uint8))
         inside = ties.double() <= last_inside
         assert torch.equal(packing.unpack_bits(mask, ties.shape), inside)
-        around = sign * torch.cat([ties.flatten(), neighbours(values[1:-1]).flatten()])
+        around = sign * torch.cat([ties.flatten(), neighbors(values[1:-1]).flatten()])
         assert_same(OPS.fake_quantize(around, *one), eager.fake_quantize(around, *one))
         case = Case(around, torch.ones_like(around), one[0], torch.zeros(1), grid, torch.float32, 1.0)
         grad_x, grad_theta = OPS.fake_quantize_backward(case.grad, around, *case.scales, grid, torch.float32, 1.0, True)
@@ -105,7 +105,7 @@ def test_every_boundary_of_floating_point_grids(grid):
 def test_every_boundary_of_integers(bits):
     """Ties go to the even code, also at the ends, where they decide what is inside."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    ties = neighbours(torch.arange(low - 2, high + 2) + 0.5)
+    ties = neighbors(torch.arange(low - 2, high + 2) + 0.5)
     codes, mask = OPS.quantize(ties, torch.ones(1), None, bits, torch.float32, True)
     rounded = torch.from_numpy(np.rint(ties.double().numpy()))
     assert torch.equal(codes.double(), rounded.clamp(low, high))

@@ -1,4 +1,4 @@
-"""Norms and SwiGLU with the quantisation of their result: kernels against quant/fused_reference.py bit for bit,
+"""Norms and SwiGLU with the quantization of their result: kernels against quant/fused_reference.py bit for bit,
 gradients against fp64, and how far both are from what torch computes without fusing."""
 
 import random
@@ -152,7 +152,7 @@ def test_a_norm_differs_from_torchs_in_its_last_bit_and_rarely(dtype, seed):
     other, _ = kernels.quantize(theirs, one)
     differs = codes.view(torch.uint8) != other.view(torch.uint8)
     assert differs.float().mean() < 2e-3
-    assert (codes.float() - other.float()).abs()[differs].le(32).all()  # neighbours on the grid
+    assert (codes.float() - other.float()).abs()[differs].le(32).all()  # neighbors on the grid
 
 
 def torchs_swiglu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]:

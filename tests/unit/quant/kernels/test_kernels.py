@@ -67,10 +67,10 @@ def check(case: Case) -> None:
     for some in (codes, any_codes):
         values = OPS.dequantize(some, *scales, case.scale_dtype, out_dtype, None, *beside)
         expected = eager.dequantize(some, *scales, case.scale_dtype, out_dtype, None, *beside)
-        assert_same(values, expected, f"dequantised to {out_dtype}, {what}")
+        assert_same(values, expected, f"dequantized to {out_dtype}, {what}")
         if case.theta is not None:
             values, zeros = OPS.dequantize_with_zeros(some, *scales, case.scale_dtype, out_dtype, None, *beside)
-            assert_same(values, expected, f"dequantised to {out_dtype} beside zeros, {what}")
+            assert_same(values, expected, f"dequantized to {out_dtype} beside zeros, {what}")
             assert_same(zeros, torch.zeros_like(case.theta), f"zeros, {what}")
 
     for wanted in (False, True) if case.theta is not None else (False,):
@@ -93,8 +93,8 @@ def check(case: Case) -> None:
     overwritten = case.grad.clone(memory_format=torch.contiguous_format)
     values = OPS.dequantize_and_mask_(overwritten, mask, codes, *scales, case.scale_dtype, *beside)
     expected = eager.dequantize(codes, *scales, case.scale_dtype, case.grad.dtype, None, *beside)
-    assert_same(values, expected, f"dequantised while masking, {what}")
-    assert_same(overwritten, eager.masked(case.grad, mask), f"masked while dequantising, {what}")
+    assert_same(values, expected, f"dequantized while masking, {what}")
+    assert_same(overwritten, eager.masked(case.grad, mask), f"masked while dequantizing, {what}")
     assert_same(OPS.amax(x, case.s0.numel()), eager.amax(x, case.s0.numel()), f"amax, {what}")
     check_tokens(x, case.grad, what, random.sample(TOKEN_GRIDS, 3))
 

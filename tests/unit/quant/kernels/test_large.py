@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @pytest.mark.full
-def test_dequantising_more_than_2_to_31_elements():
+def test_dequantizing_more_than_2_to_31_elements():
     """Offsets are 64-bit. 2 GiB of codes, 4 GiB of values."""
     numel = 2**31 + 40
     codes = torch.zeros(numel, dtype=torch.int8)

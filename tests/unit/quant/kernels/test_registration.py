@@ -21,7 +21,7 @@ def samples() -> list[tuple[str, tuple]]:
 
 
 def samples_with_scales() -> list[tuple[str, tuple]]:
-    """Of the quantisers, and of what works on their codes and masks."""
+    """Of the quantizers, and of what works on their codes and masks."""
     found: list[tuple[str, tuple]] = []
     for x, s0 in (
         (torch.randn(6, 16), torch.full((1,), 0.1)),

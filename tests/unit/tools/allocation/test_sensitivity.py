@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from model.save import export_model
 from tests.tiny import tiny_checkpoint
 from tests.unit.engine.test_inputs import batch_of
-from tests.unit.model.save.test_loadable import CPU, loaded, quantised
+from tests.unit.model.save.test_loadable import CPU, loaded, quantized
 from tools.allocation.sensitivity import divergences, parts_of
 
 
@@ -18,7 +18,7 @@ from tools.allocation.sensitivity import divergences, parts_of
 def test_parts_are_all_layers_once_and_have_the_bytes_of_the_export(scheme, experts, tmp_path, seed):
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=seed, wide=True)
     model = loaded(source, experts)
-    quantization = quantised(model, scheme)
+    quantization = quantized(model, scheme)
     parts = parts_of(model, quantization, scheme, torch.bfloat16)
     assert sorted(name for part in parts for name in part.layers) == sorted(quantization.layers)
     # q, k and v; o; all experts: of each of two layers.
@@ -41,7 +41,7 @@ def test_divergences_are_those_of_the_logits(monkeypatch, tmp_path, seed):
     """Of sets of layers alone and together, over samples of several lengths, in fp64; nothing is changed by it."""
     monkeypatch.setattr("tools.allocation.sensitivity._TOKENS", 7)
     model = loaded(tiny_checkpoint(tmp_path, "qwen3", seed=seed, wide=True)).float()
-    quantization = quantised(model, "w2a16_g32")
+    quantization = quantized(model, "w2a16_g32")
     layers = list(quantization.layers)
     sets = [layers[:1], random.sample(layers, 3), layers]
     batches = [batch_of(2, 33), batch_of(1, 8)]

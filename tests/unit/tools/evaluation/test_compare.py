@@ -147,7 +147,7 @@ def test_damaged_results_are_named(tmp_path, content, message):
         read_evaluations(tmp_path / "found.json")
 
 
-def quantised(source: Path, directory: Path) -> Path:
+def quantized(source: Path, directory: Path) -> Path:
     """An export of ``source`` with measured scales."""
     model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu"))
     load_weights(model, source, progress=False)
@@ -164,7 +164,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_script(tmp_path):
     """Two checkpoints are evaluated; a third, which is not there, has its results in a file."""
     source = tiny_checkpoint(tmp_path / "bf16", even=True)
-    export = quantised(source, tmp_path / "ptq")
+    export = quantized(source, tmp_path / "ptq")
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     other, out = tmp_path / "other.json", tmp_path / "out"
     measured = {"perplexity per token": Measurement(3.0, False, "of another text")}

@@ -147,7 +147,7 @@ def test_greedy_says_whether_each_target_is_the_most_likely(model, seed):
 
 
 class Doubled(nn.Module):
-    """A head that is no nn.Linear, as a quantised one: its weight is made in its forward."""
+    """A head that is no nn.Linear, as a quantized one: its weight is made in its forward."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def test_the_same_from_disk(tmp_path, text):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_an_export_with_a_quantised_head(tmp_path, text, kind):
+def test_an_export_with_a_quantized_head(tmp_path, text, kind):
     source = tiny_checkpoint(tmp_path / "source", kind, even=True)
     model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
     load_weights(model, source, progress=False)

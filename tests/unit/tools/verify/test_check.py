@@ -33,7 +33,7 @@ INT3 = Scheme("w3a16_channel", TensorSpec("int", 3, "channel"))
 NO_DOWN = (*DEFAULT_EXEMPT, r".*\.down_proj")
 
 
-def quantised(
+def quantized(
     source: Path,
     scheme: Scheme,
     exempt=DEFAULT_EXEMPT,
@@ -78,14 +78,14 @@ def _calibrated(model, quantization: Quantization, batches) -> dict[str, torch.T
 def exported(
     directory: Path, kind: str, scheme: Scheme, exempt=DEFAULT_EXEMPT, **options
 ) -> tuple[Path, list[torch.Tensor]]:
-    """A checkpoint of fresh random weights, quantised and exported, and the tokens that it was calibrated on."""
+    """A checkpoint of fresh random weights, quantized and exported, and the tokens that it was calibrated on."""
     source = tiny_checkpoint(directory / "source", kind, seed=random.randrange(2**31), tied=options.pop("tied", False))
     if options.pop("every_expert", False):
         config = AutoConfig.from_pretrained(source)
         config.num_experts_per_tok = config.num_experts
         config.save_pretrained(source)
     batches = [torch.randint(0, 301, (2, 64)) for _ in range(2)]
-    model, quantization = quantised(source, scheme, exempt, batches=batches, **options)
+    model, quantization = quantized(source, scheme, exempt, batches=batches, **options)
     export_model(model, quantization, source, directory / "export", max_shard_size=40_000)
     return directory / "export", batches
 
@@ -160,10 +160,10 @@ def test_with_powers_of_two_as_scales_our_forward_is_theirs(kind, scheme, tmp_pa
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("scheme", [FP8, INT3], ids=lambda scheme: scheme.name)
 def test_reading_an_export_gives_the_model_that_was_exported(kind, scheme, tmp_path, seed):
-    """In bf16, bit for bit the logits before the export: dequantised weights are rounded as the forward rounds."""
+    """In bf16, bit for bit the logits before the export: dequantized weights are rounded as the forward rounds."""
     source = tiny_checkpoint(tmp_path / "source", kind, seed=random.randrange(2**31))
     batches = [torch.randint(0, 301, (2, 64))]
-    model, quantization = quantised(source, scheme, batches=batches, experts="per_expert")  # as the reader has them
+    model, quantization = quantized(source, scheme, batches=batches, experts="per_expert")  # as the reader has them
     export_model(model, quantization, source, tmp_path / "export")
     again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
     assert read.layers.keys() == quantization.layers.keys()
@@ -226,7 +226,7 @@ def test_a_damaged_export_is_named(damaged, good):
     edit_config(directory, lambda config: config["ignore"].remove(r"re:.*mlp\.gate$"))
     problems = compare_with_transformers(directory, good[1]).problems
     assert problems == [
-        "ignore does not name the routers model.layers.0.mlp.gate, model.layers.1.mlp.gate: vLLM would quantise them"
+        "ignore does not name the routers model.layers.0.mlp.gate, model.layers.1.mlp.gate: vLLM would quantize them"
     ]
 
 

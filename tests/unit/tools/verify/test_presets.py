@@ -1,4 +1,4 @@
-"""Every preset, dense and MoE: quantised, exported, read back by transformers and by us; and the other layouts."""
+"""Every preset, dense and MoE: quantized, exported, read back by transformers and by us; and the other layouts."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def fill_scales(model, quantization: Quantization, batches) -> None:
 
 
 def exported(directory: Path, kind: str, scheme: Scheme | None, rules=(), *, layout="compressed", **options):
-    """A tiny model of fresh random weights, quantised and exported; tokens that it was calibrated on."""
+    """A tiny model of fresh random weights, quantized and exported; tokens that it was calibrated on."""
     source = tiny_checkpoint(directory / "source", kind, seed=random.randrange(2**31), wide=True)
     if kind == "qwen3_moe":
         # With a choice, a random router sends a token in a thousand elsewhere wherever a rounding differs.
@@ -139,7 +139,7 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
         assert torch.equal(decompress(state, scheme).bfloat16(), values), name
         if not scheme.weights.symmetric:
             assert torch.equal(unpack_zero(state, scheme), layer.weight_zero), name
-            assert layer.weight_zero.unique().numel() > 1, "of weights that lie off the centre"
+            assert layer.weight_zero.unique().numel() > 1, "of weights that lie off the center"
         if scheme.stored_input is not None:
             stored = state[input_suffix(scheme.stored_input)]
             assert torch.equal(unpack_scale(stored, scheme.stored_input), layer.input_scale())
@@ -157,7 +157,7 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
 
 
 def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
-    """Bits per weight of the quantised layers: those of a code, and of the scales' share."""
+    """Bits per weight of the quantized layers: those of a code, and of the scales' share."""
     spec, scales = scheme.weights, 0.0
     bits = {"float32": 32, "model": 16, "float16": 32, "e4m3": 8, "e8m0": 8}[spec.scale_format]
     for layer in quantization.layers.values():
@@ -175,7 +175,7 @@ def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("preset", ["fp8_kv", "fp8_static_kv", "nvfp4_w4a4_kv"])
-def test_a_quantised_cache(kind, preset, tmp_path, seed):
+def test_a_quantized_cache(kind, preset, tmp_path, seed):
     """Scales of keys and values on disk are those of the forward, and transformers uses them."""
     scheme, cache = PRESETS[preset].linear, PRESETS[preset].kv_cache
     model, quantization, batches = exported(tmp_path, kind, scheme, kv_cache=cache)
@@ -197,7 +197,7 @@ def test_a_quantised_cache(kind, preset, tmp_path, seed):
         assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
 
 
-def test_a_quantised_cache_of_a_model_whose_experts_transformers_does_not_load(tmp_path, seed):
+def test_a_quantized_cache_of_a_model_whose_experts_transformers_does_not_load(tmp_path, seed):
     cache = PRESETS["fp8_kv"].kv_cache
     _, _, batches = exported(tmp_path, "qwen3_moe", SCHEMES["int8_dynamic"], kv_cache=cache)
     report = compare_with_transformers(tmp_path / "export", batches)
@@ -205,7 +205,7 @@ def test_a_quantised_cache_of_a_model_whose_experts_transformers_does_not_load(t
     assert report.note is not None
 
 
-def test_quantised_embeddings(tmp_path, seed):
+def test_quantized_embeddings(tmp_path, seed):
     """Embeddings and lm_head, weight-only: modules that are no Linear are named in the configuration. vLLM reads these
     embeddings, transformers does not."""
     table = {"model.embed_tokens": INT4, "lm_head": INT4}
@@ -216,7 +216,7 @@ def test_quantised_embeddings(tmp_path, seed):
     report = compare_with_transformers(tmp_path / "export", batches)
     same_arithmetic(report)
     assert report.note is not None
-    assert report.note.startswith("transformers does not load quantised embeddings")
+    assert report.note.startswith("transformers does not load quantized embeddings")
     again, _ = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
@@ -268,7 +268,7 @@ def test_experts_of_which_some_are_left(tmp_path, seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scheme", [SCHEMES["nvfp4"], SCHEMES["w8a8_static"]], ids=lambda scheme: scheme.name)
-def test_a_dequantised_export_is_a_plain_checkpoint_of_the_fake_quantised_weights(kind, scheme, tmp_path, seed):
+def test_a_dequantized_export_is_a_plain_checkpoint_of_the_fake_quantized_weights(kind, scheme, tmp_path, seed):
     model, quantization, batches = exported(tmp_path, kind, scheme, layout="dequantized")
     assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
     options = {"experts_implementation": "eager"} if kind == "qwen3_moe" else {}
@@ -313,8 +313,8 @@ def test_a_scheme_without_a_format_is_refused_in_every_layout():
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("vllm_fp8", "holds fp8_static or fp8_block for all quantised layers, got w4a16_g32"),
-        ("gpt_oss", "holds mxfp4 or mxfp4_mxfp8 for all quantised layers, got w4a16_g32"),
+        ("vllm_fp8", "holds fp8_static or fp8_block for all quantized layers, got w4a16_g32"),
+        ("gpt_oss", "holds mxfp4 or mxfp4_mxfp8 for all quantized layers, got w4a16_g32"),
         ("onnx", "unknown layout 'onnx'; known: compressed, vllm_fp8, gpt_oss, dequantized, gguf, mlx"),
     ],
 )

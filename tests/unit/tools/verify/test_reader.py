@@ -60,7 +60,7 @@ def test_tokens_without_a_batch_share_a_scale():
 
 
 def written_by_compressed_tensors(directory: Path, preset: str) -> None:
-    """A tiny model, quantised, compressed and saved by the library, with scales from the weights' ranges."""
+    """A tiny model, quantized, compressed and saved by the library, with scales from the weights' ranges."""
     model = tiny_model("qwen3", seed=3, wide=True, dtype=torch.bfloat16)
     config = QuantizationConfig(config_groups={preset: ["Linear"]}, ignore=["lm_head"])
     apply_quantization_config(model, config)

@@ -31,7 +31,7 @@ CASES = {
 
 
 def exported(directory: Path, scheme: str, patterns: list[str], block: int) -> tuple[Path, Path]:
-    """A checkpoint of random weights with outliers before down_proj, and its quantised export."""
+    """A checkpoint of random weights with outliers before down_proj, and its quantized export."""
     source = tiny_checkpoint(directory / "source", "qwen3", wide=True, seed=torch.seed() % 2**31)
     model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu")).eval()
     load_weights(model, source, progress=False)

@@ -1,4 +1,4 @@
-"""Launched on every rank: quantised checkpoints into partitions under ZeRO-3, and out again without a step.
+"""Launched on every rank: quantized checkpoints into partitions under ZeRO-3, and out again without a step.
 
 Arguments: a directory with ``files``, the checkpoints, by name; their exports go to ``again``. The form of experts, the
 layout of the export and the model's dtype are in cases.json, by name.

@@ -170,7 +170,7 @@ def gathered_on_rank_0(model, whole: dict[str, torch.Tensor]) -> dict[str, list[
 
     before, wrong = state(), []
     names = list(parameters)
-    batches = [names[start : start + 4] for start in range(0, len(names), 3)]  # neighbours share one
+    batches = [names[start : start + 4] for start in range(0, len(names), 3)]  # neighbors share one
     turns = gathered_on_main([[parameters[name] for name in batch] for batch in batches])
     for batch, _ in zip(batches, turns, strict=True):
         inside = batch if is_main() else []

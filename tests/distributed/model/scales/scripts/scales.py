@@ -72,7 +72,7 @@ def measure(directory: Path, name: str, scheme: Scheme, source: Path) -> None:
     """Scales measured from the partitions, beside the whole weights of each group."""
     model = build_model(source, ZERO3, dtype=torch.bfloat16, device=torch.device("cpu"))
     load_weights(model, source, progress=False)
-    # The intermediate sizes are primes, which no group size divides; experts are quantised whole or not at all.
+    # The intermediate sizes are primes, which no group size divides; experts are quantized whole or not at all.
     odd = r".*\.(down_proj|experts\.\d+\.\w+)"
     exempt = [*DEFAULT_EXEMPT, odd] if scheme.weights.granularity == "group" else DEFAULT_EXEMPT
     quantization = prepare(model, scheme, exempt=exempt, learn_weight_scale=True, learn_input_scale=False)

@@ -3,7 +3,7 @@
 // accesses out of bounds and misaligned words.
 
 #include "layers.h"
-#include "quantisers.h"
+#include "quantizers.h"
 #include "random_tensors.h"
 
 namespace {

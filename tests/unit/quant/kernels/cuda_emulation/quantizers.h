@@ -1,4 +1,4 @@
-// The quantisers, their backward and the sums on both backends.
+// The quantizers, their backward and the sums on both backends.
 
 #pragma once
 
@@ -47,8 +47,8 @@ void test_quantize() {
   cpu::dequantize_and_mask(codes.cpu.data(), c.scales, c.grid, c.dtype, values_too.cpu.data(), grad.cpu.data(), cpu_mask);
   cuda::dequantize_and_mask(codes.cpu.data(), c.scales, c.grid, c.dtype, values_too.cuda.data(), grad.cuda.data(),
                             cpu_mask, stream);
-  values_too.compare("dequantised while masking", c.dtype);
-  grad.compare("masked while dequantising");
+  values_too.compare("dequantized while masking", c.dtype);
+  grad.compare("masked while dequantizing");
 }
 
 void test_dequantize() {
@@ -72,7 +72,7 @@ void test_fake_quantize() {
   Result out(c.numel, size_of(c.dtype), any_offset());
   cpu::fake_quantize(c.x.data(), c.dtype, c.scales, c.grid, out.cpu.data());
   cuda::fake_quantize(c.x.data(), c.dtype, c.scales, c.grid, out.cuda.data(), stream);
-  out.compare("fake-quantised", c.dtype);
+  out.compare("fake-quantized", c.dtype);
 }
 
 void test_backward() {
@@ -152,7 +152,7 @@ void compare_values_of_tokens(TokenCase& c) {
   Result out(c.numel, size_of(c.dtype), any_offset()), grad_x(c.numel, size_of(c.dtype), any_offset());
   cpu::fake_quantize_tokens(c.x.data(), c.dtype, c.tokens, out.cpu.data(), nullptr);
   cuda::fake_quantize_tokens(c.x.data(), c.dtype, c.tokens, out.cuda.data(), nullptr, stream);
-  out.compare("fake-quantised", c.dtype);
+  out.compare("fake-quantized", c.dtype);
   cpu::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.tokens,
                                      grad_x.cpu.data());
   cuda::fake_quantize_tokens_backward(c.grad.data(), c.x.data(), c.dtype, c.tokens,
@@ -167,7 +167,7 @@ void compare_values_of_tokens(TokenCase& c) {
   grad.compare("masked", c.dtype);
   if (memcmp(grad.cpu.data(), grad_x.cpu.data(), grad.cpu.bytes()) != 0) fail("both masked gradients differ");
   if (!valued) return;
-  values.compare("fake-quantised while masking", c.dtype);
+  values.compare("fake-quantized while masking", c.dtype);
   if (memcmp(values.cpu.data(), out.cpu.data(), out.cpu.bytes()) != 0) fail("both values differ");
 }
 

@@ -4,10 +4,10 @@ import pytest
 
 from engine.config.contradictions import contradictions
 from engine.config.events import EventRecipe
-from engine.config.unquantised_rules import RULES_OF_UNQUANTISED
+from engine.config.unquantized_rules import RULES_OF_UNQUANTIZED
 from tests.unit.engine.config.test_input_rules import recipe
 
-# What breaks each rule in a run that never quantises.
+# What breaks each rule in a run that never quantizes.
 BROKEN = {
     "quant.scales": [{"quant.scales": "ptq"}],
     "quant.scales_follow_weights": [{"quant.scales_follow_weights": True, "quant.weight_range": "absmax"}],
@@ -19,7 +19,7 @@ BROKEN = {
     "export.format": [{"export.format": "vllm_fp8"}, {"export.format": "mlx", "quant.scheme": "w4a16_g32"}],
     "learnable.act_scale": [{"learnable.act_scale": True}],
 }
-CASES = [(rule, settings) for rule in RULES_OF_UNQUANTISED for settings in BROKEN[rule.key]]
+CASES = [(rule, settings) for rule in RULES_OF_UNQUANTIZED for settings in BROKEN[rule.key]]
 
 
 @pytest.mark.parametrize(("rule", "settings"), CASES)
@@ -42,5 +42,5 @@ def test_each_is_broken_alone(rule, settings):
         {"quant.scheme": "fp8_static_kv", "quant.input_range": "percentile", "quant.percentile": 99.0},
     ],
 )
-def test_what_describes_a_quantised_run_beside_it_may_stay(settings):
+def test_what_describes_a_quantized_run_beside_it_may_stay(settings):
     assert list(contradictions(recipe({**settings, "quant.fake_quant_start": -1}))) == []

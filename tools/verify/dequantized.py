@@ -17,7 +17,7 @@ from tools.compressed import load_compressed
 
 @contextmanager
 @torch.no_grad()
-def dequantised(
+def dequantized(
     export: Path, *, trust_remote_code: bool = False
 ) -> Iterator[tuple[PreTrainedModel, Iterator[tuple[str, Tensor]]]]:
     """The model of a compressed export in fp32, and its tensors by key on disk, in one process on CPU.
