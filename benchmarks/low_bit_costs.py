@@ -3,7 +3,7 @@
     python benchmarks/low_bit_costs.py --model DIR --train FILE [--rounds 8]
 
 Real training runs in one process, ZeRO stage 0, that take turns step by step: the same samples, dtype and rates, and
-one knob more or another one each. A step is all of it: batches, forward, backward, the update. The start is from the
+one option more or another one each. A step is all of it: batches, forward, backward, the update. The start is from the
 recipe to the first step, and is measured once. Bytes are what a run holds between two steps: its weights, scales,
 states of the optimizer, and the teacher.
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks import timing
 from benchmarks.markdown import table
 from benchmarks.recovery_runs import SETTINGS
-from engine.cluster.job import Claim
+from engine.cluster.job import RunLock
 from engine.config.reading import parse_recipe
 from engine.losses.teacher import ModelTeacher
 from engine.schedule import Schedule, add_recipe_events
@@ -43,7 +43,7 @@ def ways(model: Path, scheme: str) -> dict[str, dict[str, Any]]:
     """The runs by name: what their recipes have beside the common settings. A teacher is the model itself."""
     quantized: dict[str, Any] = {"quant.scheme": scheme}
     taught = {**quantized, **OWN_LOGITS, "loss.teacher": str(model)}
-    recipe = {**taught, "quant.signed_scales": True, "quant.first_codes": "gptq"}
+    recipe = {**taught, "quant.signed_scales": True, "quant.init": "gptq"}
     return {
         "labels, not quantized": {"quant.fake_quant_start": -1},
         "labels": quantized,
@@ -59,7 +59,7 @@ def ways(model: Path, scheme: str) -> dict[str, dict[str, Any]]:
         "its own logits": taught,
         "its own logits, from GPTQ's codes, signed: the recipe": recipe,
         "the recipe, scales fixed": {**recipe, "learnable.weight_scale": False},
-        "the recipe, from the codes of blocks": {**recipe, "quant.first_codes": "blocks"},
+        "the recipe, from the codes of blocks": {**recipe, "quant.init": "blockwise"},
         "the recipe, nvfp4_w4a4": {**recipe, "quant.scheme": "nvfp4_w4a4", "quant.signed_scales": False},
     }
 
@@ -70,7 +70,7 @@ def started(settings: Mapping[str, Any], directory: Path, stack: ExitStack) -> L
     recipe = parse_recipe([f"--{key}={word}" for key, word in (words | {"output_dir": str(directory)}).items()])
     schedule: Schedule[LoopState] = Schedule()
     add_recipe_events(schedule, recipe)
-    return start_run(recipe, schedule, [], stack.enter_context(Claim()))
+    return start_run(recipe, schedule, [], stack.enter_context(RunLock()))
 
 
 def step(state: LoopState) -> None:

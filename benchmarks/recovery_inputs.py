@@ -129,7 +129,7 @@ class Bench:
             start = self.out / f"{FT}_rotated" if rotated else self._reference_at
             special = {"model.path": str(start), "quant.scheme": scheme, "loss.lm_weight": 0.0, "loss.kd_weight": 1.0}
             special |= {"loss.kd": "kl", "loss.teacher": str(self._reference_at)}
-            special |= {"quant.first_codes": arguments.first_codes}
+            special |= {"quant.init": arguments.init}
         return {
             **SETTINGS,
             "model.dtype": arguments.dtype,
@@ -241,7 +241,7 @@ def main() -> None:
     head = f"""# What training recovers where inputs are quantized too
 
 {arguments.model.name} in {arguments.dtype}. FT: {arguments.tune_steps} steps on {arguments.train.name}, LM loss, at a
-rate of {arguments.tune_rate:g}. PTQ: FT, quantized, `quant.first_codes: {arguments.first_codes}`. QAT: from FT and
+rate of {arguments.tune_rate:g}. PTQ: FT, quantized, `quant.init: {arguments.init}`. QAT: from FT and
 these codes, KL to FT's logits alone, {arguments.steps} steps at {arguments.rate:g} (scales {arguments.scale_rate:g}),
 cosine to 0. Steps of {arguments.rows} x {arguments.length} tokens. Measured on
 {sum(ids.numel() for ids in bench.batches):,} tokens of {arguments.text.name}, in rows as long.

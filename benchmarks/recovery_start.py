@@ -4,7 +4,7 @@
     python benchmarks/recovery_start.py --text FILE --known DIR_OR_JSONL ... [--other FILE ...]
 
 FT is the checkpoint, trained without fake quant; PTQ is FT, quantized; QAT trains as it is served. PTQ and QAT are made
-from the nearest codes and from those of ``quant.first_codes``, each with positive and with signed scales, all in
+from the nearest codes and from those of ``quant.init``, each with positive and with signed scales, all in
 the same bytes. FT is a fair reference in each of the ways to train (``--losses``):
 
 lm      QAT starts from the checkpoint, with FT's samples, order, losses and steps.
@@ -56,10 +56,10 @@ from tools.verify.check import Comparison, windows
 STARTS: dict[str, dict[str, Any]] = {
     "nearest": {},
     "nearest, signed": {"quant.signed_scales": True},
-    "gptq": {"quant.first_codes": "gptq"},
-    "gptq, signed": {"quant.first_codes": "gptq", "quant.signed_scales": True},
-    "blocks": {"quant.first_codes": "blocks"},
-    "blocks, signed": {"quant.first_codes": "blocks", "quant.signed_scales": True},
+    "gptq": {"quant.init": "gptq"},
+    "gptq, signed": {"quant.init": "gptq", "quant.signed_scales": True},
+    "blocks": {"quant.init": "blockwise"},
+    "blocks, signed": {"quant.init": "blockwise", "quant.signed_scales": True},
 }
 ROWS = 8  # of a forward that measures
 
@@ -202,7 +202,7 @@ def run_all(bench: Bench, scheme: str) -> None:
     for start in (*reversed(arguments.starts), *STARTS):
         bench.found(f"qat_{scheme}_{start}_{loss}", bench.trained(scheme, STARTS[start]))
     for name, directory in arguments.ptq:
-        inside = {"quant.start": directory, "quant.start_inside": True}
+        inside = {"quant.start": directory, "quant.snap_to_codes": True}
         bench.found(f"qat_{scheme}_from_{name}_{loss}", bench.trained(scheme, inside))
     for way in arguments.torchao if recovery_torchao.takes(scheme) else ():
         bench.found(f"torchao_{scheme}_{way}_{loss}", bench.trained(scheme, {}))

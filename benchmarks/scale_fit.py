@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.timing import arguments_of, command, machine, write
 from model.scales.codes import add_products, count_of_sums, other_weights
 from quant import SCHEMES, Ranges, partial_errors, partial_fit, partial_stats, scales_from_errors, scales_from_stats
-from quant.fit import Fit, misfit
+from quant.fit import Fit, scale_problem
 from quant.linear import LinearPart
 from quant.observers import zero_points_from_stats
 from quant.reference import dequantize, fake_quant, quantize, round_scale
@@ -83,7 +83,7 @@ class Case:
         """Whether the scales are refused, and the error that they make."""
         error, squares = self.sums(scale)
         parts = (scale, self.own, self.absmax, error, self.sums(self.own)[0], squares)
-        problem = misfit(Fit(*(part.flatten().double() for part in parts)), self.spec)
+        problem = scale_problem(Fit(*(part.flatten().double() for part in parts)), self.spec)
         return problem is not None, float(error.sum() / squares.sum())
 
     def refused_codes(self, scale: Tensor, source: Tensor, of_source: Tensor) -> bool:

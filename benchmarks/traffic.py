@@ -36,7 +36,7 @@ from benchmarks.timing import RESULTS
 from model.moe.arrange import arrange_experts
 from quant import SCHEMES, prepare
 from quant.fused import fuse
-from quant.packed_weight import stand_in
+from quant.packed_weight import placeholder
 
 META = torch.device("meta")
 BANDWIDTH = 0.88 * 4.3e12  # bytes per second: elementwise kernels reach that part of an H200's
@@ -191,7 +191,7 @@ def decoder_layer(
     tokens, hidden]``.
 
     ``compute`` is what :func:`quant.prepare` is told of the fp8 GEMMs, and ``codes``: whether codes stand in for the
-    weights, as they do where stage 3 gathers these (``quant.gather_codes``); here and below. ``fused``: as with
+    weights, as they do where stage 3 gathers these (``quant.quantized_all_gather``); here and below. ``fused``: as with
     ``quant.fuse_norms``.
     """
     small = {"num_hidden_layers": 1, "vocab_size": 128}
@@ -221,7 +221,7 @@ def _quantize(
     for layer in quantization.layers.values() if codes else ():
         weight = layer.weight
         layer.known_weight_scale = torch.empty_like(layer.weight_s0)
-        weight.data = stand_in(weight.new_empty(weight.shape, dtype=torch.uint8), weight.shape, weight.dtype)
+        weight.data = placeholder(weight.new_empty(weight.shape, dtype=torch.uint8), weight.shape, weight.dtype)
 
 
 def counted(

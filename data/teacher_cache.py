@@ -226,7 +226,7 @@ class TeacherCache:
                     "write the cache again"
                 )
 
-    def check_made_of(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
+    def check_quantized_on_load_of(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
         """Refuse a cache of other samples or tokens, and one that says to have targets elsewhere.
 
         Raises:

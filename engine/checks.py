@@ -37,16 +37,16 @@ def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) ->
 
 def _settings(state: LoopState) -> dict[str, str]:
     """Settings that schedule events may have changed and that every rank must share, as text by name."""
-    levers, quant = state.session.levers, state.quant
+    overrides, quant = state.session.overrides, state.quant
     values: dict[str, Any] = {
-        "loss weights": levers.loss_weights,
-        "peak rates": levers.peak_rates,
-        "frozen scales": levers.frozen,
+        "loss weights": overrides.loss_weights,
+        "peak rates": overrides.peak_rates,
+        "frozen scales": overrides.frozen,
         "fake quant": quant.quantization.fake_quant_state(),
         "observing": quant.quantization.observing,
         "stale scales": quant.stale,
         "steps with fake quant": quant.scale_steps,
-        "conditions that were met": state.owners["schedule"].state_dict(),
+        "conditions that were met": state.stateful["schedule"].state_dict(),
         "losses of the script": [(loss.name, loss.weight) for loss in state.token_losses],
         "loss": vars(state.recipe.loss),
         "optim": vars(state.recipe.optim),

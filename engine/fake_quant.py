@@ -154,7 +154,7 @@ class FakeQuant:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.quantization = session.quantization
-        self.levers = session.levers
+        self.overrides = session.overrides
         self.forgets = False
         """Whether what was seen is to be forgotten when the next step begins."""
         self.scale_steps = dict.fromkeys(THETA_GROUPS.values(), 0)
@@ -190,7 +190,7 @@ class FakeQuant:
     def enable(self, *, weights: bool = True, activations: bool = True, layers: str | None = None) -> None:
         """Fake quant as said in all layers, or in those whose whole name the regex ``layers`` matches.
 
-        Scales that the model has outgrown are measured again, in a collective. Inputs that rest are watched.
+        Scales that the model has invalidated are measured again, in a collective. Inputs that rest are watched.
 
         Raises:
             ValueError: the pattern matches no layer.
@@ -230,15 +230,15 @@ class FakeQuant:
             if not chosen:
                 continue
             if on:
-                self.levers.frozen.add(THETA_GROUPS[kind])
+                self.overrides.frozen.add(THETA_GROUPS[kind])
             else:
-                self.levers.frozen.discard(THETA_GROUPS[kind])
+                self.overrides.frozen.discard(THETA_GROUPS[kind])
             reset_optimizer_state(self.session.engine.optimizer, THETA_GROUPS[kind])
 
     def learning(self, group: str) -> bool:
         """Whether thetas of a parameter group train now: their fake quant is on, and they are not frozen."""
         kind = next(kind for kind, name in THETA_GROUPS.items() if name == group)
-        return bool(self._active()[kind]) and group not in self.levers.frozen
+        return bool(self._active()[kind]) and group not in self.overrides.frozen
 
     def stepped(self) -> None:
         """The model has trained for a step; the loop calls this. A collective where scales follow the weights."""
@@ -248,7 +248,7 @@ class FakeQuant:
         active = self._active()
         for kind, group in THETA_GROUPS.items():
             self.scale_steps[group] += bool(active[kind])
-            if self.session.recipe.outgrows():
+            if self.session.recipe.invalidates():
                 self.stale[kind] |= set(self._groups(kind)) - active[kind]
 
     def calibrate(self, batches: Iterable[MicroBatch]) -> None:

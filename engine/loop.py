@@ -30,7 +30,7 @@ from pathlib import Path
 
 from engine.checkpoint.save import CheckpointError
 from engine.checks import sum_where_ranks_agree
-from engine.cluster.job import Claim
+from engine.cluster.job import RunLock
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
@@ -117,8 +117,8 @@ class Loop:
         except ValueError as error:
             raise RecipeError(str(error)) from error
         resident = resident_bytes()
-        with Claim() as claim:
-            state = start_run(self.recipe, self.schedule, self.token_losses, claim)
+        with RunLock() as run_lock:
+            state = start_run(self.recipe, self.schedule, self.token_losses, run_lock)
             with state.stop_requests:
                 report = RunReport(state, resident)
                 self._train(state, report)

@@ -93,11 +93,11 @@ class Metrics:
         self._write(lambda writer: writer.add_figure(tag, draw(), step))
 
     def results(self, recipe: Recipe, results: Mapping[str, float]) -> None:
-        """Knobs and results of the run, side by side with other runs on the page's HPARAMS tab."""
+        """Options and results of the run, side by side with other runs on the page's HPARAMS tab."""
         # Each result is also a scalar, which must not add a point to a curve. run_name: the same folder; by default
         # TensorBoard shows a second run, named by the time.
         final = {f"final/{name}": value for name, value in results.items()}
-        self._write(lambda writer: writer.add_hparams(flat_knobs(recipe), final, run_name="."))
+        self._write(lambda writer: writer.add_hparams(flat_options(recipe), final, run_name="."))
 
     def flush(self) -> None:
         """Write out what is buffered: a run that goes on from a checkpoint writes no point before it again."""
@@ -108,14 +108,14 @@ class Metrics:
         self._write(lambda writer: writer.close())
 
 
-def flat_knobs(recipe: Recipe) -> dict[str, Any]:
-    """Every knob by its path, as TensorBoard takes it: numbers, truth values, and text for the rest."""
-    knobs: dict[str, Any] = {}
+def flat_options(recipe: Recipe) -> dict[str, Any]:
+    """Every option by its path, as TensorBoard takes it: numbers, truth values, and text for the rest."""
+    options: dict[str, Any] = {}
     for section, values in asdict(recipe).items():
         for name, value in values.items() if isinstance(values, dict) else [("", values)]:
             plain = value if isinstance(value, bool | int | float | str) else str(value)
-            knobs[f"{section}.{name}".rstrip(".")] = plain
-    return knobs
+            options[f"{section}.{name}".rstrip(".")] = plain
+    return options
 
 
 @dataclass

@@ -172,7 +172,7 @@ def save(state: LoopState) -> None:
     """
     save_checkpoint(
         state.session,
-        state.owners,
+        state.stateful,
         checkpoints(state.recipe),
         state.step,
         keep=state.recipe.train.keep_checkpoints,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from engine.checkpoint.find import LATEST, STEPS, Checkpoint, check_resumable, check_samples, verify_checkpoint
 from engine.checkpoint.load import load_checkpoint
-from engine.checkpoint.stateful import Owners
-from engine.cluster.job import Claim
+from engine.checkpoint.stateful import StatefulStates
+from engine.cluster.job import RunLock
 from engine.cluster.nodes import check_shared, several_machines
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
@@ -27,9 +27,9 @@ from model.ranks import errors_on_all_ranks, is_main, say
 
 
 def start_run(
-    recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[NamedTokenLoss], claim: Claim
+    recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[NamedTokenLoss], run_lock: RunLock
 ) -> LoopState:
-    """Ranks, data, model, scales, and the checkpoint to go on from; ``claim`` takes output_dir. A collective.
+    """Ranks, data, model, scales, and the checkpoint to go on from; ``run_lock`` takes output_dir. A collective.
 
     Raises:
         RecipeError: what is wrong before there is a process group.
@@ -38,7 +38,7 @@ def start_run(
     output = Path(recipe.output_dir)
     checkpoint = _check_destinations(recipe, output / "checkpoints")
     context = start_ranks(recipe)
-    _take_output(recipe, claim)
+    _take_output(recipe, run_lock)
     if checkpoint is not None:
         verify_checkpoint(checkpoint)
     # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
@@ -60,14 +60,14 @@ def start_run(
         check_inputs(session, loader.first)
     session.engine.train()
     evaluations, skipped = HeldOutResults(), SkippedSteps(recipe.train.max_skipped_steps)
-    owners: Owners = {
-        **session.owners(),
+    stateful: StatefulStates = {
+        **session.stateful(),
         "fake_quant": quant,
         "schedule": schedule,
         "evaluations": evaluations,
         "skipped_steps": skipped,
     }
-    step = load_checkpoint(session, owners, checkpoint) if checkpoint is not None else 0
+    step = load_checkpoint(session, stateful, checkpoint) if checkpoint is not None else 0
     return LoopState(
         session,
         quant,
@@ -76,7 +76,7 @@ def start_run(
         Metrics(output / "tensorboard", output / "recipe.yaml", done=step),
         evaluations,
         skipped,
-        owners,
+        stateful,
         token_losses,
         step=step,
         saved_step=step if checkpoint is not None else None,
@@ -109,15 +109,15 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
     return None
 
 
-def _take_output(recipe: Recipe, claim: Claim) -> None:
-    """Claim the output directory; a run that will leave nothing is named. A collective."""
+def _take_output(recipe: Recipe, run_lock: RunLock) -> None:
+    """RunLock the output directory; a run that will leave nothing is named. A collective."""
     output = Path(recipe.output_dir)
     with errors_on_all_ranks(OSError, key="output_dir"):
         if is_main():
             output.mkdir(parents=True, exist_ok=True)
     if several_machines():
         check_shared(output, "output_dir")
-    claim.take(output, "output_dir")
+    run_lock.take(output, "output_dir")
     if not recipe.export.enabled and not recipe.train.checkpoint_every:
         say(
             "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "

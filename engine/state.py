@@ -7,7 +7,7 @@ import torch
 
 from data.held_out import HeldOut
 from data.loader import Loader
-from engine.checkpoint.stateful import Owners
+from engine.checkpoint.stateful import StatefulStates
 from engine.cluster.job import StopRequests
 from engine.config.config import Recipe
 from engine.fake_quant import FakeQuant, QuantStats
@@ -42,7 +42,7 @@ class StepResult:
 
 @dataclass
 class LoopState:
-    """What an action gets: the run as it stands, and its levers."""
+    """What an action gets: the run as it stands, and its overrides."""
 
     session: Session
     quant: FakeQuant
@@ -53,7 +53,7 @@ class LoopState:
     """What the evaluations so far have found."""
     skipped: SkippedSteps
     """Counts the steps that were left out."""
-    owners: Owners
+    stateful: StatefulStates
     """What of the run a checkpoint keeps beside DeepSpeed's state, by name."""
     token_losses: Sequence[NamedTokenLoss] = ()
     """The user's own losses."""
@@ -83,9 +83,9 @@ class LoopState:
 
     def objective(self) -> Objective:
         """What is minimized now: the recipe's losses and the user's own, with the weights that events have set."""
-        levers = self.session.levers
+        overrides = self.session.overrides
         own = tuple(self.token_losses)
-        return self.recipe.loss.objective(lm=levers.lm_weight, kd=levers.kd_weight, token_losses=own)
+        return self.recipe.loss.objective(lm=overrides.lm_weight, kd=overrides.kd_weight, token_losses=own)
 
     def log(self, values: Mapping[str, float]) -> None:
         """Write values to TensorBoard at the current step."""
@@ -94,11 +94,11 @@ class LoopState:
     def set_peak_rates(self, **rates: float) -> None:
         """Peak learning rates by parameter group (weights, embeddings, norms, biases, weight_scales, act_scales,
         adapters)."""
-        self.session.levers.set_peak_rates(**rates)
+        self.session.overrides.set_peak_rates(**rates)
 
     def set_loss_weights(self, **weights: float) -> None:
         """Weights of the losses lm and kd."""
-        self.session.levers.set_loss_weights(**weights)
+        self.session.overrides.set_loss_weights(**weights)
 
     def value_of(self, metric: str) -> float | None:
         """A loss of the last step or a result of the last evaluation; None if there is none of that name yet."""

@@ -14,7 +14,7 @@ from engine.fake_quant import Watch, watching
 from engine.faults import nan_unless_finite
 from engine.losses.chunked import LossResult, chunked_losses
 from engine.losses.objective import ROUTER_AUX, Objective, router_loss_factor
-from engine.losses.teacher import CachedTeacher, Sight, Teacher
+from engine.losses.teacher import CachedTeacher, Teacher, TeacherOutput
 from engine.offload import OnHost
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, trained_scales
 from engine.session.session import Session
@@ -78,7 +78,7 @@ def _set_learning_rates(state: LoopState) -> None:
 
     Scales rest while their fake quant is off or they are frozen, and warm up from the step in which it starts.
     """
-    optim, levers = state.recipe.optim, state.session.levers
+    optim, overrides = state.recipe.optim, state.session.overrides
     factor = lr_factor(
         state.step,
         total=state.recipe.train.steps,
@@ -88,7 +88,7 @@ def _set_learning_rates(state: LoopState) -> None:
         decay=optim.decay_steps,
     )
     # From the recipe, not from the optimizer's state: a resumed run follows the recipe that it is given.
-    peaks = levers.peaks()
+    peaks = overrides.peaks()
     for group in state.session.engine.optimizer.param_groups:
         name = group["name"]
         if name in SCALE_GROUPS:
@@ -227,22 +227,22 @@ def _micro_batch(
     """
     assert session.head is not None, "losses need a session for training"
     inputs: dict[str, Any] = {**model_inputs(batch, mask=session.mask), "use_cache": False}
-    sight = teacher.look(inputs, batch) if teacher is not None else None
+    teacher_output = teacher.forward(inputs, batch) if teacher is not None else None
     gradient_scale = session.loss_scale.value if session.loss_scale is not None else 1.0
     task = _LossesAtHead(
         batch["labels"],
         batch["positions"],
-        sight,
+        teacher_output,
         objective,
         scale,
         gradient_scale,
-        diagnostics and sight is not None,
+        diagnostics and teacher_output is not None,
         session.head.function,
     )
     with session.head.computing(task), OnHost() if to_host else nullcontext():
         output = session.engine(**inputs)
     assert task.result is not None, "the model's forward does not end in its lm_head"
-    total = session.head.taken(output.logits, type(session.model).__name__)
+    total = session.head.collect(output.logits, type(session.model).__name__)
     sums = task.result.sums
     if session.recipe.learnable.router:
         sums[ROUTER_AUX] = torch.zeros_like(sums["lm"])
@@ -260,7 +260,7 @@ class _LossesAtHead:
 
     labels: Tensor
     positions: Tensor
-    sight: Sight | None
+    teacher_output: TeacherOutput | None
     objective: Objective
     scale: float
     gradient_scale: float
@@ -270,13 +270,13 @@ class _LossesAtHead:
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The total, to be differentiated; ``result`` has the rest."""
-        with gathered(self.sight.parameters if self.sight is not None else ()):
+        with gathered(self.teacher_output.parameters if self.teacher_output is not None else ()):
             self.result = chunked_losses(
                 hidden,
                 weight,
                 bias,
                 self.labels,
-                self.sight.teacher if self.sight is not None else None,
+                self.teacher_output.teacher if self.teacher_output is not None else None,
                 self.objective,
                 scale=self.scale,
                 gradient_scale=self.gradient_scale,

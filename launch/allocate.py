@@ -10,7 +10,7 @@ that serving runs as one, or the experts of a MoE layer) is quantized alone: wha
 the weights have at most ``--budget_bits`` bits on average, scales included. Then the recipe is measured as it is.
 
 As many forwards per scheme and sample as there are parts, and a reading of the model for each scheme. All of it is with
-the nearest codes: ``quant.first_codes: gptq`` moves weights, so that the original would not be there to compare with.
+the nearest codes: ``quant.init: gptq`` moves weights, so that the original would not be there to compare with.
 It is for the run that the recipe is written for.
 """
 
@@ -44,7 +44,7 @@ from tools.allocation.allocation import Part, allocate, check_budget, rules_of
 from tools.allocation.sensitivity import divergences, parts_of
 
 MIXED = "mixed"  # the row of the recipe that is written
-NEAREST = ["--quant.first_codes", "nearest"]  # GPTQ moves the weights that costs are measured from
+NEAREST = ["--quant.init", "rtn"]  # GPTQ moves the weights that costs are measured from
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 and Ctrl-C while it imports, or a transformers that is too old, is one line.
 
 A wrong path is the mistake that people make most. All else is found by reading the recipe
-(:mod:`engine.config.reading`), which knows every knob; what cannot be understood here is left to that.
+(:mod:`engine.config.reading`), which knows every option; what cannot be understood here is left to that.
 """
 
 import os

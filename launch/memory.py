@@ -3,7 +3,7 @@
     python launch/memory.py --config launch/recipes/qwen3_30b_a3b.yaml --ranks 8 --gpu_gb 80
     python launch/memory.py --config runs/x/recipe.yaml --measured runs/x/memory.json
 
-Needs the config.json of model.path (and of the teacher); no weights, no data, no GPU. Any knob of the recipe can
+Needs the config.json of model.path (and of the teacher); no weights, no data, no GPU. Any option of the recipe can
 follow, as for launch/train.py. With ``--measured`` what a run of it held stands beside the prediction, by item.
 """
 

@@ -7,7 +7,7 @@ All words but these are the recipe's. In its ``output_dir``, by commands that ar
 
 1. ``ft``: ``launch/train.py`` with fake quant off; data, losses, teacher, rates and steps are the recipe's.
 2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantizes it without training, from the recipe's
-   ``quant.first_codes``; ``ptq_gptq`` and so on from others (``--ptq_codes``).
+   ``quant.init``; ``ptq_gptq`` and so on from others (``--ptq_codes``).
 3. ``qat``: ``launch/train.py`` as the recipe says.
 4. ``compare.md``: ``launch/compare.py``, the perplexity of the exports on a text that none was trained on. Where there
    are several PTQs, among them files of other tools (``--ptq``), QAT stands beside each of them: the share that counts
@@ -56,7 +56,7 @@ from model.ranks import errors_on_all_ranks
 
 FT, PTQ, QAT = "ft", "ptq", "qat"
 # What FT leaves out where the recipe has it: without fake quant it is refused, for it would never act, or move weights.
-PLAIN = {**UNQUANTIZED, "quant.first_codes": "nearest", "quant.rotate": [], "quant.rotate_block": 256}
+PLAIN = {**UNQUANTIZED, "quant.init": "rtn", "quant.rotate": [], "quant.rotate_block": 256}
 TRAIN, CALIBRATE, COMPARE = "launch/train.py", "launch/calibrate.py", "launch/compare.py"
 CODES = get_args(get_type_hints(QuantRecipe)["first_codes"])
 # Keys of config.json that act in training alone, where they are above 0: attention_dropout, resid_pdrop, layerdrop,
@@ -134,7 +134,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
     """What makes each part, in their order."""
-    others = [f"{PTQ}_{codes}" for codes in dict.fromkeys(ptq_codes) if codes != recipe.quant.first_codes]
+    others = [f"{PTQ}_{codes}" for codes in dict.fromkeys(ptq_codes) if codes != recipe.quant.init]
     scripts = {FT: TRAIN, **dict.fromkeys([PTQ, *others], CALIBRATE), QAT: TRAIN}
     return {part: script for part, script in scripts.items() if part != FT or not teaches_itself(recipe)}
 
@@ -147,7 +147,7 @@ def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str,
     """
     out, scheme = Path(recipe.output_dir), recipe.quant.scheme
     made = {
-        part.removeprefix(f"{PTQ}_") if part != PTQ else recipe.quant.first_codes: str(out / part / "export")
+        part.removeprefix(f"{PTQ}_") if part != PTQ else recipe.quant.init: str(out / part / "export")
         for part, script in scripts.items()
         if script == CALIBRATE
     }
@@ -227,7 +227,7 @@ def changes_of(part: str, recipe: Recipe) -> list[str]:
     if part.startswith(PTQ):
         words += ["--model.path", str(reference(recipe))]
     if part.startswith(f"{PTQ}_"):
-        words += ["--quant.first_codes", part.removeprefix(f"{PTQ}_")]
+        words += ["--quant.init", part.removeprefix(f"{PTQ}_")]
     if part == FT:
         words += ["--quant.fake_quant_start", "-1"]
         for key, value in PLAIN.items():

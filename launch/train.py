@@ -2,7 +2,7 @@
 
     deepspeed --num_gpus 8 launch/train.py --config launch/recipes/qwen3_4b.yaml [--section.field value ...]
 
-``--help`` shows every knob, ``--print_config`` the recipe that results.
+``--help`` shows every option, ``--print_config`` the recipe that results.
 """
 
 import sys

@@ -161,6 +161,6 @@ def _linear(conv: nn.Module) -> nn.Linear:
     return linear.train(conv.training)
 
 
-def turned_weights(model: nn.Module) -> frozenset[str]:
+def transposed_weights(model: nn.Module) -> frozenset[str]:
     """Names of the weights ``[out, in]`` of a model whose tensors on disk are ``[in, out]``."""
     return _TURNED.get(model, frozenset())

@@ -1,6 +1,6 @@
 """lm_head as the place where a model gives out something else than logits: its losses, or its hidden states.
 
-transformers' forward ends in lm_head and returns what it gives as ``logits``. Here a :class:`StandIn` in its place
+transformers' forward ends in lm_head and returns what it gives as ``logits``. Here a :class:`HeadProxy` in its place
 gives something else, so that the model's own forward stays what runs (with the auxiliary loss of a MoE, and whatever a
 model does around its layers) and no [tokens, vocabulary] tensor has to exist:
 
@@ -12,7 +12,7 @@ model does around its layers) and no [tokens, vocabulary] tensor has to exist:
 Some models go on from what lm_head gave: they multiply the logits, or cap them softly. Their configuration proposes a
 :class:`LogitFunction`, and :func:`settle_function` finds out in a forward of two tokens whether the model computes just
 that. Then losses apply the function to the logits that they compute, and what the model makes of the losses themselves
-is left unused. Of all other models :meth:`StandIn.check` sees in their first forward that they change nothing.
+is left unused. Of all other models :meth:`HeadProxy.check` sees in their first forward that they change nothing.
 """
 
 import math
@@ -93,7 +93,7 @@ def hidden_states(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return hidden
 
 
-class StandIn(nn.Module):
+class HeadProxy(nn.Module):
     """A module in lm_head's place that gives something else than logits.
 
     Attributes:
@@ -106,7 +106,7 @@ class StandIn(nn.Module):
     _given: Tensor | None = None  # the last that was given, until it has been checked
     _caught: Tensor | None = None  # the last that was given, with the hooks of the module's call on it
 
-    def give(self, instead: Tensor) -> Tensor:
+    def emit(self, instead: Tensor) -> Tensor:
         """Return ``instead``, which :meth:`taken` finds again behind the model's forward."""
         if self._probing:
             return instead.new_tensor(PROBE).expand(*instead.shape[:-1], -1)
@@ -131,7 +131,7 @@ class StandIn(nn.Module):
         finally:
             hook.remove()
 
-    def taken(self, logits: Tensor, model: str) -> Tensor:
+    def collect(self, logits: Tensor, model: str) -> Tensor:
         """What this module gave in the forward that returned ``logits``; a collective in the first call alone.
 
         Raises:
@@ -176,15 +176,15 @@ class StandIn(nn.Module):
         self._checked = True
 
 
-class HiddenStates(StandIn):
+class HiddenStates(HeadProxy):
     """Stands where lm_head was taken out: the model returns its hidden states as logits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input``, the hidden states."""
-        return self.give(input)
+        return self.emit(input)
 
 
-class LMHead(StandIn):
+class LMHead(HeadProxy):
     """The model's output layer, which computes something else while :meth:`computing`.
 
     The weight of a quantized output layer is fake-quantized once, for all that is computed from it.
@@ -208,7 +208,7 @@ class LMHead(StandIn):
         """``input`` [..., H] to logits [..., V], or to what the task makes of it."""
         if self._task is None:
             return super().forward(input)
-        return self.give(self._task(input, self.used_weight(), self.bias))
+        return self.emit(self._task(input, self.used_weight(), self.bias))
 
     @contextmanager
     def computing(self, task: Task) -> Iterator[None]:
@@ -258,13 +258,13 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
         return QuantLinear.used_weight(self)
 
 
-def settle_function(stand_in: StandIn, forward: Callable[[Tensor], Tensor], config: PretrainedConfig) -> None:
-    """Find out what a model makes of its lm_head's output, and set ``stand_in.function``; a collective if it does so.
+def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], config: PretrainedConfig) -> None:
+    """Find out what a model makes of its lm_head's output, and set ``head_proxy.function``; a collective if it does so.
 
     Models whose configuration proposes nothing run no forward here.
 
     Args:
-        stand_in: what stands in lm_head's place.
+        head_proxy: what stands in lm_head's place.
         forward: runs the model on token ids [1, 2] and returns its logits.
         config: the model's.
 
@@ -273,19 +273,19 @@ def settle_function(stand_in: StandIn, forward: Callable[[Tensor], Tensor], conf
     """
     proposed = proposed_function(config)
     if proposed != UNCHANGED:
-        stand_in.function = _checked_function(proposed, stand_in, forward, config)
+        head_proxy.function = _checked_function(proposed, head_proxy, forward, config)
 
 
 @torch.no_grad()
 def _checked_function(
-    proposed: LogitFunction, stand_in: StandIn, forward: Callable[[Tensor], Tensor], config: PretrainedConfig
+    proposed: LogitFunction, head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], config: PretrainedConfig
 ) -> LogitFunction:
     """``proposed`` or the identity, whichever a forward shows; arguments and error of :func:`settle_function`."""
-    stand_in._probing = True
+    head_proxy._probing = True
     try:
         found = forward(torch.ones(1, 2, dtype=torch.int64)).float()
     finally:
-        stand_in._probing = False
+        head_proxy._probing = False
     probe = found.new_tensor(PROBE).expand(*found.shape[:-1], -1)
     # Nothing is rounded where nothing is done, so that a class which ignores a factor near 1 is told from one that
     # applies it. Others compute in their own dtype: bf16 rounds each of three operations by 2^-9 at most.
@@ -347,6 +347,6 @@ def take_out_head(model: PreTrainedModel) -> tuple[nn.Module, HiddenStates]:
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output embedding: expected a causal language model")
-    stand_in = HiddenStates()
-    model.set_submodule(next(name for name, child in model.named_modules() if child is head), stand_in)
-    return head, stand_in
+    head_proxy = HiddenStates()
+    model.set_submodule(next(name for name, child in model.named_modules() if child is head), head_proxy)
+    return head, head_proxy

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from quant import gemm, kernels
 from quant.inputs import QuantizedInput, Restored, SharedInput, Wanted, mask_, quantize_input, used_input
-from quant.packed_weight import HeldCodes, codes_of_stand_in, stands_in
+from quant.packed_weight import PackedCodes, codes_of_placeholder, is_placeholder
 from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import TensorSpec
 
@@ -61,7 +61,7 @@ class Plan:
     input_numel: int
     fp8_gemm: bool = False
     fast_accum: bool = False
-    held: HeldCodes | None = None
+    held: PackedCodes | None = None
     restored: Restored | None = None
     dynamic_codes: bool = False
     weight_scale: Tensor | None = None
@@ -192,9 +192,9 @@ class Saved(NamedTuple):
         """With the codes that the weight holds, or that stand in for it."""
         if plan.held is not None:
             return self._replace(weight_codes=plan.held.unpack(self.weight))
-        if plan.weight is None or not stands_in(self.weight):
+        if plan.weight is None or not is_placeholder(self.weight):
             return self
-        return self._replace(weight_codes=codes_of_stand_in(self.weight, plan.weight))
+        return self._replace(weight_codes=codes_of_placeholder(self.weight, plan.weight))
 
     def input_quantizer(self, spec: TensorSpec) -> Quantizer:
         return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
@@ -320,7 +320,7 @@ def _input_gradients(ctx: Any, saved: Saved, grad: Tensor, wanted: bool) -> tupl
     ``grad [tokens, out]``; and zeros like the weight's theta, if these are ``wanted`` and cost no launch."""
     plan, zeros = ctx.plan, None
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
-    if quantizer is not None and wanted and saved.weight_codes is not None and stands_in(saved.weight):
+    if quantizer is not None and wanted and saved.weight_codes is not None and is_placeholder(saved.weight):
         used, zeros = kernels.dequantize_with_zeros(saved.weight_codes, quantizer, after=grad)
     else:
         used = used_weight(saved.weight, quantizer, saved.weight_codes, after=grad)
@@ -340,7 +340,7 @@ def _weight_gradients(
     """Gradients of the weight, in its shape, and of its theta where wanted, from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
     grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
-    if plan.weight is None or stands_in(saved.weight):
+    if plan.weight is None or is_placeholder(saved.weight):
         # Of codes that stand in for the weight, whoever has the weight itself does the rest
         # (:mod:`model.zero.quantized_gather`).
         return grad_used, None
@@ -359,7 +359,7 @@ class UsedWeightFunction(torch.autograd.Function):
     def forward(ctx: Any, spec: TensorSpec, numel: int, weight: Tensor, *scale: Any) -> Tensor:
         ctx.save_for_backward(weight, *scale)
         ctx.spec, ctx.factor = spec, lsq_factor(numel, spec)
-        codes = codes_of_stand_in(weight, spec) if stands_in(weight) else None
+        codes = codes_of_placeholder(weight, spec) if is_placeholder(weight) else None
         return used_weight(weight, Quantizer(Scale(*scale), spec, weight.dtype), codes)
 
     @staticmethod
@@ -368,7 +368,7 @@ class UsedWeightFunction(torch.autograd.Function):
         _, _, needs_weight, _, needs_theta, *_ = ctx.needs_input_grad
         weight, *scale = ctx.saved_tensors
         grad_weight = grad.clone(memory_format=torch.contiguous_format)
-        if stands_in(weight):  # as above
+        if is_placeholder(weight):  # as above
             grad_theta = torch.zeros_like(scale[1]) if needs_theta else None
             return None, None, grad_weight if needs_weight else None, None, grad_theta, None, None
         quantizer = Quantizer(Scale(*scale), ctx.spec, weight.dtype)

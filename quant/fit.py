@@ -69,7 +69,7 @@ class Fit(NamedTuple):
     turned: Tensor | None = None
 
 
-def misfit(fit: Fit, spec: TensorSpec) -> str | None:
+def scale_problem(fit: Fit, spec: TensorSpec) -> str | None:
     """What is wrong with the scales of a Linear, with both values and the likely cause; None if they fit."""
     # A scale of weights that are all but zero says nothing.
     counts = fit.squares > 1e-6 * fit.squares.mean()

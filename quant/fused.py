@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from quant import kernels
-from quant.inputs import HandedInput, HandedOver, QuantizedInput, Restored
+from quant.inputs import QuantizedActivation, QuantizedActivationInput, QuantizedInput, Restored
 from quant.linear import QuantLinear
 from quant.rules import examples
 from quant.scale import Quantizer, Scale
@@ -49,7 +49,7 @@ class FusedModule(nn.Module):
         self.input_s0 = readers[0].input_s0
         self.source = source
         self.readers = tuple(readers)  # a tuple of modules registers none
-        shared = HandedInput(sum(reader.input_fake_quant for reader in readers))
+        shared = QuantizedActivationInput(sum(reader.input_fake_quant for reader in readers))
         for reader in readers:
             reader.shared_input = shared
 
@@ -68,10 +68,10 @@ class FusedModule(nn.Module):
         assert spec is not None
         return Quantizer(Scale(self.input_s0), spec, dtype)
 
-    def handed(self, like: Tensor, values: Tensor, codes: Tensor) -> HandedOver:
+    def handed(self, like: Tensor, values: Tensor, codes: Tensor) -> QuantizedActivation:
         """The output, of what an operator wrote."""
         quantized = QuantizedInput(values if values.numel() == codes.numel() else None, codes)
-        return HandedOver(like, quantized, Restored(), self.source)
+        return QuantizedActivation(like, quantized, Restored(), self.source)
 
 
 class FusedRMSNorm(FusedModule):

@@ -13,8 +13,9 @@ An output that exists in quantized form alone, and the layers that it is handed 
 
 A norm whose readers all quantize what it gives them with one fixed scale need not write it: it gives them codes. What
 it returns stands where its output would stand in the model, with shape, dtype, device and gradient, and without values
-(:class:`HandedOver`). The readers take the codes out of it (:class:`HandedInput`). Whoever else looks at its values, a
-router, a hook, a model whose forward is another one than was thought, ends with an error that says so.
+(:class:`QuantizedActivation`). The readers take the codes out of it (:class:`QuantizedActivationInput`). Whoever else
+looks at its values, a router, a hook, a model whose forward is another one than was thought, ends with an error that
+says so.
 
 Whether an input is kept for backward anyway, because fused attention made it and keeps its own output.
 
@@ -250,7 +251,7 @@ def _dynamic_values(saved: Any, spec: TensorSpec, unmasked: Tensor | None, after
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-class HandedOver(Tensor):
+class QuantizedActivation(Tensor):
     """A tensor of which readers get the quantized form, and nobody the values.
 
     It may be detached, which ZeRO-3's hooks do, and asked for its shape; every other operator is an error.
@@ -266,14 +267,16 @@ class HandedOver(Tensor):
     source: str
 
     @staticmethod
-    def __new__(cls, like: Tensor, quantized: QuantizedInput, restored: Restored, source: str) -> "HandedOver":
+    def __new__(cls, like: Tensor, quantized: QuantizedInput, restored: Restored, source: str) -> "QuantizedActivation":
         """In the shape and dtype of ``like``, contiguous."""
-        made: HandedOver = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        made: QuantizedActivation = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device
+        )
         made.quantized, made.restored, made.source = quantized, restored, source
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"HandedOver(shape={tuple(self.shape)}, dtype={self.dtype}, by {self.source})"
+        return f"QuantizedActivation(shape={tuple(self.shape)}, dtype={self.dtype}, by {self.source})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -283,17 +286,17 @@ class HandedOver(Tensor):
     ) -> Any:
         if func in _ALIASES:
             one = args[0]
-            return HandedOver(one, one.quantized, one.restored, one.source)
+            return QuantizedActivation(one, one.quantized, one.restored, one.source)
         if func is torch.ops.aten.new_empty.default:
             return torch.empty(args[1], dtype=args[0].dtype, device=args[0].device)
-        given = next(one for one in (*args, *(kwargs or {}).values()) if isinstance(one, HandedOver))
+        given = next(one for one in (*args, *(kwargs or {}).values()) if isinstance(one, QuantizedActivation))
         raise RuntimeError(
             f"{given.source} hands the layers behind it their quantized input and has no values, which {func} reads; "
             "set quant.fuse_norms: false"
         )
 
 
-class HandedInput(SharedInput):
+class QuantizedActivationInput(SharedInput):
     """What layers share that may be handed an input: its quantized form, or what :class:`SharedInput` makes of one that
     has values."""
 
@@ -305,7 +308,7 @@ class HandedInput(SharedInput):
         Raises:
             RuntimeError: what was handed over lacks what is wanted: a switch moved between norm and layer.
         """
-        if not isinstance(x, HandedOver):
+        if not isinstance(x, QuantizedActivation):
             return super().get(x, wanted, make)
         if x.quantized.values is None and not wanted.codes_for_gemm:
             raise RuntimeError(

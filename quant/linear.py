@@ -28,7 +28,7 @@ from quant.hadamard import rotate
 from quant.inputs import SharedInput, kept_by_attention
 from quant.lora import Adapter
 from quant.observers import Observer
-from quant.packed_weight import held_codes
+from quant.packed_weight import packed_codes
 from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
@@ -116,7 +116,7 @@ class QuantLayer(nn.Module):
         self.scheme = scheme
         assert isinstance(replaced.weight, nn.Parameter)
         self.weight = replaced.weight
-        self.held = held_codes(replaced.weight)
+        self.held = packed_codes(replaced.weight)
         self.bias = getattr(replaced, "bias", None)
         parts = (*weight, *((None, None) if input is None else input[:2]))
         for name, part in zip(SCALE_PARAMETERS, parts, strict=True):

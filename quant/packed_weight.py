@@ -1,4 +1,5 @@
-"""Frozen weights that are held as their packed codes (``adapter.base: codes``): half a byte per weight at four bits.
+"""Frozen weights that are held as their packed codes (``adapter.base: quantized``): half a byte per weight at four
+bits.
 
 A layer that never changes its weight, and always quantizes it, needs no more of it than the codes. They lie in a
 Parameter in place of the weight, one row of codes behind another, each packed as
@@ -11,7 +12,7 @@ with them.
 The layer unpacks the codes while it runs and multiplies what they stand for, ``code * scale``. Those are the bits of a
 forward that quantizes the weight itself, if the weight has the same codes.
 
-A weight that trains may be there as codes for a while, too: where they traveled in its place (:func:`stand_in`).
+A weight that trains may be there as codes for a while, too: where they traveled in its place (:func:`head_proxy`).
 """
 
 import math
@@ -30,7 +31,7 @@ CODE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp4_e2m1": torch.uint8}  # int8
 
 
 @dataclass(frozen=True)
-class HeldCodes:
+class PackedCodes:
     """How a Parameter holds the codes of a weight; its attribute ``held``.
 
     Attributes:
@@ -59,7 +60,8 @@ class HeldCodes:
         """
         if self.row_bytes % dtype.itemsize:
             raise ValueError(
-                f"adapter.base: codes: the {self.row_bytes} bytes of codes in a row of {list(self.shape)} do not fill "
+                f"adapter.base: quantized: the {self.row_bytes} bytes of codes in a row of {list(self.shape)} do "
+                "not fill "
                 f"whole elements of {dtype}: set adapter.base to weights"
             )
         return (*self.shape[:-1], self.row_bytes // dtype.itemsize)
@@ -85,36 +87,36 @@ class HeldCodes:
 
 def as_weight(parameter: Tensor) -> Tensor:
     """The Parameter itself, or, where it holds codes, a meta tensor like their weight."""
-    held = held_codes(parameter)
+    held = packed_codes(parameter)
     return parameter if held is None else torch.empty(held.shape, dtype=parameter.dtype, device="meta")
 
 
-def held_codes(parameter: Tensor) -> HeldCodes | None:
+def packed_codes(parameter: Tensor) -> PackedCodes | None:
     """How a Parameter holds codes; None where it is what it says."""
-    held: HeldCodes | None = getattr(parameter, "held", None)
+    held: PackedCodes | None = getattr(parameter, "held", None)
     return held
 
 
-def hold_codes(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ranges: Ranges | None = None) -> None:
+def store_packed(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ranges: Ranges | None = None) -> None:
     """Make the weight of a Linear, or of a stack of them, on the meta device a Parameter for its codes; ``spec``,
-    ``shape`` and ``ranges`` as of :class:`HeldCodes`.
+    ``shape`` and ``ranges`` as of :class:`PackedCodes`.
 
     Raises:
-        ValueError: of :meth:`HeldCodes.packed_shape`.
+        ValueError: of :meth:`PackedCodes.packed_shape`.
     """
-    weight, held = layer.weight, HeldCodes(spec, shape, ranges)
+    weight, held = layer.weight, PackedCodes(spec, shape, ranges)
     assert isinstance(weight, nn.Parameter) and weight.is_meta and math.prod(shape) == weight.numel()
     packed = torch.empty(held.packed_shape(weight.dtype), dtype=weight.dtype, device="meta")
     layer.weight = nn.Parameter(packed, requires_grad=False)
     layer.weight.held = held  # type: ignore[attr-defined]
 
 
-def stand_in(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def placeholder(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """What stands in for a weight whose codes alone are there, while a layer computes.
 
     It has the weight's shape and dtype, so that autograd and whoever keeps count of parameters see no difference, and
     the codes lie in its memory, so that they live as long as it does. All of its elements are one NaN behind the codes:
-    somebody who computes with it, instead of asking :func:`codes_of_stand_in`, cannot overlook it.
+    somebody who computes with it, instead of asking :func:`codes_of_placeholder`, cannot overlook it.
 
     Args:
         parts: the bytes of the codes, uint8 in any shape; more than there are elements may follow at the end.
@@ -128,13 +130,13 @@ def stand_in(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     return elements[-1].expand(shape)
 
 
-def stands_in(weight: Tensor) -> bool:
-    """Whether it is a :func:`stand_in`: no weight that could train has all elements in one place."""
+def is_placeholder(weight: Tensor) -> bool:
+    """Whether it is a :func:`head_proxy`: no weight that could train has all elements in one place."""
     return not any(weight.stride()) and weight.numel() > 1
 
 
-def codes_of_stand_in(weight: Tensor, spec: TensorSpec) -> Tensor:
-    """The codes behind a :func:`stand_in`, in the weight's shape.
+def codes_of_placeholder(weight: Tensor, spec: TensorSpec) -> Tensor:
+    """The codes behind a :func:`head_proxy`, in the weight's shape.
 
     Raises:
         ValueError: of any other tensor.

@@ -74,6 +74,6 @@ def have_codes(values: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
     return found.view(torch.uint8) == codes.view(torch.uint8)
 
 
-def into_cells(weight: Tensor, decoded: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
+def snap_to_codes(weight: Tensor, decoded: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
     """``weight``, and where it is rounded to another code what ``codes`` stand for: ``decoded``, in its dtype."""
     return torch.where(have_codes(weight, codes, quantizer), weight, decoded)

@@ -148,13 +148,13 @@ def _manifest(
 @torch.no_grad()
 def _rows_of(teacher: ModelTeacher, batch: MicroBatch, manifest: Manifest, recipe: Recipe) -> dict[str, np.ndarray]:
     """Run the teacher and find what the cache keeps of a batch's valid positions, in row-major order; a collective."""
-    sight = teacher.look({**model_inputs(batch), "use_cache": False}, batch)
-    found = sight.teacher
+    teacher_output = teacher.forward({**model_inputs(batch), "use_cache": False}, batch)
+    found = teacher_output.teacher
     assert isinstance(found, TeacherHidden)
     positions = batch["positions"]
     hidden, labels = found.hidden.flatten(0, -2)[positions], batch["labels"].flatten()[positions]
     pieces: list[dict[str, Tensor]] = []
-    with gathered(sight.parameters):
+    with gathered(teacher_output.parameters):
         size = tokens_at_a_time(recipe.loss.chunk_tokens, hidden.device)
         for rows, targets in zip(hidden.split(size), labels.split(size), strict=True):
             pieces += _rows_of_chunk(found, rows, targets, manifest)

@@ -61,14 +61,14 @@ def stage_a(place: Place) -> list[Job]:
     ]
 
 
-# Knobs of a run by its name. What is compared with bf16 differs from it in nothing else.
+# Options of a run by its name. What is compared with bf16 differs from it in nothing else.
 BF16 = ("--quant.fake_quant_start", "-1", "--learnable.weight_scale", "false")
 RECOMPUTED = ("--train.activation_checkpointing", "true")
 TRAININGS: dict[str, tuple[str, ...]] = {
     "bf16": ("--profile", *BF16),
     "fp8": ("--profile", "--export.enabled", "true"),
     "fp8_simulate": ("--quant.compute", "simulate"),
-    "fp8_gather_codes": ("--quant.gather_codes", "true"),
+    "fp8_gather_codes": ("--quant.quantized_all_gather", "true"),
     "w4": ("--quant.scheme", "w4a16_g32"),
     "bf16_recomputed": (*BF16, *RECOMPUTED),
     "fp8_recomputed": RECOMPUTED,
@@ -92,7 +92,7 @@ def stage_b(place: Place) -> list[Job]:
     return [
         _build(place),
         _model(place),
-        *(_training(place, name, limits.get(name, 70), knobs) for name, knobs in TRAININGS.items()),
+        *(_training(place, name, limits.get(name, 70), options) for name, options in TRAININGS.items()),
     ]
 
 
@@ -116,7 +116,7 @@ def stage_c(place: Place) -> list[Job]:
         Job("host", 40, _python("host.py", *_dry(place)), r".* us"),
         Job("losses", 100, losses, r"\| .*|.*missed"),
         _model(place),
-        *(_training(place, name, 110, knobs) for name, knobs in MORE_TRAININGS.items()),
+        *(_training(place, name, 110, options) for name, options in MORE_TRAININGS.items()),
         *([] if place.dry else [Job("quickstart", 190, quickstart, r"bf16|fp8_static|w2a16")]),
     ]
 
@@ -143,8 +143,8 @@ def _model(place: Place) -> Job:
     return Job("model", 90, _python("random_model.py", str(place.work / "model"), *_dry(place)), r".*parameters")
 
 
-def _training(place: Place, name: str, limit: int, knobs: tuple[str, ...]) -> Job:
-    command = _python("train.py", name, "--work", str(place.work), *_dry(place), *knobs)
+def _training(place: Place, name: str, limit: int, options: tuple[str, ...]) -> Job:
+    command = _python("train.py", name, "--work", str(place.work), *_dry(place), *options)
     return Job(name, limit, command, "step |profile|  [a-z]")
 
 

@@ -1,6 +1,6 @@
 """Which checkpoint is meant, whether it is whole, and whether a recipe may go on from it.
 
-Which knobs of a recipe may differ where a run goes on from a checkpoint. Every knob is in one of the two lists.
+Which options of a recipe may differ where a run goes on from a checkpoint. Every option is in one of the two lists.
 """
 
 import json
@@ -292,7 +292,7 @@ MAY_CHANGE = {
     "quant": [
         "scales",
         "start",
-        "start_inside",
+        "snap_to_codes",
         "first_codes",
         "weight_range",
         "percentile",
@@ -301,7 +301,7 @@ MAY_CHANGE = {
         "compute",
         "fp8_fast_accum",
         "keep_codes",
-        "gather_codes",
+        "quantized_all_gather",
         "fake_quant_start",
     ],
     "optim": [
@@ -351,8 +351,8 @@ MAY_CHANGE = {
 }
 
 
-def knobs(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
-    """Section, name and value of every knob; the section is "" for those that have none."""
+def options(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+    """Section, name and value of every option; the section is "" for those that have none."""
     for item in fields(recipe):
         value = getattr(recipe, item.name)
         if is_dataclass(value):
@@ -364,7 +364,7 @@ def knobs(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
 def changes(before: Recipe, recipe: Recipe) -> list[str]:
     """What ``recipe`` says otherwise than ``before`` of what must stay, like ``data.seed (was 0, is 3)``."""
     found = []
-    for (section, name, was), (_, _, now) in zip(knobs(before), knobs(recipe), strict=True):
+    for (section, name, was), (_, _, now) in zip(options(before), options(recipe), strict=True):
         if (section, name) == ("data", "train"):  # files may be moved, but not renamed, left out or added
             was, now = ([Path(file).name for file in files] for files in (was, now))
         if name in STAYS.get(section, ()) and was != now:

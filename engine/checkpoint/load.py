@@ -25,7 +25,13 @@ from torch import Tensor
 
 from engine.checkpoint.files import CheckedFiles, read_object
 from engine.checkpoint.find import Checkpoint
-from engine.checkpoint.stateful import Owners, check_owners, from_flat_layout, load_owners, restore_random_states
+from engine.checkpoint.stateful import (
+    StatefulStates,
+    check_stateful,
+    from_flat_layout,
+    load_stateful,
+    restore_random_states,
+)
 from engine.session.session import Session
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.checkpoint.load import check_finite
@@ -45,11 +51,11 @@ from model.zero import (
 from quant import weights_changed
 
 # The recipe's settings of an optimizer's group, beside the learning rate, which is set before every step.
-OPTIMIZER_KNOBS = ("weight_decay", "betas", "eps")
+OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 
 
-def load_checkpoint(session: Session, owners: Owners, checkpoint: Checkpoint) -> int:
-    """Load a verified checkpoint into the session and the owners of state; returns the steps done. A collective.
+def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Checkpoint) -> int:
+    """Load a verified checkpoint into the session and the stateful of state; returns the steps done. A collective.
 
     At the number of ranks that wrote it, DeepSpeed loads it, and everything is as it was. At another one masters,
     moments and scales are those that were saved, observers are merged and the random states are new.
@@ -68,7 +74,7 @@ def load_checkpoint(session: Session, owners: Owners, checkpoint: Checkpoint) ->
             )
         files = [checkpoint.path / f"rank_{old}.pt" for old in ([rank()] if same else range(checkpoint.world_size))]
         states = [from_flat_layout(read_object(file)) for file in files]
-        check_owners(owners, states[0])
+        check_stateful(stateful, states[0])
         if not same and checkpoint.stage > 0:
             layouts = [[OptimizerPiece(*piece) for piece in state["pieces"]] for state in states]
             load_resharded(session, checkpoint.path, layouts, checkpoint.stage, left_out)
@@ -80,7 +86,7 @@ def load_checkpoint(session: Session, owners: Owners, checkpoint: Checkpoint) ->
     forget_secondary_copies(session.model)
     weights_changed(session.model)
     check_finite(session.model, f"{checkpoint.path} cannot be continued: its run had diverged, take an earlier one")
-    load_owners(owners, states[0] if same else merge_ranks(states))
+    load_stateful(stateful, states[0] if same else merge_ranks(states))
     if same:
         restore_random_states(states[0]["random"])
     else:
@@ -105,16 +111,16 @@ def check_base(session: Session, checkpoint: Checkpoint) -> None:
             raise ValueError(
                 f"{checkpoint.path} does not hold the frozen weights, and {listed(other, 3)} as read from model.path "
                 f"{session.recipe.model.path!r} are not those of the run that wrote it: bring its files back, and set "
-                "quant.start and quant.start_inside to what they were"
+                "quant.start and quant.snap_to_codes to what they were"
             )
 
 
 def _load_engine(session: Session, checkpoint: Checkpoint, left_out: LeftOut) -> None:
-    """Let DeepSpeed load its part of a checkpoint, and set the optimizer's knobs again.
+    """Let DeepSpeed load its part of a checkpoint, and set the optimizer's options again.
 
     DeepSpeed loads those of the old recipe, but a resumed run follows the recipe that it is given.
     """
-    settings = [{key: group[key] for key in OPTIMIZER_KNOBS} for group in session.engine.optimizer.param_groups]
+    settings = [{key: group[key] for key in OPTIMIZER_OPTIONS} for group in session.engine.optimizer.param_groups]
     session.engine.checkpoint_engine = CheckedFiles(left_out)  # DeepSpeed's own would run whatever a file tells it to
     session.engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
     for group, own in zip(session.engine.optimizer.param_groups, settings, strict=True):
@@ -267,13 +273,13 @@ def reseed(seed: int, step: int) -> None:
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Make of the files of all old ranks the one that this new rank loads (:mod:`engine.checkpoint.stateful`).
 
-    The owners' states are the same on every rank, but for what the observers of the quantization have seen.
+    The stateful' states are the same on every rank, but for what the observers of the quantization have seen.
     """
-    owners = states[0]["owners"]
-    quantization = owners["quantization"]
-    seen = [state["owners"]["quantization"]["observers"] for state in states]
+    stateful = states[0]["stateful"]
+    quantization = stateful["quantization"]
+    seen = [state["stateful"]["quantization"]["observers"] for state in states]
     merged = {owner: merge_observers([one[owner] for one in seen]) for owner in quantization["observers"]}
-    return {**states[0], "owners": {**owners, "quantization": {**quantization, "observers": merged}}}
+    return {**states[0], "stateful": {**stateful, "quantization": {**quantization, "observers": merged}}}
 
 
 def merge_observers(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text, sync_directory, write_text
 from engine.checkpoint.find import BEST, LATEST, STEPS, Best, best_checkpoint
-from engine.checkpoint.stateful import Owners, rank_state
+from engine.checkpoint.stateful import StatefulStates, rank_state
 from engine.config.reading import save_recipe
 from engine.session.session import Session
 from model.checkpoint.fingerprint import fingerprints
@@ -44,7 +44,7 @@ class CheckpointError(RankError):
 
 def save_checkpoint(
     session: Session,
-    owners: Owners,
+    stateful: StatefulStates,
     directory: Path,
     step: int,
     *,
@@ -58,7 +58,7 @@ def save_checkpoint(
     they stay until this run comes to their step.
 
     Args:
-        session, owners: what is saved.
+        session, stateful: what is saved.
         directory: of all checkpoints of the run.
         step: optimizer steps done.
         keep: so many stay.
@@ -85,7 +85,7 @@ def save_checkpoint(
                 for script in filter(Path.is_symlink, map(directory.joinpath, SCRIPTS)):  # else written through
                     script.unlink()
         _save_engine(session, files, directory, partial.name)
-        files.save(rank_state(session, owners), partial / f"rank_{rank()}.pt")
+        files.save(rank_state(session, stateful), partial / f"rank_{rank()}.pt")
         reports = gather_objects((files.written, files.failure))
         with errors_on_all_ranks(OSError, ValueError):
             if failure := next((failure for _, failure in reports if failure), None):

@@ -1,9 +1,9 @@
 """What a rank must remember beside DeepSpeed's state: its part of a checkpoint, ``rank_<r>.pt``.
 
 Everything that a resumed run needs has one owner, an object with ``state_dict`` and ``load_state_dict``. A checkpoint
-walks over the owners by their names, and does not know what is in their states. A rank's file holds::
+walks over the stateful by their names, and does not know what is in their states. A rank's file holds::
 
-    owners   name of an owner -> its state: plain values and tensors on the CPU
+    stateful   name of an owner -> its state: plain values and tensors on the CPU
     random   the random states of the process
     pieces   where this rank's pieces of every parameter lie in DeepSpeed's files, see engine.checkpoint.load
 """
@@ -20,7 +20,7 @@ from engine.session.session import Session
 from model.zero import on_cuda, optimizer_pieces
 
 
-class Owner(Protocol):
+class Stateful(Protocol):
     """An object that owns something that a resumed run needs."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -30,28 +30,28 @@ class Owner(Protocol):
         """Go on from what :meth:`state_dict` gave."""
 
 
-Owners = Mapping[str, Owner]
+StatefulStates = Mapping[str, Stateful]
 
 
-def rank_state(session: Session, owners: Owners) -> dict[str, Any]:
+def rank_state(session: Session, stateful: StatefulStates) -> dict[str, Any]:
     """What this rank's file holds."""
     return {
-        "owners": {name: owner.state_dict() for name, owner in owners.items()},
+        "stateful": {name: owner.state_dict() for name, owner in stateful.items()},
         "random": random_states(),
         "pieces": [astuple(piece) for piece in optimizer_pieces(session.model, session.engine.optimizer)],
     }
 
 
-def check_owners(owners: Owners, state: Mapping[str, Any]) -> None:
+def check_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
     """Refuse a rank's file that lacks the state of an owner. Raises ValueError."""
-    if missing := sorted(owners.keys() - state["owners"].keys()):
+    if missing := sorted(stateful.keys() - state["stateful"].keys()):
         raise ValueError(f"the checkpoint keeps no state of {', '.join(missing)}: another version has written it")
 
 
-def load_owners(owners: Owners, state: Mapping[str, Any]) -> None:
+def load_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
     """Give every owner its state back. States without an owner (an export has no schedule) are left alone."""
-    for name, owner in owners.items():
-        owner.load_state_dict(state["owners"][name])
+    for name, owner in stateful.items():
+        owner.load_state_dict(state["stateful"][name])
 
 
 def random_states() -> dict[str, Any]:
@@ -76,27 +76,27 @@ def restore_random_states(state: Mapping[str, Any]) -> None:
 
 
 def from_flat_layout(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A rank's file as it was before states had owners, in the layout of today; one of today as it is.
+    """A rank's file as it was before states had stateful, in the layout of today; one of today as it is.
 
-    Everything lay on one level then, and the levers held what now belongs to the switches of fake quant, the schedule,
-    the evaluations and the count of skipped steps.
+    Everything lay on one level then, and the overrides held what now belongs to the switches of fake quant, the
+    schedule, the evaluations and the count of skipped steps.
     """
-    if "owners" in state:
+    if "stateful" in state:
         return dict(state)
-    levers = state["levers"]
-    owners = {
-        "levers": {name: levers[name] for name in ("loss_weights", "peak_rates", "frozen")},
+    overrides = state["overrides"]
+    stateful = {
+        "overrides": {name: overrides[name] for name in ("loss_weights", "peak_rates", "frozen")},
         "quantization": {name: state[name] for name in ("fake_quant", "observing", "observers")},
-        "fake_quant": {name: levers[name] for name in ("scale_steps", "stale")},
-        "schedule": {"met": levers["met"]},
-        "evaluations": {"last": levers["evaluation"]},
-        "skipped_steps": {"in_a_row": levers["left_out"]},
+        "fake_quant": {name: overrides[name] for name in ("scale_steps", "stale")},
+        "schedule": {"met": overrides["met"]},
+        "evaluations": {"last": overrides["evaluation"]},
+        "skipped_steps": {"in_a_row": overrides["left_out"]},
     }
     if state["loss_scale"] is not None:
-        owners["loss_scale"] = state["loss_scale"]
+        stateful["loss_scale"] = state["loss_scale"]
     names = {"torch": "rng", "cuda": "cuda_rng", "python": "python_rng", "numpy": "numpy_rng"}
     return {
-        "owners": owners,
+        "stateful": stateful,
         "random": {name: state[old] for name, old in names.items()},
         "pieces": state["pieces"],
     }

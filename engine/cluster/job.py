@@ -47,7 +47,7 @@ RUNNING = ".running"
 BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
 
 
-class Claim:
+class RunLock:
     """A context that holds a directory from :meth:`take` to its end; it may end without having taken any."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Claim:
         self._held = False
         self._end = threading.Event()
 
-    def __enter__(self) -> "Claim":
+    def __enter__(self) -> "RunLock":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class Claim:
             self._file = None
 
     def take(self, directory: Path, key: str) -> None:
-        """Claim ``directory``, which is there; a collective.
+        """RunLock ``directory``, which is there; a collective.
 
         Args:
             directory: what this job writes into.

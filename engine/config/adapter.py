@@ -24,7 +24,7 @@ class AdapterRecipe:
     """true: a layer's weight is W + alpha / rank * B A in every forward, that is what is quantized, and the export
     holds the codes of the sum. false: the adapter stays beside the quantized weight, Q(W) x + alpha / rank * B (A x),
     for serving many of them on one model; the export is that model and a folder adapter in it, for peft and vLLM."""
-    base: Literal["weights", "codes"] = "weights"
+    base: Literal["weights", "quantized"] = "weights"
     """How the frozen weights that are quantized lie in memory, beside which adapters stay. weights: in model.dtype.
     codes: as codes (QLoRA), half a byte per weight at 4 bits, which layers decode as they run: the same bits, and no
     weight in model.dtype on any rank. They are those of a quantized model.path; of an ordinary one they are made as it

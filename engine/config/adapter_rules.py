@@ -1,4 +1,4 @@
-"""Rules between the knobs of adapters and those of other sections, each said in one line."""
+"""Rules between the options of adapters and those of other sections, each said in one line."""
 
 from engine.config.rules import Rule
 
@@ -60,26 +60,26 @@ RULES_OF_ADAPTERS = (
     Rule(
         "codes are the base of an adapter beside them",
         "adapter.base",
-        lambda r: r.adapter.base == "codes" and not r.adapter.beside,
+        lambda r: r.adapter.base == "quantized" and not r.adapter.beside,
         "weights, or adapter.kind lora with adapter.merge false: a sum with an adapter has other codes",
     ),
     Rule(
         "codes come from the checkpoint that is read",
         "adapter.base",
-        lambda r: r.adapter.base == "codes" and (r.quant.start or r.quant.scales),
+        lambda r: r.adapter.base == "quantized" and (r.quant.start or r.quant.scales),
         "weights with quant.start or quant.scales; or codes with model.path alone, whose scales are read or measured",
     ),
     Rule(
         "codes are of the scales that they have",
         "adapter.base",
-        lambda r: r.adapter.base == "codes" and (r.quant.fake_quant_start != 0 or r.quant.scales_follow_weights),
+        lambda r: r.adapter.base == "quantized" and (r.quant.fake_quant_start != 0 or r.quant.scales_follow_weights),
         "weights; or codes with quant.fake_quant_start 0 and quant.scales_follow_weights false: weights that scales "
         "could be measured from are not there",
     ),
     Rule(
         "codes have no error that an adapter could hold",
         "adapter.init",
-        lambda r: r.adapter.base == "codes" and r.adapter.init == "error",
+        lambda r: r.adapter.base == "quantized" and r.adapter.init == "error",
         "zeros with adapter.base codes: the weights are what the codes stand for",
     ),
     Rule(
@@ -116,8 +116,8 @@ RULES_OF_ADAPTERS = (
     ),
     Rule(
         "weights that are gathered as codes are not merged",
-        "quant.gather_codes",
-        lambda r: r.adapter.on and r.quant.gather_codes,
+        "quant.quantized_all_gather",
+        lambda r: r.adapter.on and r.quant.quantized_all_gather,
         "false with adapter.kind {adapter.kind}: the codes are those of the sum of weight and adapter, which no rank "
         "has before the layer runs",
     ),

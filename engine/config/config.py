@@ -1,8 +1,9 @@
-"""The recipe: every knob of a run, typed, documented and checked before any process group starts.
+"""The recipe: every option of a run, typed, documented and checked before any process group starts.
 
-One dataclass field is one knob; engine/config/reading.py reads them from YAML and the command line. A typo in a 64-GPU
+One dataclass field is one option; engine/config/reading.py reads them from YAML and the command line. A typo in a
+64-GPU
 job should cost a second, not the time that the queue, the process group and the model take to come up: so a value out
-of bounds and knobs that contradict each other fail here, with the key's path, the value and what was expected.
+of bounds and options that contradict each other fail here, with the key's path, the value and what was expected.
 
 Two kinds of checks are separate on purpose. :meth:`Recipe.validate` looks at values only, so that a recipe can be
 read anywhere; :meth:`Recipe.validate_files` looks at the files that the recipe names. Paths in a YAML file are
@@ -92,7 +93,7 @@ class Recipe:
         """Whether fake quant is off from the first step to the last: nothing in the recipe switches it on."""
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
 
-    def outgrows(self) -> bool:
+    def invalidates(self) -> bool:
         """Whether resting scales come to be those of another model while it trains. The model beside which adapters
         stay is what it was, inputs included: other adapters are served on it, too."""
         learn = self.learnable

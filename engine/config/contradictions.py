@@ -1,7 +1,7 @@
-"""What no knob of a recipe shows alone: values that are each in bounds and do not go together.
+"""What no option of a recipe shows alone: values that are each in bounds and do not go together.
 
 engine/config/rules.py lists what is said in one line; adapter_rules.py, input_rules.py, gradient_rules.py,
-first_codes_rules.py, unquantized_rules.py, idle_rules.py and decay_rules.py those of one feature each. Here are the
+ptq_init_rules.py, unquantized_rules.py, idle_rules.py and decay_rules.py those of one feature each. Here are the
 rules of events, which take more than one: functions whose name and docstring say what must hold, and which yield a line
 per violation.
 """
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from engine.config.adapter_rules import RULES_OF_ADAPTERS
 from engine.config.decay_rules import RULES_OF_DECAY
 from engine.config.errors import need
-from engine.config.first_codes_rules import RULES_OF_FIRST_CODES
 from engine.config.gradient_rules import RULES_OF_GRADIENTS
 from engine.config.idle_rules import RULES_OF_IDLE
 from engine.config.input_rules import RULES_OF_INPUTS
+from engine.config.ptq_init_rules import RULES_OF_INIT
 from engine.config.rules import RULES, RULES_OF_SCHEMES, Sections
 from engine.config.unquantized_rules import RULES_OF_UNQUANTIZED
 
@@ -22,7 +22,7 @@ FEATURES = (
     *RULES_OF_ADAPTERS,
     *RULES_OF_INPUTS,
     *RULES_OF_GRADIENTS,
-    *RULES_OF_FIRST_CODES,
+    *RULES_OF_INIT,
     *RULES_OF_UNQUANTIZED,
     *RULES_OF_IDLE,
     *RULES_OF_DECAY,

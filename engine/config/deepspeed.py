@@ -372,7 +372,7 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
     problems += _section_problems(config)
     if recipe.train.compile and config.get("zero_optimization", {}).get("stage") == 3:
         problems.append(COMPILED)
-    if recipe.quant.gather_codes:
+    if recipe.quant.quantized_all_gather:
         problems += _gather_problems(config, recipe)
     if problems := problems or list(_refused_by_deepspeed(config)):
         raise DsConfigError("\n".join(f"{path}: {problem}" for problem in problems))
@@ -426,21 +426,24 @@ def _take_out_optimizer(config: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """What rules out gathering weights as codes (quant.gather_codes): the model's dtype, the stage or hpZ."""
+    """What rules out gathering weights as codes (quant.quantized_all_gather): the model's dtype, the stage or hpZ."""
     zero = config.get("zero_optimization", {})
     if recipe.model.dtype == "float16":
         return [
-            "fp16 is on (model.dtype: float16), but quant.gather_codes is true: codes are gathered in bfloat16 and "
+            "fp16 is on (model.dtype: float16), but quant.quantized_all_gather is true: codes are gathered in "
+            "bfloat16 and "
             "float32 only; use one of the two"
         ]
     if zero.get("stage") != 3:
         return [
-            f"zero_optimization.stage is {zero.get('stage', 0)}, but quant.gather_codes is true: only stage 3 gathers "
-            "weights for every layer; use stage 3, or quant.gather_codes false"
+            f"zero_optimization.stage is {zero.get('stage', 0)}, but quant.quantized_all_gather is true: only "
+            "stage 3 gathers "
+            "weights for every layer; use stage 3, or quant.quantized_all_gather false"
         ]
     if zero.get("zero_hpz_partition_size", 1) != 1:
         return [
-            f"zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']}, but quant.gather_codes "
+            f"zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']}, but "
+            "quant.quantized_all_gather "
             "is true: hpZ would keep what the codes stand for in place of the weights; use one of the two"
         ]
     return []

@@ -1,7 +1,7 @@
-"""The error of a bad recipe, and what its knobs declare of the values that they take.
+"""The error of a bad recipe, and what its options declare of the values that they take.
 
-A knob declares its values where it stands, ``lr: float = field(default=1e-5, metadata=at_least(0))``, and
-:meth:`engine.config.config.Recipe.validate` holds a recipe against what its knobs declare.
+A option declares its values where it stands, ``lr: float = field(default=1e-5, metadata=at_least(0))``, and
+:meth:`engine.config.config.Recipe.validate` holds a recipe against what its options declare.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""Rules of knobs that would do nothing for want of what they are knobs of, each said in one line: a recipe says nothing
-that never happens."""
+"""Rules of options that would do nothing for want of what they are options of, each said in one line: a recipe says
+nothing that never happens."""
 
 from operator import attrgetter
 
@@ -37,7 +37,7 @@ RULES_OF_IDLE = (
     Rule(
         "scales that are given are used before they are measured",
         "quant.initial_input_scale",
-        lambda r: r.quant.initial_input_scale is not None and r.quant.fake_quant_start > 0 and r.outgrows(),
+        lambda r: r.quant.initial_input_scale is not None and r.quant.fake_quant_start > 0 and r.invalidates(),
         "null with quant.fake_quant_start {quant.fake_quant_start}: what trains until then measures the scales again",
     ),
     _of_adapters("rank", 16),

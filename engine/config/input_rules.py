@@ -43,8 +43,8 @@ RULES_OF_INPUTS = (
     ),
     Rule(
         "weights that travel as codes have one scale per tensor or row",
-        "quant.gather_codes",
-        lambda r: r.quant.gather_codes and r.quant.known() and not r.quant.has_weights_to_gather_as_codes(),
+        "quant.quantized_all_gather",
+        lambda r: r.quant.quantized_all_gather and r.quant.known() and not r.quant.has_weights_to_gather_as_codes(),
         "false: quant.scheme {quant.scheme} has scales per group or block, or zero points, which no rank has whole",
     ),
     Rule(

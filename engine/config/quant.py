@@ -112,10 +112,10 @@ class QuantRecipe:
     start: str | None = None
     """Directory of a quantized checkpoint of the model in model.path (GPTQ, AWQ, AutoRound, ...): training starts from
     the weights of model.path with its scales. null: none."""
-    start_inside: bool = False
+    snap_to_codes: bool = False
     """true: each weight of model.path that has another code in quant.start becomes what that code stands for: step 0
     computes with the weights of quant.start."""
-    first_codes: Literal["nearest", "gptq", "blocks"] = "nearest"
+    init: Literal["rtn", "gptq", "blockwise"] = "rtn"
     """Codes that training starts with. nearest: each weight's own. gptq: those that keep the outputs of each layer on
     quant.calibration_batches micro-batches per rank (GPTQ), and the weights that have others become what these stand
     for. blocks: then the weights and scales of each decoder layer are trained for 200 steps to keep its outputs: the
@@ -158,7 +158,7 @@ class QuantRecipe:
     """true: norms and SwiGLU write the codes of the layers behind them, in one operator, where these have static scales
     that do not learn; of Llama, Mistral, Qwen2 and Qwen3. Other roundings than torch's norm has, and not tried on a GPU
     yet. See docs/how_a_layer_computes.md."""
-    gather_codes: bool = False
+    quantized_all_gather: bool = False
     """true: ZeRO-3 gathers the weights of quantized layers as codes, one byte each instead of two or four, where a
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
     bit. See ds_configs/README.md."""
@@ -242,7 +242,7 @@ class QuantRecipe:
     def scales_brought_by(self) -> str | None:
         """The key that gives the weights their first scales where these are not measured from them alone."""
         brought = {
-            "quant.first_codes": self.first_codes != "nearest",
+            "quant.init": self.init != "rtn",
             "quant.start": bool(self.start),
             "quant.scales": bool(self.scales),
             "quant.scheme source": self.scheme == SOURCE,
@@ -308,7 +308,7 @@ class QuantRecipe:
         return any(scheme.has_fp8_gemm for scheme in self.linear_schemes())
 
     def has_weights_to_gather_as_codes(self) -> bool:
-        """Whether some layer's weights have so few scales that every rank knows them all (quant.gather_codes)."""
+        """Whether some layer's weights have so few scales that every rank knows them all (quant.quantized_all_gather)."""
         chosen = [self.preset().linear, *(rule.scheme for rule in self.chosen_rules())] if self.known() else []
         chosen += [self._scheme(name) for name in self.schemes] if self.scheme == SOURCE else []
         weights = [scheme.weights for scheme in chosen if scheme is not None]

@@ -1,7 +1,7 @@
 """Recipes from YAML files and command lines, and back.
 
 A run reads a YAML file (``--config R.yaml``) and then overrides from the command line (``--optim.lr 2e-5``); ``--help``
-shows every knob with its default and ``--print_config`` the result of both. An unknown key, a wrong type and whatever
+shows every option with its default and ``--print_config`` the result of both. An unknown key, a wrong type and whatever
 :mod:`engine.config.config` refuses raise RecipeError, with the key's path, the value and what was expected;
 ``launch/exits.py`` ends a script with that text.
 """

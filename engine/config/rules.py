@@ -1,4 +1,4 @@
-"""Rules between the knobs of a recipe that are said in one line each: values that are each in bounds and do not go
+"""Rules between the options of a recipe that are said in one line each: values that are each in bounds and do not go
 together. They stand in the order in which their problems are printed.
 """
 
@@ -45,11 +45,11 @@ class Sections(Protocol):
 
     def never_quantizes(self) -> bool: ...
 
-    def outgrows(self) -> bool: ...
+    def invalidates(self) -> bool: ...
 
 
 class Rule(NamedTuple):
-    """What must hold between several knobs.
+    """What must hold between several options.
 
     Attributes:
         name: what must hold.
@@ -284,8 +284,8 @@ RULES = (
     ),
     Rule(
         "cells are those of a quantized start",
-        "quant.start_inside",
-        lambda r: r.quant.start_inside and r.quant.start is None,
+        "quant.snap_to_codes",
+        lambda r: r.quant.snap_to_codes and r.quant.start is None,
         "false: quant.start, which has the cells, is null",
     ),
     Rule(

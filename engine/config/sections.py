@@ -1,7 +1,7 @@
 """The recipe's sections on model, data, optimizer, loop, evaluation and export.
 
-One field is one knob: the text below it is what ``--help`` shows, and its metadata says which values it takes. What
-several knobs together show is in engine/config/contradictions.py.
+One field is one option: the text below it is what ``--help`` shows, and its metadata says which values it takes. What
+several options together show is in engine/config/contradictions.py.
 """
 
 import math

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from engine.config.rules import Rule
 
-# The values that a run without fake quant has of these knobs.
+# The values that a run without fake quant has of these options.
 UNQUANTIZED: dict[str, object] = {
     "quant.scales": None,
     "quant.scales_follow_weights": False,
@@ -17,7 +17,7 @@ UNQUANTIZED: dict[str, object] = {
     "quant.fp8_fast_accum": True,
     "quant.keep_codes": False,
     "quant.fuse_norms": False,
-    "quant.gather_codes": False,
+    "quant.quantized_all_gather": False,
     "learnable.act_scale": False,
 }
 _ALSO = {"quant.compute": ("simulate",)}  # as all of it computes, without codes

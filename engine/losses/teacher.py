@@ -1,6 +1,6 @@
 """Who the student is distilled from: another model, the student itself without fake quant, or a cache on disk.
 
-:meth:`Teacher.look` runs whatever forward a micro-batch takes, before the student's, and keeps hidden states, not
+:meth:`Teacher.forward` runs whatever forward a micro-batch takes, before the student's, and keeps hidden states, not
 logits. The losses are computed inside the student's lm_head, from what it returned. Under ZeRO stage 3 the lm_head of
 another model is gathered there, once per micro-batch, by all ranks, whether they have a valid token or not.
 """
@@ -25,7 +25,7 @@ from quant import Quantization, QuantLinear
 from quant.lora import without_adapters
 
 
-class Sight(NamedTuple):
+class TeacherOutput(NamedTuple):
     """What a teacher says about a micro-batch.
 
     Attributes:
@@ -41,7 +41,7 @@ class Teacher(ABC):
     """A source of distributions over the vocabulary."""
 
     @abstractmethod
-    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
+    def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
         """See what the teacher has to say about a micro-batch; a collective.
 
         Args:
@@ -56,25 +56,25 @@ class ModelTeacher(Teacher):
 
     Attributes:
         module: the model (an engine under stage 3), without its lm_head.
-        stand_in: what stands there in its lm_head's place.
+        head_proxy: what stands there in its lm_head's place.
         head: its lm_head, which is gathered only while the losses are computed with what :meth:`look` returns.
         vocabulary: see :class:`engine.losses.chunked.TeacherHidden`.
     """
 
     module: nn.Module
-    stand_in: HiddenStates
+    head_proxy: HiddenStates
     head: nn.Linear | QuantLinear
     vocabulary: int | None
 
-    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
+    def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
         """Run the model; a collective under stage 3."""
-        with torch.no_grad(), self.stand_in.catching():
+        with torch.no_grad(), self.head_proxy.catching():
             logits = self.module(**inputs).logits
-        hidden = self.stand_in.taken(logits, "the teacher")  # [B, T, H]
+        hidden = self.head_proxy.collect(logits, "the teacher")  # [B, T, H]
         teacher = losses.TeacherHidden(
-            hidden, self.head.weight, self.head.bias, self.vocabulary, self.stand_in.function
+            hidden, self.head.weight, self.head.bias, self.vocabulary, self.head_proxy.function
         )
-        return Sight(teacher, list(self.head.parameters()))
+        return TeacherOutput(teacher, list(self.head.parameters()))
 
 
 @dataclass
@@ -88,14 +88,14 @@ class SelfTeacher(Teacher):
     head: LMHead
     quantization: Quantization
 
-    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
+    def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
         """Run the student as it was: eval mode, nothing quantized, no observer watching; then all as before."""
         logits = unquantized_forward(self.engine, self.head, self.quantization, inputs)
-        hidden = self.head.taken(logits, "the student")
+        hidden = self.head.collect(logits, "the student")
         # The head's own weight, not the one that the student's losses are computed with, which may be quantized. It is
         # whole where they are computed, and no gradient flows to it through a teacher.
         function = self.head.function
-        return Sight(losses.TeacherHidden(hidden, self.head.weight, self.head.bias, function=function))
+        return TeacherOutput(losses.TeacherHidden(hidden, self.head.weight, self.head.bias, function=function))
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ class CachedTeacher(Teacher):
 
     cache: TeacherCache
 
-    def look(self, inputs: dict[str, Any], batch: MicroBatch) -> Sight:
+    def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
         """Read the rows of the batch's samples: their valid positions, in order, are those of the batch.
 
         Raises:
@@ -141,7 +141,7 @@ class CachedTeacher(Teacher):
             without_wait(tensor, batch["labels"].device) for tensor in self.cache.top_k(rows)
         )
         top = TopK(log_probs, indices, log_tail)
-        return Sight(losses.TeacherTopK(top, self.cache.manifest.vocabulary))
+        return TeacherOutput(losses.TeacherTopK(top, self.cache.manifest.vocabulary))
 
 
 def first_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:

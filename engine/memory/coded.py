@@ -12,12 +12,12 @@ from torch import nn
 from engine.memory.zero_gather import Buffer, Gatherer
 from engine.memory.zero_parameters import Inventory, ShardedParameter
 from engine.memory.zero_states import FP32
-from model.zero.quantized_gather import NONE_CODED, can_be_coded
+from model.zero.quantized_gather import NONE_GATHERED_QUANTIZED, can_gather_quantized
 from quant import QuantLayer
 
 
 @dataclass(frozen=True)
-class CodedWeights:
+class QuantizedGather:
     """The weights of a model that can travel as codes.
 
     Attributes:
@@ -29,9 +29,9 @@ class CodedWeights:
     scale_elements: int
 
     @classmethod
-    def of(cls, model: nn.Module, layers: Iterable[QuantLayer]) -> "CodedWeights":
+    def of(cls, model: nn.Module, layers: Iterable[QuantLayer]) -> "QuantizedGather":
         """Those of a model on the meta device."""
-        coded = [layer for layer in layers if can_be_coded(layer)]
+        coded = [layer for layer in layers if can_gather_quantized(layer)]
         weights = {id(layer.weight) for layer in coded}
         scales = {id(p): p.numel() for layer in coded for p in (layer.weight_s0, layer.weight_theta) if p is not None}
         names = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in weights)
@@ -45,7 +45,7 @@ class CodedWeights:
     def problem(self, inventory: Inventory, zero: DeepSpeedZeroConfig) -> str | None:
         """Why the run would be refused: no weight travels as codes."""
         coded = (parameter for parameter in inventory.parameters if parameter.name in self.names)
-        return NONE_CODED if all(parameter.persists(zero) for parameter in coded) else None
+        return NONE_GATHERED_QUANTIZED if all(parameter.persists(zero) for parameter in coded) else None
 
 
 @dataclass

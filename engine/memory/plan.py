@@ -12,8 +12,7 @@ from typing import Any
 from engine.config.config import Recipe
 from engine.config.deepspeed import DsConfigError, resolve, teacher_config
 from engine.losses.objective import tokens_at_a_time
-from engine.memory.coded import CodedWeights
-from engine.memory.first_codes import bytes_of_first_codes
+from engine.memory.coded import QuantizedGather
 from engine.memory.meta_model import (
     META,
     MetaStudent,
@@ -25,6 +24,7 @@ from engine.memory.meta_model import (
     teacher_events,
 )
 from engine.memory.meta_step import Event
+from engine.memory.ptq_init import bytes_of_ptq_init
 from engine.memory.zero_cost import Moment, Traffic, own_bytes
 from engine.memory.zero_gather import Gatherer
 from engine.memory.zero_parameters import Inventory, module_parameters, take_inventory
@@ -47,7 +47,7 @@ class Prediction:
         moments: the worst moments of forward, backward and the optimizer's step.
         cost: what one step costs, its collectives included.
         largest_micro_batch: how many rows per rank still fit; None where nothing was asked, 0 where not even one does.
-        first_codes: bytes on the device while the first codes are chosen, before there is an optimizer; 0 where
+        init: bytes on the device while the first codes are chosen, before there is an optimizer; 0 where
             nothing asks for it.
     """
 
@@ -57,12 +57,12 @@ class Prediction:
     moments: dict[str, Moment]
     cost: StepCost
     largest_micro_batch: int | None = None
-    first_codes: int = 0
+    init: int = 0
 
     @property
     def peak(self) -> int:
         """Bytes on the device at the worst moment."""
-        return max(self.first_codes, *(moment.total for moment in self.moments.values()))
+        return max(self.init, *(moment.total for moment in self.moments.values()))
 
     @property
     def host(self) -> int:
@@ -75,7 +75,7 @@ class Prediction:
         copies = self.held.host.get(STEP_COPIES, 0)
         step = self.moments["step"].total + copies
         training = self.host - copies + max(self.moments["forward"].total, self.moments["backward"].total, step)
-        return max(training, self.first_codes)
+        return max(training, self.init)
 
 
 class Planner:
@@ -100,9 +100,9 @@ class Planner:
         inventory = take_inventory(self.student.model, recipe.optim)
         codes = sum(layer.weight.numel() for layer in layers if layer.held is None)
         self.inventory: Inventory = dataclasses.replace(inventory, quantized=codes)
-        self._coded: CodedWeights | None = None
-        if recipe.quant.gather_codes:
-            self._coded = CodedWeights.of(self.student.model, layers)
+        self._coded: QuantizedGather | None = None
+        if recipe.quant.quantized_all_gather:
+            self._coded = QuantizedGather.of(self.student.model, layers)
             self.inventory = self._coded.replace_in(self.inventory)
         self._events: dict[int, tuple[list[Event], Step]] = {}
 
@@ -159,7 +159,7 @@ class Planner:
 
     def _first_codes(self, settings: Settings, held: Held, rows: int) -> int:
         """Bytes on the device while codes are chosen, of micro-batches of ``rows``; 0 where nothing asks for it."""
-        chosen = bytes_of_first_codes(self.student, settings, rows)
+        chosen = bytes_of_ptq_init(self.student, settings, rows)
         return chosen and chosen + held.device["parameters"]
 
     def _teacher(self, config: dict[str, Any], settings: Settings, held: Held) -> "_OfTeacher":

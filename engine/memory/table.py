@@ -38,7 +38,7 @@ def memory_table(predictions: Sequence[Prediction], gpu_bytes: int | None) -> st
     row("copies in the step", lambda one: one.moments["step"].parts["copies"])
     for phase, name in (("forward", "peak in forward"), ("backward", "peak in backward"), ("step", "peak in the step")):
         row(name, lambda one, phase=phase: one.moments[phase].total)  # type: ignore[misc]
-    row("peak of the first codes (GPTQ)", lambda one: one.first_codes)
+    row("peak of the first codes (GPTQ)", lambda one: one.init)
     row("peak", lambda one: one.peak)
     if gpu_bytes is not None:
         row("peak + reserve", lambda one: one.peak + RESERVE)
@@ -91,7 +91,7 @@ def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
             "host": one.held.host,
             "moments": {phase: asdict(moment) for phase, moment in one.moments.items()},
             "gathered": one.cost.gathered,
-            "first_codes": one.first_codes,
+            "init": one.init,
             "peak": one.peak,
             "reserve": RESERVE,
             "largest_micro_batch": one.largest_micro_batch,

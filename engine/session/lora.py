@@ -16,13 +16,13 @@ from model.fingerprint import digest_of_checkpoint
 from model.moe.experts import PerExpertMLPs
 from model.peft import PeftSource, read_adapter
 from model.quantized.config import is_quantized
-from model.quantized.quantize_on_load import can_be_made
+from model.quantized.quantize_on_load import can_quantize_on_load
 from model.ranks import listed, say
 from model.ranks import rank as this_rank
 from quant import Quantization, QuantLinear, Scheme
 from quant.linear import StackedLinear, linears_of
 from quant.lora import Adapter, AdapterBeside
-from quant.packed_weight import hold_codes
+from quant.packed_weight import store_packed
 from quant.rules import assign, examples, schemes_of_layers
 
 
@@ -61,8 +61,8 @@ def _problems_of_experts(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], adapter: AdapterRecipe
 ) -> Iterator[str]:
     """Of experts whose adapters no reader was seen to compute as they are trained."""
-    knob = "merge: false" if adapter.beside else "start"
-    other = f"of which no reader of adapters was tried with adapter.{knob}; name other layers, such as .*self_attn.*"
+    option = "merge: false" if adapter.beside else "start"
+    other = f"of which no reader of adapters was tried with adapter.{option}; name other layers, such as .*self_attn.*"
     if stacks := [name for name, layer in layers.items() if isinstance(layer, StackedLinear)]:
         yield f"{listed(stacks, 3)}: experts that lie in one weight, {other}"
     apart = [name for name, module in model.named_modules() if isinstance(module, PerExpertMLPs)]
@@ -71,7 +71,7 @@ def _problems_of_experts(
         yield f"{listed(own, 3)}: experts that transformers has in one weight, {other}"
 
 
-def hold_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
+def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
     """Have the weights of all layers that will be quantized, but lm_head and embeddings, held as codes.
 
     Args:
@@ -93,12 +93,13 @@ def hold_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
         if layer is head or isinstance(layer, nn.Embedding) or users[id(layer.weight)] > 1:
             continue
         try:
-            if made and not can_be_made(scheme.weights):
+            if made and not can_quantize_on_load(scheme.weights):
                 raise ValueError(
-                    f"adapter.base: codes: scheme {scheme.name!r} has a scale that a whole weight, or several, must be "
+                    f"adapter.base: quantized: scheme {scheme.name!r} has a scale that a whole weight, or "
+                    "several, must be "
                     f"seen for, while the codes are made of single rows: {_ELSE}"
                 )
-            hold_codes(layer, scheme.weights, tuple(layer.weight.shape), recipe.quant.ranges() if made else None)
+            store_packed(layer, scheme.weights, tuple(layer.weight.shape), recipe.quant.ranges() if made else None)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
@@ -108,7 +109,9 @@ _ELSE = "set adapter.base to weights, or model.path to a quantized checkpoint, w
 
 def _check_made(recipe: Recipe) -> None:
     """Refuse what needs the weights of an ordinary ``model.path``, of which there are only codes."""
-    path = f"adapter.base: codes: model.path {recipe.model.path!r} is not quantized, and there are only codes of it: "
+    path = (
+        f"adapter.base: quantized: model.path {recipe.model.path!r} is not quantized, and there are only codes of it: "
+    )
     if recipe.teacher_kind() == "self":
         raise ValueError(f"{path}set loss.teacher to it, as loss.teacher self would be the quantized model")
     if any(event.fake_quant in (False, "activations") for event in recipe.schedule):

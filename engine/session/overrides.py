@@ -9,7 +9,7 @@ from engine.session.optimizer import peak_learning_rates
 
 
 @dataclass
-class Levers:
+class Overrides:
     """Loss weights, peak learning rates and resting scales as the events so far have set them, over the recipe's.
 
     Attributes:

@@ -63,18 +63,18 @@ MOVED = 0.05  # by another place in the row
 TIMES = 4.0  # so much more than rounding alone
 
 
-def check_borders(session: Session, samples: Sequence[Sample]) -> None:
+def check_sequence_boundaries(session: Session, samples: Sequence[Sample]) -> None:
     """Refuse to pack for a student or a teacher that would see across the borders of samples; a collective.
 
     Runs forwards only, with quantization paused: rounding to codes would make much of little.
 
     Raises:
-        RankError: on every rank, with the knob that switches packing off.
+        RankError: on every rank, with the option that switches packing off.
     """
     settings = session.recipe.data
     sizes = {"rows": settings.micro_batch_size, "length": settings.max_length}
     for asked in models_to_ask(session):
-        problem = border_problem(asked.forward, vocabulary_of(samples), **sizes, exact=asked.exact)
+        problem = boundary_problem(asked.forward, vocabulary_of(samples), **sizes, exact=asked.exact)
         raise_everywhere(None if problem is None else f"data.packing: true, expected false: {asked.name}: {problem}")
 
 
@@ -82,7 +82,7 @@ class Asked(NamedTuple):
     """A model that is tried at the start of a run.
 
     Attributes:
-        name: the knob that names it, and its directory.
+        name: the option that names it, and its directory.
         model: itself.
         forward: a micro-batch to hidden states [rows, tokens, H], with quantization paused; a collective.
         exact: it has no experts, so that only what a token sees can move it.
@@ -107,7 +107,7 @@ def models_to_ask(session: Session) -> Iterator[Asked]:
 
         def forward(batch: MicroBatch, model: Teacher = model) -> Tensor:
             given = on_device(batch, session.device)
-            found = model.look({**model_inputs(given), "use_cache": False}, given).teacher
+            found = model.forward({**model_inputs(given), "use_cache": False}, given).teacher
             assert isinstance(found, TeacherHidden)
             return found.hidden
 
@@ -126,7 +126,7 @@ def random_samples(vocabulary: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def border_problem(
+def boundary_problem(
     forward: Callable[[MicroBatch], Tensor], vocabulary: Tensor, *, rows: int, length: int, exact: bool
 ) -> str | None:
     """What a model sees across the borders of packed samples, as a clause; None where it keeps them apart.
@@ -178,9 +178,10 @@ ROUNDINGS = 4.0  # of the dtype, in the mean over tokens: kernels with and witho
 
 
 def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
-    """The session, its model tried on rows as those of training; a collective. RankError: see ``check_borders``."""
+    """The session, its model tried on rows as those of training; a collective. RankError: see
+    ``check_sequence_boundaries``."""
     if session.recipe.data.packing:
-        check_borders(session, samples)
+        check_sequence_boundaries(session, samples)
     elif session.device.type != "cpu":
         return replace(session, mask=needs_mask(session, samples))
     return session

@@ -21,15 +21,15 @@ from engine.config.config import Recipe
 from engine.losses.teacher import SelfTeacher, Teacher, unquantized_forward
 from engine.session.context import RunContext
 from engine.session.optimizer import LossScale, initialize_frozen, initialize_student
-from engine.session.overrides import Levers
-from engine.session.student import build_student, first_codes, initial_scales
+from engine.session.overrides import Overrides
+from engine.session.student import build_student, initial_codes, initial_scales
 from engine.session.teacher import load_teacher, open_cached_teacher
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.head import LMHead, QuantHead, install_head, output_head, settle_function
 from model.lora import start_from_error
 from model.ranks import errors_on_all_ranks
 from model.scales import release_scales
-from model.zero.quantized_gather import gather_codes
+from model.zero.quantized_gather import gather_quantized
 from quant import Quantization
 
 First = Callable[[int], Iterable[MicroBatch]] | None
@@ -37,7 +37,7 @@ First = Callable[[int], Iterable[MicroBatch]] | None
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is ready to train: the student in its engine, its quantization, the teacher, the levers.
+    """A run that is ready to train: the student in its engine, its quantization, the teacher, the overrides.
 
     It is built once, complete; what moves while training moves inside of these.
     """
@@ -48,11 +48,11 @@ class Session:
     model: PreTrainedModel
     quantization: Quantization
     uncalibrated: frozenset[str]
-    """Owners of the input groups that had no scale when the session was built; see engine.fake_quant."""
+    """StatefulStates of the input groups that had no scale when the session was built; see engine.fake_quant."""
     teacher: Teacher | None
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
-    levers: Levers
+    overrides: Overrides
     head: LMHead | None
     """The student's lm_head, where the losses of training are computed; None in a session that computes none."""
     after_backward: list[Callable[[], None]]
@@ -64,10 +64,10 @@ class Session:
     mask: bool = True
     """Whether padded rows come with an attention mask; see engine.session.probes."""
 
-    def owners(self) -> dict[str, Levers | Quantization | LossScale]:
+    def stateful(self) -> dict[str, Overrides | Quantization | LossScale]:
         """What of the session a resumed run needs beside DeepSpeed's state, by the name that checkpoints keep it by."""
         loss_scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
-        return {"levers": self.levers, "quantization": self.quantization, **loss_scale}
+        return {"overrides": self.overrides, "quantization": self.quantization, **loss_scale}
 
 
 def build_session(
@@ -92,7 +92,7 @@ def build_session(
     model, quantization = build_student(recipe, ds_config, device, losses=samples is not None)
     read = fingerprints(model, frozen_weights(model)) if recipe.adapter.on and samples is not None else {}
     uncalibrated = initial_scales(recipe, model, quantization)
-    if recipe.adapter.init == "error" or recipe.quant.first_codes != "nearest":
+    if recipe.adapter.init == "error" or recipe.quant.init != "rtn":
         _better_start(recipe, model, quantization, first, device, trains=samples is not None)
     if samples is not None:
         with errors_on_all_ranks(ValueError):
@@ -109,7 +109,7 @@ def build_session(
     if head is not None and teacher_kind == "self":
         teacher = SelfTeacher(engine, head, quantization)
     # The forms in which weights are gathered: the engine's hooks are there now, and no forward has run.
-    after_backward = [gather_codes(model, quantization)] if optimizer and recipe.quant.gather_codes else []
+    after_backward = [gather_quantized(model, quantization)] if optimizer and recipe.quant.quantized_all_gather else []
     return Session(
         recipe,
         ds_config,
@@ -120,7 +120,7 @@ def build_session(
         teacher,
         context.tokenizer,
         device,
-        Levers(recipe),
+        Overrides(recipe),
         head,
         after_backward,
         LossScale.from_config(ds_config["fp16"]) if optimizer and recipe.model.dtype == "float16" else None,
@@ -140,8 +140,8 @@ def _better_start(
     """What of adapters and codes a recipe wants chosen for its start, once weights and scales are in place."""
     if recipe.train.resume:
         return
-    if recipe.quant.first_codes != "nearest" and first is not None:
-        first_codes(recipe, model, quantization, first(recipe.quant.calibration_batches), device)
+    if recipe.quant.init != "rtn" and first is not None:
+        initial_codes(recipe, model, quantization, first(recipe.quant.calibration_batches), device)
     if recipe.adapter.init == "error" and trains:
         start_from_error(quantization)
 

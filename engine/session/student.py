@@ -17,15 +17,15 @@ from data.loader import MicroBatch
 from engine.config.config import Recipe
 from engine.config.quant import SOURCE
 from engine.session.context import DTYPES, samples_on_all_ranks
-from engine.session.lora import add_adapters, check_adapters, hold_base
+from engine.session.lora import add_adapters, check_adapters, pack_base
 from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.head import output_head
 from model.moe.experts import ExpertMLPs, router_names
-from model.ptq_init import choose_first_codes
+from model.ptq_init import choose_initial_codes
 from model.quantized.config import is_quantized
-from model.quantized.quantize_on_load import fill_made_scales
+from model.quantized.quantize_on_load import fill_quantize_on_load_scales
 from model.quantized.scales import take_scales
 from model.quantized.schemes import source_schemes
 from model.quantized.start import take_start
@@ -80,7 +80,7 @@ def empty_student(
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation,
         experts=recipe.model.experts,
-        hold=partial(_hold, recipe) if recipe.adapter.base == "codes" else None,
+        hold=partial(_hold, recipe) if recipe.adapter.base == "quantized" else None,
     )
     with errors_on_all_ranks(ValueError):  # before the weights are read
         named = _named_schemes(recipe, model)
@@ -111,7 +111,7 @@ def _check_plain(recipe: Recipe) -> None:
 
 
 def _hold(recipe: Recipe, model: PreTrainedModel) -> None:
-    hold_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))
+    pack_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))
 
 
 def quantize_student(
@@ -192,7 +192,7 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
     owners of the input groups whose scales remain to be calibrated in place."""
     if recipe.quant.start or recipe.quant.scales or is_quantized(Path(recipe.model.path)):
         return _scales_of_files(recipe, model, quantization)
-    made = fill_made_scales(model, quantization) if recipe.adapter.base == "codes" else set()
+    made = fill_quantize_on_load_scales(model, quantization) if recipe.adapter.base == "quantized" else set()
     renew_weight_scales(quantization, {group.owner for group in quantization.weight_groups} - made)
     owners = {group.owner for group in quantization.input_groups}
     if recipe.quant.initial_input_scale is None:
@@ -201,7 +201,7 @@ def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantiz
     return set()
 
 
-def first_codes(
+def initial_codes(
     recipe: Recipe,
     model: PreTrainedModel,
     quantization: Quantization,
@@ -212,19 +212,17 @@ def first_codes(
     weights there; a collective, after :func:`initial_scales`. As many samples as a micro-batch has rows go through the
     model together where they are equally long."""
     if is_quantized(Path(recipe.model.path)):
-        raise_everywhere(
-            f"quant.first_codes: {recipe.quant.first_codes}, expected nearest: {recipe.model.path} has codes of its own"
-        )
+        raise_everywhere(f"quant.init: {recipe.quant.init}, expected nearest: {recipe.model.path} has codes of its own")
     rows = recipe.data.micro_batch_size
     groups = list(samples_on_all_ranks(batches, together=rows))
-    tuned_rows = rows if recipe.quant.first_codes == "blocks" else None
-    choose_first_codes(model, quantization, groups, device, tuned_rows=tuned_rows)
+    tuned_rows = rows if recipe.quant.init == "blockwise" else None
+    choose_initial_codes(model, quantization, groups, device, tuned_rows=tuned_rows)
 
 
 def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
     """:func:`initial_scales` from a PTQ checkpoint, or from the quantized one that training starts from."""
     start, scales = recipe.quant.start, recipe.quant.scales
-    read = partial(take_start, inside=recipe.quant.start_inside) if start else load_scales if scales else take_scales
+    read = partial(take_start, inside=recipe.quant.snap_to_codes) if start else load_scales if scales else take_scales
     report = read(
         model,
         quantization,

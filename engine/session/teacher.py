@@ -62,12 +62,12 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
     say(f"teacher: {report.summary()}")
     if is_quantized(Path(path)):
         say("teacher: its weights are those of its codes, and its inputs are not quantized")
-    _, stand_in = take_out_head(model)
+    _, head_proxy = take_out_head(model)
     module = initialize_frozen(model, context.ds_config)
     settle_function(
-        stand_in, lambda ids: module(input_ids=ids.to(context.device), use_cache=False).logits, model.config
+        head_proxy, lambda ids: module(input_ids=ids.to(context.device), use_cache=False).logits, model.config
     )
-    return ModelTeacher(module, stand_in, linear.requires_grad_(False), vocabulary)
+    return ModelTeacher(module, head_proxy, linear.requires_grad_(False), vocabulary)
 
 
 def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> CachedTeacher:
@@ -85,7 +85,7 @@ def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: Pr
                 f"loss.top_k: {top_k}, expected at most {cache.manifest.top_k}, as many as loss.teacher_cache "
                 f"{directory} keeps"
             )
-        cache.check_made_of(samples, tokenizer)
+        cache.check_quantized_on_load_of(samples, tokenizer)
         teacher = recipe.loss.teacher
         if teacher is not None and (Path(teacher) / "config.json").is_file():
             cache.check_teacher(teacher, digest_of_checkpoint(teacher))

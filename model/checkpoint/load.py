@@ -42,12 +42,12 @@ from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader, ga
 from model.checkpoint.slices import Layout, Piece
 from model.quantized.checkpoint import read_checkpoint
 from model.quantized.quantize_on_load import in_codes
-from model.quantized.tensor import CodedTensor, chunks_of, fill
+from model.quantized.tensor import QuantizedTensor, chunks_of, fill
 from model.ranks import RankError, errors_on_all_ranks, is_main, listed, raise_everywhere, reduce_over_ranks
 from model.zero import forget_secondary_copies, full_numel, gathered, local_data, local_range
 from quant import SCALE_PARAMETERS
 from quant.kernels import amax
-from quant.packed_weight import held_codes
+from quant.packed_weight import packed_codes
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -71,7 +71,7 @@ class _Read(NamedTuple):
     ``filled_from`` is the key that fills it instead, because the two are tied; what lies on disk here must equal it.
     """
 
-    source: DiskTensor | CodedTensor
+    source: DiskTensor | QuantizedTensor
     piece: Piece
     target: Tensor
     filled_from: str | None
@@ -296,7 +296,9 @@ def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Lay
     return layouts
 
 
-def _fits(source: DiskTensor | CodedTensor, layout: Layout, tensors: dict[str, Tensor], problems: _Problems) -> bool:
+def _fits(
+    source: DiskTensor | QuantizedTensor, layout: Layout, tensors: dict[str, Tensor], problems: _Problems
+) -> bool:
     """Whether shape and dtype on disk are what the model can take."""
     dtypes = {tensors[piece.name].dtype for piece in layout.pieces}
     if source.shape != layout.shape:
@@ -321,7 +323,7 @@ def check_finite(model: nn.Module, said: str) -> None:
     named = {
         name: own
         for name, own in model.named_parameters()
-        if held_codes(own) is None and (own.requires_grad or not name.endswith(SCALE_PARAMETERS))
+        if packed_codes(own) is None and (own.requires_grad or not name.endswith(SCALE_PARAMETERS))
     }
     largest = torch.cat([amax(local_data(own)) for own in named.values()]).nan_to_num(torch.inf, torch.inf)
     finite = reduce_over_ranks(largest, dist.ReduceOp.MAX).isfinite().tolist()

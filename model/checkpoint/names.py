@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 )
 
 from model.checkpoint.slices import ExpertTensor, Layout, Piece, Shape, Stack, expert_tensors, fused_layouts, turned
-from model.families import is_composite, left_out, turned_weights
+from model.families import is_composite, left_out, transposed_weights
 from model.moe.experts import ExpertMLPs
 from model.zero import full_shape
 from quant import ADAPTER_PARAMETERS, SCALE_PARAMETERS
@@ -83,7 +83,7 @@ class Names:
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._prefix = model.base_model_prefix
         self.own = {name: tuple(full_shape(tensor)) for name, tensor in own_tensors(model).items()}
-        self.turned = turned_weights(model)
+        self.turned = transposed_weights(model)
         dense = not any(isinstance(module, ExpertMLPs) for module in model.modules())
         self._experts = {} if dense else expert_tensors(model)
         self._fused = fused_layouts(self._experts)

@@ -2,6 +2,6 @@
 
 from model.ptq_init.gptq import quantized_together
 from model.ptq_init.samples import decoder_layers
-from model.ptq_init.start import choose_first_codes
+from model.ptq_init.start import choose_initial_codes
 
-__all__ = ["choose_first_codes", "decoder_layers", "quantized_together"]
+__all__ = ["choose_initial_codes", "decoder_layers", "quantized_together"]

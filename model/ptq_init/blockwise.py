@@ -28,7 +28,7 @@ from model.scales import write_scales
 from model.zero import forget_secondary_copies, gathered, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, kernels
 from quant.linear import linears_of
-from quant.scale import have_codes, into_cells
+from quant.scale import have_codes, snap_to_codes
 
 STEPS = 200
 RATE = 0.02  # of weights, in scales, falling to 0
@@ -248,7 +248,7 @@ def _in_cells(name: str, layer: QuantLayer, original: Tensor) -> Tensor:
         codes, _ = kernels.quantize(here, quantizer)
         decoded = kernels.dequantize(codes, quantizer)
         decoded = torch.where(have_codes(decoded, codes, quantizer), decoded, here)  # a dtype may not hold all steps
-        there.copy_(into_cells(there.contiguous(), decoded, codes, quantizer))
+        there.copy_(snap_to_codes(there.contiguous(), decoded, codes, quantizer))
     return before.view(-1)[own].to(original.device)
 
 

@@ -30,7 +30,7 @@ from quant.hadamard import rotate
 from quant.linear import LinearPart, linears_of
 from quant.reference import fake_quantize_tokens
 from quant.rules import fused_sets
-from quant.scale import have_codes, into_cells
+from quant.scale import have_codes, snap_to_codes
 
 Sets = list[list[str]]  # names of quantized layers that read one tensor
 
@@ -214,14 +214,14 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
     decoded = kernels.dequantize(found.codes, after)
     if not bool(have_codes(decoded, found.codes, after).all()):
         raise ValueError(
-            f"quant.first_codes, expected nearest, or model.dtype float32: {weight.dtype} does not hold all "
+            f"quant.init, expected nearest, or model.dtype float32: {weight.dtype} does not hold all "
             f"steps of the codes of {found.part.name}"
         )
     single, exact = (gram if found.part.expert is None else gram[found.part.expert]).float(), weight.float()
     errors.nearest += float(output_error(kernels.fake_quantize(weight, found.before).float() - exact, single))
     errors.chosen += float(output_error(decoded.float() - exact, single))
     errors.squares += float(output_error(exact, single))
-    return into_cells(weight, decoded, found.codes, after).flatten()[found.own]
+    return snap_to_codes(weight, decoded, found.codes, after).flatten()[found.own]
 
 
 def quantizes_inputs(layer: QuantLayer) -> bool:

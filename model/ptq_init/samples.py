@@ -87,7 +87,7 @@ def record(
 
     Args:
         model, blocks: the model, and its decoder layers by name.
-        samples, device: as of :func:`model.ptq_init.choose_first_codes`.
+        samples, device: as of :func:`model.ptq_init.choose_initial_codes`.
 
     Raises:
         RankError: on every rank: decoder layers that do not run once each, one behind the other.
@@ -137,7 +137,7 @@ def record(
     finally:
         for hook in hooks:
             hook.remove()
-    lines = [f"quant.first_codes, expected nearest for this model: {text}" for text in problems]
+    lines = [f"quant.init, expected nearest for this model: {text}" for text in problems]
     raise_everywhere("\n".join(lines[:5]) or None)
     return found
 

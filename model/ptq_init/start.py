@@ -21,13 +21,13 @@ from model.zero import forget_secondary_copies
 from quant import Quantization
 
 NO_LAYERS = (
-    "quant.first_codes, expected nearest for this model: none of its quantized layers lies in a decoder layer of the "
+    "quant.init, expected nearest for this model: none of its quantized layers lies in a decoder layer of the "
     "kind that transformers checkpoints"
 )
 
 
 @torch.no_grad()
-def choose_first_codes(
+def choose_initial_codes(
     model: PreTrainedModel,
     quantization: Quantization,
     samples: Sequence[tuple[Tensor, bool]],

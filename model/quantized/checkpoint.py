@@ -9,19 +9,19 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import Checkpoint, CheckpointError, DiskTensor, read_headers
-from model.quantized.compressed_tensors import read_coded
+from model.quantized.compressed_tensors import read_quantized
 from model.quantized.config import is_quantized, kv_cache_of, packing_of, read_quantization_config, rules_of
 from model.quantized.gptq_awq import read_columns
 from model.quantized.mxfp4_experts import read_blocks
 from model.quantized.narrow_range import with_grids
-from model.quantized.tensor import CodedTensor
+from model.quantized.tensor import QuantizedTensor
 from quant import SCHEMES, TensorSpec
 from quant.linear import linears_of
 
 
 @dataclass
 class SourceCheckpoint:
-    """The headers of all files of a checkpoint, with a :class:`CodedTensor` wherever a weight is stored as codes.
+    """The headers of all files of a checkpoint, with a :class:`QuantizedTensor` wherever a weight is stored as codes.
 
     Attributes:
         tensors: by key, a coded weight under the key that the weight would have.
@@ -30,16 +30,16 @@ class SourceCheckpoint:
         kv_cache: how keys and values are quantized; None where they are not, or in a way that is not read.
     """
 
-    tensors: dict[str, DiskTensor | CodedTensor]
+    tensors: dict[str, DiskTensor | QuantizedTensor]
     problems: list[str]
     lost: set[str]
     beside: dict[str, DiskTensor] = field(default_factory=dict)
     kv_cache: TensorSpec | None = None
 
     @property
-    def coded(self) -> dict[str, CodedTensor]:
+    def coded(self) -> dict[str, QuantizedTensor]:
         """The coded weights by the names of their Linears on disk."""
-        return {tensor.name: tensor for tensor in self.tensors.values() if isinstance(tensor, CodedTensor)}
+        return {tensor.name: tensor for tensor in self.tensors.values() if isinstance(tensor, QuantizedTensor)}
 
 
 def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
@@ -74,7 +74,7 @@ def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel | N
         elif packing is not None:
             coded, beside, problems = read_columns(found, rules, packing)
         else:
-            coded, beside, problems = read_coded(found, rules, spellings)
+            coded, beside, problems = read_quantized(found, rules, spellings)
         coded = with_grids(coded)
     except CheckpointError:
         raise

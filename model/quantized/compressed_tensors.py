@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from model.checkpoint.safetensors import Checkpoint, CheckpointError, DiskTensor, Reader
-from model.quantized.tensor import CodedTensor
+from model.quantized.tensor import QuantizedTensor
 from model.scales.read import CACHE_SCALES
 from quant import Rule, Scheme
 from quant.formats.compressed_tensors import Shapes, packed_shapes
@@ -27,9 +27,9 @@ _OF_INPUT = ("input_scale", "input_global_scale", "input_zero_point")
 _OF_CACHE = tuple(end for ends in CACHE_SCALES.values() for end in ends)
 
 
-def read_coded(
+def read_quantized(
     checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings
-) -> tuple[dict[str, CodedTensor], dict[str, DiskTensor], list[str]]:
+) -> tuple[dict[str, QuantizedTensor], dict[str, DiskTensor], list[str]]:
     """What a checkpoint of these rules holds as codes, see :func:`model.quantized.config.rules_of`.
 
     Returns:
@@ -37,7 +37,7 @@ def read_coded(
         attention, by their own keys; and problems, a line each.
     """
     tensors = checkpoint.tensors
-    coded: dict[str, CodedTensor] = {}
+    coded: dict[str, QuantizedTensor] = {}
     beside = {key: tensor for key, tensor in tensors.items() if key.endswith(_OF_CACHE)}
     problems: list[str] = []
     with Reader() as reader:
@@ -74,7 +74,7 @@ def _scheme(name: str, rules: Iterable[Rule], spellings: Spellings) -> Scheme:
 
 def _coded(
     name: str, codes: DiskTensor, parts: Mapping[str, DiskTensor], scheme: Scheme, reader: Reader
-) -> CodedTensor:
+) -> QuantizedTensor:
     """The weight, once everything that it is made of is known to fit together.
 
     Raises:
@@ -103,7 +103,7 @@ def _coded(
             raise ValueError(f"weight_zero_point is not 0, but {scheme.name} is symmetric")
         zero = None
     above = parts["weight_global_scale"] if "weight_global_scale" in expected else None
-    return CodedTensor(f"{name}.weight", shape, scheme, codes, parts["weight_scale"], zero, above)
+    return QuantizedTensor(f"{name}.weight", shape, scheme, codes, parts["weight_scale"], zero, above)
 
 
 def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.safetensors import Checkpoint, CheckpointError, DiskTensor, Reader
-from model.quantized.tensor import CodedTensor
+from model.quantized.tensor import QuantizedTensor
 from quant import Rule, Scheme
 from quant.formats.packing import unpack_int32
 
@@ -32,7 +32,7 @@ _ENDS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 @dataclass(frozen=True)
-class ColumnTensor(CodedTensor):
+class ColumnTensor(QuantizedTensor):
     """A weight whose columns are ours rows; ``codes``, ``scale`` and ``zero`` are qweight, scales and qzeros."""
 
     packing: Packing = "gptq"
@@ -104,11 +104,11 @@ def _awq(words: Tensor) -> Tensor:
 
 def read_columns(
     checkpoint: Checkpoint, rules: Sequence[Rule], packing: Packing
-) -> tuple[dict[str, CodedTensor], dict[str, DiskTensor], list[str]]:
-    """As :func:`model.quantized.compressed_tensors.read_coded`, of a checkpoint of one scheme in these layouts."""
+) -> tuple[dict[str, QuantizedTensor], dict[str, DiskTensor], list[str]]:
+    """As :func:`model.quantized.compressed_tensors.read_quantized`, of a checkpoint of one scheme in these layouts."""
     scheme = next(rule.scheme for rule in rules if rule.scheme is not None)
     tensors = checkpoint.tensors
-    coded: dict[str, CodedTensor] = {}
+    coded: dict[str, QuantizedTensor] = {}
     beside: dict[str, DiskTensor] = {}
     problems: list[str] = []
     with Reader() as reader:

@@ -8,7 +8,7 @@ transformers decodes them to lie turned. So the bytes of one expert are those of
 import torch
 
 from model.checkpoint.safetensors import Checkpoint, DiskTensor
-from model.quantized.tensor import CodedTensor
+from model.quantized.tensor import QuantizedTensor
 from quant import Scheme
 
 BLOCKS, SCALES = "_blocks", "_scales"  # how keys end, behind the name of the stack
@@ -17,11 +17,11 @@ _BYTES = 16  # of a block
 
 def read_blocks(
     checkpoint: Checkpoint, scheme: Scheme
-) -> tuple[dict[str, CodedTensor], dict[str, DiskTensor], list[str]]:
-    """As :func:`model.quantized.compressed_tensors.read_coded`, of the experts of such a checkpoint: each Linear under
-    its own name, ``<experts>.<index>.<stack>``."""
+) -> tuple[dict[str, QuantizedTensor], dict[str, DiskTensor], list[str]]:
+    """As :func:`model.quantized.compressed_tensors.read_quantized`, of the experts of such a checkpoint: each Linear
+    under its own name, ``<experts>.<index>.<stack>``."""
     tensors = checkpoint.tensors
-    coded: dict[str, CodedTensor] = {}
+    coded: dict[str, QuantizedTensor] = {}
     beside: dict[str, DiskTensor] = {}
     problems: list[str] = []
     for key, codes in tensors.items():
@@ -39,7 +39,7 @@ def read_blocks(
         for expert in range(experts):
             linear = f"{parent}.{expert}.{stack}.weight"
             own = _of_expert(codes, expert, (rows, groups * _BYTES)), _of_expert(scale, expert, (rows, groups))
-            coded[linear] = CodedTensor(linear, (rows, 2 * _BYTES * groups), scheme, *own)
+            coded[linear] = QuantizedTensor(linear, (rows, 2 * _BYTES * groups), scheme, *own)
     return coded, beside, problems
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.safetensors import CheckpointError, Reader
-from model.quantized.tensor import CodedTensor
+from model.quantized.tensor import QuantizedTensor
 from model.ranks import listed, raise_everywhere, reduce_over_ranks
 from model.scales.in_place import scale_buckets
 from model.zero import gathered, is_partitioned, local_data, local_range
@@ -30,7 +30,7 @@ _ENOUGH = 16
 _NARROW = "_narrow"  # behind the name of a scheme
 
 
-def with_grids(coded: Mapping[str, CodedTensor]) -> dict[str, CodedTensor]:
+def with_grids(coded: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
     """``coded`` with the schemes of narrow grids where the codes are on one.
 
     Raises:
@@ -50,7 +50,7 @@ def on_other_grid(scheme: Scheme) -> Scheme | None:
     return replace(scheme, name=name, weights=replace(spec, narrow=not spec.narrow))
 
 
-def check_codes(codes: Tensor, spec: TensorSpec, weight: CodedTensor) -> None:
+def check_codes(codes: Tensor, spec: TensorSpec, weight: QuantizedTensor) -> None:
     """Refuse codes that are not on the grid of ``spec``, if that is narrow.
 
     Raises:
@@ -104,9 +104,9 @@ def _beyond(spec: TensorSpec) -> str:
     )
 
 
-def _narrow(coded: Iterable[CodedTensor]) -> Iterable[Scheme]:
+def _narrow(coded: Iterable[QuantizedTensor]) -> Iterable[Scheme]:
     """The schemes whose codes are on the narrow grid."""
-    by_scheme: dict[Scheme, list[CodedTensor]] = {}
+    by_scheme: dict[Scheme, list[QuantizedTensor]] = {}
     for one in coded:
         if one.scheme.weights.bits < 8 and on_other_grid(one.scheme) is not None:
             by_scheme.setdefault(one.scheme, []).append(one)
@@ -121,7 +121,7 @@ def _narrow(coded: Iterable[CodedTensor]) -> Iterable[Scheme]:
                 yield scheme
 
 
-def _sample(weight: CodedTensor, reader: Reader) -> Tensor:
+def _sample(weight: QuantizedTensor, reader: Reader) -> Tensor:
     try:
         return weight.codes_of_rows(reader, slice(0, min(_ROWS, weight.shape[0])))
     except OSError as error:

@@ -1,15 +1,16 @@
-"""Codes and scales of a weight that a checkpoint holds as numbers, made while it is read (``adapter.base: codes``).
+"""Codes and scales of a weight that a checkpoint holds as numbers, made while it is read (``adapter.base: quantized``).
 
-A :class:`MadeTensor` stands for a weight of an ordinary checkpoint as a :class:`model.quantized.tensor.CodedTensor`
-stands for one of a quantized checkpoint. Whoever asks for some rows gets their codes; the rows themselves exist, in the
-model's dtype, until their scales are measured and they are quantized, a million elements at a time. So there is no such
-weight in memory, and no quantized copy on disk. Scales are those that :mod:`model.scales.in_place` would measure of the
+A :class:`QuantizeOnLoad` stands for a weight of an ordinary checkpoint as a
+:class:`model.quantized.tensor.QuantizedTensor` stands for one of a quantized checkpoint. Whoever asks for some rows
+gets their codes; the rows themselves exist, in the model's dtype, until their scales are measured and they are
+quantized, a million elements at a time. So there is no such weight in memory, and no quantized copy on disk. Scales are
+those that :mod:`model.scales.in_place` would measure of the
 loaded weight, with the same functions, bit for bit: a scale is of one row, of a part of it, or of a block of rows, so
 that no rank has to see more than the rows that it reads.
 
 The codes go into partitions when weights are loaded. The scales go into theirs later, when there are layers that have
-any (:func:`fill_made_scales`): they are measured again, of the rows that a rank's range of them belongs to. That reads
-a checkpoint twice, but nobody has to keep scales until then.
+any (:func:`fill_quantize_on_load_scales`): they are measured again, of the rows that a rank's range of them belongs to.
+That reads a checkpoint twice, but nobody has to keep scales until then.
 
 Reads weights into Parameters that hold their codes (:mod:`quant.packed_weight`): those of a quantized checkpoint, or
 codes that are made of an ordinary one (:mod:`model.quantized.quantize_on_load`).
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader
 from model.checkpoint.slices import Piece
 from model.quantized.narrow_range import check_codes
-from model.quantized.tensor import CodedTensor, check_return, row_chunks
+from model.quantized.tensor import QuantizedTensor, check_return, row_chunks
 from model.ranks import errors_on_all_ranks
 from model.zero import forget_secondary_copies, local_data, local_range
 from quant import (
@@ -48,10 +49,10 @@ from quant import (
     scales_from_stats,
     zero_points_from_stats,
 )
-from quant.packed_weight import HeldCodes, held_codes
+from quant.packed_weight import PackedCodes, packed_codes
 
 
-def can_be_made(spec: TensorSpec) -> bool:
+def can_quantize_on_load(spec: TensorSpec) -> bool:
     """Whether a rank can measure the scales of some rows of a weight without the others, or other weights."""
     return spec.granularity != "tensor" and not spec.has_global_scale
 
@@ -70,12 +71,12 @@ def measured_scales(rows: Tensor, spec: TensorSpec, ranges: Ranges) -> tuple[Ten
 
 
 @dataclass(frozen=True)
-class MadeTensor:
+class QuantizeOnLoad:
     """A weight of an ordinary checkpoint, in the codes and scales that it gets.
 
     Attributes:
         plain: where it lies; its last dimension is that of the inputs.
-        spec: how it is quantized, see :func:`can_be_made`.
+        spec: how it is quantized, see :func:`can_quantize_on_load`.
         ranges: how its scales are chosen.
     """
 
@@ -175,7 +176,7 @@ class MadeTensor:
         return weight, scale, zero
 
 
-class MadeRows(NamedTuple):
+class QuantizeOnLoadRows(NamedTuple):
     """Rows of a Parameter that holds codes, and whose codes these are.
 
     Attributes:
@@ -187,11 +188,11 @@ class MadeRows(NamedTuple):
 
     first: int
     number: int
-    tensor: MadeTensor
+    tensor: QuantizeOnLoad
     on_disk: int
 
 
-def note_made(parameter: Tensor, rows: MadeRows) -> None:
+def record_quantized_on_load(parameter: Tensor, rows: QuantizeOnLoadRows) -> None:
     """Remember at a Parameter what the codes of some of its rows are made of.
 
     Raises:
@@ -200,20 +201,20 @@ def note_made(parameter: Tensor, rows: MadeRows) -> None:
     tensor = rows.tensor
     if any(edge % tensor.down for edge in (rows.first, rows.number, rows.on_disk)):
         raise CheckpointError(
-            f"adapter.base: codes: the rows of {tensor.key} do not fill whole blocks of {tensor.down}: set "
+            f"adapter.base: quantized: the rows of {tensor.key} do not fill whole blocks of {tensor.down}: set "
             "adapter.base to weights"
         )
-    parameter.made = {**made_of(parameter), rows.first: rows}  # type: ignore[attr-defined]
+    parameter.made = {**quantized_on_load_of(parameter), rows.first: rows}  # type: ignore[attr-defined]
 
 
-def made_of(parameter: Tensor) -> dict[int, MadeRows]:
+def quantized_on_load_of(parameter: Tensor) -> dict[int, QuantizeOnLoadRows]:
     """What the codes of a Parameter are made of, by the first of the rows; nothing where they are read."""
-    found: dict[int, MadeRows] = getattr(parameter, "made", {})
+    found: dict[int, QuantizeOnLoadRows] = getattr(parameter, "made", {})
     return found
 
 
 @torch.no_grad()
-def fill_made_scales(model: nn.Module, quantization: Quantization) -> set[str]:
+def fill_quantize_on_load_scales(model: nn.Module, quantization: Quantization) -> set[str]:
     """Fill the scales, and zero points, of all weights whose codes were made while they were read; a collective, before
     ``deepspeed.initialize``.
 
@@ -227,7 +228,7 @@ def fill_made_scales(model: nn.Module, quantization: Quantization) -> set[str]:
         RankError: on every rank: a file that cannot be read any more.
     """
     groups = {group.owner: group for group in quantization.weight_groups}
-    made = {owner: made_of(quantization.layers[owner].weight) for owner in groups}
+    made = {owner: quantized_on_load_of(quantization.layers[owner].weight) for owner in groups}
     with errors_on_all_ranks(OSError, CheckpointError), Reader() as reader:
         for owner, rows in ((owner, rows) for owner, found in made.items() for rows in found.values()):
             _fill_range(groups[owner], rows, quantization.layers[owner].weight.dtype, reader)
@@ -235,7 +236,7 @@ def fill_made_scales(model: nn.Module, quantization: Quantization) -> set[str]:
     return {owner for owner, found in made.items() if found}
 
 
-def _fill_range(group: ScaleGroup, rows: MadeRows, dtype: torch.dtype, reader: Reader) -> None:
+def _fill_range(group: ScaleGroup, rows: QuantizeOnLoadRows, dtype: torch.dtype, reader: Reader) -> None:
     """Write what this rank holds of the scales of some rows."""
     (start, stop), local, tensor = local_range(group.s0), local_data(group.s0), rows.tensor
     _, across = tensor.scale_shape
@@ -254,10 +255,10 @@ def _fill_range(group: ScaleGroup, rows: MadeRows, dtype: torch.dtype, reader: R
 @dataclass(frozen=True)
 class PackedTensor:
     """The codes of a weight in a checkpoint as the elements of a Parameter that holds them; it stands for the
-    :class:`CodedTensor`, or the ordinary tensor, in the list of what is read."""
+    :class:`QuantizedTensor`, or the ordinary tensor, in the list of what is read."""
 
-    coded: CodedTensor | MadeTensor
-    held: HeldCodes
+    coded: QuantizedTensor | QuantizeOnLoad
+    held: PackedCodes
 
     @property
     def key(self) -> str:
@@ -274,12 +275,12 @@ class PackedTensor:
         """``(offset, elements)`` for the elements [start, start + count) of the packed rows.
 
         Raises:
-            CheckpointError: as of :meth:`CodedTensor.values`.
+            CheckpointError: as of :meth:`QuantizedTensor.values`.
         """
         columns, width = self.coded.shape[1], self.held.row_bytes // dtype.itemsize
         for rows in row_chunks(start // width * columns, -(-(start + count) // width) * columns, columns):
             codes, _ = self.coded.checked_rows(reader, rows, dtype, device)
-            if isinstance(self.coded, CodedTensor):
+            if isinstance(self.coded, QuantizedTensor):
                 check_codes(codes, self.held.spec, self.coded)
             packed = self.held.pack(codes).contiguous().view(-1).view(dtype)
             low, high = max(start, rows.start * width), min(start + count, rows.stop * width)
@@ -293,24 +294,28 @@ def in_codes(read: Any, model: nn.Module) -> Any:
         CheckpointError: the weight is not stored in these codes.
     """
     parameter, piece, coded = model.get_parameter(read.piece.name), read.piece, read.source
-    held = held_codes(parameter)
+    held = packed_codes(parameter)
     assert held is not None
     if held.ranges is not None and isinstance(coded, DiskTensor):
-        coded = MadeTensor(coded, held.spec, held.ranges)
-    elif not isinstance(coded, CodedTensor) or not held.spec.takes(coded.scheme.weights):
-        there = f"quantized as {coded.scheme.weights}" if isinstance(coded, CodedTensor) else "not quantized"
+        coded = QuantizeOnLoad(coded, held.spec, held.ranges)
+    elif not isinstance(coded, QuantizedTensor) or not held.spec.takes(coded.scheme.weights):
+        there = f"quantized as {coded.scheme.weights}" if isinstance(coded, QuantizedTensor) else "not quantized"
         raise CheckpointError(
-            f"adapter.base: codes: {coded.key} is {there} in {coded.file.parent}, and the recipe says {held.spec}: set "
+            f"adapter.base: quantized: {coded.key} is {there} in {coded.file.parent}, and the recipe says "
+            f"{held.spec}: set "
             "quant.scheme to source, or adapter.base to weights"
         )
     columns, width = held.shape[-1], held.row_bytes // parameter.dtype.itemsize
     whole = coded.shape[-1] == columns and not piece.turned and piece.offset % columns == 0 == piece.start % columns
     if not whole or read.filled_from is not None:
         raise CheckpointError(
-            f"adapter.base: codes: the rows of {coded.key} are not those of {piece.name}: set adapter.base to weights"
+            f"adapter.base: quantized: the rows of {coded.key} are not those of {piece.name}: set adapter.base to "
+            "weights"
         )
     rows = piece.numel // columns
-    if isinstance(coded, MadeTensor):
-        note_made(parameter, MadeRows(piece.start // columns, rows, coded, piece.offset // columns))
+    if isinstance(coded, QuantizeOnLoad):
+        record_quantized_on_load(
+            parameter, QuantizeOnLoadRows(piece.start // columns, rows, coded, piece.offset // columns)
+        )
     moved = Piece(piece.name, piece.offset // columns * width, (rows, width), piece.start // columns * width)
     return read._replace(source=PackedTensor(coded, held), piece=moved, target=parameter)

@@ -17,7 +17,7 @@ from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import CheckpointError, Reader
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.quantized.narrow_range import check_weights
-from model.quantized.tensor import CodedTensor
+from model.quantized.tensor import QuantizedTensor
 from model.ranks import errors_on_all_ranks, listed
 from model.scales.arrange import ArrangedScales, GroupScale, arrange, scales_per_head
 from model.scales.in_place import check_scale, check_values, fill_scales, measure_global_scales, measure_weight_scales
@@ -79,8 +79,8 @@ def take_scales(
 
 
 def _taken(
-    model: PreTrainedModel, quantization: Quantization, coded: Mapping[str, CodedTensor]
-) -> dict[str, dict[str, list[CodedTensor]]]:
+    model: PreTrainedModel, quantization: Quantization, coded: Mapping[str, QuantizedTensor]
+) -> dict[str, dict[str, list[QuantizedTensor]]]:
     """By owner of the groups of weights whose every Linear is quantized in the files as it is here: for each member,
     its Linears there."""
     found = {}
@@ -111,7 +111,8 @@ def _check_held(quantization: Quantization, taken: Iterable[str], merged: Sequen
     other = [group for group in groups if group.owner in merged or group.owner in weights - {*taken}]
     if names := [name for group in other for name in group.members if layers[name].held is not None]:
         raise ValueError(
-            f"adapter.base: codes: {listed(names, 3)} do not have the scales of the checkpoint here, which are several "
+            f"adapter.base: quantized: {listed(names, 3)} do not have the scales of the checkpoint here, which "
+            "are several "
             "where there is one, or are missing: set adapter.base to weights"
         )
 
@@ -130,7 +131,7 @@ def _merged(arranged: ArrangedScales) -> list[str]:
     ]
 
 
-def _rounded(linears: Iterable[CodedTensor], dtype: torch.dtype) -> str | None:
+def _rounded(linears: Iterable[QuantizedTensor], dtype: torch.dtype) -> str | None:
     """The dtype of the scales of integers in the files that ``dtype`` cannot hold."""
     kinds = {one.scale.dtype for one in linears if one.scheme.weights.scale_format == "model"}
     digits = torch.finfo(dtype).eps
@@ -142,7 +143,7 @@ def _is_fine(spec: TensorSpec) -> bool:
     return spec.granularity != "tensor"
 
 
-def _fill_fine(quantization: Quantization, taken: Mapping[str, Mapping[str, Sequence[CodedTensor]]]) -> None:
+def _fill_fine(quantization: Quantization, taken: Mapping[str, Mapping[str, Sequence[QuantizedTensor]]]) -> None:
     """Write every scale of a row, group or block, and the zero points, into this rank's range of them."""
     with Reader() as reader, torch.no_grad():
         for group in quantization.weight_groups:
@@ -153,7 +154,7 @@ def _fill_fine(quantization: Quantization, taken: Mapping[str, Mapping[str, Sequ
                     _fill_ranges(group.zero, linears, reader, zero=True)
 
 
-def _fill_ranges(target: Tensor, linears: Sequence[CodedTensor], reader: Reader, *, zero: bool) -> None:
+def _fill_ranges(target: Tensor, linears: Sequence[QuantizedTensor], reader: Reader, *, zero: bool) -> None:
     """Write this rank's range of the scales (or zero points) of Linears that lie behind one another."""
     (start, stop), local = local_range(target), local_data(target)
     begin = 0
@@ -176,7 +177,7 @@ def _small_scales(
     model: PreTrainedModel,
     quantization: Quantization,
     checkpoint: SourceCheckpoint,
-    taken: Mapping[str, Mapping[str, Sequence[CodedTensor]]],
+    taken: Mapping[str, Mapping[str, Sequence[QuantizedTensor]]],
 ) -> StoredScales:
     """The scales of whole weights that are taken, global ones, and those of inputs, keys and values."""
     stored = StoredScales({}, {}, {}, {})

@@ -20,18 +20,18 @@ from model.checkpoint.safetensors import CheckpointError, Reader
 from model.quantized.checkpoint import read_checkpoint
 from model.quantized.narrow_range import check_codes
 from model.quantized.scales import take_scales
-from model.quantized.tensor import CodedTensor, row_chunks
+from model.quantized.tensor import QuantizedTensor, row_chunks
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks, say
 from model.scales.codes import add_products, count_of_sums, other_weights, squares_of
 from model.scales.load import ScaleReport
 from model.zero import forget_secondary_copies, is_partitioned, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, kernels
 from quant.linear import LinearPart, linears_of
-from quant.scale import into_cells
+from quant.scale import snap_to_codes
 
 _MOST = 5  # Linears that an error describes
 
-Linears = dict[str, list[tuple[LinearPart, CodedTensor]]]  # by layer
+Linears = dict[str, list[tuple[LinearPart, QuantizedTensor]]]  # by layer
 
 
 class _Chunk(NamedTuple):
@@ -92,7 +92,7 @@ def take_start(
     if inside:
         if report.merged:
             raise_everywhere(
-                f"quant.start_inside: true, expected false: {listed(report.merged, _MOST)} and the layers that are "
+                f"quant.snap_to_codes: true, expected false: {listed(report.merged, _MOST)} and the layers that are "
                 f"served with them have several scales in {directory}, of which one is taken, so that codes change"
             )
         moved, whole = _move(quantization, linears)
@@ -102,7 +102,7 @@ def take_start(
 
 
 def _linears(
-    model: PreTrainedModel, quantization: Quantization, coded: dict[str, CodedTensor], directory: str | Path
+    model: PreTrainedModel, quantization: Quantization, coded: dict[str, QuantizedTensor], directory: str | Path
 ) -> Linears:
     """The Linears of every quantized layer with their codes.
 
@@ -135,7 +135,7 @@ def _shape(part: LinearPart) -> tuple[int, int]:
     return part.out_features, part.in_features
 
 
-def _chunks(layer: QuantLayer, part: LinearPart, linear: CodedTensor, reader: Reader) -> Iterator[_Chunk]:
+def _chunks(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, reader: Reader) -> Iterator[_Chunk]:
     """This rank's share of a Linear, some rows at a time."""
     (start, stop), local, (_, size) = local_range(layer.weight), local_data(layer.weight), linear.shape
     begin = ((part.expert or 0) * layer.out_features + part.first_row) * size
@@ -181,7 +181,7 @@ def _check_codes(quantization: Quantization, linears: Linears, directory: Path) 
         raise_everywhere("\n".join([head, *problems[:_MOST], *more]))
 
 
-def _products(layer: QuantLayer, part: LinearPart, linear: CodedTensor, reader: Reader) -> Tensor:
+def _products(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, reader: Reader) -> Tensor:
     """This rank's part of the sums of :func:`model.scales.codes.local_products`."""
     spec = layer.scheme.weights
     sums = torch.zeros(count_of_sums(part, spec), dtype=torch.float64, device=local_data(layer.weight).device)
@@ -203,7 +203,7 @@ def _move(quantization: Quantization, linears: Linears) -> tuple[int, int]:
             for chunk in (chunk for each in parts for chunk in _chunks(layer, *each, reader)):
                 weight = chunk.decoded.clone()
                 weight.view(-1)[chunk.at] = chunk.mine
-                inside = into_cells(weight, chunk.decoded, chunk.codes, chunk.quantizer).view(-1)[chunk.at]
+                inside = snap_to_codes(weight, chunk.decoded, chunk.codes, chunk.quantizer).view(-1)[chunk.at]
                 counts += torch.tensor([int((inside != chunk.mine).sum()), inside.numel()])
                 chunk.mine.copy_(inside)
     if any(is_partitioned(layer.weight) for layer in quantization.layers.values()):

@@ -1,8 +1,8 @@
 """The weight of one Linear that a checkpoint holds as codes and scales, read as the values that it stands for.
 
-A :class:`CodedTensor` takes the place of a plain tensor in the list of what a checkpoint holds. Whoever reads a range
-of it gets ``code * scale``, decoded from the rows that the range lies in, a few at a time: no rank reads or holds more
-than its own share of the weights, and a bounded number of rows beside it.
+A :class:`QuantizedTensor` takes the place of a plain tensor in the list of what a checkpoint holds. Whoever reads a
+range of it gets ``code * scale``, decoded from the rows that the range lies in, a few at a time: no rank reads or holds
+more than its own share of the weights, and a bounded number of rows beside it.
 
 The values are rounded to the dtype of the model. Their codes, quantized again with the same scale, must be the file's:
 that is compared for everything that is read, because it is what an export without a step of training writes.
@@ -25,7 +25,7 @@ _TOGETHER = 32  # codes that fill whole words, whatever their width
 
 
 @dataclass(frozen=True)
-class CodedTensor:
+class QuantizedTensor:
     """A weight ``[out, in]`` in the codes and scales of compressed-tensors; its place among plain tensors.
 
     Attributes:
@@ -194,7 +194,7 @@ def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTenso
 
 
 def chunks_of(
-    source: DiskTensor | CodedTensor, reader: Reader, start: int, like: Tensor
+    source: DiskTensor | QuantizedTensor, reader: Reader, start: int, like: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
     """``(offset, values)`` of as many elements of a tensor on disk, from its element ``start`` on, as ``like`` has."""
     if isinstance(source, DiskTensor):
@@ -202,7 +202,7 @@ def chunks_of(
     return source.values(reader, start, like.numel(), like.dtype, like.device)
 
 
-def fill(source: DiskTensor | CodedTensor, reader: Reader, start: int, into: Tensor) -> None:
+def fill(source: DiskTensor | QuantizedTensor, reader: Reader, start: int, into: Tensor) -> None:
     """Fill ``into``, flat, with the elements of a tensor on disk from element ``start`` on, cast to its dtype."""
     if isinstance(source, DiskTensor):
         reader.read(source, start, into)

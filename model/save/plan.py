@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from model.checkpoint.names import Names, Place, module_name_on_disk
 from model.checkpoint.safetensors import DiskTensor
 from model.checkpoint.slices import Stack
-from model.quantized.tensor import CodedTensor
+from model.quantized.tensor import QuantizedTensor
 from model.ranks import listed
 from model.save.mlx import check_mlx, mlx_place
 from model.save.shard_writer import KINDS
@@ -62,7 +62,7 @@ class Item:
     fused: tuple[Stack, ...] = ()
     joined: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     turned: bool = False
-    copied: DiskTensor | CodedTensor | None = None
+    copied: DiskTensor | QuantizedTensor | None = None
 
     @cached_property
     def bytes(self) -> int:
@@ -80,7 +80,7 @@ def plan_shards(
     quantization: Quantization | None,
     layout: Layout,
     max_shard_size: int,
-    source: Mapping[str, DiskTensor | CodedTensor],
+    source: Mapping[str, DiskTensor | QuantizedTensor],
 ) -> list[list[Item]]:
     """Every module with tensors of its own, in module order, and what is copied, by the file that it goes to.
 
@@ -117,8 +117,8 @@ def plan_shards(
 
 
 def not_read(
-    model: PreTrainedModel, names: Names, source: Mapping[str, DiskTensor | CodedTensor]
-) -> list[DiskTensor | CodedTensor]:
+    model: PreTrainedModel, names: Names, source: Mapping[str, DiskTensor | QuantizedTensor]
+) -> list[DiskTensor | QuantizedTensor]:
     """The tensors of a checkpoint that the model has no use for, and others may: those of the towers beside its text
     model, of heads for speculative decoding (MTP). Buffers that every reader computes are not among them."""
     computed = {name for name, _ in model.named_non_persistent_buffers()}
@@ -298,8 +298,8 @@ def _cache_item(key: str, cache: QuantCache) -> Item:
     return Item(key, cache, list(cache.parameters()), {key: (torch.float32, (1,))})
 
 
-def _copied_item(tensor: DiskTensor | CodedTensor, dtype: torch.dtype) -> Item:
-    if isinstance(tensor, CodedTensor):  # its scales are no part of the export's numerics
+def _copied_item(tensor: DiskTensor | QuantizedTensor, dtype: torch.dtype) -> Item:
+    if isinstance(tensor, QuantizedTensor):  # its scales are no part of the export's numerics
         return Item(tensor.key, None, [], {tensor.key: (dtype, tensor.shape)}, copied=tensor)
     if tensor.dtype not in KINDS:
         raise ValueError(

@@ -10,7 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 from model.checkpoint.safetensors import SINGLE, DiskTensor, Reader
-from model.quantized.tensor import CodedTensor, chunks_of
+from model.quantized.tensor import QuantizedTensor, chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.save.plan import Item
 from model.save.shard_writer import ShardWriter
@@ -26,7 +26,7 @@ GATHER_BYTES = 32 * 2**20
 
 
 @dataclass
-class HeldBytes:
+class BufferedBytes:
     """Counts the bytes of tensors that this rank holds, and the most it ever held."""
 
     now: int = 0
@@ -64,7 +64,7 @@ def write_shards(
     """
     limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard))
     by_shard = [list(batches(shard, lambda item: item.gathered_bytes, limit)) for shard in shards]
-    held, buffer = HeldBytes(), ReceiveBuffer()
+    held, buffer = BufferedBytes(), ReceiveBuffer()
     with errors_on_all_ranks(RuntimeError):  # what torch raises without memory
         if is_main():
             for shard in by_shard:
@@ -88,7 +88,7 @@ def _write_shard(
     path: Path,
     shard: list[list[Item]],
     buffer: ReceiveBuffer,
-    held: HeldBytes,
+    held: BufferedBytes,
     progress: tqdm,
     writer: Writers,
 ) -> None:
@@ -116,7 +116,7 @@ class _Output:
     An error of any kind must wait: the other ranks are in the next gather.
     """
 
-    def __init__(self, path: Path, shard: list[Item], held: HeldBytes, writer: Writers) -> None:
+    def __init__(self, path: Path, shard: list[Item], held: BufferedBytes, writer: Writers) -> None:
         self._held = held
         self._failure: Exception | None = None
         self._writer: ShardWriter | None = None
@@ -146,7 +146,7 @@ class _Output:
         except Exception as error:
             self._failure = error
 
-    def _copy(self, tensor: DiskTensor | CodedTensor, dtype: torch.dtype) -> None:
+    def _copy(self, tensor: DiskTensor | QuantizedTensor, dtype: torch.dtype) -> None:
         assert self._writer is not None
         numel = math.prod(tensor.shape)
         with Reader(chunk_bytes=GATHER_BYTES) as reader:

@@ -18,7 +18,7 @@ from model.scales.codes import FileWeight, count_of_sums, local_products, other_
 from model.scales.in_place import measure_weight_scales, scale_buckets
 from model.zero import is_partitioned, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, Ranges, Scale, ScaleGroup, kernels, partial_fit
-from quant.fit import Fit, misfit
+from quant.fit import Fit, scale_problem
 from quant.linear import LinearPart, linears_of
 
 _MOST = 5  # layers that an error describes
@@ -180,7 +180,7 @@ def _judged(member: _Member, sums: Tensor) -> list[str]:
     problems = []
     for part, key, code in zip(member.parts, member.keys, member.codes, strict=True):
         fit = Fit(*(part.scale(each, spec).flatten().double() for each in whole))
-        problem = misfit(fit, spec)
+        problem = scale_problem(fit, spec)
         if code is not None:
             problem = other_weights(next(products), part) or problem
         if problem is not None:

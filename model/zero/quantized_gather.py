@@ -1,9 +1,9 @@
-"""Quantized weights travel as their codes (``quant.gather_codes``): one byte per weight instead of two, and the same
-training.
+"""Quantized weights travel as their codes (``quant.quantized_all_gather``): one byte per weight instead of two, and the
+same training.
 
 Forward and backward of a quantized layer use its weight only through the quantizer. Where every rank knows the scales,
 which are few, the rank that holds a part of a weight can quantize it before it is sent; a layer then finds the codes
-in place of its weight (:func:`quant.packed_weight.stand_in`), and quantizes nothing: the fp8 GEMM takes them as they
+in place of its weight (:func:`quant.packed_weight.placeholder`), and quantizes nothing: the fp8 GEMM takes them as they
 are. What the layer cannot know any more is the weight's distance from its code, on which its gradient's mask and
 theta's gradient depend. So the weight gets the gradient with respect to the quantized weight, theta gets zeros, and
 after the reduction the rank that holds the part applies the quantizer's rule to it, and makes theta's gradient, which
@@ -21,11 +21,12 @@ To delete the feature:
 
 * delete this folder, ``model/zero/as_bytes.py`` and ``engine/memory/coded.py``, the tests in
   ``tests/unit/model/coded/`` and ``tests/distributed/engine/test_gather.py``, and what other tests and ``docs/``
-  say of ``gather_codes``;
+  say of ``quantized_all_gather``;
 * ``quant``: the two functions of stand-ins in ``held.py``, and what ``function.py`` does where there is one;
-* ``engine/recipe``: the field ``gather_codes`` in ``quant.py``, and ``_gather_problems`` in ``ds_config.py``;
+* ``engine/recipe``: the field ``quantized_all_gather`` in ``quant.py``, and ``_gather_problems`` in ``ds_config.py``;
 * ``engine/session/session.py``: the import and the construction;
-* ``engine/memory``: what ``plan.py`` does with ``CodedWeights``, and the item "scales of codes" in ``zero_states.py``;
+* ``engine/memory``: what ``plan.py`` does with ``QuantizedGather``, and the item "scales of codes" in
+  ``zero_states.py``;
 * ``model/zero/gather.py``: the import from ``as_bytes.py``, the call of ``release_decoded``, and in place of
   ``gather_as_they_are(small)`` DeepSpeed's own ``small[0].all_gather_coalesced(small)``.
 
@@ -55,15 +56,15 @@ from model.zero import is_partitioned, local_data, local_gradient, local_range, 
 from model.zero.as_bytes import ByteForm, gather_as_bytes, release_decoded
 from quant import Quantization, QuantLayer, QuantLinear, kernels
 from quant.observers import by_run
-from quant.packed_weight import stand_in
+from quant.packed_weight import placeholder
 from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import FP8_TENSOR
 
-__all__ = ["NONE_CODED", "can_be_coded", "gather_codes"]
+__all__ = ["NONE_GATHERED_QUANTIZED", "can_gather_quantized", "gather_quantized"]
 
 
-NONE_CODED = (
-    "quant.gather_codes: true, expected false: no layer has a weight in bfloat16 or float32, larger than "
+NONE_GATHERED_QUANTIZED = (
+    "quant.quantized_all_gather: true, expected false: no layer has a weight in bfloat16 or float32, larger than "
     "stage3_param_persistence_threshold, with one scale per tensor or row and no zero point, that trains if its scale "
     "does"
 )
@@ -84,7 +85,7 @@ class _Coded:
         return math.prod(self.layer.weight_shape)
 
 
-def gather_codes(model: nn.Module, quantization: Quantization) -> Callable[[], None]:
+def gather_quantized(model: nn.Module, quantization: Quantization) -> Callable[[], None]:
     """Have stage 3 gather codes in place of the weights of every layer for which that is possible; a collective.
 
     Args:
@@ -98,17 +99,17 @@ def gather_codes(model: nn.Module, quantization: Quantization) -> Callable[[], N
         RankError: on every rank: there is no such layer, or DeepSpeed is configured to change what is gathered.
     """
     with errors_on_all_ranks(ValueError):
-        coded = CodedWeights(model, quantization.layers.values())
+        coded = QuantizedGather(model, quantization.layers.values())
     say(f"gathered as codes: the weights of {len(coded)} layers")
     return coded.finish_gradients
 
 
-class CodedWeights:
+class QuantizedGather:
     """The weights of a model under stage 3 that are gathered as codes."""
 
     def __init__(self, model: nn.Module, layers: Iterable[QuantLayer]) -> None:
         """Take over the gathering of the weights of those layers for which that is possible (see
-        :func:`can_be_coded`).
+        :func:`can_gather_quantized`).
 
         Args:
             model: after ``deepspeed.initialize``.
@@ -120,10 +121,10 @@ class CodedWeights:
         self._weights = {
             id(layer.weight): _Coded(layer, layer.weight, layer.weight_s0, layer.weight_theta)
             for layer in layers
-            if can_be_coded(layer) and is_partitioned(layer.weight) and not layer.weight.ds_persist  # type: ignore[attr-defined]
+            if can_gather_quantized(layer) and is_partitioned(layer.weight) and not layer.weight.ds_persist  # type: ignore[attr-defined]
         }
         if not self._weights:
-            raise ValueError(NONE_CODED)
+            raise ValueError(NONE_GATHERED_QUANTIZED)
         gather_as_bytes(model, self._form_of)
         self._scales: dict[int, Quantizer] | None = None
         self._formed: Tensor | None = None
@@ -173,7 +174,7 @@ class CodedWeights:
         start, numel = local_range(parameter)[0], one.numel
         return ByteForm(
             encode=lambda flat: quantize_part(flat, start, numel, scale),
-            decode=lambda parts: stand_in(parts, one.layer.weight_shape, parameter.dtype),
+            decode=lambda parts: placeholder(parts, one.layer.weight_shape, parameter.dtype),
         )
 
     def _known(self) -> dict[int, Quantizer]:
@@ -228,7 +229,7 @@ class CodedWeights:
         release_decoded(one.weight for one in self._weights.values())
 
 
-def can_be_coded(layer: QuantLayer) -> TypeGuard[QuantLinear]:
+def can_gather_quantized(layer: QuantLayer) -> TypeGuard[QuantLinear]:
     """Whether the weight of a layer can travel as codes.
 
     Scales of groups and blocks are too many to be whole on every rank. A layer that computes in another way than

@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every family, made from transformers' own configuration classes.
 
-A configuration is made small by the names of its knobs (:data:`SMALL`), so that a family needs no lines of its own
+A configuration is made small by the names of its options (:data:`SMALL`), so that a family needs no lines of its own
 unless it has a rule that these numbers break, or a quirk of a published model that is to be tried. Composite
 configurations are made small part by part.
 """
@@ -22,7 +22,8 @@ from transformers import (
 from tests.tiny import tiny_tokenizer
 
 VOCABULARY = 307
-# By the name of the knob. Widths are multiples of 32 where groups of weights need it, and heads differ from key heads.
+# By the name of the option. Widths are multiples of 32 where groups of weights need it, and heads differ from key
+# heads.
 SMALL: dict[str, Any] = {
     # width and depth
     "vocab_size": VOCABULARY,
@@ -106,18 +107,18 @@ class Variant:
     Attributes:
         name: of the variant; it begins with the family's.
         model_type: as config.json names it.
-        knobs: values of the configuration that differ from :data:`SMALL`.
+        options: values of the configuration that differ from :data:`SMALL`.
         parts: the same for each part of a composite configuration, by its name (``text_config``, ...).
     """
 
     name: str
     model_type: str
-    knobs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def config(self) -> PretrainedConfig:
         """The tiny configuration."""
-        return shrunk(self.model_type, self.knobs, self.parts)
+        return shrunk(self.model_type, self.options, self.parts)
 
     def class_of(self, config: PretrainedConfig) -> type[PreTrainedModel]:
         """The class that a published config.json names."""
@@ -145,10 +146,10 @@ def composite(config: PretrainedConfig) -> bool:
     return config.get_text_config() is not config
 
 
-def shrunk(model_type: str, knobs: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> PretrainedConfig:
-    """The configuration of ``model_type`` with small sizes, and ``knobs`` and ``parts`` over them."""
+def shrunk(model_type: str, options: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> PretrainedConfig:
+    """The configuration of ``model_type`` with small sizes, and ``options`` and ``parts`` over them."""
     cls = CONFIG_MAPPING[model_type]
-    values = {key: value for key, value in SMALL.items() if key in _knobs_of(cls)}
+    values = {key: value for key, value in SMALL.items() if key in _options_of(cls)}
     for name, part in (getattr(cls, "sub_configs", None) or {}).items():
         own = dict(parts.get(name, {}))
         kind = own.pop("model_type", None) or getattr(part, "model_type", "")
@@ -156,10 +157,10 @@ def shrunk(model_type: str, knobs: Mapping[str, Any], parts: Mapping[str, Mappin
             values[name] = shrunk(kind, own, {}).to_dict()
         elif own:
             values[name] = own
-    return cls(**{**values, **knobs})
+    return cls(**{**values, **options})
 
 
-def _knobs_of(cls: type) -> set[str]:
+def _options_of(cls: type) -> set[str]:
     return {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
 
 

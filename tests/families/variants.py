@@ -31,8 +31,8 @@ QWEN4 = {
 SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
-def _v(name: str, model_type: str | None = None, parts: dict | None = None, **knobs) -> Variant:
-    return Variant(name, model_type or name, knobs, parts or {})
+def _v(name: str, model_type: str | None = None, parts: dict | None = None, **options) -> Variant:
+    return Variant(name, model_type or name, options, parts or {})
 
 
 DENSE = (

@@ -43,14 +43,14 @@ LORA = {"learnable": {"weight": False}, "optim": {"lr": 1e-2}}
 BESIDE = {
     "learnable": {"weight": False, "weight_scale": False},
     "optim": {"lr": 1e-2},
-    "adapter": {"kind": "lora", "rank": 4, "merge": False, "base": "codes", "targets": [".*self_attn.*"]},
+    "adapter": {"kind": "lora", "rank": 4, "merge": False, "base": "quantized", "targets": [".*self_attn.*"]},
 }
 # The sections of each run, merged into those that `write_recipe` gives all of them.
 RECIPES: dict[str, dict[str, Any]] = {
     "fp8_static": {"quant": {"scheme": "fp8_static"}, "learnable": {"act_scale": True}},
     "w4a16_g32": {"quant": {"scheme": "w4a16_g32"}},
     "nvfp4": {"quant": {"scheme": "nvfp4"}},
-    "w2a16_g32_gptq": {"quant": {"scheme": "w2a16_g32", "first_codes": "gptq"}},
+    "w2a16_g32_gptq": {"quant": {"scheme": "w2a16_g32", "init": "gptq"}},
     "lora_merged": {**LORA, "quant": {"scheme": "w4a16_g32"}, "adapter": {"kind": "lora", "rank": 4}},
     # Codes that are made while the weights are read.
     "lora_quantized": {**BESIDE, "quant": {"scheme": "w4a16_g32", "calibration_batches": 0}},

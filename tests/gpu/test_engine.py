@@ -58,12 +58,12 @@ class Runs:
         return ended.stdout
 
     def train(
-        self, name: str, *knobs: str, script: str = "train.py", strategy: str = "zero3", export: str = "export"
+        self, name: str, *options: str, script: str = "train.py", strategy: str = "zero3", export: str = "export"
     ) -> dict[str, Tensor]:
         """What a run exports."""
         served = self.directory / name / export
         places = ["--output_dir", str(self.directory / name), "--deepspeed", self.strategies[strategy]]
-        self(script, "--config", str(self.directory / "recipe.yaml"), *places, *knobs, "--export.dir", str(served))
+        self(script, "--config", str(self.directory / "recipe.yaml"), *places, *options, "--export.dir", str(served))
         return load_file(served / "model.safetensors")
 
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_is_the_run(run):
 
 
 def test_weights_gathered_as_codes_train_as_weights_do(run):
-    same(run.train("codes", *STATIC, "--quant.gather_codes", "true"), run.train("weights", *STATIC))
+    same(run.train("codes", *STATIC, "--quant.quantized_all_gather", "true"), run.train("weights", *STATIC))
 
 
 def test_an_offloaded_optimizer_trains(run):

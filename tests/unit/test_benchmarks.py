@@ -201,7 +201,7 @@ def test_recovery_start(tmp_path: Path) -> None:
 
 
 def test_low_bit_costs(tmp_path: Path) -> None:
-    """A teacher is held, GPTQ's codes are there once the start is over: each knob costs where it acts."""
+    """A teacher is held, GPTQ's codes are there once the start is over: each option costs where it acts."""
     (tmp_path / "text.txt").write_text(TEXT * 40)
     source = tiny_checkpoint(tmp_path / "model", "qwen3", wide=True)
     words = ["--rounds", "1", "--model", str(source), "--train", str(tmp_path / "text.txt")]

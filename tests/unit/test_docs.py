@@ -103,7 +103,7 @@ def test_the_readme_is_short() -> None:
 
 
 def exists(dotted: str) -> bool:
-    """Whether a dotted name is a module, something in a module, or a knob of a recipe."""
+    """Whether a dotted name is a module, something in a module, or a option of a recipe."""
     parts = dotted.split(".")
     section: object = Recipe
     for part in parts:
@@ -128,12 +128,12 @@ def exists(dotted: str) -> bool:
 
 
 TOP = (*SOURCES, "tests", "benchmarks", "ds_configs", "docs")
-KNOBS = tuple(item.name for item in fields(Recipe))
+OPTIONS = tuple(item.name for item in fields(Recipe))
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_paths_and_names_exist(page: Path) -> None:
-    """Every ``path/like/this.py``, ``module.name`` and ``section.knob`` between backticks."""
+    """Every ``path/like/this.py``, ``module.name`` and ``section.option`` between backticks."""
     wrong, code = [], texts_of_the_code()
     for text in re.findall(r"`([^`\n]+)`", prose(page)):
         first = text.split(":")[0].split(" ")[0].rstrip("/")
@@ -141,7 +141,7 @@ def test_paths_and_names_exist(page: Path) -> None:
             continue
         if "/" in first and first.split("/")[0] in TOP:
             good = (ROOT / first).exists() or first in code  # the names of curves look like paths
-        elif re.fullmatch(r"[a-z_]\w*(\.[A-Za-z_]\w*)+", first) and first.split(".")[0] in (*SOURCES, *KNOBS):
+        elif re.fullmatch(r"[a-z_]\w*(\.[A-Za-z_]\w*)+", first) and first.split(".")[0] in (*SOURCES, *OPTIONS):
             good = exists(first) or first.rpartition(".")[2] in ("json", "md", "yaml", "txt")
         else:
             continue
@@ -181,8 +181,8 @@ def script_options(script: Path) -> set[str]:
     return set(re.findall(r"--\w+", out.getvalue()))
 
 
-# With options of their own, and any knob of the recipe.
-WITH_KNOBS = ("allocate.py", "cache_teacher.py", "memory.py", "study.py")
+# With options of their own, and any option of the recipe.
+WITH_OPTIONS = ("allocate.py", "cache_teacher.py", "memory.py", "study.py")
 RECIPE_SCRIPTS = ("train.py", "calibrate.py", "custom_loss.py", "fake_quant_later.py", "layer_by_layer.py")
 MINIMAL = {
     "model": {"path": "models/Qwen3-4B"},
@@ -210,7 +210,7 @@ def check_script(words: list[str], tmp_path: Path) -> None:
             parse_recipe(given, check_files=False)
         return
     options = {word.partition("=")[0] for word in arguments if word.startswith("--")} - {"--help"}
-    if script.name in WITH_KNOBS:
+    if script.name in WITH_OPTIONS:
         own = set(re.findall(r'add_argument\("(--\w+)"', script.read_text(encoding="utf-8")))
         recipe, position = [], 0
         while position < len(given):

@@ -1,4 +1,4 @@
-"""Sums of few bits, emulated, against fp64; and whether the knob reaches the GEMM."""
+"""Sums of few bits, emulated, against fp64; and whether the option reaches the GEMM."""
 
 import torch
 from torch import nn

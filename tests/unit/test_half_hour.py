@@ -87,13 +87,13 @@ def test_jobs_ask_for_what_there_is(stage, dry, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*TRAININGS, *MORE_TRAININGS])
-def test_the_knobs_of_every_training_are_those_of_a_recipe(name, place):
+def test_the_options_of_every_training_are_those_of_a_recipe(name, place):
     tiny_checkpoint(place.work / "model" / "random", even=True)
     (place.work / "model" / "train.txt").write_text("text")
     path = place.work / "recipe.yaml"
     path.write_text(str(recipe_of(name, place.work, dry=True)).replace("True", "true").replace("False", "false"))
-    knobs = [knob for knob in {**TRAININGS, **MORE_TRAININGS}[name] if knob != "--profile"]
-    parse_recipe(["--config", str(path), *knobs])
+    options = [option for option in {**TRAININGS, **MORE_TRAININGS}[name] if option != "--profile"]
+    parse_recipe(["--config", str(path), *options])
 
 
 class Names(TorchDispatchMode):

@@ -69,14 +69,14 @@ class ScoringModel:
         head: lm_head, which nothing gathers but this class.
         device: where batches go.
         context: tokens that the model was made for, None if its configuration does not say.
-        stand_in: stands in the body where ``head`` stood.
+        head_proxy: stands in the body where ``head`` stood.
     """
 
     body: nn.Module
     head: nn.Module
     device: torch.device
     context: int | None
-    stand_in: HiddenStates
+    head_proxy: HiddenStates
 
     @torch.no_grad()
     def log_likelihoods(self, inputs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,9 +90,9 @@ class ScoringModel:
         Raises:
             RankError: the model goes on from its logits in a way that its configuration does not show.
         """
-        with self.stand_in.catching():
+        with self.head_proxy.catching():
             output = self.body(input_ids=inputs, attention_mask=mask, use_cache=False)
-        hidden = self.stand_in.taken(output.logits, type(self.body).__name__)  # [B, T, H]
+        hidden = self.head_proxy.collect(output.logits, type(self.body).__name__)  # [B, T, H]
         valid = labels != IGNORE
         rows, targets = hidden[valid], labels[valid]  # [N, H], [N]
         found = torch.empty(len(targets), dtype=torch.float32, device=rows.device)
@@ -101,7 +101,7 @@ class ScoringModel:
             for start in range(0, len(targets), CHUNK_TOKENS):
                 logits = self.head(rows[start : start + CHUNK_TOKENS])  # [C, V]
                 for block in row_blocks(logits):
-                    some = self.stand_in.function(logits[block].float())
+                    some = self.head_proxy.function(logits[block].float())
                     at = slice(start + block.start, start + block.start + len(some))
                     wanted = targets[at].unsqueeze(-1)
                     found[at] = some.gather(-1, wanted).squeeze(-1) - some.logsumexp(-1)
@@ -115,11 +115,11 @@ def scoring_model(
     """``model`` without its lm_head, frozen, and sharded if ``ds_config`` says so (it was then built under it)."""
     context = context_length(model.config)
     with errors_on_all_ranks(ValueError):
-        head, stand_in = take_out_head(model)
+        head, head_proxy = take_out_head(model)
     head.requires_grad_(False).eval()
     body = initialize_frozen(model, ds_config or {})
-    settle_function(stand_in, lambda ids: body(input_ids=ids.to(device), use_cache=False).logits, model.config)
-    return ScoringModel(body, head, device, context, stand_in)
+    settle_function(head_proxy, lambda ids: body(input_ids=ids.to(device), use_cache=False).logits, model.config)
+    return ScoringModel(body, head, device, context, head_proxy)
 
 
 def context_length(config: PretrainedConfig) -> int | None:

@@ -75,7 +75,7 @@ def results(recipe):
     add("codes_recomputed", "even", "bfloat16", stage=3, quant=dynamic, train=recomputed)
     add("gemm_odd", "odd", "bfloat16", stage=3, quant={"compute": "fp8_gemm"})
     for name in ("whole", "coded"):
-        add(name, "odd", "bfloat16", stage=3, **CLIPS, quant={"gather_codes": name == "coded"})
+        add(name, "odd", "bfloat16", stage=3, **CLIPS, quant={"quantized_all_gather": name == "coded"})
     output = run_ranks(SCRIPT, *map(str, paths.values()))
     return paths, output
 

@@ -62,7 +62,9 @@ EXPECTED = {
     "adapter_of_embeddings": ("adapter.targets: model.embed_tokens: lm_head and embeddings get no adapter",),
     "adapter_too_large": ("q_proj: rank 49, expected at most 48, the layer's smaller side",),
     "adapter_of_another": ("adapter.start", "{base}/adapter", "it was trained on another checkpoint than model.path"),
-    "codes_not_made": ("model.layers.0.self_attn.q_proj: adapter.base: codes: scheme 'fp8_static' has a scale that a",),
+    "codes_not_made": (
+        "model.layers.0.self_attn.q_proj: adapter.base: quantized: scheme 'fp8_static' has a scale that a",
+    ),
     "samples_seen": ("data.packing: true, expected false: model.path", "{base}/state", "the one before them in a row"),
     "samples_seen_by_teacher": ("data.packing: true, expected false: loss.teacher", "{base}/state", "in a row"),
 }
@@ -171,7 +173,7 @@ def base(tmp_path_factory):
         "samples_seen_by_teacher": {"loss": {"teacher": str(base / "state")}, **packed},
     }
     damaged = sections["damaged_weights"] | {"loss": NO_TEACHER, "learnable": {"weight": False, "weight_scale": False}}
-    beside = {"merge": False, "base": "codes"}
+    beside = {"merge": False, "base": "quantized"}
     given = {"initial_input_scale": 1.0, "calibration_batches": 0}
     for name, choice in {
         "adapter_of_nothing": {"targets": [".*no_proj"]},

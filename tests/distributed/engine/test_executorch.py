@@ -155,7 +155,7 @@ def test_other_models_and_heads_are_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("knobs", "error"),
+    ("options", "error"),
     [
         ({"dtype": "float16"}, r"model.dtype: float16, expected bfloat16: export.format executorch"),
         ({"quant": {"signed_scales": True}}, r"quant.signed_scales: true, expected false: export.format executorch"),
@@ -163,12 +163,12 @@ def test_other_models_and_heads_are_refused_by_name():
         ({"quant": {"scheme": "fp8_kv"}}, r"quant.scheme fp8_kv, which quantizes the KV cache"),
     ],
 )
-def test_recipes_are_refused_before_training(tmp_path, knobs, error):
-    knobs = {"dtype": "bfloat16", **knobs, "quant": {"scheme": "8da4w", **knobs.get("quant", {})}}
+def test_recipes_are_refused_before_training(tmp_path, options, error):
+    options = {"dtype": "bfloat16", **options, "quant": {"scheme": "8da4w", **options.get("quant", {})}}
     data = write_chats(tmp_path / "chats.jsonl")
     export = {"enabled": True, "format": "executorch"}
     with pytest.raises(RecipeError, match=error):
-        check_export(load_recipe(write_recipe(tmp_path, "run", tmp_path, data, stage=3, export=export, **knobs)))
+        check_export(load_recipe(write_recipe(tmp_path, "run", tmp_path, data, stage=3, export=export, **options)))
 
 
 def test_every_type_that_is_written_is_tried():

@@ -61,7 +61,7 @@ def paths(tmp_path_factory):
     written = {}
 
     def add(name, kind, dtype, codes, sections):
-        quant = {"calibration_batches": 2, **sections.get("quant", {}), "gather_codes": codes}
+        quant = {"calibration_batches": 2, **sections.get("quant", {}), "quantized_all_gather": codes}
         sections = {**STATIC, **sections, "quant": quant}
         if "deepspeed" in sections:
             sections["deepspeed"] = str(directory / f"{sections['deepspeed']}.json")
@@ -102,7 +102,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(paths):
 
 
 def test_a_resumed_run_may_gather_otherwise_and_goes_on_bit_for_bit(paths):
-    """quant.gather_codes and train.activation_checkpointing are no part of what a checkpoint holds."""
+    """quant.quantized_all_gather and train.activation_checkpointing are no part of what a checkpoint holds."""
     straight, last = load_result(paths["unchanged"]), load_result(paths["changed_4"])
     assert last["losses"] == straight["losses"][2:]
     assert any("torch.uint8" in step for step in last["seen"]["gathered"])

@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from engine.checkpoint.find import best_checkpoint
 from engine.session.optimizer import SCALE_EPS
-from tests.distributed.engine.scripts.held_out import KNOBS, STOP
+from tests.distributed.engine.scripts.held_out import OPTIONS, STOP
 from tests.distributed.launcher import run_ranks
 from tests.distributed.recipes import write_chats, write_recipe
 from tests.tiny import tiny_checkpoint
@@ -63,10 +63,10 @@ def test_a_resumed_run_knows_the_last_evaluation(runs):
     assert all(torch.equal(resumed["weights"][name], weight) for name, weight in straight["weights"].items())
 
 
-def test_a_resumed_run_follows_the_optimizer_knobs_that_it_is_given(runs):
+def test_a_resumed_run_follows_the_optimizer_options_that_it_is_given(runs):
     groups = torch.load(runs / "unsaved.pt", weights_only=True)["groups"]
-    assert groups["weights"] == KNOBS
-    assert groups["weight_scales"] == {**KNOBS, "weight_decay": 0.0, "eps": SCALE_EPS}
+    assert groups["weights"] == OPTIONS
+    assert groups["weight_scales"] == {**OPTIONS, "weight_decay": 0.0, "eps": SCALE_EPS}
 
 
 def test_a_last_checkpoint_that_cannot_be_written_does_not_cost_the_export(runs):

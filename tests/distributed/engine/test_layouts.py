@@ -88,7 +88,11 @@ def recipes(tmp_path_factory) -> dict[str, Path]:
         "in cells": Variant(
             RUNS["qwen3_5_moe"].sections
             | {
-                "quant": {"scheme": "source", "start": str(directory / "qwen3_5_moe" / "export"), "start_inside": True},
+                "quant": {
+                    "scheme": "source",
+                    "start": str(directory / "qwen3_5_moe" / "export"),
+                    "snap_to_codes": True,
+                },
                 "optim": UNMOVED,
             },
             model="qwen3_5_moe",

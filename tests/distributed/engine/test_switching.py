@@ -54,7 +54,7 @@ RUNS = {
     **{f"off_{stage}": Variant({**CONSTANT, "stage": stage}, action="off_and_on") for stage in STAGES},
     "off_bf16": Variant({**CONSTANT, "stage": 0}, dtype="bfloat16", action="off_and_on"),
     "off_gptq": Variant(
-        {**CONSTANT, "stage": 3, "quant": {"scheme": "w4a16_g32", "first_codes": "gptq"}}, EVEN, action="off_and_on"
+        {**CONSTANT, "stage": 3, "quant": {"scheme": "w4a16_g32", "init": "gptq"}}, EVEN, action="off_and_on"
     ),
     "eventually": Variant(
         {
@@ -201,9 +201,7 @@ def test_scales_that_were_brought_are_not_lost_without_a_line(paths):
     """One line, of the one run that had any."""
     lines = [line for line in (paths["off_gptq"].parent / SAID).read_text().splitlines() if "are lost" in line]
     assert len(lines) == 1, lines
-    assert re.search(
-        r"warning: weight scales that quant.first_codes gave are lost: (\d+) of \1 are measured again", *lines
-    )
+    assert re.search(r"warning: weight scales that quant.init gave are lost: (\d+) of \1 are measured again", *lines)
 
 
 def test_fake_quant_that_only_an_event_starts_is_observed_for_and_exported(paths):

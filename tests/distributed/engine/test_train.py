@@ -86,7 +86,7 @@ def results(tmp_path_factory):
         data,
         stage=3,
         dtype="float32",
-        quant={"calibration_batches": 2, "gather_codes": True},
+        quant={"calibration_batches": 2, "quantized_all_gather": True},
     )
     paths |= write_half(directory, data, HALF)
     for shipped in LADDER:  # hpZ last: its groups of ranks are there until the process ends

@@ -82,7 +82,7 @@ def test_what_was_written_is_read_back(made):
     cache = TeacherCache(directory)
     for rank in range(3):
         cache.verify(rank, 3)
-    cache.check_made_of(samples, tiny_tokenizer())
+    cache.check_quantized_on_load_of(samples, tiny_tokenizer())
     cache.check_teacher(str(teacher), digest_of_checkpoint(teacher))
     for name, array in arrays.items():
         assert np.array_equal(cache.array(name), array), name
@@ -196,7 +196,7 @@ def test_offsets_of_other_samples_are_refused(made):
     (directory / "offsets").write_bytes(offsets.tobytes())
     refit(directory)
     with pytest.raises(CacheError, match=f"{directory / 'offsets'} is not of the samples"):
-        TeacherCache(directory).check_made_of(samples, tiny_tokenizer())
+        TeacherCache(directory).check_quantized_on_load_of(samples, tiny_tokenizer())
 
 
 def refit(directory):
@@ -213,16 +213,16 @@ def test_a_cache_of_something_else_is_refused(made, tmp_path):
     samples, _, _, directory = made
     cache = TeacherCache(directory)
     with pytest.raises(CacheError, match="is of 20 samples, the recipe's data of 19"):
-        cache.check_made_of(samples[1:], tiny_tokenizer())
+        cache.check_quantized_on_load_of(samples[1:], tiny_tokenizer())
     with pytest.raises(CacheError, match="is of other samples"):
-        cache.check_made_of([*samples[1:], samples[0]], tiny_tokenizer())
+        cache.check_quantized_on_load_of([*samples[1:], samples[0]], tiny_tokenizer())
     masked = Sample(samples[0].input_ids, np.full_like(samples[0].labels, IGNORE))
     with pytest.raises(CacheError, match=r"is of other samples .*data\.loss_on"):
-        cache.check_made_of([masked, *samples[1:]], tiny_tokenizer())
+        cache.check_quantized_on_load_of([masked, *samples[1:]], tiny_tokenizer())
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens("new")
     with pytest.raises(CacheError, match="another tokenizer"):
-        cache.check_made_of(samples, tokenizer)
+        cache.check_quantized_on_load_of(samples, tokenizer)
     other = tiny_checkpoint(tmp_path / "other", "llama", seed=5)
     with pytest.raises(CacheError, match="another teacher"):
         cache.check_teacher(str(other), digest_of_checkpoint(other))

@@ -12,7 +12,7 @@ from engine.config.events import EVENT_RATES, parse_condition
 from engine.config.reading import load_recipe
 from engine.schedule import Schedule, check_events
 from engine.session.optimizer import lr_factor, peak_learning_rates
-from engine.session.overrides import Levers
+from engine.session.overrides import Overrides
 from quant import get_scheme, prepare
 
 
@@ -93,24 +93,24 @@ def test_a_condition_acts_once_when_it_holds_and_not_again_in_a_resumed_run():
 
 def test_levers_refuse_what_would_do_nothing_or_harm():
     recipe = load("loss: {kd_weight: 0.5, teacher: t}")
-    levers = Levers(recipe)
-    levers.set_peak_rates(weights=0.0, act_scales=1e-2)
-    levers.set_loss_weights(lm=0.0)
-    assert levers.peaks()["weights"] == 0.0 and levers.peaks()["norms"] == recipe.optim.lr
-    assert (levers.lm_weight, levers.kd_weight) == (0.0, 0.5)
-    again = Levers(recipe)
-    again.load_state_dict(levers.state_dict())
-    assert again == levers
+    overrides = Overrides(recipe)
+    overrides.set_peak_rates(weights=0.0, act_scales=1e-2)
+    overrides.set_loss_weights(lm=0.0)
+    assert overrides.peaks()["weights"] == 0.0 and overrides.peaks()["norms"] == recipe.optim.lr
+    assert (overrides.lm_weight, overrides.kd_weight) == (0.0, 0.5)
+    again = Overrides(recipe)
+    again.load_state_dict(overrides.state_dict())
+    assert again == overrides
     for call, message in [
-        (lambda: levers.set_peak_rates(scales=1.0), "scales: 1.0, expected 0 or more, of a group out of weights,"),
-        (lambda: levers.set_peak_rates(weights=float("nan")), "weights: nan"),
-        (lambda: levers.set_loss_weights(kl=1.0), "kl: 1.0, expected 0 or more, of lm or kd"),
-        (lambda: levers.set_loss_weights(kd=0.0), "both 0"),
-        (lambda: Levers(load("")).set_loss_weights(kd=1.0), "no teacher is loaded"),
+        (lambda: overrides.set_peak_rates(scales=1.0), "scales: 1.0, expected 0 or more, of a group out of weights,"),
+        (lambda: overrides.set_peak_rates(weights=float("nan")), "weights: nan"),
+        (lambda: overrides.set_loss_weights(kl=1.0), "kl: 1.0, expected 0 or more, of lm or kd"),
+        (lambda: overrides.set_loss_weights(kd=0.0), "both 0"),
+        (lambda: Overrides(load("")).set_loss_weights(kd=1.0), "no teacher is loaded"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
-    assert (levers.lm_weight, levers.kd_weight) == (0.0, 0.5)
+    assert (overrides.lm_weight, overrides.kd_weight) == (0.0, 0.5)
 
 
 def load(more):

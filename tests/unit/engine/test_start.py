@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.cluster.job import Claim
+from engine.cluster.job import RunLock
 from engine.config.config import Recipe
 from engine.start import _take_output
 from model.ranks import RankError
@@ -16,5 +16,5 @@ def written_to(directory: str) -> Recipe:
 
 
 def test_a_directory_that_cannot_be_made() -> None:
-    with Claim() as claim, pytest.raises(RankError, match=r"^output_dir: \[Errno 2\].*'/proc/nothing'$"):
-        _take_output(written_to("/proc/nothing/run"), claim)
+    with RunLock() as run_lock, pytest.raises(RankError, match=r"^output_dir: \[Errno 2\].*'/proc/nothing'$"):
+        _take_output(written_to("/proc/nothing/run"), run_lock)

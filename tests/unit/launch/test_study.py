@@ -67,7 +67,7 @@ def test_parts_differ_in_quantization_alone(tmp_path):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"quant": {"gather_codes": True, "fp8_fast_accum": False, "compute": "fp8_gemm"}},
+        {"quant": {"quantized_all_gather": True, "fp8_fast_accum": False, "compute": "fp8_gemm"}},
         {"quant": {"fuse_norms": True, "rotate": [r".*\.down_proj"], "rotate_block": 64}},
         {"quant": {"scheme": "nvfp4_w4a4", "keep_codes": True}},
         {"quant": {"scales_follow_weights": True, "weight_range": "absmax"}, "learnable": {"act_scale": True}},
@@ -75,7 +75,7 @@ def test_parts_differ_in_quantization_alone(tmp_path):
 )
 def test_ft_leaves_out_what_never_acts_without_fake_quant(tmp_path, changed):
     recipe = recipe_of(tmp_path)
-    sections = {name: replace(getattr(recipe, name), **knobs) for name, knobs in changed.items()}
+    sections = {name: replace(getattr(recipe, name), **options) for name, options in changed.items()}
     recipe = replace(recipe, **sections)
     save_recipe(recipe, tmp_path / "recipe.yaml")
     words = ["--config", str(tmp_path / "recipe.yaml")]
@@ -96,7 +96,7 @@ def test_ptq_and_qat_begin_with_the_same_codes(tmp_path):
         )
         for part in study.scripts_of(recipe, [])
     }
-    assert {part: one.quant.first_codes for part, one in parts.items()} == {
+    assert {part: one.quant.init for part, one in parts.items()} == {
         "ft": "nearest",
         "ptq": "gptq",
         "qat": "gptq",
@@ -112,7 +112,7 @@ def test_ptqs_of_several_codes_stand_beside_one_qat(tmp_path):
     codes = {}
     for part in scripts:
         words = ["--config", str(tmp_path / "recipe.yaml"), *study.changes_of(part, recipe)]
-        codes[part] = parse_recipe(words, check_files=False).quant.first_codes
+        codes[part] = parse_recipe(words, check_files=False).quant.init
     assert codes == {"ft": "nearest", "ptq": "gptq", "ptq_blocks": "blocks", "ptq_nearest": "nearest", "qat": "gptq"}
     (tmp_path / "made").mkdir()
     tiny_config("llama").save_pretrained(tmp_path / "made")

@@ -111,8 +111,8 @@ def test_a_model_without_its_head_returns_hidden_states(seed):
     model = tiny("llama", tied=True, seed=seed)
     ids, labels = batch_of(model, seed)
     logits = model(ids).logits
-    head, stand_in = take_out_head(model)
-    assert type(stand_in) is HiddenStates and model.get_output_embeddings() is stand_in
+    head, head_proxy = take_out_head(model)
+    assert type(head_proxy) is HiddenStates and model.get_output_embeddings() is head_proxy
     hidden = model(ids).logits
     assert torch.equal(F.linear(hidden, head.weight), logits) and head.weight is model.model.embed_tokens.weight
     teacher = TeacherHidden(hidden, head.weight)
@@ -130,36 +130,36 @@ def test_the_function_of_logits_is_found_and_hidden_states_come_back(seed, name,
     ids = torch.randint(3, 300, (2, 9))
     expected = model(input_ids=ids, use_cache=False).logits
     if taken_out:
-        head, stand_in = take_out_head(model)
-        block = stand_in.catching
+        head, head_proxy = take_out_head(model)
+        block = head_proxy.catching
     else:
-        head = stand_in = install_head(model)
-        block = partial(stand_in.computing, hidden_states)
+        head = head_proxy = install_head(model)
+        block = partial(head_proxy.computing, hidden_states)
 
     def forward(ids):
         with block():
             return model(input_ids=ids, use_cache=False).logits
 
-    settle_function(stand_in, forward, model.config)
-    assert (stand_in.function == UNCHANGED) == (name in ("minicpm3", "llama"))
+    settle_function(head_proxy, forward, model.config)
+    assert (head_proxy.function == UNCHANGED) == (name in ("minicpm3", "llama"))
     with block():
         logits = model(input_ids=ids, use_cache=False).logits
-    hidden = stand_in.taken(logits, name)
+    hidden = head_proxy.collect(logits, name)
     assert hidden.shape == (2, 9, 64)
     # In fp32 where the class says so: recurrent_gemma, gemma2 and others cast.
-    torch.testing.assert_close(stand_in.function(F.linear(hidden, head.weight)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(head_proxy.function(F.linear(hidden, head.weight)), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_configuration_that_says_something_else_than_its_class_does_is_refused(seed):
     model = VARIANTS["granite"].model(seed=seed)
-    stand_in = take_out_head(model)[1]
+    head_proxy = take_out_head(model)[1]
     model.config.logits_scaling = 8.5
 
     def other(ids):
         return model(input_ids=ids, use_cache=False).logits * 0.9
 
     with pytest.raises(RankError, match=r"GraniteConfig \(granite\) changes its logits after lm_head in another way"):
-        settle_function(stand_in, other, model.config)
+        settle_function(head_proxy, other, model.config)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -168,13 +168,13 @@ def test_a_factor_near_1_is_told_from_none(seed, dtype, factor):
     for name, applied in (("cohere", True), ("llama", False)):
         model = VARIANTS[name].model(seed=seed, dtype=dtype)
         model.config.logit_scale = model.logit_scale = factor  # Llama has no such setting, and ignores it
-        stand_in = take_out_head(model)[1]
+        head_proxy = take_out_head(model)[1]
 
         def forward(ids, model=model):
             return model(input_ids=ids, use_cache=False).logits
 
-        settle_function(stand_in, forward, model.config)
-        assert stand_in.function == (LogitFunction(factor) if applied else UNCHANGED)
+        settle_function(head_proxy, forward, model.config)
+        assert head_proxy.function == (LogitFunction(factor) if applied else UNCHANGED)
 
 
 def test_neutral_values_propose_nothing():
@@ -199,23 +199,23 @@ def test_a_model_that_goes_on_from_its_logits_is_refused_once_it_has_run(seed, t
     """Whichever module stands in lm_head's place, its check sees what the model made of what it gave."""
     model = tiny("llama", seed=seed)
     ids, _ = batch_of(model, seed)
-    stand_in = take_out_head(model)[1] if taken_out else install_head(model)
-    with nullcontext() if taken_out else stand_in.computing(hidden_states):
+    head_proxy = take_out_head(model)[1] if taken_out else install_head(model)
+    with nullcontext() if taken_out else head_proxy.computing(hidden_states):
         logits = model(ids).logits
     with pytest.raises(RankError, match="Llama changes its logits after lm_head in a way"):
-        stand_in.check(0.5 * logits, "Llama")
-    with nullcontext() if taken_out else stand_in.computing(hidden_states):
+        head_proxy.check(0.5 * logits, "Llama")
+    with nullcontext() if taken_out else head_proxy.computing(hidden_states):
         logits = model(ids).logits
-    stand_in.check(logits, "Llama")
-    stand_in.check(0.5 * logits, "Llama")  # the first forward has shown it
+    head_proxy.check(logits, "Llama")
+    head_proxy.check(0.5 * logits, "Llama")  # the first forward has shown it
 
 
 def test_a_forward_that_passes_by_its_head_is_refused_and_one_that_is_not_finite_proves_nothing(seed):
     model = tiny("llama", seed=seed)
     ids, _ = batch_of(model, seed)
-    stand_in = take_out_head(model)[1]
+    head_proxy = take_out_head(model)[1]
     with pytest.raises(RankError, match="changes its logits"):
-        stand_in.check(torch.zeros(2, 7, 48), "Llama")
+        head_proxy.check(torch.zeros(2, 7, 48), "Llama")
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
-    stand_in.check(model(ids).logits, "Llama")
+    head_proxy.check(model(ids).logits, "Llama")

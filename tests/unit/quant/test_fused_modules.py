@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 import quant
 from quant import fused_reference, reference
 from quant.fused import Fused, FusedMLP, FusedRMSNorm, fuse, rms_norm
-from quant.inputs import HandedOver
+from quant.inputs import QuantizedActivation
 from tests.tiny import tiny_model
 from tests.unit.quant.attention import fill_scales
 
@@ -132,7 +132,7 @@ def test_codes_are_those_of_the_definition():
         norm.input_s0,
         quantization.layers["model.layers.0.self_attn.q_proj"].scheme.activations,
     )
-    assert isinstance(handed, HandedOver) and torch.equal(handed.quantized.codes.float(), codes.float())
+    assert isinstance(handed, QuantizedActivation) and torch.equal(handed.quantized.codes.float(), codes.float())
     assert torch.equal(handed.quantized.values, values) and handed.shape == x.shape and handed.dtype == x.dtype
     assert "input_layernorm" in repr(handed)
 

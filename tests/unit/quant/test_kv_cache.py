@@ -176,12 +176,12 @@ def test_prepare_switches_and_watches_keys_and_values_as_inputs(seed):
 def test_flash_attention_finds_its_kernel_by_the_name_it_was_asked_for(seed):
     """With a stand-in for the kernels, which need a GPU: it looks at what transformers' flash attention looks at."""
 
-    def stand_in(module, query, key, value, attention_mask, **kwargs):
+    def head_proxy(module, query, key, value, attention_mask, **kwargs):
         assert module.config._attn_implementation == "flash_attention_9" and module.config.head_dim == SIZE
         assert module.is_causal and not module.training and attention_mask is None
         return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
-    AttentionInterface.register("flash_attention_9", stand_in)
+    AttentionInterface.register("flash_attention_9", head_proxy)
     AttentionMaskInterface.register("flash_attention_9", AttentionMaskInterface()["flash_attention_2"])
     model, same, ids = build("qwen3", "sdpa"), build("qwen3", "sdpa"), tokens()
     same.load_state_dict(model.state_dict())

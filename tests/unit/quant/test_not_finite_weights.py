@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import quant
-from model.zero.quantized_gather import can_be_coded, part_gradients_, quantize_part
+from model.zero.quantized_gather import can_gather_quantized, part_gradients_, quantize_part
 from quant import SCHEMES, QuantEmbedding, Quantizer, QuantLayer, QuantLinear, Scheme
 from quant.linear import StackedLinear
 from quant.lora import Adapter
-from quant.packed_weight import stand_in
+from quant.packed_weight import placeholder
 from quant.scale import lsq_factor
 
 OUT, IN, EXPERTS, TOKENS, RANK = 128, 256, 3, 9, 4
@@ -115,7 +115,7 @@ def ways(scheme: Scheme, learns: bool) -> Iterator[tuple[str, Case]]:
             scales_of(model[0])
         yield "embedding", Case(model[0], looked_up(model[0]), {"weight": model[0].weight})
     layer = layer_of(scheme, learns=learns)
-    if can_be_coded(layer):
+    if can_gather_quantized(layer):
         weight = layer.weight.detach().clone()
         yield "gathered as codes", Case(layer, gathered(layer, weight), {"weight": weight})
 
@@ -150,7 +150,7 @@ def gathered(layer: QuantLinear, whole: Tensor) -> Callable[[], list[Tensor]]:
         quantizer = Quantizer(layer.scale_of_weight, layer.scheme.weights, layer.weight.dtype)
         with torch.no_grad():
             codes = quantize_part(whole.flatten(), 0, whole.numel(), quantizer)
-        layer.weight.data = stand_in(codes, layer.weight_shape, whole.dtype)
+        layer.weight.data = placeholder(codes, layer.weight_shape, whole.dtype)
         output, *_ = forward()
         gradient = layer.weight.grad.float().flatten()
         factor = lsq_factor(layer.weight_numel, layer.scheme.weights)

@@ -7,7 +7,14 @@ from torch import nn
 from quant import SCHEMES, Quantizer, QuantLinear, Scale, TensorSpec, kernels, prepare
 from quant.autograd import UsedWeightFunction
 from quant.linear import StackedLinear
-from quant.packed_weight import HeldCodes, codes_of_stand_in, held_codes, hold_codes, stand_in, stands_in
+from quant.packed_weight import (
+    PackedCodes,
+    codes_of_placeholder,
+    is_placeholder,
+    packed_codes,
+    placeholder,
+    store_packed,
+)
 
 OUT, IN, EXPERTS = 128, 256, 3
 
@@ -21,7 +28,7 @@ def integers(bits: int) -> TensorSpec:
 def test_all_integers_come_back(bits, columns):
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (5, columns), dtype=torch.int8)
     codes[0, :2] = torch.tensor([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1])
-    held = HeldCodes(integers(bits), (5, columns))
+    held = PackedCodes(integers(bits), (5, columns))
     packed = held.pack(codes)
     assert packed.dtype == torch.uint8 and packed.shape == (5, held.row_bytes)
     if columns == 64:
@@ -34,8 +41,8 @@ def test_all_integers_come_back(bits, columns):
 def test_all_bytes_of_floats_come_back():
     every = torch.arange(256, dtype=torch.uint8)
     eight, four = (
-        HeldCodes(TensorSpec("fp8_e4m3", 8, "tensor"), (2, 4, 32)),
-        HeldCodes(SCHEMES["nvfp4"].weights, (4, 128)),
+        PackedCodes(TensorSpec("fp8_e4m3", 8, "tensor"), (2, 4, 32)),
+        PackedCodes(SCHEMES["nvfp4"].weights, (4, 128)),
     )
     codes = every.view(torch.float8_e4m3fn)
     packed = eight.pack(codes.view(8, 32)).view(torch.bfloat16)
@@ -46,7 +53,7 @@ def test_all_bytes_of_floats_come_back():
 
 def test_rows_that_do_not_fill_elements_are_refused():
     with pytest.raises(ValueError, match=r"the 33 bytes of codes in a row of \[8, 33\] do not fill"):
-        HeldCodes(TensorSpec("fp8_e4m3", 8, "tensor"), (8, 33)).packed_shape(torch.bfloat16)
+        PackedCodes(TensorSpec("fp8_e4m3", 8, "tensor"), (8, 33)).packed_shape(torch.bfloat16)
 
 
 def linear(stacked: bool, dtype: torch.dtype) -> nn.Module:
@@ -59,7 +66,7 @@ def linear(stacked: bool, dtype: torch.dtype) -> nn.Module:
 def pair(name: str, stacked: bool, dtype: torch.dtype) -> tuple[QuantLinear, QuantLinear]:
     """A layer with a weight that is on the grid, and the same with its codes."""
     layers, meta = [], linear(stacked, dtype).to("meta")
-    hold_codes(meta.get_submodule(""), SCHEMES[name].weights, tuple(meta.weight.shape))
+    store_packed(meta.get_submodule(""), SCHEMES[name].weights, tuple(meta.weight.shape))
     for one in (linear(stacked, dtype), meta):
         inner = nn.ModuleDict({"experts": nn.ModuleDict({"gate_up_proj": one})} if stacked else {"q_proj": one})
         quantization = prepare(inner, SCHEMES[name], learn_weight_scale=False, learn_input_scale=False)
@@ -87,7 +94,7 @@ def pair(name: str, stacked: bool, dtype: torch.dtype) -> tuple[QuantLinear, Qua
 def test_a_layer_computes_what_it_computes_from_the_weight(name, stacked, dtype):
     """Forward, gradients of the input and of the bias, with and without fake quant, and the weight itself."""
     plain, held = pair(name, stacked, dtype)
-    assert held_codes(held.weight) is None and held.held is not None  # the test made a new Parameter
+    assert packed_codes(held.weight) is None and held.held is not None  # the test made a new Parameter
     bytes_per_weight = SCHEMES[name].weights.bits / 8
     assert held.weight.nbytes == plain.weight.numel() * bytes_per_weight
     torch.manual_seed(1)
@@ -148,8 +155,8 @@ def test_a_layer_computes_the_same_from_codes_that_stand_in_for_its_weight(name,
     for standing in (False, True):
         if standing:
             codes = kernels.quantize(whole, layer._weight_quantizer())[0]
-            layer.weight.data = stand_in(codes.view(torch.uint8), layer.weight_shape, dtype)
-            assert torch.equal(codes_of_stand_in(layer.weight, layer.scheme.weights), codes)
+            layer.weight.data = placeholder(codes.view(torch.uint8), layer.weight_shape, dtype)
+            assert torch.equal(codes_of_placeholder(layer.weight, layer.scheme.weights), codes)
             assert layer.weight.isnan().all(), "whoever reads it as a weight must notice"
         inputs.append(x.clone().requires_grad_())
         outputs.append(layer(inputs[-1], offsets))
@@ -169,7 +176,7 @@ def test_a_used_weight_comes_from_codes_that_stand_in_for_it(seed):
     scale = (torch.rand(6, 1) / 4 + 0.1, nn.Parameter(torch.zeros(6, 1)), None, None)
     used = UsedWeightFunction.apply(spec, 60, nn.Parameter(weight), *scale)
     codes = kernels.quantize(weight, Quantizer(Scale(*scale), spec, torch.float32))[0]
-    standing = nn.Parameter(stand_in(codes.view(torch.uint8), (6, 10), torch.float32))
+    standing = nn.Parameter(placeholder(codes.view(torch.uint8), (6, 10), torch.float32))
     again = UsedWeightFunction.apply(spec, 60, standing, *scale)
     assert torch.equal(used, again)
     grad = torch.randn(6, 10)
@@ -188,5 +195,5 @@ def test_nothing_else_is_taken_for_codes():
     ]
     for one in others:
         with pytest.raises(ValueError, match="holds no codes"):
-            codes_of_stand_in(one, spec)
-    assert not any(map(stands_in, [others[0], *others[3:]]))
+            codes_of_placeholder(one, spec)
+    assert not any(map(is_placeholder, [others[0], *others[3:]]))

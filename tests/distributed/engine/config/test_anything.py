@@ -8,10 +8,10 @@ import pytest
 
 from tests.patience import PATIENCE
 from tests.processes import run_python
-from tests.unit.engine.config.anything import knobs
+from tests.unit.engine.config.anything import options
 
 PROGRAM = "from tests.distributed.engine.config.scripts.anything import main; main()"
-KEYS = sorted({".".join(path) for path in knobs() if len(path) == 2} | {"output_dir", "schedule", "deepspeed"})
+KEYS = sorted({".".join(path) for path in options() if len(path) == 2} | {"output_dir", "schedule", "deepspeed"})
 # What a run finds out that no recipe can tell.
 FOUND = re.compile(
     r"steps (in a row )?were left out|the model diverged|\.jsonl(:\d+)?: |bad lines in the data|that one step takes"

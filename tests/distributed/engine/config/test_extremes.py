@@ -1,6 +1,6 @@
 """Every number of a recipe at the ends of what a computer holds: refused by a line that names its key, or trained with.
 
-The knobs are found by their types, so that one that is added is tried from then on.
+The options are found by their types, so that one that is added is tried from then on.
 """
 
 import json
@@ -15,11 +15,11 @@ from engine.config.errors import FP32_MAX, RecipeError
 from engine.config.events import EVENT_RATES, EventRecipe
 from engine.config.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.config.reading import save_recipe
-from tests.distributed.engine.config.test_every_knob import COMPANY, KD, LORA, Place
+from tests.distributed.engine.config.test_every_option import COMPANY, KD, LORA, Place
 from tests.distributed.launcher import free_port
 from tests.patience import PATIENCE
 from tests.processes import run_python
-from tests.unit.engine.config.anything import knobs
+from tests.unit.engine.config.anything import options
 
 PROGRAM = "from tests.distributed.engine.config.scripts.extremes import main; main()"
 INTEGERS = (-1, 0, 2**31 - 1, 2**31, 2**63 - 1, 2**63)
@@ -48,7 +48,7 @@ SAYS = {"train.gradient_accumulation_steps": "one step takes", "data.micro_batch
 
 
 def cases() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Knobs with values, and what lets them act."""
+    """Options with values, and what lets them act."""
     of_scheme = {"dtype": "int", "bits": 4, "granularity": "group", "group_size": 32}
     shapes: dict[str, list[Any]] = {
         "data.weights": [[one, 1.0] for one in FLOATS],
@@ -66,7 +66,7 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any]]]:
             *([EventRecipe(observe=True, **{key: one})] for key in ("at", "every") for one in INTEGERS),
         ],
     }
-    for path, kind in knobs().items():
+    for path, kind in options().items():
         key, types = ".".join(path), {kind, *get_args(kind)}
         values = [*(FLOATS if float in types else ()), *(INTEGERS if int in types else ())]
         for value in shapes.get(key, values):

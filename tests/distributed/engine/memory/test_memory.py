@@ -142,7 +142,7 @@ def test_prediction_on_every_stage(tmp_path: Path) -> None:
     paths.append(recipe(tmp_path, "moe", 3, stage3_prefetch_bucket_size=0))
     paths.append(recipe(tmp_path, "dense", 3, offload_optimizer={"device": "cpu"}))
     paths.append(recipe(tmp_path, "moe", 3, **EVERYTHING))
-    codes = {"quant": {"gather_codes": True}}
+    codes = {"quant": {"quantized_all_gather": True}}
     paths += [recipe(tmp_path, kind, 3, codes) for kind in ("dense", "moe")]
     paths.append(recipe(tmp_path, "dense", 3, codes, stage3_param_persistence_threshold=50_000))
     # From codes: what training holds is what it is from weights.
@@ -168,7 +168,11 @@ def test_a_student_that_is_its_own_teacher(tmp_path: Path) -> None:
     learnable = {**learnable, "weight_scale": False}
     paths.append(
         recipe(
-            tmp_path, "dense", 3, {**sections, "learnable": learnable, "quant": {"gather_codes": True}}, **EVERYTHING
+            tmp_path,
+            "dense",
+            3,
+            {**sections, "learnable": learnable, "quant": {"quantized_all_gather": True}},
+            **EVERYTHING,
         )
     )
     run_ranks(SCRIPT, *map(str, paths))
@@ -181,7 +185,7 @@ def test_what_codes_take_on_their_way(tmp_path: Path) -> None:
     """Rows are short and weights do not train, so that at the peak most is what is gathered: the bytes in flight, and
     the codes copied out of them, which stay codes."""
     checkpoint(tmp_path / "dense", "dense")
-    quant = {"gather_codes": True, "scheme": "fp8_dynamic", "initial_input_scale": None}  # a scale per row
+    quant = {"quantized_all_gather": True, "scheme": "fp8_dynamic", "initial_input_scale": None}  # a scale per row
     learnable = {"weight": False, "weight_scale": False, "norm": True}
     data = {"max_length": 16, "micro_batch_size": 1}
     path = recipe(tmp_path, "dense", 3, {"quant": quant, "learnable": learnable, "data": data}, **EVERYTHING)

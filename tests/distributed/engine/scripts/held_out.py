@@ -22,7 +22,7 @@ from model.ranks import is_main
 from tests.distributed.engine.scripts.train import run
 from tests.distributed.garbage import collect
 
-KNOBS: dict[str, Any] = {"weight_decay": 0.25, "eps": 1e-6, "betas": (0.8, 0.9)}
+OPTIONS: dict[str, Any] = {"weight_decay": 0.25, "eps": 1e-6, "betas": (0.8, 0.9)}
 STOP = 3  # steps done when a signal stops the run, between two evaluations
 
 
@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def unsaved(directory: Path, recipe: Recipe) -> None:
-    """Two more steps with other knobs of the optimizer, whose checkpoint has no place, and an export."""
+    """Two more steps with other options of the optimizer, whose checkpoint has no place, and an export."""
     last = recipe.train.steps + 2
     loop = Loop(
         replace(
             recipe,
             train=replace(recipe.train, steps=last),
-            optim=replace(recipe.optim, **KNOBS),
+            optim=replace(recipe.optim, **OPTIONS),
             export=replace(recipe.export, enabled=True),
         )
     )
@@ -62,7 +62,7 @@ def unsaved(directory: Path, recipe: Recipe) -> None:
 
     def spoil(state: LoopState) -> None:
         groups = state.session.engine.optimizer.param_groups
-        found["groups"] = {group["name"]: {key: group[key] for key in KNOBS} for group in groups}
+        found["groups"] = {group["name"]: {key: group[key] for key in OPTIONS} for group in groups}
         if is_main():
             taken = Path(recipe.output_dir) / "checkpoints" / f"step_{last:08d}"
             taken.mkdir()  # it is moved aside, to where something is already

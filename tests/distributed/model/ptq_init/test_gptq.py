@@ -1,4 +1,4 @@
-"""quant.first_codes gptq on two ranks under ZeRO-3: the codes of one process, in the export and in the first step."""
+"""quant.init gptq on two ranks under ZeRO-3: the codes of one process, in the export and in the first step."""
 
 import json
 import random
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from model.ptq_init import blockwise as tuning
-from model.ptq_init import choose_first_codes
+from model.ptq_init import choose_initial_codes
 from quant import SCHEMES
 from quant.gptq import takes
 from tests.distributed.engine.test_adapters import MANY, every_scheme
@@ -32,7 +32,7 @@ def made(tmp_path_factory):
     directory = tmp_path_factory.mktemp("gptq")
     model = tiny_checkpoint(directory / "model", "qwen3_moe", wide=True)
     chats = write_chats(directory / "chats.jsonl")
-    quant = {"scheme": "w2a16_g32", "first_codes": "gptq", "calibration_batches": 3}
+    quant = {"scheme": "w2a16_g32", "init": "gptq", "calibration_batches": 3}
     common = {"dtype": "bfloat16", "loss": {"kd_weight": 0.0, "teacher": None}, "export": {"enabled": True}}
     # One rank takes as many rows in a micro-batch as two take together.
     one = {"data": {"micro_batch_size": 2}, "stage": 0, "quant": quant}
@@ -47,11 +47,11 @@ def made(tmp_path_factory):
         "inputs": ("calibrate.py", two | {"quant": quant | {"scheme": "nvfp4_w4a4_kv"}}),
         "inputs tuned": (
             "calibrate.py",
-            two | {"quant": quant | {"scheme": "nvfp4_w4a4_kv", "first_codes": "blocks", "calibration_batches": 1}},
+            two | {"quant": quant | {"scheme": "nvfp4_w4a4_kv", "init": "blockwise", "calibration_batches": 1}},
         ),
         # One micro-batch on each rank: every step sees all samples, on one rank as on two.
-        "one tuned": ("calibrate.py", one | {"quant": quant | {"first_codes": "blocks", "calibration_batches": 1}}),
-        "two tuned": ("calibrate.py", two | {"quant": quant | {"first_codes": "blocks", "calibration_batches": 1}}),
+        "one tuned": ("calibrate.py", one | {"quant": quant | {"init": "blockwise", "calibration_batches": 1}}),
+        "two tuned": ("calibrate.py", two | {"quant": quant | {"init": "blockwise", "calibration_batches": 1}}),
     }
     found = {}
     for name, (script, sections) in scripts.items():
@@ -130,7 +130,7 @@ def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, monkeypatch, ca
     capfd.readouterr()
     alone, quantization = quantized(tmp_path, "model", "w2a16_g32")
     singles = [(ids[None], True) for group in given[0] + given[1] for ids in group]
-    choose_first_codes(alone, quantization, singles, torch.device("cpu"), tuned_rows=8)
+    choose_initial_codes(alone, quantization, singles, torch.device("cpu"), tuned_rows=8)
     pattern = (
         r"gptq: 12 layers, 11 samples, .*outputs (\S+), .*nearest codes (\S+?); of decoder layers (\S+),.* (\S+)\n"
     )
@@ -150,7 +150,7 @@ def test_every_scheme_is_the_same_on_two_ranks(tmp_path, kind, codes, batches, l
     sizes = {"one": {"data": {"micro_batch_size": 2}, "stage": 0}, "two": {"data": {"micro_batch_size": 1}, "stage": 3}}
     for part, quant in enumerate(every_scheme(name for name, one in SCHEMES.items() if takes(one.weights))):
         for name, sections in sizes.items():
-            sections = sections | {"quant": quant | {"first_codes": codes, "calibration_batches": batches}}
+            sections = sections | {"quant": quant | {"init": codes, "calibration_batches": batches}}
             words = ["--config", str(write_recipe(tmp_path, f"{name}{part}", model, chats, **common, **sections))]
             if name == "one":
                 command = [sys.executable, str(ROOT / "launch" / "calibrate.py"), *words]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.quantized.quantize_on_load import can_be_made
+from model.quantized.quantize_on_load import can_quantize_on_load
 from quant import SCHEMES
 from tests.distributed.engine.test_adapters import MANY, MIXED, every_scheme
 from tests.distributed.launcher import run_ranks
@@ -19,7 +19,7 @@ from tests.tiny import tiny_checkpoint
 TRAIN = {**BESIDE["train"], "quant_stats_every": 2}
 MAKE = {"train": {"steps": 2, "gradient_accumulation_steps": 1}}
 ATTENTION = {"targets": [".*self_attn.*"]}
-CODES = {"adapter": {"base": "codes"}}
+CODES = {"adapter": {"base": "quantized"}}
 SOURCE = {"quant": {"scheme": "source"}}
 SELF = {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}
 TWO = {"train": {**TRAIN, "steps": 2, "checkpoint_every": 2}}
@@ -196,7 +196,7 @@ def test_other_configurations_train_as_beside_weights(tmp_path, paths):
 @pytest.mark.full
 def test_codes_of_every_scheme_are_made_on_every_stage(tmp_path):
     """Of whichever can be made of rows, without a scale of inputs that is measured; dense layers and experts."""
-    names = [name for name, one in SCHEMES.items() if can_be_made(one.weights) and one.stored_input is None]
+    names = [name for name, one in SCHEMES.items() if can_quantize_on_load(one.weights) and one.stored_input is None]
     kinds = {kind: tiny_checkpoint(tmp_path / kind, kind, wide=True, layers=MANY) for kind in ("qwen3", "qwen3_moe")}
     chats, written = write_chats(tmp_path / "chats.jsonl"), {}
     for part, quant in enumerate(every_scheme(names)):

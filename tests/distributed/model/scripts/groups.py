@@ -17,7 +17,7 @@ from engine.session.context import init_ranks, samples_on_all_ranks
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.ptq_init import blockwise as tuning
-from model.ptq_init import choose_first_codes
+from model.ptq_init import choose_initial_codes
 from model.ranks import rank
 from model.scales import renew_weight_scales
 from model.zero import gathered, partition_new_parameters
@@ -52,7 +52,7 @@ def main() -> None:
     partition_new_parameters(model, ZERO3)
     renew_weight_scales(quantization)
     tuning.STEPS = STEPS
-    choose_first_codes(model, quantization, given, device, tuned_rows=ROWS)
+    choose_initial_codes(model, quantization, given, device, tuned_rows=ROWS)
     weights = {name: layer.weight for name, layer in quantization.layers.items()}
     with gathered(weights.values()):
         whole = {name: weight.detach().clone() for name, weight in weights.items()}

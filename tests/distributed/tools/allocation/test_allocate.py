@@ -22,7 +22,7 @@ def written(tmp_path_factory):
     model = tiny_checkpoint(directory / "model", "qwen3_moe", wide=True)
     settings = {"stage": 3, "dtype": "bfloat16", "loss": {"kd_weight": 0.0, "teacher": None}}
     recipe = write_recipe(directory, "base", model, write_chats(directory / "chats.jsonl"), **settings)
-    words = ["--config", str(recipe), "--quant.calibration_batches", "1", "--quant.first_codes", "gptq"]
+    words = ["--config", str(recipe), "--quant.calibration_batches", "1", "--quant.init", "gptq"]
     options = ["--schemes", "w2a16_g32", "w4a16_g32", "--budget_bits", str(BUDGET), "--batches", "1"]
     output = run_ranks(ROOT / "launch" / "allocate.py", *words, *options, "--out", directory / "mixed.yaml")
     assert "gptq:" not in output, "costs would be those of weights that have been moved"

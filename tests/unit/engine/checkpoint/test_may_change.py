@@ -1,11 +1,11 @@
-"""Every knob either stays at a resume or may change; what must stay is refused by name."""
+"""Every option either stays at a resume or may change; what must stay is refused by name."""
 
 import copy
 from typing import Any
 
 import pytest
 
-from engine.checkpoint.find import MAY_CHANGE, STAYS, check_resumable, knobs
+from engine.checkpoint.find import MAY_CHANGE, STAYS, check_resumable, options
 from engine.config.errors import RecipeError
 from tests.unit.engine.checkpoint.steps import recipe, write_step
 
@@ -17,8 +17,8 @@ def listed(lists: dict[str, list[str]]) -> list[tuple[str, str]]:
     return [(section, name) for section, names in lists.items() for name in names]
 
 
-def test_every_knob_is_in_one_of_the_lists(tmp_path):
-    known = sorted((section, name) for section, name, _ in knobs(recipe(tmp_path)))
+def test_every_option_is_in_one_of_the_lists(tmp_path):
+    known = sorted((section, name) for section, name, _ in options(recipe(tmp_path)))
     assert sorted(listed(STAYS) + listed(MAY_CHANGE)) == known
 
 
@@ -43,7 +43,7 @@ def other(value: Any) -> Any:
 
 def test_what_must_stay_is_refused_by_name_and_all_else_may_change(checkpoints):
     before = recipe(checkpoints)
-    for section, name, value in knobs(before):
+    for section, name, value in options(before):
         if (section, name) in ROWS or (section, name) == RESUME:
             continue
         wanted = copy.deepcopy(before)

@@ -10,10 +10,10 @@ import torch
 
 from engine.checkpoint.load import merge_ranks
 from engine.checkpoint.stateful import (
-    Owners,
-    check_owners,
+    StatefulStates,
+    check_stateful,
     from_flat_layout,
-    load_owners,
+    load_stateful,
     random_states,
     restore_random_states,
 )
@@ -23,7 +23,7 @@ from engine.faults import SkippedSteps
 from engine.held_out import HeldOutResults
 from engine.schedule import Schedule
 from engine.session.optimizer import LossScale
-from engine.session.overrides import Levers
+from engine.session.overrides import Overrides
 from quant import Quantization, get_scheme, prepare
 from tests.tiny import tiny_model
 
@@ -34,12 +34,12 @@ def quantization() -> Quantization:
     return prepare(tiny_model("llama"), get_scheme("fp8_static"), learn_weight_scale=True, learn_input_scale=True)
 
 
-def owners() -> dict[str, Any]:
+def stateful() -> dict[str, Any]:
     """All that a run in fp16 has, as it is built."""
     recipe = Recipe(ModelRecipe("m"), DataRecipe(["d"]), TrainRecipe(steps=9), output_dir="o")
-    session = SimpleNamespace(quantization=quantization(), levers=Levers(recipe), uncalibrated=frozenset({"a"}))
+    session = SimpleNamespace(quantization=quantization(), overrides=Overrides(recipe), uncalibrated=frozenset({"a"}))
     return {
-        "levers": session.levers,
+        "overrides": session.overrides,
         "quantization": session.quantization,
         "loss_scale": LossScale(8.0, 2, 1.0),
         "fake_quant": FakeQuant(session),  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def owners() -> dict[str, Any]:
 
 
 def flat_state(first: Quantization, absmax: float, clipped: int) -> dict[str, Any]:
-    """A rank's file as it was written before states had owners."""
+    """A rank's file as it was written before states had stateful."""
     seen = {"absmax": torch.tensor(absmax), "clipped": torch.tensor(clipped), "total": torch.tensor(10)}
     other = {"absmax": torch.tensor(0.0), "clipped": torch.tensor(0), "total": torch.tensor(0)}
     name, keys, *position = np.random.get_state()
@@ -61,7 +61,7 @@ def flat_state(first: Quantization, absmax: float, clipped: int) -> dict[str, An
         "numpy_rng": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *position),
         "fake_quant": {layer: (layer == INPUT, False) for layer in first.modules},
         "observing": True,
-        "levers": {
+        "overrides": {
             "loss_weights": {"lm": 0.5},
             "peak_rates": {"weights": 1e-3},
             "frozen": {"act_scales"},
@@ -77,10 +77,10 @@ def flat_state(first: Quantization, absmax: float, clipped: int) -> dict[str, An
     }
 
 
-def check_loaded(found: Owners, absmax: float, clipped: int) -> None:
+def check_loaded(found: StatefulStates, absmax: float, clipped: int) -> None:
     run: Any = SimpleNamespace(**found)
-    assert run.levers.loss_weights == {"lm": 0.5} and run.levers.peaks()["weights"] == 1e-3
-    assert run.levers.frozen == {"act_scales"}
+    assert run.overrides.loss_weights == {"lm": 0.5} and run.overrides.peaks()["weights"] == 1e-3
+    assert run.overrides.frozen == {"act_scales"}
     assert {name for name, on in run.quantization.fake_quant_state().items() if on[0]} == {INPUT}
     assert run.quantization.observing
     observer = next(group.observer for group in run.quantization.input_groups if group.owner == INPUT)
@@ -93,33 +93,33 @@ def check_loaded(found: Owners, absmax: float, clipped: int) -> None:
 
 
 def test_a_file_of_the_first_layout_gives_every_owner_its_state_and_today_s_gives_it_again():
-    first, second = owners(), owners()
+    first, second = stateful(), stateful()
     state = from_flat_layout(flat_state(first["quantization"], 2.0, 4))
-    check_owners(first, state)
-    load_owners(first, state)
+    check_stateful(first, state)
+    load_stateful(first, state)
     check_loaded(first, 2.0, 4)
-    again = {"owners": {name: owner.state_dict() for name, owner in first.items()}, "random": {}, "pieces": []}
+    again = {"stateful": {name: owner.state_dict() for name, owner in first.items()}, "random": {}, "pieces": []}
     assert from_flat_layout(again) == again
-    load_owners(second, again)
+    load_stateful(second, again)
     check_loaded(second, 2.0, 4)
-    second["levers"].frozen.clear()
+    second["overrides"].frozen.clear()
     second["fake_quant"].stale["weight"].clear()
     check_loaded(first, 2.0, 4)  # nothing is shared with what was saved
 
 
 def test_another_number_of_ranks_gets_what_all_of_them_saw():
-    first = owners()
+    first = stateful()
     states = [from_flat_layout(flat_state(first["quantization"], *seen)) for seen in ((2.0, 4), (3.0, 1), (1.0, 0))]
-    load_owners(first, merge_ranks(states))
+    load_stateful(first, merge_ranks(states))
     check_loaded(first, 3.0, 5)  # outside of a process group this is rank 0
 
 
 def test_an_owner_whose_state_is_not_there_is_named():
     state = from_flat_layout(flat_state(quantization(), 2.0, 4))
-    del state["owners"]["schedule"]
+    del state["stateful"]["schedule"]
     with pytest.raises(ValueError, match="keeps no state of schedule: another version has written it"):
-        check_owners(owners(), state)
-    check_owners({"levers": owners()["levers"]}, state)  # an export has no schedule
+        check_stateful(stateful(), state)
+    check_stateful({"overrides": stateful()["overrides"]}, state)  # an export has no schedule
 
 
 def test_random_numbers_go_on_where_they_were_saved():

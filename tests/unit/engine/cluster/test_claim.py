@@ -12,16 +12,16 @@ import time
 import pytest
 
 from engine.cluster import job
-from engine.cluster.job import RUNNING, Claim
+from engine.cluster.job import RUNNING, RunLock
 from model.ranks import RankError
 from tests.root import ROOT
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from engine.cluster.job import Claim
-with Claim() as claim:
-    claim.take(Path(sys.argv[1]), "output_dir")
+from engine.cluster.job import RunLock
+with RunLock() as run_lock:
+    run_lock.take(Path(sys.argv[1]), "output_dir")
     print("holds", flush=True)
     time.sleep(600)
 """
@@ -41,7 +41,7 @@ def test_a_second_job_is_refused_by_name_and_the_directory_is_free_after_a_kill(
     try:
         assert job.stdout is not None and job.stdout.readline() == "holds\n"
         with (
-            Claim() as second,
+            RunLock() as second,
             pytest.raises(RankError, match=rf"output_dir: '{tmp_path}': the job of process {job.pid} "),
         ):
             second.take(tmp_path, "output_dir")
@@ -49,17 +49,17 @@ def test_a_second_job_is_refused_by_name_and_the_directory_is_free_after_a_kill(
     finally:
         job.send_signal(signal.SIGKILL)
         job.wait()
-    with Claim() as next_job:
+    with RunLock() as next_job:
         next_job.take(tmp_path, "output_dir")
     assert list(tmp_path.iterdir()) == []
-    with Claim():
+    with RunLock():
         pass  # that ended before it took anything
 
 
 def test_a_rank_that_outlives_its_job_keeps_the_directory(tmp_path):
     """Rank 0 is dead, and another one still writes its part of a checkpoint."""
     write(tmp_path / RUNNING, "elsewhere")
-    with (tmp_path / RUNNING).open("r+") as left, Claim() as next_job:
+    with (tmp_path / RUNNING).open("r+") as left, RunLock() as next_job:
         fcntl.flock(left, fcntl.LOCK_SH)
         with pytest.raises(
             RankError, match="the job of process 12 on elsewhere, started 2026-01-01 00:00:00 UTC, runs in"
@@ -79,13 +79,13 @@ def test_a_job_of_another_machine_lives_as_long_as_it_renews_its_file(tmp_path, 
 
     renewer = threading.Thread(target=renew)
     renewer.start()
-    with Claim() as second, pytest.raises(RankError, match="on elsewhere"):
+    with RunLock() as second, pytest.raises(RankError, match="on elsewhere"):
         second.take(tmp_path, "output_dir")
     end.set()
     renewer.join()
     long_ago = time.time() - 1000
     os.utime(tmp_path / RUNNING, (long_ago, long_ago))
-    with Claim() as second:
+    with RunLock() as second:
         second.take(tmp_path, "output_dir")
         assert json.loads((tmp_path / RUNNING).read_text())["pid"] == os.getpid()
 
@@ -93,7 +93,7 @@ def test_a_job_of_another_machine_lives_as_long_as_it_renews_its_file(tmp_path, 
 def test_what_is_no_mark_of_a_job_is_in_nobodys_way(tmp_path):
     for text in ("", "{", "[1]", '{"pid": 3}'):
         (tmp_path / RUNNING).write_text(text)
-        with Claim() as job:
+        with RunLock() as job:
             job.take(tmp_path, "output_dir")
 
 
@@ -102,6 +102,6 @@ def test_a_link_that_lies_ready_is_not_written_through(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / RUNNING).symlink_to(victim)
-    with Claim() as job, pytest.raises(RankError, match=rf"symbolic links: '{tmp_path / RUNNING}'"):
+    with RunLock() as job, pytest.raises(RankError, match=rf"symbolic links: '{tmp_path / RUNNING}'"):
         job.take(tmp_path, "output_dir")
     assert victim.read_text() == "mine"

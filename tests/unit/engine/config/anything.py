@@ -1,6 +1,6 @@
-"""Recipes and DeepSpeed configurations that nobody would write, drawn from the knobs themselves (hypothesis).
+"""Recipes and DeepSpeed configurations that nobody would write, drawn from the options themselves (hypothesis).
 
-A knob that is added to a dataclass of engine/config/ is drawn from then on, with values of its type, of other types,
+A option that is added to a dataclass of engine/config/ is drawn from then on, with values of its type, of other types,
 null, and numbers at and beyond what a computer holds.
 """
 
@@ -61,7 +61,7 @@ DS_WORDS = st.sampled_from(["cpu", "nvme", "none", "fp32", "bf16", "fp16", "int8
 
 
 def of_type(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a knob's type, of any size; those that stand in a YAML file for it."""
+    """Values of a option's type, of any size; those that stand in a YAML file for it."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
         return st.one_of(ANY_JSON, SCALARS, DS_WORDS)
@@ -70,28 +70,28 @@ def of_type(kind: Any) -> st.SearchStrategy[Any]:
     if origin is Literal:
         return st.sampled_from(parts)
     if origin is list:
-        return st.lists(knob(parts[0]), max_size=3)
+        return st.lists(option(parts[0]), max_size=3)
     if origin is tuple:
-        return st.lists(knob(parts[0]), max_size=3)
+        return st.lists(option(parts[0]), max_size=3)
     if origin is dict:
         names = st.one_of(TEXTS, st.sampled_from(["lm", "kd", "weights", "weight_scales", "mine", "input", "output"]))
-        return st.dictionaries(names, knob(parts[1]), max_size=2)
+        return st.dictionaries(names, option(parts[1]), max_size=2)
     if parts:
         return st.one_of(*map(of_type, parts))
     known = {bool: st.booleans(), int: INTEGERS, float: st.one_of(FLOATS, INTEGERS), str: TEXTS, type(None): st.none()}
     return known[kind]
 
 
-def knob(kind: Any) -> st.SearchStrategy[Any]:
-    """A value for a knob: mostly of its type."""
+def option(kind: Any) -> st.SearchStrategy[Any]:
+    """A value for a option: mostly of its type."""
     return st.one_of(of_type(kind), of_type(kind), of_type(kind), ANYTHING)
 
 
 def section(kind: type) -> st.SearchStrategy[dict[str, Any]]:
-    """A mapping of some of a dataclass's knobs, mostly with those that have no default."""
+    """A mapping of some of a dataclass's options, mostly with those that have no default."""
     hints = get_type_hints(kind)
-    needed = {item.name: knob(hints[item.name]) for item in fields(kind) if _has_no_default(item)}
-    others = {name: knob(hint) for name, hint in hints.items() if name not in needed}
+    needed = {item.name: option(hints[item.name]) for item in fields(kind) if _has_no_default(item)}
+    others = {name: option(hint) for name, hint in hints.items() if name not in needed}
     few = st.lists(st.sampled_from(sorted(others)), min_size=1, max_size=3, unique=True)
     chosen = few.flatmap(lambda names: st.fixed_dictionaries({**needed, **{name: others[name] for name in names}}))
     return st.one_of(chosen, chosen, st.dictionaries(st.sampled_from(sorted(hints)), SCALARS, max_size=3))
@@ -101,8 +101,8 @@ def _has_no_default(item: Field) -> bool:
     return item.default is MISSING and item.default_factory is MISSING
 
 
-def knobs() -> dict[tuple[str, ...], Any]:
-    """The type of every knob by its path in a recipe: ``("optim", "lr")``, ``("output_dir",)``; of sections too."""
+def options() -> dict[tuple[str, ...], Any]:
+    """The type of every option by its path in a recipe: ``("optim", "lr")``, ``("output_dir",)``; of sections too."""
     found: dict[tuple[str, ...], Any] = {}
     for name, hint in get_type_hints(Recipe).items():
         found[name,] = hint
@@ -115,8 +115,8 @@ Change = tuple[tuple[str, ...], Any]
 
 
 def changes(paths: dict[tuple[str, ...], Any], most: int = 3) -> st.SearchStrategy[list[Change]]:
-    """A few knobs with what is written there; at times a key that does not exist."""
-    one = st.sampled_from(sorted(paths)).flatmap(lambda path: st.tuples(st.just(path), knob(paths[path])))
+    """A few options with what is written there; at times a key that does not exist."""
+    one = st.sampled_from(sorted(paths)).flatmap(lambda path: st.tuples(st.just(path), option(paths[path])))
     sections = sorted({path[:-1] for path in paths})
     unknown = st.tuples(st.builds(lambda path, name: (*path, name), st.sampled_from(sections), TEXTS), SCALARS)
     return st.lists(st.one_of(*[one] * 9, unknown), min_size=1, max_size=most)

@@ -1,4 +1,4 @@
-"""Knobs that do not go together with adapters."""
+"""Options that do not go together with adapters."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ CONTRADICTIONS = [
     ({"learnable": {"weight": True}}, "learnable.weight: True, expected false with adapter.kind lora"),
     ({"quant": {"scheme": "w4a16_g32", "fake_quant_start": -1}}, "quant.fake_quant_start: -1 (never), expected 0 or"),
     (
-        {"quant": {"scheme": "fp8_static", "gather_codes": True}},
-        "quant.gather_codes: True, expected false with adapter",
+        {"quant": {"scheme": "fp8_static", "quantized_all_gather": True}},
+        "quant.quantized_all_gather: True, expected false with adapter",
     ),
     ({"train": {"steps": 4, "compile": True}}, "train.compile: True, expected false with adapter.kind lora"),
     ({"adapter": {"targets": [".*"]}}, "adapter.targets: ['.*'], expected nothing, or adapter.kind lora"),
@@ -45,8 +45,8 @@ CONTRADICTIONS = [
         for share in (1.0, -0.1, 1.5)
     ),
     (
-        {"adapter": {"kind": "lora", "base": "codes"}},
-        "adapter.base: 'codes', expected weights, or adapter.kind lora with",
+        {"adapter": {"kind": "lora", "base": "quantized"}},
+        "adapter.base: 'quantized', expected weights, or adapter.kind lora with",
     ),
     (
         {"adapter": {**BESIDE, "base": "nf4"}, **FROZEN},
@@ -54,8 +54,8 @@ CONTRADICTIONS = [
     ),
     *(
         (
-            {"adapter": {**BESIDE, "base": "codes"}, **FROZEN, "quant": {"scheme": "w4a16_g32", **quant}},
-            f"adapter.base: 'codes', expected weights{said}",
+            {"adapter": {**BESIDE, "base": "quantized"}, **FROZEN, "quant": {"scheme": "w4a16_g32", **quant}},
+            f"adapter.base: 'quantized', expected weights{said}",
         )
         for quant, said in (
             ({"start": "a"}, " with quant.start or quant.scales"),
@@ -65,7 +65,7 @@ CONTRADICTIONS = [
         )
     ),
     (
-        {"adapter": {**BESIDE, "base": "codes", "init": "error"}, **FROZEN},
+        {"adapter": {**BESIDE, "base": "quantized", "init": "error"}, **FROZEN},
         "adapter.init: 'error', expected zeros with adapter.base codes",
     ),
     ({"export": {"format": "peft"}}, "export.format: 'peft', expected another format, or adapter.kind lora with"),
@@ -73,7 +73,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("sections", "said"), CONTRADICTIONS)
-def test_knobs_that_do_not_go_together(tmp_path, sections, said):
+def test_options_that_do_not_go_together(tmp_path, sections, said):
     with pytest.raises(RecipeError) as refused:
         recipe(tmp_path, Path("model"), **sections)
     assert said in str(refused.value)

@@ -16,7 +16,7 @@ from engine.config.deepspeed import resolve
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe, save_recipe
 from tests.patience import ends
-from tests.unit.engine.config.anything import Change, changed, changes, ds_changes, ds_keys, knobs
+from tests.unit.engine.config.anything import Change, changed, changes, ds_changes, ds_keys, options
 from tests.unit.engine.config.ds_files import recipe
 
 MINIMAL = {"model": {"path": "model"}, "data": {"train": ["a.jsonl"]}, "train": {"steps": 10}, "output_dir": "out"}
@@ -24,21 +24,21 @@ MINIMAL = {"model": {"path": "model"}, "data": {"train": ["a.jsonl"]}, "train": 
 HYGIENE = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 FEW = settings(max_examples=40, derandomize=True, **HYGIENE)
 MANY = settings(max_examples=2000, print_blob=True, **HYGIENE)
-SECTIONS = "|".join(sorted({path[0] for path in knobs()}))
+SECTIONS = "|".join(sorted({path[0] for path in options()}))
 # optim.lr: or quant.rules[3].layers: or, of a key that no one would write, optim.'l r': or quant.schemes.'~'.weights:
 KEY = re.compile(rf"({SECTIONS})[\w.:\[\], -]*(('.*'|\".*\")[\w.\[\]]*)?: |('.*'|\".*\"|[\w.-]+): unknown key; ")
 DS_KEY = re.compile(r"(\w+).*?(: | is )")
 
 
 @FEW
-@given(changes(knobs()))
+@given(changes(options()))
 def test_a_recipe(tmp_path_factory: pytest.TempPathFactory, drawn: list[Change]) -> None:
     read_or_refuse(tmp_path_factory.getbasetemp(), drawn)
 
 
 @pytest.mark.full
 @MANY
-@given(changes(knobs()))
+@given(changes(options()))
 def test_two_thousand_recipes(tmp_path_factory: pytest.TempPathFactory, drawn: list[Change]) -> None:
     read_or_refuse(tmp_path_factory.getbasetemp(), drawn)
 

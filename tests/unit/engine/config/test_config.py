@@ -1,4 +1,4 @@
-"""The recipe: the values that its knobs take and those that are refused, by the key's path."""
+"""The recipe: the values that its options take and those that are refused, by the key's path."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ FROZEN = "--learnable.weight false"
 FOLLOW = "--quant.scales_follow_weights true --quant.weight_range absmax"
 
 
-def test_defaults_are_values_that_their_knobs_take() -> None:
+def test_defaults_are_values_that_their_options_take() -> None:
     sections = [getattr(minimal(), item.name) for item in dataclasses.fields(Recipe)]
     sections = [section for section in sections if dataclasses.is_dataclass(section)]
     assert len(sections) == 10

@@ -1,4 +1,4 @@
-"""The rules between the knobs of a recipe: each is broken by a recipe of its own, and only that rule."""
+"""The rules between the options of a recipe: each is broken by a recipe of its own, and only that rule."""
 
 from operator import attrgetter
 
@@ -10,14 +10,14 @@ from engine.config.contradictions import WALKS_OF_EVENTS
 from engine.config.decay_rules import RULES_OF_DECAY
 from engine.config.errors import RecipeError
 from engine.config.events import EventRecipe
-from engine.config.first_codes_rules import RULES_OF_FIRST_CODES
+from engine.config.ptq_init_rules import RULES_OF_INIT
 from engine.config.rules import RULES, RULES_OF_SCHEMES
 from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 
 # By rule: settings that break it, by the path of the key.
 CACHE = {"loss.teacher_cache": "cache", "loss.kd": "kl_top_k", "loss.top_k": 5}
 FOLLOW = {"quant.scales_follow_weights": True, "quant.weight_range": "absmax"}
-GPTQ = {"quant.first_codes": "gptq", "quant.scheme": "w4a16_g32"}
+GPTQ = {"quant.init": "gptq", "quant.scheme": "w4a16_g32"}
 BROKEN = {
     "an event that distils has a teacher": {"schedule": [EventRecipe(at=1, loss={"kd": 1.0})]},
     "a student that teaches itself is frozen": {"loss.kd_weight": 1.0, "loss.teacher": "self"},
@@ -84,7 +84,7 @@ BROKEN = {
     "scales that follow the weights come from no checkpoint": {**FOLLOW, "quant.scales": "ptq"},
     "scales come from one checkpoint": {"quant.start": "gptq", "quant.scales": "ptq"},
     "a quantized start is used as it is": {"quant.start": "gptq", "quant.fake_quant_start": 2},
-    "cells are those of a quantized start": {"quant.start_inside": True},
+    "cells are those of a quantized start": {"quant.snap_to_codes": True},
     "codes that are read are not chosen": {**GPTQ, "quant.scales": "ptq"},
     "codes that are chosen stay": {**GPTQ, "quant.fake_quant_start": 2},
     "scales that are brought do not rest": {**GPTQ, "schedule": [EventRecipe(at=2, fake_quant=False)]},
@@ -121,7 +121,7 @@ BROKEN = {
 }
 
 
-ALL_RULES = (*RULES, *RULES_OF_FIRST_CODES, *RULES_OF_DECAY, *RULES_OF_SCHEMES)
+ALL_RULES = (*RULES, *RULES_OF_INIT, *RULES_OF_DECAY, *RULES_OF_SCHEMES)
 NAMES = [rule.name for rule in ALL_RULES] + [walk.__name__ for walk in WALKS_OF_EVENTS]
 
 
@@ -133,8 +133,8 @@ def recipe() -> Recipe:
 def test_a_rule_is_broken_alone(name):
     broken = recipe()
     for key, value in BROKEN[name].items():
-        section, _, knob = key.rpartition(".")
-        setattr(getattr(broken, section) if section else broken, knob, value)
+        section, _, option = key.rpartition(".")
+        setattr(getattr(broken, section) if section else broken, option, value)
     found = {rule.name: [rule.text(broken)] for rule in ALL_RULES if rule.broken(broken)}
     found |= {walk.__name__: lines for walk in WALKS_OF_EVENTS if (lines := list(walk(broken)))}
     assert list(found) == [name]

@@ -194,15 +194,18 @@ def test_bad_files(tmp_path: Path, content: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("zero", "said"),
     [
-        ({"stage": 2}, "zero_optimization.stage is 2, but quant.gather_codes is true"),
-        ({"stage": 3, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size is 2, but quant.gather_codes is true"),
+        ({"stage": 2}, "zero_optimization.stage is 2, but quant.quantized_all_gather is true"),
+        (
+            {"stage": 3, "zero_hpz_partition_size": 2},
+            "zero_hpz_partition_size is 2, but quant.quantized_all_gather is true",
+        ),
         ({"stage": 3}, None),
     ],
 )
 def test_codes_are_gathered_by_stage_3_without_hpz(tmp_path: Path, zero: dict[str, Any], said: str | None) -> None:
     (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": zero}))
     made = recipe(str(tmp_path / "mine.json"))
-    made.quant.gather_codes = True
+    made.quant.quantized_all_gather = True
     if said is None:
         resolve(made, world_size=2)
         return

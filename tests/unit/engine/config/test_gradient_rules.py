@@ -22,5 +22,5 @@ def test_each_is_broken_alone(rule):
 
 @pytest.mark.parametrize("compute", ["auto", "fp8_gemm"])
 def test_good_ones_pass(compute):
-    settings = {**SLOW, "quant.compute": compute, "quant.gather_codes": True}
+    settings = {**SLOW, "quant.compute": compute, "quant.quantized_all_gather": True}
     assert list(contradictions(recipe(settings))) == []

@@ -1,4 +1,4 @@
-"""The rules of knobs that would do nothing: each is broken by a recipe of its own, and only that rule."""
+"""The rules of options that would do nothing: each is broken by a recipe of its own, and only that rule."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.unit.engine.config.test_input_rules import recipe
 LORA = {"adapter.kind": "lora", "learnable.weight": False}
 EVALUATED = {"eval.every": 2, "data.held_out": 5}
 DISTILLED = {"loss.kd_weight": 1.0, "loss.teacher": "teacher"}
-# By rule: what breaks it, and what beside that lets the knob act.
+# By rule: what breaks it, and what beside that lets the option act.
 BROKEN = {
     "ranges of weights are of weights that are quantized": (
         {"quant.weight_range": "mse", "quant.scheme": "fp8_kv"},

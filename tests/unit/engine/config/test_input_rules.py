@@ -18,7 +18,7 @@ BROKEN = {
     "turned inputs are read from one format": {**ROTATED, "export.format": "dequantized"},
     "codes are kept of dynamic floats": {"quant.keep_codes": True, "quant.scheme": "8da4w"},
     "weights that travel as codes have one scale per tensor or row": {
-        "quant.gather_codes": True,
+        "quant.quantized_all_gather": True,
         "quant.scheme": "nvfp4_w4a4",
     },
     "norms write codes of static scales": {"quant.fuse_norms": True, "quant.scheme": "fp8_dynamic"},
@@ -50,9 +50,9 @@ def test_good_ones_pass(scheme):
     kept = {"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4"}
     assert list(contradictions(recipe(kept))) == []
     for gathered in ("fp8_dynamic", "int8_dynamic", "w4a16_channel"):
-        assert list(contradictions(recipe({"quant.gather_codes": True, "quant.scheme": gathered}))) == []
+        assert list(contradictions(recipe({"quant.quantized_all_gather": True, "quant.scheme": gathered}))) == []
     rules = [RuleRecipe("fp8_static", first=1)]
-    mixed = {"quant.gather_codes": True, "quant.scheme": "mxfp8", "quant.rules": rules}
+    mixed = {"quant.quantized_all_gather": True, "quant.scheme": "mxfp8", "quant.rules": rules}
     assert list(contradictions(recipe(mixed))) == []
     for fused in ("fp8_static", "w8a8_static"):
         assert list(contradictions(recipe({"quant.fuse_norms": True, "quant.scheme": fused}))) == []

@@ -146,7 +146,7 @@ def test_bad_keys_in_the_file(tmp_path: Path, extra: str, line: int, said: str) 
     assert refusal("--config", str(path))[0].startswith(f"{path}, line {line}: {said}")
 
 
-def knobs() -> list[tuple[str, str, bool]]:
+def options() -> list[tuple[str, str, bool]]:
     """Every section and key of a recipe, and whether its type has None; a key outside all sections has section ""."""
     found = []
     for section in dataclasses.fields(Recipe):
@@ -157,7 +157,7 @@ def knobs() -> list[tuple[str, str, bool]]:
     return found
 
 
-@pytest.mark.parametrize(("section", "key", "takes_null"), knobs())
+@pytest.mark.parametrize(("section", "key", "takes_null"), options())
 def test_a_key_without_a_value_is_refused_unless_its_type_has_none(tmp_path, section, key, takes_null) -> None:
     """Every key that there is, so that a new one cannot be forgotten."""
     path = tmp_path / "recipe.yaml"

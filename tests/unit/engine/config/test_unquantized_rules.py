@@ -15,7 +15,7 @@ BROKEN = {
     "quant.fp8_fast_accum": [{"quant.fp8_fast_accum": False}],
     "quant.keep_codes": [{"quant.keep_codes": True, "quant.scheme": "nvfp4_w4a4"}],
     "quant.fuse_norms": [{"quant.fuse_norms": True}],
-    "quant.gather_codes": [{"quant.gather_codes": True}],
+    "quant.quantized_all_gather": [{"quant.quantized_all_gather": True}],
     "export.format": [{"export.format": "vllm_fp8"}, {"export.format": "mlx", "quant.scheme": "w4a16_g32"}],
     "learnable.act_scale": [{"learnable.act_scale": True}],
 }

@@ -37,9 +37,9 @@ def test_the_forward_is_the_originals_and_nothing_changes(student):
     before = quantization.fake_quant_state()
     codes = {name: layer._weight_codes for name, layer in quantization.layers.items()}
     assert any(code is not None for code in codes.values()) and len(set(before.values())) == 2
-    sight = SelfTeacher(model, head, quantization).look({"input_ids": ids}, {})
-    teacher = sight.teacher
-    assert not sight.parameters and not teacher.hidden.requires_grad
+    teacher_output = SelfTeacher(model, head, quantization).forward({"input_ids": ids}, {})
+    teacher = teacher_output.teacher
+    assert not teacher_output.parameters and not teacher.hidden.requires_grad
     found, expected = F.linear(teacher.hidden, teacher.weight).float(), original(input_ids=ids).logits.float()
     # The same arithmetic, 0 where BLAS gives the same bits again; with layer 0 left quantized 0.06 to 0.12.
     assert (found - expected).norm() < 0.01 * expected.norm()
@@ -55,10 +55,10 @@ def test_no_gradient_flows_to_the_weight_that_the_teacher_is_computed_with(stude
     model, quantization, _ = student
     head = install_head(model)
     ids = torch.randint(0, 300, (2, 9))
-    sight = SelfTeacher(model, head, quantization).look({"input_ids": ids}, {})
-    hidden, weight = sight.teacher.hidden.clone().requires_grad_(), head.weight.detach().clone() * 1.1
+    teacher_output = SelfTeacher(model, head, quantization).forward({"input_ids": ids}, {})
+    hidden, weight = teacher_output.teacher.hidden.clone().requires_grad_(), head.weight.detach().clone() * 1.1
     objective = Objective(lm_weight=0.0, kd_weight=1.0)
-    chunked_losses(hidden, weight, None, ids, sight.teacher, objective).total.backward()
+    chunked_losses(hidden, weight, None, ids, teacher_output.teacher, objective).total.backward()
     assert hidden.grad.abs().sum() > 0 and head.weight.requires_grad and head.weight.grad is None
 
 
@@ -66,5 +66,5 @@ def test_everything_is_restored_after_an_error_too(student):
     model, quantization, _ = student
     before = quantization.fake_quant_state()
     with pytest.raises((TypeError, ValueError)):
-        SelfTeacher(model, install_head(model), quantization).look({"no_such_input": 1}, {})
+        SelfTeacher(model, install_head(model), quantization).forward({"no_such_input": 1}, {})
     assert quantization.fake_quant_state() == before and model.training and quantization.observing

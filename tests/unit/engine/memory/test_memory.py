@@ -180,13 +180,13 @@ def test_codes_travel_as_bytes(tmp_path):
     zero3.write_text(json.dumps({"zero_optimization": {"stage": 3, **options}}))
 
     def planner(codes: bool) -> Planner:
-        return Planner(recipe(tmp_path, quant={"gather_codes": codes}))
+        return Planner(recipe(tmp_path, quant={"quantized_all_gather": codes}))
 
     as_they_are, as_codes = (planner(codes).predict(str(zero3), 2).cost.traffic for codes in (False, True))
     weights = sum(layer.weight.numel() for layer in planner(True).student.quantization.layers.values())
     assert as_codes.calls == as_they_are.calls
     assert as_codes.bytes == {**as_they_are.bytes, "all_gather": as_they_are.bytes["all_gather"] - 2 * weights}
-    with pytest.raises(DsConfigError, match=r"zero3: quant\.gather_codes: true, expected false: no layer"):
+    with pytest.raises(DsConfigError, match=r"zero3: quant\.quantized_all_gather: true, expected false: no layer"):
         planner(True).predict("zero3", 2)  # all persist
 
 

@@ -29,7 +29,7 @@ def quantized(source: Path, directory: Path, scheme: str) -> Path:
 
 def test_a_base_that_codes_do_not_say_is_refused(tmp_path, checkpoints):
     """Weights quantized otherwise; and scales of which one would take the place of several."""
-    base = {**BESIDE, "rank": 4, "base": "codes"}
+    base = {**BESIDE, "rank": 4, "base": "quantized"}
     path = quantized(checkpoints["qwen3"], tmp_path / "nvfp4", "nvfp4")
     settings = recipe(tmp_path, path, base, **FROZEN, quant={"scheme": "source"})
     model, quantization = build_student(settings, DS_CONFIG, CPU)
@@ -37,14 +37,18 @@ def test_a_base_that_codes_do_not_say_is_refused(tmp_path, checkpoints):
     assert all(layer.held is not None for layer in quantization.layers.values())
 
     other = recipe(tmp_path, path, base, **FROZEN, quant={"scheme": "w4a16_g32"})
-    with pytest.raises(RankError, match=r"adapter.base: codes: .*weight is quantized as .*set quant.scheme to source"):
+    with pytest.raises(
+        RankError, match=r"adapter.base: quantized: .*weight is quantized as .*set quant.scheme to source"
+    ):
         build_student(other, DS_CONFIG, CPU)
 
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.1.self_attn.k_proj.weight_global_scale"] *= 2
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     model, quantization = build_student(settings, DS_CONFIG, CPU)
-    with pytest.raises(RankError, match=r"adapter.base: codes: .*layers.1.self_attn.k_proj.* do not have the scales"):
+    with pytest.raises(
+        RankError, match=r"adapter.base: quantized: .*layers.1.self_attn.k_proj.* do not have the scales"
+    ):
         initial_scales(settings, model, quantization)
 
 
@@ -62,14 +66,14 @@ NOT_MADE = [
 
 @pytest.mark.parametrize(("sections", "said"), NOT_MADE)
 def test_codes_that_cannot_be_made_are_refused_before_weights_are_read(tmp_path, checkpoints, sections, said):
-    base = {**BESIDE, "rank": 4, "base": "codes"}
+    base = {**BESIDE, "rank": 4, "base": "quantized"}
     with pytest.raises((RankError, RecipeError), match=said):
         empty_student(recipe(tmp_path, checkpoints["qwen3"], base, **{**FROZEN, **sections}), DS_CONFIG, CPU)
 
 
 def test_codes_are_made_of_an_ordinary_checkpoint(tmp_path, checkpoints):
     """Of all quantized layers but lm_head, which keeps its weight; scales of inputs may be given."""
-    base = {**BESIDE, "rank": 4, "base": "codes"}
+    base = {**BESIDE, "rank": 4, "base": "quantized"}
     settings = recipe(tmp_path, checkpoints["qwen3"], base, **FROZEN, quant={"scheme": "w4a16_g32"})
     model, quantization = build_student(settings, DS_CONFIG, CPU)
     assert initial_scales(settings, model, quantization) == set()

@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from data.loader import MicroBatch, model_inputs
-from engine.session.probes import border_problem
+from engine.session.probes import boundary_problem
 from tests.tiny import tiny_model
 
 SMALL: dict[str, Any] = {
@@ -83,7 +83,7 @@ def problem_of(model: PreTrainedModel, *, rows: int = 2, length: int = 51) -> st
     def forward(batch: MicroBatch) -> torch.Tensor:
         return model.base_model(**model_inputs(batch), use_cache=False)[0]
 
-    return border_problem(forward, torch.arange(3, 90), rows=rows, length=length, exact=not experts)
+    return boundary_problem(forward, torch.arange(3, 90), rows=rows, length=length, exact=not experts)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
@@ -115,7 +115,7 @@ def test_a_sample_that_depends_on_its_place_in_a_row_is_found():
         return model.model(**inputs, use_cache=False).last_hidden_state
 
     with torch.no_grad():
-        problem = border_problem(forward, torch.arange(3, 90), rows=1, length=40, exact=True)
+        problem = boundary_problem(forward, torch.arange(3, 90), rows=1, length=40, exact=True)
     assert "depend on their place in a row" in str(problem)
 
 

@@ -24,7 +24,7 @@ from model.scales import load_scales, renew_weight_scales
 from quant import SCHEMES
 from quant.formats.layouts import Layout
 from quant.lora import Adapter
-from quant.packed_weight import HeldCodes
+from quant.packed_weight import PackedCodes
 from quant.spec import PRESETS, Preset, Scheme
 from tests.tiny import tiny_checkpoint
 from tests.unit.model.quantized.test_round_trip import ENGINE
@@ -78,7 +78,7 @@ def test_each_parameter_is_looked_at_and_no_scale_that_nobody_has_filled(dtype, 
 def test_bytes_of_codes_are_no_numbers():
     model = nn.Linear(8, 8).bfloat16()
     model.weight.data.fill_(torch.nan)
-    model.weight.held = HeldCodes(SCHEMES["fp8_dynamic"].weights, (8, 16))
+    model.weight.held = PackedCodes(SCHEMES["fp8_dynamic"].weights, (8, 16))
     check_finite(model, "nothing is wrong")
 
 

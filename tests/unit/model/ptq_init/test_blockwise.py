@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.ptq_init import blockwise as tuning
-from model.ptq_init import choose_first_codes, decoder_layers
+from model.ptq_init import choose_initial_codes, decoder_layers
 from model.ptq_init.samples import record
 from quant import Quantization
 from quant.scale import first_input_scale
@@ -36,8 +36,8 @@ def both(
     given = samples(model, 8) if given is None else given
     with quantization.paused():
         original = logits(model, given)
-    choose_first_codes(model, quantization, given, CPU)
-    choose_first_codes(tuned, of_tuned, given, CPU, tuned_rows=4)
+    choose_initial_codes(model, quantization, given, CPU)
+    choose_initial_codes(tuned, of_tuned, given, CPU, tuned_rows=4)
     return model, quantization, tuned, of_tuned, given, original
 
 
@@ -91,7 +91,7 @@ def test_weights_go_into_the_cells_of_the_codes_that_were_found(tmp_path, monkey
     monkeypatch.setattr(tuning._Tuned, "settle", settled)
     model, quantization = quantized(tmp_path, kind, scheme)
     before = {name: layer.weight.clone() for name, layer in quantization.layers.items()}
-    choose_first_codes(model, quantization, samples(model, 8), CPU, tuned_rows=4)
+    choose_initial_codes(model, quantization, samples(model, 8), CPU, tuned_rows=4)
     assert found.keys() == quantization.layers.keys()
     for name, layer in quantization.layers.items():
         multiplied, stays = layer.quantized_weight(), layer.weight == before[name]
@@ -106,7 +106,7 @@ def test_stored_scales_of_inputs_are_those_of_the_samples_meanwhile(tmp_path, sc
     given = samples(model, 4)
     name = "model.layers.0.self_attn.q_proj"
     largest = torch.stack([args[0].abs().max().float() for args in inputs_of(model, quantization.layers[name], given)])
-    choose_first_codes(model, quantization, given, CPU, tuned_rows=2)
+    choose_initial_codes(model, quantization, given, CPU, tuned_rows=2)
     group = next(group for group in quantization.input_groups if name in group.members)
     assert torch.equal(group.s0, first_input_scale(largest.max().view(1), group.spec))
     assert all(layer.input_s0.isfinite().all() for layer in quantization.layers.values())
@@ -119,7 +119,7 @@ def test_scales_of_inputs_that_were_given_stay(tmp_path):
     given = next(group for group in quantization.input_groups if "model.layers.0.self_attn.q_proj" in group.members)
     with torch.no_grad():
         given.s0.fill_(0.125)
-    choose_first_codes(model, quantization, samples(model, 4), CPU, tuned_rows=2)
+    choose_initial_codes(model, quantization, samples(model, 4), CPU, tuned_rows=2)
     assert all((group.s0 == 0.125) == (group is given) for group in quantization.input_groups)
 
 
@@ -139,8 +139,8 @@ def test_scales_that_do_not_learn_stay(tmp_path):
     for layer in [*quantization.layers.values(), *of_tuned.layers.values()]:
         layer.weight_theta.requires_grad_(False)
     given = samples(model, 4)
-    choose_first_codes(model, quantization, given, CPU)
-    choose_first_codes(tuned, of_tuned, given, CPU, tuned_rows=2)
+    choose_initial_codes(model, quantization, given, CPU)
+    choose_initial_codes(tuned, of_tuned, given, CPU, tuned_rows=2)
     first = quantization.layers["model.layers.0.self_attn.q_proj"]
     other = of_tuned.layers["model.layers.0.self_attn.q_proj"]
     assert torch.equal(first.weight_s0, other.weight_s0) and not torch.equal(first.weight, other.weight)
@@ -150,9 +150,9 @@ def test_scales_that_do_not_learn_stay(tmp_path):
 def test_a_sample_that_does_not_count_changes_nothing(tmp_path):
     model, quantization = quantized(tmp_path, "qwen3", "w2a16_g32")
     given = samples(model, 3)
-    choose_first_codes(model, quantization, given, CPU, tuned_rows=2)
+    choose_initial_codes(model, quantization, given, CPU, tuned_rows=2)
     other, of_other = quantized(tmp_path, "qwen3", "w2a16_g32")
-    choose_first_codes(other, of_other, [*given, (given[0][0][:, :2], False)], CPU, tuned_rows=2)
+    choose_initial_codes(other, of_other, [*given, (given[0][0][:, :2], False)], CPU, tuned_rows=2)
     theirs = dict(other.named_parameters())
     assert all(torch.equal(parameter, theirs[name]) for name, parameter in model.named_parameters())
 
@@ -169,7 +169,7 @@ def test_experts_that_no_token_reaches_stay(tmp_path):
         quantization.layers[name].register_forward_pre_hook(
             lambda module, args, name=name: reached.add(name) if args[0].numel() else None
         )
-    choose_first_codes(model, quantization, [(torch.randint(100, (1, 2)), True)], CPU, tuned_rows=1)
+    choose_initial_codes(model, quantization, [(torch.randint(100, (1, 2)), True)], CPU, tuned_rows=1)
     assert 0 < len(reached) < len(before) and not any(".experts.2." in name for name in reached)
     for name, weight in before.items():
         assert name in reached or torch.equal(quantization.layers[name].weight, weight), name
@@ -230,7 +230,7 @@ def test_samples_of_equal_length_take_one_forward_of_a_layer_per_step(tmp_path):
         lambda module, args: forwards.append(len(args[0])) if torch.is_grad_enabled() else None
     )
     given = [(torch.randint(300, (4, 24)), True) for _ in range(3)]
-    choose_first_codes(model, quantization, given, CPU, tuned_rows=4)
+    choose_initial_codes(model, quantization, given, CPU, tuned_rows=4)
     assert forwards == [4] * tuning.STEPS
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model.build import build_model
 from model.checkpoint.load import load_weights
-from model.ptq_init import choose_first_codes
+from model.ptq_init import choose_initial_codes
 from model.ranks import RankError
 from model.scales import renew_weight_scales
 from quant import SCHEMES, Quantization, Quantizer, Scale, kernels, prepare
@@ -84,7 +84,7 @@ def test_each_layer_is_chosen_by_what_the_quantized_ones_before_it_give(tmp_path
         if name.endswith("o_proj"):
             quantization.layers[name].rotation = expected.layers[name].rotation = 32
     given = samples(model)
-    choose_first_codes(model, quantization, given, CPU)
+    choose_initial_codes(model, quantization, given, CPU)
     assert all(layer.weight_fake_quant for layer in quantization.layers.values()) and model.training
 
     other.eval()
@@ -124,7 +124,7 @@ def test_the_first_step_computes_with_weights_that_keep_the_outputs(tmp_path):
         return sum(float((one - other).square().sum()) for one, other in zip(found, expected, strict=True))
 
     before = error()
-    choose_first_codes(model, quantization, given, CPU)
+    choose_initial_codes(model, quantization, given, CPU)
     assert error() < 0.8 * before
 
 
@@ -133,7 +133,7 @@ def test_other_formats_go_too(tmp_path, scheme):
     """Scales of floats stay; weights that are moved are numbers of their own grids."""
     model, quantization = quantized(tmp_path, "qwen3", scheme)
     before = {name: (layer.weight.clone(), layer.weight_s0.clone()) for name, layer in quantization.layers.items()}
-    choose_first_codes(model, quantization, samples(model), CPU)
+    choose_initial_codes(model, quantization, samples(model), CPU)
     for name, layer in quantization.layers.items():
         weight, s0 = before[name]
         if layer.scheme.weights.dtype != "int":
@@ -148,8 +148,8 @@ def test_inputs_that_are_not_measured_yet_are_left_as_they_are(tmp_path):
     model, quantization = quantized(tmp_path, "qwen3", "nvfp4_w4a4")
     other, expected = quantized(tmp_path, "qwen3", "nvfp4")
     given = samples(model)
-    choose_first_codes(model, quantization, given, CPU)
-    choose_first_codes(other, expected, given, CPU)
+    choose_initial_codes(model, quantization, given, CPU)
+    choose_initial_codes(other, expected, given, CPU)
     for name, layer in quantization.layers.items():
         assert torch.equal(layer.weight, expected.layers[name].weight), name
         assert layer.weight_fake_quant and layer.input_fake_quant
@@ -159,8 +159,8 @@ def test_experts_as_modules_are_the_same_as_stacked_ones(tmp_path):
     stacked, quantization = quantized(tmp_path, "qwen3_moe", "w2a16_g32")
     given = samples(stacked)
     apart, others = quantized(tmp_path, "qwen3_moe", "w2a16_g32", experts="per_expert")
-    choose_first_codes(stacked, quantization, given, CPU)
-    choose_first_codes(apart, others, given, CPU)
+    choose_initial_codes(stacked, quantization, given, CPU)
+    choose_initial_codes(apart, others, given, CPU)
     same = [
         (part.weight(layer.weight) == others.layers[part.name].weight).float().mean()
         for name, layer in quantization.layers.items()
@@ -176,8 +176,8 @@ def test_samples_that_go_together_are_the_same_as_one_by_one(tmp_path, capfd, ki
     model, quantization = quantized(tmp_path, kind, scheme)
     other, expected = quantized(tmp_path, kind, scheme)
     groups = [torch.randint(300, (n, length)) for n, length in ((5, 160), (3, 160), (2, 200), (1, 120))]
-    choose_first_codes(model.float(), quantization, [(ids, True) for ids in groups], CPU)
-    choose_first_codes(other.float(), expected, [(one[None], True) for ids in groups for one in ids], CPU)
+    choose_initial_codes(model.float(), quantization, [(ids, True) for ids in groups], CPU)
+    choose_initial_codes(other.float(), expected, [(one[None], True) for ids in groups for one in ids], CPU)
     pattern = r", 11 samples, squared error of outputs (\S+), with nearest codes (\S+)"
     ours, theirs = (list(map(float, found)) for found in re.findall(pattern, capfd.readouterr().out))
     assert ours == pytest.approx(theirs, rel=0.02)
@@ -218,7 +218,7 @@ def test_layers_that_are_no_chain_are_refused(tmp_path, wrapper, text):
         {name.replace("layers.1.", "layers.1.layer."): layer for name, layer in quantization.layers.items()}, []
     )
     with pytest.raises(RankError, match=f"expected nearest for this model: .*{text}"):
-        choose_first_codes(model, quantization, samples(model), CPU)
+        choose_initial_codes(model, quantization, samples(model), CPU)
     assert all(map(torch.equal, before, (layer.weight for layer in quantization.layers.values())))
 
 
@@ -232,4 +232,4 @@ def test_a_model_without_decoder_layers_is_refused(tmp_path):
     with pytest.raises(
         RankError, match="expected nearest for this model: none of its quantized layers lies in a decoder"
     ):
-        choose_first_codes(model, quantization, samples(model), CPU)
+        choose_initial_codes(model, quantization, samples(model), CPU)

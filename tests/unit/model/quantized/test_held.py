@@ -13,7 +13,7 @@ from model.quantized.schemes import source_schemes
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import SCHEMES, Quantization, prepare
-from quant.packed_weight import hold_codes
+from quant.packed_weight import store_packed
 from quant.rules import schemes_of_layers
 from tests.tiny import tiny_checkpoint
 from tests.unit.model.quantized import test_gptq_awq as test_columns
@@ -29,7 +29,7 @@ def loaded(directory: Path, *, held: bool, dtype: torch.dtype, experts: str = "s
     def hold(model: torch.nn.Module) -> None:
         modules = dict(model.named_modules())
         for name, scheme in schemes_of_layers(source_schemes(model, directory), modules).items():
-            hold_codes(modules[name], scheme.weights, tuple(modules[name].weight.shape))
+            store_packed(modules[name], scheme.weights, tuple(modules[name].weight.shape))
 
     engine = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
     options = {"dtype": dtype, "device": torch.device("cpu"), "experts": experts}

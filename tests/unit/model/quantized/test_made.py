@@ -11,12 +11,12 @@ from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.quantized import quantize_on_load as made
 from model.quantized import tensor as coded
-from model.quantized.quantize_on_load import fill_made_scales
+from model.quantized.quantize_on_load import fill_quantize_on_load_scales
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import SCHEMES, Quantization, Ranges, Scheme, TensorSpec, kernels, prepare
-from quant.packed_weight import hold_codes
+from quant.packed_weight import store_packed
 from quant.rules import assign, schemes_of_layers
 from tests.tiny import tiny_checkpoint
 
@@ -27,7 +27,7 @@ LEARN = {"learn_weight_scale": False, "learn_input_scale": False}
 NARROW = Scheme("narrow", TensorSpec("int", 4, "group", 32, narrow=True))
 ASYMMETRIC = Scheme("asymmetric", TensorSpec("int", 3, "group", 32, symmetric=False))
 # Whose scales are of rows, groups or blocks; all that there are of these, and some that a recipe composes.
-MADE = {name: one for name, one in SCHEMES.items() if made.can_be_made(one.weights)}
+MADE = {name: one for name, one in SCHEMES.items() if made.can_quantize_on_load(one.weights)}
 MADE |= {"narrow": NARROW, "asymmetric": ASYMMETRIC}
 
 
@@ -38,14 +38,16 @@ def loaded(source: Path, scheme: Scheme, ranges: Ranges, *, held: bool, dtype: t
         modules = dict(model.named_modules())
         chosen = assign(model, scheme).schemes
         for name, one in schemes_of_layers(chosen, modules).items():
-            hold_codes(modules[name], one.weights, tuple(modules[name].weight.shape), ranges)
+            store_packed(modules[name], one.weights, tuple(modules[name].weight.shape), ranges)
 
     engine = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
     model = build_model(source, engine, hold=hold if held else None, dtype=dtype, device=CPU, **options)
     load_weights(model, source, progress=False)
     quantization = prepare(model, scheme, ranges=ranges, **LEARN)
     if held:
-        assert fill_made_scales(model, quantization) == {group.owner for group in quantization.weight_groups}
+        assert fill_quantize_on_load_scales(model, quantization) == {
+            group.owner for group in quantization.weight_groups
+        }
     else:
         renew_weight_scales(quantization)
     return model, quantization

@@ -18,7 +18,7 @@ from model.save import export_model
 from model.scales import load_scales, renew_weight_scales
 from quant import SCHEMES, Quantization, Scheme, prepare
 from quant.formats.packing import pack_int32, unpack_int32
-from quant.packed_weight import held_codes, hold_codes
+from quant.packed_weight import packed_codes, store_packed
 from quant.rules import schemes_of_layers
 from tests.tiny import tiny_checkpoint
 from tests.unit.engine.memory.test_memory import recipe
@@ -131,11 +131,11 @@ def test_a_smallest_code_that_no_sample_saw_is_an_error(tmp_path, held):
     def hold(model: torch.nn.Module) -> None:
         modules = dict(model.named_modules())
         for each, scheme in schemes_of_layers(source_schemes(model, files), modules).items():
-            hold_codes(modules[each], scheme.weights, tuple(modules[each].weight.shape))
+            store_packed(modules[each], scheme.weights, tuple(modules[each].weight.shape))
 
     if held:
         model = model_of(files, hold)
-        assert held_codes(model.get_submodule(name).weight).spec == narrow("w4a16_g32").weights
+        assert packed_codes(model.get_submodule(name).weight).spec == narrow("w4a16_g32").weights
     with_the_smallest_code(files, name, row=90)
     if held:
         with pytest.raises(RankError, match=expected):

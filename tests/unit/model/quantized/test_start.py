@@ -194,5 +194,5 @@ def test_cells_of_codes_that_are_made_anew_are_refused(tmp_path):
     save_file(tensors, start / "model.safetensors", metadata={"format": "pt"})
     model, quantization = model_of(source, start)
     take_start(model, quantization, start, inside=False)
-    with pytest.raises(RankError, match=r"quant.start_inside: true, expected false: model.layers.0.self_attn.q_proj"):
+    with pytest.raises(RankError, match=r"quant.snap_to_codes: true, expected false: model.layers.0.self_attn.q_proj"):
         take_start(model, quantization, start, inside=True)

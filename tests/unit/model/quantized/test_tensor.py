@@ -11,9 +11,9 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint.safetensors import CheckpointError, Reader, read_headers
-from model.quantized.compressed_tensors import read_coded
+from model.quantized.compressed_tensors import read_quantized
 from model.quantized.config import rules_of
-from model.quantized.tensor import CodedTensor
+from model.quantized.tensor import QuantizedTensor
 from quant import SCHEMES, Scale, Scheme, TensorSpec
 from quant.formats.compressed_tensors import export_format, pack_linear
 from quant.formats.config import quantization_config
@@ -40,11 +40,11 @@ def packed(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype) -> tuple
     return quantize(weight, effective, spec, zero), tensors
 
 
-def written(directory: Path, scheme: Scheme, tensors: dict[str, torch.Tensor]) -> CodedTensor:
+def written(directory: Path, scheme: Scheme, tensors: dict[str, torch.Tensor]) -> QuantizedTensor:
     """The tensors in a file, and read as a coded weight."""
     save_file(tensors, directory / "model.safetensors")
     config = quantization_config({NAME: scheme}, [])
-    coded, beside, problems = read_coded(read_headers(directory), rules_of(config), lambda name: [name])
+    coded, beside, problems = read_quantized(read_headers(directory), rules_of(config), lambda name: [name])
     assert not problems, problems
     assert beside.keys() == tensors.keys()
     (tensor,) = coded.values()
@@ -59,7 +59,7 @@ def decompressed(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tens
     return compressor.decompress(state, QuantizationScheme(**json.loads(json.dumps(group))))["weight"]
 
 
-def values(tensor: CodedTensor, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def values(tensor: QuantizedTensor, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """A range of the weight."""
     found = torch.full((count,), torch.nan, dtype=dtype)
     with Reader() as reader:
@@ -97,7 +97,7 @@ def test_codes_come_back_in_the_models_dtype(tmp_path, name, dtype):
     assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
 
 
-def quantize_like(tensor: CodedTensor, dtype: torch.dtype) -> torch.Tensor:
+def quantize_like(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
     """The codes of the decoded weight, with the scales as read."""
     spec, whole = tensor.scheme.weights, slice(0, tensor.shape[0])
     with Reader() as reader:
@@ -169,7 +169,7 @@ def test_what_does_not_fit_together_is_a_problem(tmp_path, case):
             tensors[f"{NAME}.{suffix}"] = value
     save_file(tensors, tmp_path / "model.safetensors")
     config = quantization_config({NAME: SCHEMES[name]}, [])
-    coded, _, problems = read_coded(read_headers(tmp_path), rules_of(config), lambda name: [name])
+    coded, _, problems = read_quantized(read_headers(tmp_path), rules_of(config), lambda name: [name])
     assert not coded
     assert len(problems) == 1
     assert NAME in problems[0]
@@ -192,7 +192,7 @@ def test_a_last_block_of_rows_that_is_not_full(tmp_path, monkeypatch):
     codes, scale = (torch.randn(200, 256) * 30).to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.01
     save_file({f"{NAME}.weight": codes, f"{NAME}.weight_scale_inv": scale}, tmp_path / "model.safetensors")
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
-    coded, beside, problems = read_coded(read_headers(tmp_path), rules_of(config), lambda name: [name])
+    coded, beside, problems = read_quantized(read_headers(tmp_path), rules_of(config), lambda name: [name])
     assert not problems
     assert len(beside) == 2
     expected = codes.float() * scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)

@@ -5,7 +5,7 @@ import torch
 
 from model.zero.quantized_gather import part_gradients_, quantize_part
 from quant import Quantizer, Scale, TensorSpec, get_scheme, kernels
-from quant.packed_weight import codes_of_stand_in, stand_in
+from quant.packed_weight import codes_of_placeholder, placeholder
 
 FP8 = {name: TensorSpec("fp8_e4m3", 8, name) for name in ("tensor", "channel")}
 SPECS = {**{f"fp8_{name}": spec for name, spec in FP8.items()}, "int8": TensorSpec("int", 8, "channel")}
@@ -39,7 +39,7 @@ def test_the_codes_of_all_parts_are_those_of_the_whole(name, dtype, ranks, seed)
     assert torch.equal(codes.view(SHAPE), kernels.quantize(weight, scale)[0].view(torch.uint8))
     size = -(-weight.numel() // ranks)
     gathered = torch.nn.functional.pad(codes, (0, ranks * size - len(codes))).view(ranks, size)
-    found = codes_of_stand_in(stand_in(gathered, SHAPE, dtype), scale.spec)
+    found = codes_of_placeholder(placeholder(gathered, SHAPE, dtype), scale.spec)
     assert torch.equal(kernels.dequantize(found, scale), kernels.fake_quantize(weight, scale))
 
 

@@ -2,9 +2,10 @@
 
     scripts/anything.py DIRECTORY COUNT SEED
 
-Recipes are drawn from the knobs themselves: many values at once, of which those stay with which the recipe is accepted
-and is another one than before. Two ranks train each for up to three steps. Writes ``DIRECTORY/<index>.yaml``, what the
-ranks print to ``<index>.log``, and to ``DIRECTORY/codes.json`` their exit codes: null for a run that did not end.
+Recipes are drawn from the options themselves: many values at once, of which those stay with which the recipe is
+accepted and is another one than before. Two ranks train each for up to three steps. Writes ``DIRECTORY/<index>.yaml``,
+what the ranks print to ``<index>.log``, and to ``DIRECTORY/codes.json`` their exit codes: null for a run that did not
+end.
 """
 
 import copy
@@ -29,7 +30,7 @@ from tests.distributed.fp16_cpu import allow_fp16_on_cpu
 from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
 from tests.patience import PATIENCE
 from tests.tiny import tiny_checkpoint
-from tests.unit.engine.config.anything import changed, knobs
+from tests.unit.engine.config.anything import changed, options
 
 RANKS, STEPS = 2, 3
 DRAWS = 40  # values that are tried, of which a third is taken
@@ -126,7 +127,7 @@ def draw(directory: Path, name: str, rng: random.Random) -> Path:
         ("loss", "teacher"): ("self", str(model), None),
         ("data", "eval"): ([], [str(directory / "other.jsonl")]),
     }
-    kinds = knobs()
+    kinds = options()
     paths = [keys for keys in sorted(kinds) if keys not in LEFT_ALONE and not is_dataclass(kinds[keys])]
     contents, before = yaml.safe_load(path.read_text()), load_recipe(path)
     for _ in range(DRAWS):
@@ -154,7 +155,7 @@ def accepted(path: Path, contents: dict[str, Any], before: Recipe) -> Recipe | N
 
 
 def of(kind: Any, rng: random.Random) -> Any:
-    """A value of a knob's type, of a size that a run of three steps reaches."""
+    """A value of a option's type, of a size that a run of three steps reaches."""
     origin, parts = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return section(kind, rng)

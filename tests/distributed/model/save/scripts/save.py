@@ -30,10 +30,10 @@ from model.zero import (
     local_data,
     partition_new_parameters,
 )
-from model.zero.quantized_gather import gather_codes
+from model.zero.quantized_gather import gather_quantized
 from quant import SCHEMES, Scheme, TensorSpec, prepare, weights_changed
 from quant.linear import linears_of
-from quant.packed_weight import codes_of_stand_in, stands_in
+from quant.packed_weight import codes_of_placeholder, is_placeholder
 from quant.reference import effective_scale, quantize
 from tests.linears import split_stacks
 
@@ -70,7 +70,7 @@ def trained(stage: int, scheme: Scheme, way: str, checkpoint: str, device: torch
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     with keep_frozen_fp32(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
-    after_backward = [gather_codes(model, quantization)] if way == "codes" else []
+    after_backward = [gather_quantized(model, quantization)] if way == "codes" else []
     generator = torch.Generator().manual_seed(rank())
     ids = torch.randint(0, 301, (1, 40), generator=generator).to(device)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
@@ -89,7 +89,7 @@ def last_forward(engine, quantization, ids) -> dict[str, dict]:
         def hook(*_):
             spec = layer.scheme.weights
             whole = effective_scale(layer.weight_s0, layer.weight_theta, spec, torch.bfloat16)
-            gathered_codes = codes_of_stand_in(layer.weight, spec) if stands_in(layer.weight) else None
+            gathered_codes = codes_of_placeholder(layer.weight, spec) if is_placeholder(layer.weight) else None
             for part in linears_of(name, layer):
                 scale = part.scale(whole, spec).clone()
                 if gathered_codes is None:

@@ -14,7 +14,7 @@ from engine.memory.plan import RESERVE, Planner
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.ptq_init import blockwise as tuning
-from model.ptq_init import choose_first_codes
+from model.ptq_init import choose_initial_codes
 from model.scales import renew_weight_scales
 from quant import SCHEMES, prepare
 from tests.distributed.engine.memory.scripts.memory import most_bytes
@@ -63,10 +63,10 @@ def test_prediction(
     samples = [(torch.randint(1201, (ROWS, LENGTH)), True) for _ in range(BATCHES)]
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with profile:
-        choose_first_codes(model, quantization, samples, CPU, tuned_rows=ROWS if codes == "blocks" else None)
+        choose_initial_codes(model, quantization, samples, CPU, tuned_rows=ROWS if codes == "blocks" else None)
     found = predicted.held.device["parameters"] + most_bytes(profile)
-    print(f"{kind}: predicted {predicted.first_codes:,}, measured {found:,}, {predicted.first_codes / found - 1:+.1%}")
-    assert predicted.first_codes == pytest.approx(found, rel=rel)
+    print(f"{kind}: predicted {predicted.init:,}, measured {found:,}, {predicted.init / found - 1:+.1%}")
+    assert predicted.init == pytest.approx(found, rel=rel)
 
 
 def test_nothing_without_it_and_shares_with_stage_3(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_nothing_without_it_and_shares_with_stage_3(tmp_path: Path) -> None:
         quant=quant,
     )
     planner = Planner(recipe)
-    whole, shared = (planner.predict(name, 4).first_codes for name in ("zero1", "zero3"))
+    whole, shared = (planner.predict(name, 4).init for name in ("zero1", "zero3"))
     assert 6 * 8 * 480**2 < shared < whole
-    assert Planner(replace(recipe, quant=replace(quant, first_codes="nearest"))).predict("zero1", 4).first_codes == 0
+    assert Planner(replace(recipe, quant=replace(quant, first_codes="nearest"))).predict("zero1", 4).init == 0
 
 
 def test_the_largest_micro_batch_leaves_room_for_its_samples(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_largest_micro_batch_leaves_room_for_its_samples(tmp_path: Path) -> 
     def peak(rows: int) -> int:
         one = replace(recipe, data=replace(recipe.data, micro_batch_size=rows))
         found = Planner(one).predict("zero1", 1)
-        assert found.peak == found.first_codes
+        assert found.peak == found.init
         return found.peak
 
     limit = (peak(3) + peak(4)) // 2

@@ -1,6 +1,6 @@
 """One rank that runs recipes one after the other, and writes of each what can be seen of it.
 
-    scripts/every_knob.py RECIPE...  (with a + before those whose calls are counted, which takes twice as long)
+    scripts/every_option.py RECIPE...  (with a + before those whose calls are counted, which takes twice as long)
 
 Writes for each ``RECIPE`` a file beside it that ends in ``.json``: under ``results`` what the run made (losses, rates,
 gradient norms, weights, files, TensorBoard), under ``calls`` how often each function of the project was called; under

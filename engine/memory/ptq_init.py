@@ -1,4 +1,4 @@
-"""Memory of ``quant.first_codes``: what choosing codes holds beside the weights, before there is an optimizer.
+"""Memory of ``quant.init``: what choosing codes holds beside the weights, before there is an optimizer.
 
 For each decoder layer in turn (:mod:`model.ptq_init`) these live at a time:
 
@@ -61,7 +61,7 @@ class _Samples:
     together: int
 
 
-def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) -> int:
+def bytes_of_ptq_init(student: MetaStudent, settings: Settings, rows: int) -> int:
     """The most bytes that a rank holds beside its parameters while codes are chosen; 0 where nothing asks for it.
 
     Args:
@@ -70,9 +70,9 @@ def bytes_of_first_codes(student: MetaStudent, settings: Settings, rows: int) ->
         rows: of a micro-batch, of which ``quant.calibration_batches`` are the samples.
     """
     recipe = student.recipe
-    if recipe.quant.first_codes == "nearest":
+    if recipe.quant.init == "rtn":
         return 0
-    tunes = recipe.quant.first_codes == "blocks"
+    tunes = recipe.quant.init == "blockwise"
     blocks = decoder_layers(student.model, student.quantization)
     samples, config = _samples(recipe, rows), student.model.config.get_text_config()
     size = next(student.model.parameters()).element_size()

@@ -1,8 +1,10 @@
-"""No knob is silent: beside whatever makes it idle it is refused, or a real run shows it, or a table says why neither.
+"""No option is silent: beside whatever makes it idle it is refused, or a real run shows it, or a table says why
+neither.
 
-Every knob of the recipe is given another value beside each situation. What is accepted and in no table here is run, and
+Every option of the recipe is given another value beside each situation. What is accepted and in no table here is run,
+and
 must make something else than the situation alone: losses, weights, files, TensorBoard. ``make test`` draws some of the
-pairs anew each time, ``make test-full`` runs all of them. A knob that is added fails until it has a value here, or a
+pairs anew each time, ``make test-full`` runs all of them. A option that is added fails until it has a value here, or a
 line that says where it is tested.
 """
 
@@ -30,10 +32,10 @@ from tests.processes import run_python
 from tests.root import ROOT
 from tests.tiny import TEXT, tiny_checkpoint
 
-PROGRAM = "from tests.distributed.engine.config.scripts.every_knob import main; main()"
+PROGRAM = "from tests.distributed.engine.config.scripts.every_option import main; main()"
 LORA = {"adapter.kind": "lora", "learnable.weight": False, "learnable.weight_scale": False}
 KD = {"loss.lm_weight": 0.0, "loss.kd_weight": 1.0, "loss.teacher": "other"}
-# Situations in which knobs may be idle, as settings by key.
+# Situations in which options may be idle, as settings by key.
 SITUATIONS: dict[str, dict[str, Any]] = {
     "never quantizes": {"quant.fake_quant_start": -1},
     "weights alone": {"quant.scheme": "w4a16_g32", "quant.rotate": [r".*\.o_proj"], "quant.rotate_block": 64},
@@ -49,7 +51,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "text": {"data.kind": "text", "data.train": ["text.txt"], "data.held_out": 4},
     "no export": {"export.enabled": False, "optim.schedule": "wsd", "optim.decay_steps": 2},
 }
-# What lets a knob act that is idle in all of these.
+# What lets a option act that is idle in all of these.
 COMPANY: dict[str, dict[str, Any]] = {
     "model.experts": {"model.path": "qwen3_moe"},
     "data.weights": {},
@@ -77,15 +79,15 @@ COMPANY: dict[str, dict[str, Any]] = {
     "train.activation_offload": {"train.activation_checkpointing": True},
     "eval.best": {**KD, "eval.every": 1, "data.held_out": 4, "train.checkpoint_every": 1},
 }
-# Knobs whose type says another value: the other truth, another choice, one more.
+# Options whose type says another value: the other truth, another choice, one more.
 BY_TYPE = re.findall(
     r"\S+",
     """
     model.load model.dtype model.experts data.kind data.loss_on data.too_long data.special_tokens data.packing
     data.micro_batch_size data.seed train.gradient_accumulation_steps train.activation_checkpointing
-    train.activation_offload train.log_every train.checkpoint_every quant.first_codes quant.signed_scales
+    train.activation_offload train.log_every train.checkpoint_every quant.init quant.signed_scales
     quant.input_range quant.scales_follow_weights quant.calibration_batches quant.keep_codes quant.fuse_norms
-    quant.gather_codes learnable.weight learnable.embedding learnable.weight_scale learnable.act_scale
+    quant.quantized_all_gather learnable.weight learnable.embedding learnable.weight_scale learnable.act_scale
     learnable.norm learnable.router adapter.kind adapter.merge adapter.base adapter.init adapter.rank
     adapter.alpha adapter.rslora optim.warmup_steps optim.schedule loss.kd_weight loss.kd loss.tail
     loss.diagnostics_every eval.every eval.best export.enabled export.format
@@ -142,7 +144,7 @@ VALUES: dict[str, Any] = {
     "export.dir": "served",
     "export.max_shard_size": "100KB",
 }
-# Same results by another way: such a knob is seen by what is called.
+# Same results by another way: such a option is seen by what is called.
 WAYS = {
     "model.load",
     "train.activation_checkpointing",
@@ -151,9 +153,9 @@ WAYS = {
     "quant.compute",
     "quant.keep_codes",
     "quant.fuse_norms",
-    "quant.gather_codes",
+    "quant.quantized_all_gather",
 }
-# Knobs that no run like these can show, and where they act.
+# Options that no run like these can show, and where they act.
 ELSEWHERE = {
     "model.trust_remote_code": "checkpoints that bring code: tests/unit/model/test_build.py",
     "data.fields": "files with keys of their own: tests/unit/data/test_jsonl.py",
@@ -167,7 +169,7 @@ ELSEWHERE = {
     "quant.rules": "some layers: tests/distributed/engine/test_schemes.py",
     "quant.scales": "a PTQ checkpoint: tests/distributed/model/scales",
     "quant.start": "a quantized checkpoint: tests/distributed/model/quantized",
-    "quant.start_inside": "the same",
+    "quant.snap_to_codes": "the same",
     "quant.rotate_block": "inputs of 256 features and more: tests/unit/tools/verify/test_rotated.py",
     "quant.fp8_fast_accum": "GPUs alone add up in two ways: tests/unit/test_fast_accum.py",
     "adapter.start": "a folder of an adapter: tests/distributed/engine/test_adapters.py",
@@ -277,10 +279,10 @@ class Place:
 
 
 class Pair(NamedTuple):
-    """A knob with another value in a situation, the recipe that says so, and that of the situation alone."""
+    """A option with another value in a situation, the recipe that says so, and that of the situation alone."""
 
     situation: str
-    knob: str
+    option: str
     recipe: Recipe
     alone: Recipe
 
@@ -298,8 +300,8 @@ def turns(number: int) -> list[dict[str, str]]:
     ]
 
 
-def knobs() -> Iterator[tuple[str, Field[Any]]]:
-    """Every knob of the recipe, by its key."""
+def options() -> Iterator[tuple[str, Field[Any]]]:
+    """Every option of the recipe, by its key."""
     for section in fields(Recipe):
         if is_dataclass(section.type):
             yield from ((f"{section.name}.{item.name}", item) for item in fields(section.type))
@@ -308,7 +310,7 @@ def knobs() -> Iterator[tuple[str, Field[Any]]]:
 
 
 def another(key: str, item: Field[Any]) -> Any:
-    """Another value of a knob than its default."""
+    """Another value of a option than its default."""
     if key in VALUES:
         return VALUES[key]
     assert key in BY_TYPE, (
@@ -323,7 +325,7 @@ def another(key: str, item: Field[Any]) -> Any:
 
 def pairs(place: Place) -> Iterator[Pair]:
     """Every pair that is accepted."""
-    known = dict(knobs())
+    known = dict(options())
     chosen = [(name, settings, list(known)) for name, settings in SITUATIONS.items()]
     chosen += [(f"with {key}", settings, [key]) for key, settings in COMPANY.items()]
     for situation, settings, keys in chosen:
@@ -338,7 +340,7 @@ def unseen(place: Place, chosen: list[Pair]) -> list[str]:
     """Those whose runs end in no line that names them, and make what the situation alone makes."""
     place.make()
     runs = {f"alone {pair.situation}": pair.alone for pair in chosen}
-    runs |= {f"{pair.knob} {pair.situation}": pair.recipe for pair in chosen}
+    runs |= {f"{pair.option} {pair.situation}": pair.recipe for pair in chosen}
     paths = []
     for index, recipe in enumerate(runs.values()):
         paths.append(place.directory / f"{index}.yaml")
@@ -353,31 +355,31 @@ def unseen(place: Place, chosen: list[Pair]) -> list[str]:
     found = {name: json.loads(path.with_suffix(".json").read_text()) for name, path in zip(runs, paths, strict=True)}
     idle = []
     for pair in chosen:
-        base, other = found[f"alone {pair.situation}"], found[f"{pair.knob} {pair.situation}"]
+        base, other = found[f"alone {pair.situation}"], found[f"{pair.option} {pair.situation}"]
         assert "results" in base, f"{pair.situation}: {base['refused']}"
-        refused = pair.knob.rpartition(".")[2] in other.get("refused", "")
-        ways = pair.knob in WAYS and base["calls"] != other.get("calls")
+        refused = pair.option.rpartition(".")[2] in other.get("refused", "")
+        ways = pair.option in WAYS and base["calls"] != other.get("calls")
         if not (refused or ways or base["results"] != other.get("results", base["results"])):
-            idle.append(pair.knob + (f": {other['refused']}" if "refused" in other else ""))
+            idle.append(pair.option + (f": {other['refused']}" if "refused" in other else ""))
     return idle
 
 
-def test_every_knob_has_another_value_and_a_place(tmp_path):
-    """And nothing is in a table that is refused by now, or is no knob."""
-    known = dict(knobs())
-    accepted = {(pair.situation, pair.knob) for pair in pairs(Place(tmp_path))}
+def test_every_option_has_another_value_and_a_place(tmp_path):
+    """And nothing is in a table that is refused by now, or is no option."""
+    known = dict(options())
+    accepted = {(pair.situation, pair.option) for pair in pairs(Place(tmp_path))}
     assert {*BY_TYPE, *VALUES, *ELSEWHERE, *COMPANY, *WAYS} <= set(known)
     stale = [(name, key) for name, table in ANYWAY.items() for key in table if (name, key) not in accepted]
-    assert not stale, "refused by now, or no knob"
+    assert not stale, "refused by now, or no option"
     shown = {key for name, key in accepted if key not in ANYWAY.get(name, {})}
     assert set(known) - shown == set(ELSEWHERE), "these are shown by no run, or by one all the same"
 
 
 def test_some_pairs_are_seen(tmp_path, count=6):
-    """Of one situation, so that few runs show many knobs."""
+    """Of one situation, so that few runs show many options."""
     situation = random.choice(list(SITUATIONS))
     chosen = [pair for pair in pairs(Place(tmp_path)) if pair.situation == situation]
-    chosen = [pair for pair in chosen if pair.knob not in ANYWAY[situation]]
+    chosen = [pair for pair in chosen if pair.option not in ANYWAY[situation]]
     assert unseen(Place(tmp_path), random.sample(chosen, count)) == [], situation
 
 
