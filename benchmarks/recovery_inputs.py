@@ -3,7 +3,7 @@
     python benchmarks/recovery_inputs.py --model DIR --train FILE --text FILE [--rotated] [--out DIR]
 
 FT is the checkpoint, trained on the text without fake quant, and the model that is to stay what it is. PTQ is FT,
-quantized without training, by the codes of ``--first_codes``. QAT starts from FT with these codes and learns FT's
+quantized without training, by the codes of ``--init``. QAT starts from FT with these codes and learns FT's
 logits alone (KL), in fake quant: FT itself would stay as it is under these losses, in however many steps, so that it is
 a fair reference. ``--rotated`` adds PTQ and QAT of FT that launch/rotate.py has turned, which computes the same
 function of its tokens; their teacher is FT as it was.
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-4, help="of QAT's weights")
     parser.add_argument("--scale_rate", type=float, default=1e-3, help="of QAT's scales")
     parser.add_argument("--seeds", type=int, default=3, help="of QAT")
-    parser.add_argument("--first_codes", choices=("nearest", "gptq", "blocks"), default="gptq", help="of PTQ and QAT")
+    parser.add_argument("--init", choices=("rtn", "gptq", "blockwise"), default="gptq", help="of PTQ and QAT")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all models")
     parser.add_argument("--rows", type=int, default=8, help="of each step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")

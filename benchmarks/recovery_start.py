@@ -54,7 +54,7 @@ from quant import SCHEMES
 from tools.verify.check import Comparison, windows
 
 STARTS: dict[str, dict[str, Any]] = {
-    "nearest": {},
+    "rtn": {},
     "nearest, signed": {"quant.signed_scales": True},
     "gptq": {"quant.init": "gptq"},
     "gptq, signed": {"quant.init": "gptq", "quant.signed_scales": True},

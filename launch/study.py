@@ -58,7 +58,7 @@ FT, PTQ, QAT = "ft", "ptq", "qat"
 # What FT leaves out where the recipe has it: without fake quant it is refused, for it would never act, or move weights.
 PLAIN = {**UNQUANTIZED, "quant.init": "rtn", "quant.rotate": [], "quant.rotate_block": 256}
 TRAIN, CALIBRATE, COMPARE = "launch/train.py", "launch/calibrate.py", "launch/compare.py"
-CODES = get_args(get_type_hints(QuantRecipe)["first_codes"])
+CODES = get_args(get_type_hints(QuantRecipe)["init"])
 # Keys of config.json that act in training alone, where they are above 0: attention_dropout, resid_pdrop, layerdrop,
 # router_jitter_noise, moe_jitter_eps, ...
 TRAINING = re.compile("drop|jitter|noise|altup_coef_clip")

@@ -35,11 +35,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="where random_model.py has written model/")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--dry", action="store_true", help="short rows")
-    options, options = parser.parse_known_args()
+    options, rest = parser.parse_known_args()
     path = options.work / f"{options.name}.yaml"
     path.write_text(yaml.safe_dump(recipe_of(options.name, options.work, options.dry)), encoding="utf-8")
     with clean_exit():
-        loop = Loop(recipe_or_exit(["--config", str(path), *options]))
+        loop = Loop(recipe_or_exit(["--config", str(path), *rest]))
         watch = Watch(loop, Profile(options.work / f"trace_{options.name}.json") if options.profile else None)
         state = loop.run()
         print(watch.line(options.name, state), flush=True)

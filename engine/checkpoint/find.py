@@ -293,7 +293,7 @@ MAY_CHANGE = {
         "scales",
         "start",
         "snap_to_codes",
-        "first_codes",
+        "init",
         "weight_range",
         "percentile",
         "calibration_batches",

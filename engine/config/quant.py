@@ -308,7 +308,7 @@ class QuantRecipe:
         return any(scheme.has_fp8_gemm for scheme in self.linear_schemes())
 
     def has_weights_to_gather_as_codes(self) -> bool:
-        """Whether some layer's weights have so few scales that every rank knows them all (quant.quantized_all_gather)."""
+        """Tell if some layer has few enough weight scales for quant.quantized_all_gather."""
         chosen = [self.preset().linear, *(rule.scheme for rule in self.chosen_rules())] if self.known() else []
         chosen += [self._scheme(name) for name in self.schemes] if self.scheme == SOURCE else []
         weights = [scheme.weights for scheme in chosen if scheme is not None]

@@ -212,7 +212,7 @@ def initial_codes(
     weights there; a collective, after :func:`initial_scales`. As many samples as a micro-batch has rows go through the
     model together where they are equally long."""
     if is_quantized(Path(recipe.model.path)):
-        raise_everywhere(f"quant.init: {recipe.quant.init}, expected nearest: {recipe.model.path} has codes of its own")
+        raise_everywhere(f"quant.init: {recipe.quant.init}, expected rtn: {recipe.model.path} has codes of its own")
     rows = recipe.data.micro_batch_size
     groups = list(samples_on_all_ranks(batches, together=rows))
     tuned_rows = rows if recipe.quant.init == "blockwise" else None

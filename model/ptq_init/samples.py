@@ -137,7 +137,7 @@ def record(
     finally:
         for hook in hooks:
             hook.remove()
-    lines = [f"quant.init, expected nearest for this model: {text}" for text in problems]
+    lines = [f"quant.init, expected rtn for this model: {text}" for text in problems]
     raise_everywhere("\n".join(lines[:5]) or None)
     return found
 

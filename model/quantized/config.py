@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from model.quantized.gptq_awq import Packing
-from quant import SCHEMES, Rule, Scheme, TensorSpec
+from quant import Rule, Scheme, TensorSpec
 from quant.formats.config import kv_cache_from_config, rules_from_config
 from quant.rules import pattern_problem
 from quant.spec import FP8_TENSOR, SCHEMES

@@ -55,7 +55,7 @@ def test_the_parts_and_their_table(tmp_path):
     rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if "w4a16_channel " in line]
     perplexities = {row[1]: row[3:5] for row in rows if len(row) > 4}
     assert set(perplexities) == {"w4a16_channel nearest", "w4a16_channel gptq"} and "fp32" in table, table
-    (nearest, of_nearest), (gptq, of_gptq) = (perplexities[f"w4a16_channel {codes}"] for codes in ("nearest", "gptq"))
+    (nearest, of_nearest), (gptq, of_gptq) = (perplexities[f"w4a16_channel {codes}"] for codes in ("rtn", "gptq"))
     assert of_nearest == of_gptq and nearest != gptq, "one QAT beside two PTQs"
     made = {part: (tmp_path / "run" / part / "export" / "model.safetensors").stat() for part in PARTS}
 

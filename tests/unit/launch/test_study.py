@@ -88,7 +88,7 @@ def test_ft_leaves_out_what_never_acts_without_fake_quant(tmp_path, changed):
 
 
 def test_ptq_and_qat_begin_with_the_same_codes(tmp_path):
-    recipe = recipe_of(tmp_path, quant=QuantRecipe(scheme="w2a16_g32", first_codes="gptq"))
+    recipe = recipe_of(tmp_path, quant=QuantRecipe(scheme="w2a16_g32", init="gptq"))
     save_recipe(recipe, tmp_path / "recipe.yaml")
     parts = {
         part: parse_recipe(
@@ -97,7 +97,7 @@ def test_ptq_and_qat_begin_with_the_same_codes(tmp_path):
         for part in study.scripts_of(recipe, [])
     }
     assert {part: one.quant.init for part, one in parts.items()} == {
-        "ft": "nearest",
+        "ft": "rtn",
         "ptq": "gptq",
         "qat": "gptq",
     }
@@ -105,24 +105,24 @@ def test_ptq_and_qat_begin_with_the_same_codes(tmp_path):
 
 def test_ptqs_of_several_codes_stand_beside_one_qat(tmp_path):
     """A part for each, once; the recipe's own codes are those of the part ``ptq``."""
-    recipe = recipe_of(tmp_path, quant=QuantRecipe(scheme="w2a16_g32", first_codes="gptq"))
+    recipe = recipe_of(tmp_path, quant=QuantRecipe(scheme="w2a16_g32", init="gptq"))
     save_recipe(recipe, tmp_path / "recipe.yaml")
-    scripts = study.scripts_of(recipe, ["blocks", "gptq", "nearest", "blocks"])
-    assert list(scripts) == ["ft", "ptq", "ptq_blocks", "ptq_nearest", "qat"]
+    scripts = study.scripts_of(recipe, ["blockwise", "gptq", "rtn", "blockwise"])
+    assert list(scripts) == ["ft", "ptq", "ptq_blockwise", "ptq_rtn", "qat"]
     codes = {}
     for part in scripts:
         words = ["--config", str(tmp_path / "recipe.yaml"), *study.changes_of(part, recipe)]
         codes[part] = parse_recipe(words, check_files=False).quant.init
-    assert codes == {"ft": "nearest", "ptq": "gptq", "ptq_blocks": "blocks", "ptq_nearest": "nearest", "qat": "gptq"}
+    assert codes == {"ft": "rtn", "ptq": "gptq", "ptq_blockwise": "blockwise", "ptq_rtn": "rtn", "qat": "gptq"}
     (tmp_path / "made").mkdir()
     tiny_config("llama").save_pretrained(tmp_path / "made")
     made = str(tmp_path / "made")
     found = study.compared(recipe, scripts, {"autoround": made})
-    names = [f"w2a16_g32 {name}" for name in ("gptq", "blocks", "nearest", "autoround")]
-    parts = [str(tmp_path / "out" / part / "export") for part in ("ptq", "ptq_blocks", "ptq_nearest")]
+    names = [f"w2a16_g32 {name}" for name in ("gptq", "blockwise", "rtn", "autoround")]
+    parts = [str(tmp_path / "out" / part / "export") for part in ("ptq", "ptq_blockwise", "ptq_rtn")]
     assert found == dict(zip(names, [*parts, made], strict=True))
     assert list(study.compared(recipe, study.scripts_of(recipe, []), {})) == ["w2a16_g32"]
-    for name, directory, said in (("blocks", made, "expected another name"), ("other", "nowhere", "nowhere, expected")):
+    for name, directory, said in (("blockwise", made, "expected another name"), ("other", "nowhere", "nowhere, expected")):
         with pytest.raises(RecipeError, match=said):
             study.compared(recipe, scripts, {name: directory})
 

@@ -141,7 +141,7 @@ def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, monkeypatch, ca
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize(("codes", "batches", "least"), [("gptq", 3, 0.99), ("blocks", 1, 0.8)])
+@pytest.mark.parametrize(("codes", "batches", "least"), [("gptq", 3, 0.99), ("blockwise", 1, 0.8)])
 def test_every_scheme_is_the_same_on_two_ranks(tmp_path, kind, codes, batches, least):
     """Each has a decoder layer of its own. In bfloat16 asymmetric codes of 8 bits are refused."""
     model = tiny_checkpoint(tmp_path / "model", kind, wide=True, layers=MANY)
@@ -162,7 +162,7 @@ def test_every_scheme_is_the_same_on_two_ranks(tmp_path, kind, codes, batches, l
         )
         assert ours.keys() == theirs.keys()
         measured = [key for key in ours if key.endswith(("input_scale", "input_global_scale", "k_scale", "v_scale"))]
-        for key in measured if codes == "blocks" else ():  # in models that are nearly the same
+        for key in measured if codes == "blockwise" else ():  # in models that are nearly the same
             assert torch.allclose(ours.pop(key).float(), theirs.pop(key).float(), rtol=0.1), key
         share = {key: float((ours[key] == theirs[key]).float().mean()) for key in ours}
         assert {key: one for key, one in share.items() if one < least} == {}

@@ -35,8 +35,8 @@ ROWS, LENGTH, BATCHES = 4, 128, 4
     [
         ("dense", "gptq", "w2a16_g32", 0.05),
         ("moe", "gptq", "w2a16_g32", 0.05),
-        ("dense", "blocks", "w2a16_g32", 0.05),
-        ("moe", "blocks", "nvfp4", 0.05),
+        ("dense", "blockwise", "w2a16_g32", 0.05),
+        ("moe", "blockwise", "nvfp4", 0.05),
     ],
 )
 def test_prediction(
@@ -51,7 +51,7 @@ def test_prediction(
         data=DataRecipe(train=["text.txt"], max_length=LENGTH, micro_batch_size=ROWS),
         train=TrainRecipe(steps=100),
         output_dir="out",
-        quant=QuantRecipe(scheme=scheme, first_codes=codes, calibration_batches=BATCHES),  # type: ignore[arg-type]
+        quant=QuantRecipe(scheme=scheme, init=codes, calibration_batches=BATCHES),  # type: ignore[arg-type]
         deepspeed="zero0",
     )
     predicted = Planner(recipe).predict("zero0", 1)
@@ -63,7 +63,7 @@ def test_prediction(
     samples = [(torch.randint(1201, (ROWS, LENGTH)), True) for _ in range(BATCHES)]
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with profile:
-        choose_initial_codes(model, quantization, samples, CPU, tuned_rows=ROWS if codes == "blocks" else None)
+        choose_initial_codes(model, quantization, samples, CPU, tuned_rows=ROWS if codes == "blockwise" else None)
     found = predicted.held.device["parameters"] + most_bytes(profile)
     print(f"{kind}: predicted {predicted.init:,}, measured {found:,}, {predicted.init / found - 1:+.1%}")
     assert predicted.init == pytest.approx(found, rel=rel)
@@ -72,7 +72,7 @@ def test_prediction(
 def test_nothing_without_it_and_shares_with_stage_3(tmp_path: Path) -> None:
     """Nearest codes take nothing; under stage 3 a rank has its rows alone, but Gram matrices of its own."""
     KINDS["dense"][1].save_pretrained(tmp_path)
-    quant = QuantRecipe(scheme="w2a16_g32", first_codes="gptq")
+    quant = QuantRecipe(scheme="w2a16_g32", init="gptq")
     recipe = Recipe(
         model=ModelRecipe(path=str(tmp_path)),
         data=DataRecipe(train=["text.txt"], max_length=LENGTH, micro_batch_size=ROWS),
@@ -83,7 +83,7 @@ def test_nothing_without_it_and_shares_with_stage_3(tmp_path: Path) -> None:
     planner = Planner(recipe)
     whole, shared = (planner.predict(name, 4).init for name in ("zero1", "zero3"))
     assert 6 * 8 * 480**2 < shared < whole
-    assert Planner(replace(recipe, quant=replace(quant, first_codes="nearest"))).predict("zero1", 4).init == 0
+    assert Planner(replace(recipe, quant=replace(quant, init="rtn"))).predict("zero1", 4).init == 0
 
 
 def test_the_largest_micro_batch_leaves_room_for_its_samples(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_largest_micro_batch_leaves_room_for_its_samples(tmp_path: Path) -> 
         data=DataRecipe(train=["text.txt"], max_length=LENGTH, micro_batch_size=1),
         train=TrainRecipe(steps=100, activation_checkpointing=True),
         output_dir="out",
-        quant=QuantRecipe(scheme="w2a16_g32", first_codes="gptq", calibration_batches=2000),
+        quant=QuantRecipe(scheme="w2a16_g32", init="gptq", calibration_batches=2000),
     )
 
     def peak(rows: int) -> int:

@@ -217,7 +217,7 @@ def test_layers_that_are_no_chain_are_refused(tmp_path, wrapper, text):
     quantization = Quantization(
         {name.replace("layers.1.", "layers.1.layer."): layer for name, layer in quantization.layers.items()}, []
     )
-    with pytest.raises(RankError, match=f"expected nearest for this model: .*{text}"):
+    with pytest.raises(RankError, match=f"expected rtn for this model: .*{text}"):
         choose_initial_codes(model, quantization, samples(model), CPU)
     assert all(map(torch.equal, before, (layer.weight for layer in quantization.layers.values())))
 
@@ -230,6 +230,6 @@ def test_a_model_without_decoder_layers_is_refused(tmp_path):
     quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=True, learn_input_scale=False)
     renew_weight_scales(quantization)
     with pytest.raises(
-        RankError, match="expected nearest for this model: none of its quantized layers lies in a decoder"
+        RankError, match="expected rtn for this model: none of its quantized layers lies in a decoder"
     ):
         choose_initial_codes(model, quantization, samples(model), CPU)
