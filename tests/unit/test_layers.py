@@ -1,4 +1,4 @@
-"""Who may import whom: folders only downwards, and the rooms of engine/ only those that their row names.
+"""Allowed imports: folders import only downwards, and the packages of engine/ only those that their row names.
 
 Imports are read from the sources, so that one inside a function or under TYPE_CHECKING counts too.
 """
@@ -21,16 +21,14 @@ MAY_IMPORT = {
     "launch": {"tools", "engine", "model", "data", "quant"},
 }
 PROJECT = {*MAY_IMPORT, "tests", "benchmarks"}
-# The folders of engine/ are its rooms. The files that lie in engine/ itself are the corridor: it imports rooms, and no
-# room imports it.
-ROOMS = {
+# The packages of engine/. The modules of engine/ itself import them and are imported by none of them.
+PACKAGES = {
     "losses": set(),
-    "recipe": {"losses"},
-    "cluster": {"recipe"},
-    "session": {"cluster", "losses", "recipe"},
-    "quantization": {"session"},
-    "checkpoint": {"recipe", "session"},
-    "memory": {"losses", "recipe", "session"},
+    "config": {"losses"},
+    "cluster": {"config"},
+    "session": {"cluster", "config", "losses"},
+    "checkpoint": {"config", "session"},
+    "memory": {"losses", "config", "session"},
 }
 # Numerics and data must run, and be tested, where there is no cluster.
 WITHOUT_DEEPSPEED = ("quant", "data")
@@ -59,17 +57,17 @@ def violations(source: str, module: str) -> list[str]:
             problems.append(f"{module}, line {line}: {folder}/ must not import {name}")
         if other == "deepspeed" and folder in WITHOUT_DEEPSPEED:
             problems.append(f"{module}, line {line}: {folder}/ must not import DeepSpeed")
-        room = room_of(module)
-        if room is not None and name.startswith("engine.") and room_of(name) not in {room, *ROOMS[room]}:
-            problems.append(f"{module}, line {line}: engine/{room}/ must not import {name}")
+        package = package_of(module)
+        if package is not None and name.startswith("engine.") and package_of(name) not in {package, *PACKAGES[package]}:
+            problems.append(f"{module}, line {line}: engine/{package}/ must not import {name}")
     return problems
 
 
-def room_of(name: str) -> str | None:
-    """The room that a module of engine/ lies in; None in the corridor and outside of engine/."""
+def package_of(name: str) -> str | None:
+    """Package of engine/ that holds a module; None in engine/ itself and outside of it."""
     folder, _, below = name.partition(".")
-    room = below.partition(".")[0]
-    return room if folder == "engine" and room in ROOMS else None
+    package = below.partition(".")[0]
+    return package if folder == "engine" and package in PACKAGES else None
 
 
 def sources() -> dict[str, str]:
@@ -80,16 +78,16 @@ def sources() -> dict[str, str]:
     }
 
 
-def test_folders_and_rooms_import_what_their_rows_name() -> None:
+def test_folders_and_packages_import_what_their_rows_name() -> None:
     modules = sources()
     assert {name.split(".")[0] for name in modules} == set(MAY_IMPORT)
     assert [problem for name, text in modules.items() for problem in violations(text, name)] == []
 
 
-def test_every_folder_and_every_room_has_its_row() -> None:
+def test_every_folder_and_every_package_has_its_row() -> None:
     """And every row has its folder."""
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} <= PROJECT
-    assert {path.parent.name for path in (ROOT / "engine").glob("*/*.py")} == set(ROOMS)
+    assert {path.parent.name for path in (ROOT / "engine").glob("*/*.py")} == set(PACKAGES)
 
 
 def test_few_ask_torch_for_a_gpu() -> None:
@@ -111,8 +109,8 @@ def test_tests_mirror_the_source(kind: str) -> None:
 
 def test_rows_do_not_form_a_circle() -> None:
     TopologicalSorter(MAY_IMPORT).prepare()
-    TopologicalSorter(ROOMS).prepare()
-    assert set().union(*ROOMS.values()) <= set(ROOMS)
+    TopologicalSorter(PACKAGES).prepare()
+    assert set().union(*PACKAGES.values()) <= set(PACKAGES)
 
 
 def test_modules_do_not_import_in_circles() -> None:

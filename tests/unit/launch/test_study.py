@@ -122,7 +122,10 @@ def test_ptqs_of_several_codes_stand_beside_one_qat(tmp_path):
     parts = [str(tmp_path / "out" / part / "export") for part in ("ptq", "ptq_blockwise", "ptq_rtn")]
     assert found == dict(zip(names, [*parts, made], strict=True))
     assert list(study.compared(recipe, study.scripts_of(recipe, []), {})) == ["w2a16_g32"]
-    for name, directory, said in (("blockwise", made, "expected another name"), ("other", "nowhere", "nowhere, expected")):
+    for name, directory, said in (
+        ("blockwise", made, "expected another name"),
+        ("other", "nowhere", "nowhere, expected"),
+    ):
         with pytest.raises(RecipeError, match=said):
             study.compared(recipe, scripts, {name: directory})
 

@@ -229,7 +229,5 @@ def test_a_model_without_decoder_layers_is_refused(tmp_path):
     load_weights(model, source, progress=False)
     quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=True, learn_input_scale=False)
     renew_weight_scales(quantization)
-    with pytest.raises(
-        RankError, match="expected rtn for this model: none of its quantized layers lies in a decoder"
-    ):
+    with pytest.raises(RankError, match="expected rtn for this model: none of its quantized layers lies in a decoder"):
         choose_initial_codes(model, quantization, samples(model), CPU)
