@@ -1,4 +1,4 @@
-"""The session's model as a checkpoint that others load."""
+"""Export of the session's model as a checkpoint for servers and other libraries."""
 
 import os
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from quant.formats.layouts import Layout, check_layout
 
 
 def check_export(recipe: Recipe) -> None:
-    """Refuse before any work what could not be written after it: the layout, or the destination. Raises RecipeError."""
+    """Check before training that layout and destination of the export can be written. Raises RecipeError."""
     layout = _layout(recipe)
     if layout is None:
         _check_base(recipe)
@@ -58,12 +58,12 @@ def check_export(recipe: Recipe) -> None:
 
 
 def _layout(recipe: Recipe) -> Layout | None:
-    """How the model is written; None where it is not, but an adapter alone."""
+    """Layout of the exported model; None if only an adapter is written."""
     return None if recipe.export.format == "peft" else recipe.export.format
 
 
 def _check_base(recipe: Recipe) -> None:
-    """Refuse to write an adapter alone where the model that it was trained beside is nowhere to be found."""
+    """Refuse to write an adapter alone if the base model that it was trained with is not on disk."""
     if recipe.quant.scheme != SOURCE:
         raise RecipeError(
             f"quant.scheme: {recipe.quant.scheme!r}, expected {SOURCE!r} with export.format peft, and a quantized "
@@ -73,7 +73,7 @@ def _check_base(recipe: Recipe) -> None:
 
 
 def _check_executorch(recipe: Recipe) -> None:
-    """Refuse scales that XNNPACK would round, or not take."""
+    """Refuse scales that XNNPACK would round or reject."""
     if recipe.model.dtype != "bfloat16":
         raise RecipeError(
             f"model.dtype: {recipe.model.dtype}, expected bfloat16: export.format executorch holds scales that XNNPACK "
@@ -87,7 +87,7 @@ def _check_executorch(recipe: Recipe) -> None:
 
 
 def _check_gguf(recipe: Recipe) -> None:
-    """Refuse what a GGUF file needs and the recipe or this machine lacks."""
+    """Refuse a GGUF export if the recipe or this machine lacks what it needs."""
     template = _template(recipe)
     if template is None or not template.is_file():
         found = "null" if template is None else f"{str(template)!r} is not a file"
@@ -104,8 +104,9 @@ def _template(recipe: Recipe) -> Path | None:
 
 
 def check_exportable(session: Session) -> None:
-    """Refuse before training a model whose export nobody could load; a collective, errors as of
-    :func:`model.save.export_model`."""
+    """Refuse before training a model whose export could not be loaded; a collective.
+
+    Errors as of :func:`model.save.export_model`."""
     recipe, layout = session.recipe, _layout(session.recipe)
     if layout is None:
         return
@@ -126,8 +127,9 @@ def check_exportable(session: Session) -> None:
 
 
 def export(session: Session, directory: Path, *, compressed: bool = True) -> None:
-    """Write the model into ``directory``, in the recipe's layout or as it is; errors as of
-    :func:`model.save.export_model`."""
+    """Write the model into ``directory``, in the recipe's layout or unquantized.
+
+    Errors as of :func:`model.save.export_model`."""
     recipe, layout = session.recipe, _layout(session.recipe)
     adapter = _adapter(session, directory) if recipe.adapter.beside else None
     if layout is None:
@@ -156,7 +158,7 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
 
 
 def _adapter(session: Session, directory: Path) -> PeftFolder:
-    """The trained adapters, for the model that is written to ``directory``, or for that in ``model.path``."""
+    """Trained adapters of the model in ``directory``, or of that in ``model.path``."""
     recipe = session.recipe
     alone = _layout(recipe) is None
     return collect_adapter(
@@ -171,11 +173,10 @@ def _adapter(session: Session, directory: Path) -> PeftFolder:
 
 
 def export_trained(session: Session, quant: FakeQuant, batches: Iterable[MicroBatch] = ()) -> None:
-    """Write what was trained to the recipe's export directory; a collective.
+    """Write the trained model to the recipe's export directory; a collective.
 
-    A run that never quantizes writes a plain checkpoint. Where the last steps trained
-    without fake quant, the scales are those of an earlier model and are measured again first, on ``batches`` where
-    nobody watched the inputs.
+    A run that never quantizes writes a plain checkpoint. If the last steps trained without fake quant, the scales are
+    outdated and measured again first; input scales on ``batches``, unless observers ran during training.
     """
     compressed = not session.recipe.never_quantizes() or quant.enabled
     if compressed and quant.any_stale:

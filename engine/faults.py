@@ -1,8 +1,8 @@
-"""Steps whose loss or gradients are not finite: left out, counted, and the end of the run when they do not stop.
+"""Steps whose loss or gradients are not finite: skipped, counted, and an error after too many in a row.
 
-DeepSpeed leaves such a step out by itself, on all ranks together, since it looks at the gradient norm over all ranks
-(``engine.session.optimizer.SkippingAdamW`` does where there is no optimizer of DeepSpeed's). Neither parameters nor
-moments nor step counts of Adam move then.
+DeepSpeed skips such a step on all ranks together, as it tests the gradient norm over all ranks. Where DeepSpeed has no
+optimizer of its own, ``engine.session.optimizer.SkippingAdamW`` does the same. Parameters, moments and Adam's step
+counts do not change.
 """
 
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ from model.ranks import RankError, gather_objects, say
 
 
 def nan_unless_finite(loss: Tensor) -> Tensor:
-    """The loss, which sends NaN backward if it is not finite.
+    """Return the loss unchanged if it is finite, else NaN with NaN gradients.
 
-    A loss may be infinite where its gradients are finite; with NaN in every gradient the step is left out then too, on
-    all ranks and without another collective.
+    An infinite loss may have finite gradients. With NaN in every gradient the step is skipped on all ranks, without
+    another collective.
     """
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 class SkippedSteps:
-    """Counts steps that were left out, says so, and stops the run after too many in a row."""
+    """Counter of skipped steps, which stops the run after too many in a row."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -32,26 +32,26 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The steps in a row, up to the last, that were left out; for a checkpoint."""
+        """Number of steps skipped in a row up to the last; for a checkpoint."""
         return {"in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`."""
         self.in_a_row = state["in_a_row"]
 
     def record(self, step: int, skipped: bool, losses: Tensor, loader: Loader, *, lowered: bool = False) -> None:
-        """Take note of how step ``step`` (from 0) ended; a collective if it was skipped.
+        """Record the outcome of step ``step`` (from 0); a collective if it was skipped.
 
         Args:
             step: number of the step.
-            skipped: whether it was left out; the same on all ranks.
+            skipped: True if the step was skipped; the same on all ranks.
             losses: this rank's sums of the step's losses, before a reduction.
-            loader: knows the samples of the step.
-            lowered: a lower loss scale will be tried next: where all losses are finite, the step does not count as one
-                of those in a row.
+            loader: describes the samples of the step.
+            lowered: the loss scale was halved: if all losses are finite, the step does not count as one of those in a
+                row.
 
         Raises:
-            RankError: it was the last one allowed in a row.
+            RankError: ``limit`` steps in a row were skipped.
         """
         if not skipped:
             self.in_a_row = 0

@@ -1,4 +1,4 @@
-"""What people see: a progress bar, TensorBoard, a summary at the end. Rank 0 writes, nobody else."""
+"""Progress bar, TensorBoard and final summary, written by rank 0 alone."""
 
 import math
 import resource
@@ -28,8 +28,8 @@ class Metrics:
     scales, tokens per second and device, peak memory, skipped steps, loss scale of fp16, epoch); ``quant/...`` (see
     engine.fake_quant).
 
-    Curves are no reason to end a run: where they cannot be written (a full disk, a directory that is gone), that is
-    said once, what comes meanwhile is lost, and new files are tried from time to time.
+    A failure to write curves (a full disk, a directory that is gone) does not end the run: it is said once, values are
+    lost meanwhile, and new files are tried from time to time.
     """
 
     def __init__(self, directory: Path, recipe: Path, *, done: int = 0) -> None:
@@ -38,7 +38,7 @@ class Metrics:
         Args:
             directory: where the files go.
             recipe: YAML file.
-            done: steps of the run so far. Points after it, of a run that went on from here before, are hidden.
+            done: steps of the run so far. Later points, of an earlier continuation of this run, are hidden.
         """
         self._directory = directory
         self.writer: SummaryWriter | None = None
@@ -49,14 +49,14 @@ class Metrics:
         self._write(lambda writer: writer.add_text("recipe", f"```yaml\n{text}\n```", done))
 
     def _open(self, purge_step: int | None = None) -> None:
-        """Begin a file; on rank 0."""
+        """Open a new event file, on rank 0."""
         try:
             self.writer = SummaryWriter(str(self._directory), purge_step=purge_step)
         except OSError as error:
             self._lose(error)
 
     def _write(self, add: Callable[[SummaryWriter], object]) -> None:
-        """Let ``add`` write, if there is a file or can be one again."""
+        """Call ``add`` with the open file, or with a new one after a failure."""
         if self._lost is not None and self.writer is None and time.monotonic() - self._lost >= RETRY_SECONDS:
             self._open()
         if self.writer is None:
@@ -67,7 +67,7 @@ class Metrics:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """Go on without a file. The one that failed is not closed, which would write to it."""
+        """Continue without a file; the failed one is not closed, as closing writes."""
         if self._lost is None:
             say(f"warning: {self._directory} cannot be written ({error.strerror}): points are missing in TensorBoard")
         self._lost = time.monotonic()
@@ -83,33 +83,33 @@ class Metrics:
         self._write(add)
 
     def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
-        """Add a histogram of the finite values; nothing where there are none."""
+        """Add a histogram of the finite values, if any."""
         finite = np.array([value for value in values if math.isfinite(value)])
         if len(finite):
             self._write(lambda writer: writer.add_histogram(tag, finite, step))
 
     def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
-        """Add the picture that ``draw`` gives; it is called on rank 0 only."""
+        """Add the picture that ``draw`` returns; ``draw`` is called on rank 0 only."""
         self._write(lambda writer: writer.add_figure(tag, draw(), step))
 
     def results(self, recipe: Recipe, results: Mapping[str, float]) -> None:
-        """Options and results of the run, side by side with other runs on the page's HPARAMS tab."""
-        # Each result is also a scalar, which must not add a point to a curve. run_name: the same folder; by default
+        """Add options and results of the run to TensorBoard's HPARAMS tab."""
+        # Each result is also a scalar, which must not add a point to a curve. Without run_name (the same folder)
         # TensorBoard shows a second run, named by the time.
         final = {f"final/{name}": value for name, value in results.items()}
         self._write(lambda writer: writer.add_hparams(flat_options(recipe), final, run_name="."))
 
     def flush(self) -> None:
-        """Write out what is buffered: a run that goes on from a checkpoint writes no point before it again."""
+        """Flush buffered points: a run that resumes from a checkpoint does not write earlier points again."""
         self._write(lambda writer: writer.flush())
 
     def close(self) -> None:
-        """Write out what is buffered; nothing can be added afterwards."""
+        """Flush and close; nothing can be added afterwards."""
         self._write(lambda writer: writer.close())
 
 
 def flat_options(recipe: Recipe) -> dict[str, Any]:
-    """Every option by its path, as TensorBoard takes it: numbers, truth values, and text for the rest."""
+    """Options by dotted path in TensorBoard's types: numbers, booleans, and text for the rest."""
     options: dict[str, Any] = {}
     for section, values in asdict(recipe).items():
         for name, value in values.items() if isinstance(values, dict) else [("", values)]:
@@ -120,32 +120,32 @@ def flat_options(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass
 class Progress:
-    """The progress bar over optimizer steps, with the loss, tokens/s per device and the time left."""
+    """Progress bar over optimizer steps with the loss, tokens/s per device and the time left."""
 
     bar: tqdm
 
     @classmethod
     def start(cls, total: int, done: int) -> "Progress":
-        """A bar on rank 0; on other ranks one that shows nothing."""
+        """Create a bar on rank 0; on other ranks one that shows nothing."""
         return cls(
             tqdm(total=total, initial=done, desc="train", unit="step", disable=not is_main(), dynamic_ncols=True)
         )
 
     def step(self, values: Mapping[str, float]) -> None:
-        """One optimizer step is done; ``values`` are what stands behind the bar."""
+        """Advance by one optimizer step and show ``values`` behind the bar."""
         with suppress(OSError):  # of a log on a full disk
             self.bar.set_postfix({name: f"{value:.4g}" for name, value in values.items()}, refresh=False)
             self.bar.update(1)
 
     def close(self) -> None:
-        """End the bar, which stays on the screen as it is."""
+        """Close the bar and leave it on the screen."""
         with suppress(OSError):
             self.bar.close()
 
 
 @dataclass
 class Summary:
-    """Adds a run up: what the last lines of its output say."""
+    """Totals of a run for the last lines of its output."""
 
     started: float = field(default_factory=time.perf_counter)
     steps: int = 0
@@ -155,7 +155,7 @@ class Summary:
     last: dict[str, float] = field(default_factory=dict)
 
     def step(self, losses: Mapping[str, float], tokens: int, valid_tokens: int) -> None:
-        """One optimizer step of this process is done."""
+        """Add one optimizer step of this process."""
         self.steps += 1
         self.tokens += tokens
         self.valid_tokens += valid_tokens
@@ -163,7 +163,7 @@ class Summary:
         self.last |= losses  # some are measured in some steps only
 
     def text(self, *, devices: int, skipped: int, peak_bytes: int, evaluations: tuple[Mapping, Mapping]) -> str:
-        """The summary, a line per figure; ``evaluations`` are the first and the last of the run."""
+        """Summary text, one line per figure; ``evaluations`` are the first and the last of the run."""
         seconds = time.perf_counter() - self.started
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens ({self.valid_tokens:,} with a target) in "
@@ -177,11 +177,10 @@ class Summary:
 
 
 def resident_bytes() -> int:
-    """The most bytes that this process has had resident so far."""
+    """Peak resident bytes of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it counts KiB on Linux
 
 
 def peak_memory_bytes(device: torch.device, before: int = 0) -> int:
-    """The most bytes that this process held so far: those of the allocator on CUDA, resident ones beyond ``before`` on
-    a CPU."""
+    """Peak bytes of this process: allocated on CUDA; on a CPU resident, less ``before``."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_bytes() - before

@@ -1,4 +1,4 @@
-"""What people are told about a run: the progress bar, TensorBoard, and the last lines when it ends."""
+"""Reports of a run: progress bar, TensorBoard and the last lines."""
 
 import math
 import re
@@ -22,14 +22,14 @@ class RunReport:
     """Reports a run while it trains."""
 
     def __init__(self, state: LoopState, resident: int) -> None:
-        """``resident``: bytes that the process held before there was a model."""
+        """``resident``: resident bytes of the process before the model was built."""
         self._summary = Summary()
         self._progress = Progress.start(state.recipe.train.steps, state.step)
         self._memory: MemoryWatch | None = None
         self._resident = resident
 
     def step(self, state: LoopState, seconds: float) -> None:
-        """A step is done, and took ``seconds``: its figures to the progress bar and TensorBoard."""
+        """Report a step that took ``seconds`` to the progress bar and TensorBoard."""
         last = state.last
         assert last is not None
         if self._memory is None:  # it watches the second step: the first is not like the others
@@ -43,7 +43,7 @@ class RunReport:
             state.log(_figures(state, last, speed))
 
     def trained(self, state: LoopState) -> None:
-        """The last step is done: end the progress bar, and write what the run held in memory."""
+        """Close the progress bar after the last step and write memory.json."""
         self._progress.close()
         if self._memory is not None and is_main():
             device = state.session.device
@@ -51,7 +51,7 @@ class RunReport:
             write_measured(Path(state.recipe.output_dir), self._memory, device.type, peak)
 
     def end(self, state: LoopState, checkpoints: Path) -> None:
-        """The last lines that a person reads, and the run's results to TensorBoard, whose files are closed."""
+        """Print the final lines, log the run's results to TensorBoard and close its files."""
         if is_main() and self._summary.steps:
             state.metrics.results(state.recipe, {**self._summary.last, **state.evaluation})
             peak = peak_memory_bytes(state.session.device)
@@ -64,7 +64,7 @@ class RunReport:
 
 
 def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, float]:
-    """The scalars of a step that are logged, by tag."""
+    """Scalars of a step for TensorBoard, by tag."""
     engine = state.session.engine
     rates = {f"lr/{group['name']}": group["lr"] for group in engine.optimizer.param_groups}
     return {
@@ -80,7 +80,7 @@ def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, floa
 
 
 def _grad_norms(step: StepResult) -> dict[str, float]:
-    """What is known of the step's gradient norm: of the whole, and in some steps of weights and of scales."""
+    """Gradient norms of the step: the total, and in some steps those of weights and of scales."""
     norms = {}
     if step.grad_norm is not None:
         norms["train/grad_norm"] = step.grad_norm
@@ -92,7 +92,7 @@ def _grad_norms(step: StepResult) -> dict[str, float]:
 
 
 def best_line(checkpoints: Path) -> str | None:
-    """What the end of a run says of the best checkpoint in a directory, None where none was marked."""
+    """Final line about the best checkpoint in a directory; None if none is marked."""
     try:
         best = best_checkpoint(checkpoints)
     except ValueError as error:  # everything else is done and written
@@ -101,9 +101,9 @@ def best_line(checkpoints: Path) -> str | None:
 
 
 def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
-    """Histograms over the layers, the worst of them as scalars, and a picture of the weights' errors by layer.
+    """Log histograms over layers, the worst layers as scalars, and a picture of the weights' errors by layer.
 
-    A model has hundreds of layers, and with experts thousands: a card for each would be read by nobody.
+    A model has hundreds of layers, with experts thousands: too many for a chart each.
     """
     errors = {name: decibels(one.error) for name, one in stats.weights.items()}
     clipped = {name: one.clipped for name, one in stats.weights.items()}
@@ -129,12 +129,12 @@ def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
 
 
 def decibels(relative_error: float) -> float:
-    """A ratio of squares in dB; -100 and less are shown as -100 (an error of 0)."""
+    """Ratio of squares in dB, at least -100 (an error of 0)."""
     return float(10 * np.log10(max(relative_error, 1e-10)))
 
 
 def error_picture(errors: dict[str, float], step: int) -> Figure:
-    """Weights' errors in dB: decoder layers from left to right, the places of a layer below each other.
+    """Draw the weights' errors in dB: decoder layers from left to right, the modules of a layer from top to bottom.
 
     Experts of a layer share a square, which shows their mean. Layers outside of the decoder (lm_head) are left out.
     """

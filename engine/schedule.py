@@ -1,8 +1,7 @@
-"""What happens at which step: the schedule of a run, and the events of its recipe as actions in it: what the section
-``schedule`` says, evaluation, and checkpoints.
+"""Schedule of a run: actions at given steps, from Python and from the recipe (``schedule``, evaluation, checkpoints).
 
 Steps are optimizer steps, counted from 0: an event ``at`` step N runs when N steps are done and before step N begins;
-an event ``every`` N steps runs after each N-th step; an event ``when`` something holds is asked after each step and
+an event ``every`` N steps runs after each N-th step; an event ``when`` a condition holds is checked after each step and
 runs once, the first time. One line of YAML under ``schedule`` does what one line of Python would.
 """
 
@@ -29,10 +28,10 @@ Condition = Callable[[State], bool]
 
 @dataclass
 class Schedule(Generic[State]):
-    """Events: actions that run before a given step, after every so many, or once when a condition holds.
+    """Actions that run before a given step, after every N-th step, or once when a condition holds.
 
-    After a step come the events of every so many steps, then those with a condition, then those that asked to be last;
-    each kind in the order in which they were added.
+    After a step the periodic actions run first, then the conditional ones, then those added with ``last``; each kind in
+    the order in which they were added.
     """
 
     before: list[tuple[int, Action]] = field(default_factory=list)
@@ -44,11 +43,11 @@ class Schedule(Generic[State]):
     them."""
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Which events with a condition have run, for a checkpoint."""
+        """Names of the conditional events that have run, for a checkpoint."""
         return {"met": list(self.met)}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`."""
         self.met = list(state["met"])
 
     def at(self, step: int, action: Action) -> None:
@@ -60,7 +59,7 @@ class Schedule(Generic[State]):
     def every(self, steps: int, action: Action, *, last: bool = False) -> None:
         """Run ``action(state)`` after every ``steps``-th optimizer step.
 
-        ``last``: after all other events of the step, so that it sees what they did.
+        ``last``: after all other events of the step, so that it sees their changes.
         """
         if steps < 1:
             raise ValueError(f"an event every {steps} steps: expected 1 or more")
@@ -85,7 +84,7 @@ class Schedule(Generic[State]):
                 action(state)
 
     def run_after(self, done: int, state: State) -> None:
-        """Run the events that are due after ``done`` steps in all."""
+        """Run the events due after ``done`` steps."""
         for interval, action in self.after:
             if done % interval == 0:
                 action(state)
@@ -104,12 +103,12 @@ RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operat
 def add_recipe_events(schedule: Schedule[LoopState], recipe: Recipe) -> None:
     """Add all events of a recipe.
 
-    An evaluation is the first event of its step, so that others see what it found, and a checkpoint the last, so that
-    it holds what others did.
+    An evaluation is the first event of its step, so that others see its results, and a checkpoint the last, so that it
+    includes their changes.
     """
     start = recipe.quant.fake_quant_start
     if start != 0:
-        # Observers have nobody to watch for in a run that never quantizes.
+        # A run that never quantizes has no observers.
         schedule.at(0, lambda state: state.quant.disable(observe=not recipe.never_quantizes()))
     if start > 0:
         schedule.at(start, lambda state: state.quant.enable())
@@ -122,9 +121,9 @@ def add_recipe_events(schedule: Schedule[LoopState], recipe: Recipe) -> None:
 
 
 def evaluate_held_out(state: LoopState) -> None:
-    """Losses on the held-out samples as the model would be served now, into the state and TensorBoard; a collective.
+    """Measure the held-out losses with serving numerics; store them in the state and TensorBoard; a collective.
 
-    Nothing happens where the recipe evaluates nothing, or this step has been evaluated already.
+    Does nothing if the recipe has no evaluation or this step is evaluated already.
     """
     if not state.recipe.eval.every or state.evaluations.step == state.step or state.held_out is None:
         return
@@ -143,8 +142,10 @@ def evaluate_held_out(state: LoopState) -> None:
 
 
 def evaluate_start(state: LoopState) -> None:
-    """Evaluate what training starts from: PTQ, or of a run that goes on the step that a signal ended, which had no
-    evaluation and may be the best; a collective."""
+    """Evaluate the starting point; a collective.
+
+    It is the PTQ model, or the step at which a signal ended the run that is resumed: that step was not evaluated and
+    may be the best."""
     if state.saved_step is None:
         if not state.recipe.never_quantizes():
             evaluate_held_out(state)
@@ -160,12 +161,12 @@ def _evaluate_unless_stopping(state: LoopState) -> None:
 
 
 def checkpoints(recipe: Recipe) -> Path:
-    """The directory of a run's training checkpoints."""
+    """Directory of a run's training checkpoints."""
     return Path(recipe.output_dir) / "checkpoints"
 
 
 def save(state: LoopState) -> None:
-    """Save a training checkpoint, and mark it as the best where its evaluation is; a collective.
+    """Save a training checkpoint, and mark it as the best if its evaluation is; a collective.
 
     Raises:
         CheckpointError: on every rank: it could not be written.
@@ -184,7 +185,7 @@ def save(state: LoopState) -> None:
 
 
 def _measured(state: LoopState) -> tuple[str, float] | None:
-    """The metric that makes a checkpoint the best, and its value at this step, if it was evaluated."""
+    """Metric that selects the best checkpoint, and its value at this step if the step was evaluated."""
     best = state.recipe.eval.best
     metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
     evaluated = state.evaluations.step == state.step and metric in state.evaluation
@@ -192,7 +193,7 @@ def _measured(state: LoopState) -> tuple[str, float] | None:
 
 
 def _try_to_save(state: LoopState) -> None:
-    """A checkpoint on the way: the run and the checkpoints before outlive its failure (a full disk)."""
+    """Save a checkpoint during training; its failure (a full disk) ends neither the run nor earlier checkpoints."""
     train = state.recipe.train
     if state.step == train.steps:
         return  # the end of the run saves the last one
@@ -220,17 +221,17 @@ def add_event(schedule: Schedule[LoopState], event: EventRecipe) -> None:
 def check_events(
     events: Sequence[EventRecipe], quantization: Quantization, groups: Iterable[str], metrics: Sequence[str]
 ) -> None:
-    """Refuse, before the first step, events that would fail or do nothing when their time comes.
+    """Refuse, before the first step, events that would fail or have no effect later.
 
     Args:
         events: of the recipe.
-        quantization: knows the layers.
+        quantization: the quantized layers.
         groups: names of the optimizer's parameter groups.
-        metrics: what conditions may look at.
+        metrics: names that conditions may use.
 
     Raises:
-        ValueError: a pattern matches no layer, nothing trains of a group whose rate is to change, or nothing of the
-            name in a condition is ever measured.
+        ValueError: a pattern matches no layer, a rate is set for a group without trained parameters, or a condition
+            names a metric that is never measured.
     """
     known = list(groups)
     for index, event in enumerate(events):
@@ -246,7 +247,7 @@ def check_events(
 
 
 def apply_event(event: EventRecipe, state: LoopState) -> None:
-    """Do what the event says."""
+    """Apply a recipe's event."""
     if event.fake_quant is False:
         state.quant.disable(layers=event.layers, observe=event.observe is not False)
     elif event.fake_quant is not None:
@@ -266,7 +267,7 @@ def apply_event(event: EventRecipe, state: LoopState) -> None:
 
 
 def holds(text: str, state: LoopState) -> bool:
-    """Whether a condition like ``loss/lm < 2.5`` holds; False while there is no such value."""
+    """Evaluate a condition like ``loss/lm < 2.5``; False while its metric is not measured."""
     condition = parse_condition(text)
     assert condition is not None, text
     metric, relation, bound = condition

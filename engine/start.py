@@ -1,4 +1,4 @@
-"""Everything between a recipe and the first step of its run."""
+"""Set up a run: everything between its recipe and its first step."""
 
 import shutil
 from collections.abc import Sequence
@@ -29,11 +29,13 @@ from model.ranks import errors_on_all_ranks, is_main, say
 def start_run(
     recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[NamedTokenLoss], run_lock: RunLock
 ) -> LoopState:
-    """Ranks, data, model, scales, and the checkpoint to go on from; ``run_lock`` takes output_dir. A collective.
+    """Start ranks, read data, build the model and its scales, and load the checkpoint to resume; a collective.
+
+    ``run_lock`` locks output_dir.
 
     Raises:
-        RecipeError: what is wrong before there is a process group.
-        RankError: what any rank found wrong after it.
+        RecipeError: a problem found before the process group starts.
+        RankError: a problem that any rank found after that.
     """
     output = Path(recipe.output_dir)
     checkpoint = _check_destinations(recipe, output / "checkpoints")
@@ -41,7 +43,7 @@ def start_run(
     _take_output(recipe, run_lock)
     if checkpoint is not None:
         verify_checkpoint(checkpoint)
-    # Before the weights: a bad line in a file should not cost the minutes that a large model takes to load.
+    # Before the weights: a bad line in a data file should not cost the minutes of loading a large model.
     loader, held_out = build_loader(recipe, context.tokenizer)
     if checkpoint is not None:
         check_samples(checkpoint, loader.digest)
@@ -84,7 +86,7 @@ def start_run(
 
 
 def _check_schedule(session: Session, token_losses: Sequence[str]) -> None:
-    """Refuse events that name a layer, a parameter group or a metric that there is not. Raises RankError."""
+    """Refuse events that name a missing layer, parameter group or metric. Raises RankError."""
     with errors_on_all_ranks(ValueError):
         groups = [group["name"] for group in session.engine.optimizer.param_groups]
         metrics = _measured(session.recipe, token_losses)
@@ -92,10 +94,11 @@ def _check_schedule(session: Session, token_losses: Sequence[str]) -> None:
 
 
 def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
-    """Refuse before any work what would fail, or destroy something, after it. Raises RecipeError on every rank.
+    """Check the destinations before any work, so that none fails or overwrites after it. Raises RecipeError on every
+    rank.
 
     Returns:
-        The checkpoint to resume from, if there is to be one.
+        The checkpoint to resume from, if any.
     """
     if recipe.export.enabled:
         check_export(recipe)
@@ -110,7 +113,7 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
 
 
 def _take_output(recipe: Recipe, run_lock: RunLock) -> None:
-    """RunLock the output directory; a run that will leave nothing is named. A collective."""
+    """Lock the output directory; say if the run will write neither export nor checkpoint. A collective."""
     output = Path(recipe.output_dir)
     with errors_on_all_ranks(OSError, key="output_dir"):
         if is_main():
@@ -128,8 +131,9 @@ def _take_output(recipe: Recipe, run_lock: RunLock) -> None:
 
 
 def _clear_export(output: Path, export: Path) -> None:
-    """Remove what an ``export`` left in ``output`` that was killed, on rank 0. Elsewhere it may be another run's, and
-    is named. A collective."""
+    """Remove the leftovers of a killed ``export`` from ``output``, on rank 0; a collective.
+
+    Leftovers elsewhere may belong to another run: they are only reported."""
     with errors_on_all_ranks(OSError, key="export.dir"):
         for left in export.parent.glob(f"{export.name}.tmp-????????") if is_main() else ():
             if export.parent.resolve() == output.resolve():
@@ -139,7 +143,7 @@ def _clear_export(output: Path, export: Path) -> None:
 
 
 def _measured(recipe: Recipe, token_losses: Sequence[str]) -> list[str]:
-    """What a condition of the recipe may look at."""
+    """Names of the metrics that a condition of the recipe may use."""
     parts = ["total", "lm", *token_losses]
     parts += ["router_aux"] if recipe.learnable.router else []
     kd = [f"kd/{recipe.loss.kd}"] if recipe.teacher_kind() != "none" else []

@@ -1,4 +1,4 @@
-"""The run as it stands: what the loop keeps from step to step, and what an action of a schedule gets."""
+"""State of a run between steps, which the loop updates and schedule actions receive."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class StepResult:
 
 @dataclass
 class LoopState:
-    """What an action gets: the run as it stands, and its overrides."""
+    """State of the run and its overrides, passed to every schedule action."""
 
     session: Session
     quant: FakeQuant
@@ -82,7 +82,7 @@ class LoopState:
         return self.evaluations.last
 
     def objective(self) -> Objective:
-        """What is minimized now: the recipe's losses and the user's own, with the weights that events have set."""
+        """Current objective: the losses of the recipe and of the script, with the weights that events have set."""
         overrides = self.session.overrides
         own = tuple(self.token_losses)
         return self.recipe.loss.objective(lm=overrides.lm_weight, kd=overrides.kd_weight, token_losses=own)
@@ -92,20 +92,20 @@ class LoopState:
         self.metrics.log(values, self.step)
 
     def set_peak_rates(self, **rates: float) -> None:
-        """Peak learning rates by parameter group (weights, embeddings, norms, biases, weight_scales, act_scales,
+        """Set peak learning rates by parameter group (weights, embeddings, norms, biases, weight_scales, act_scales,
         adapters)."""
         self.session.overrides.set_peak_rates(**rates)
 
     def set_loss_weights(self, **weights: float) -> None:
-        """Weights of the losses lm and kd."""
+        """Set the weights of the losses lm and kd."""
         self.session.overrides.set_loss_weights(**weights)
 
     def value_of(self, metric: str) -> float | None:
-        """A loss of the last step or a result of the last evaluation; None if there is none of that name yet."""
+        """Loss of the last step or result of the last evaluation by name; None if not measured yet."""
         return {**self.evaluation, **(self.last.losses if self.last else {})}.get(metric)
 
     def stop(self) -> None:
-        """End the run after this step; what follows the last step (export) still happens."""
+        """End the run after this step; the export still follows."""
         self.stopped = True
 
 

@@ -69,7 +69,7 @@ class RunLock:
             self._file = None
 
     def take(self, directory: Path, key: str) -> None:
-        """RunLock ``directory``, which is there; a collective.
+        """Lock the existing ``directory`` for this run; a collective.
 
         Args:
             directory: what this job writes into.
