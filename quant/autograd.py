@@ -1,23 +1,23 @@
-"""A Linear with quantized operands, and its gradients: one function, computed in one of two ways.
+"""Linear with quantized operands and its gradients: one autograd function, computed in one of two ways.
 
 *simulate* multiplies fake-quantized operands in the model's dtype, ``F.linear(fq(x), fq(weight), bias)``; *fp8_gemm*
-multiplies the codes on the fp8 tensor cores and the result by both scales. Backward is the same for both: GEMMs of the
+multiplies the codes on fp8 tensor cores and the result by both scales. Backward is the same for both: GEMMs of the
 dequantized operands in the model's dtype.
 
-What is kept for backward decides whether this can train a model that no device holds: a fake-quantized weight is not a
-leaf, so plain autograd keeps the whole tensor alive and defeats ZeRO-3. This function therefore saves
+A fake-quantized weight is not a leaf, so plain autograd would keep the whole tensor for backward and defeat ZeRO-3.
+This function therefore saves
 
-* the weight **Parameter** (under ZeRO-3 the gathered one comes back in backward) and quantizes it again, unless its
-  codes are kept anyway because the weight stays resident,
+* the weight **Parameter** (ZeRO-3 gathers it again in backward), and quantizes it again unless its codes are kept
+  because the weight stays resident,
 * the scale Parameters, a few bytes,
-* of the input: the 1-byte codes and a 1-bit mask of what was not clipped, when its scale is stored and does not learn;
-  of dynamic floats, where that is wanted, packed codes and scales (:func:`quant.kernels.keep_tokens`); the input itself
-  otherwise, and where attention keeps it anyway (:mod:`quant.inputs`). Layers that read the same tensor
-  share one copy of it.
+* for an input with a stored scale that does not learn: the 1-byte codes and a 1-bit mask of the unclipped elements; for
+  dynamic floats with ``dynamic_codes``: packed codes and scales (:func:`quant.kernels.keep_tokens`); otherwise, and if
+  attention keeps it anyway (:mod:`quant.inputs`), the input itself. Layers that read the same tensor share one copy.
 
 Nothing is saved or computed for an operand that needs no gradient.
 
-The weight of a layer whose product is no plain GEMM, such as lm_head: fake-quantized by itself, differentiable.
+:class:`UsedWeightFunction` fake-quantizes only the weight, for a layer whose product is not a plain GEMM, such as
+lm_head.
 """
 
 from collections.abc import Callable
@@ -39,20 +39,20 @@ from quant.spec import TensorSpec
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`quant_linear` does with each operand.
+    """How :func:`quant_linear` treats each operand.
 
     Attributes:
-        weight: how the weight is quantized, None to use it as it is.
-        input: the same of the input.
-        weight_numel: weights that share one scale, over all modules that share its Parameter.
+        weight: format of the weight; None leaves it unquantized.
+        input: format of the input, likewise.
+        weight_numel: number of weights that share one scale, over all modules that share its Parameter.
         input_numel: features of the input. LSQ counts features, not tokens, so that the gradient of a batch is the sum
             of the gradients of its parts.
         fp8_gemm: multiply the codes. Both operands must be e4m3 per tensor, both sides of the weight multiples of 16.
-        fast_accum: of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
-        held: how ``weight`` holds codes, where it does; it is quantized then, and frozen.
-        restored: where layers with the same input find it in backward, as the forward multiplied it.
-        dynamic_codes: keep codes for backward also of floats with dynamic scales: less memory, decoded in backward.
-        weight_scale: the effective scale of the weight for the fp8 GEMM, if it is known.
+        fast_accum: option of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
+        held: layout of the codes in ``weight``, if it holds codes; the weight is then quantized and frozen.
+        restored: cache, for backward, of the input as the forward multiplied it, shared by layers with the same input.
+        dynamic_codes: save codes for backward also of floats with dynamic scales: less memory, decoded in backward.
+        weight_scale: precomputed effective scale of the weight for the fp8 GEMM, or None.
     """
 
     weight: TensorSpec | None
@@ -80,18 +80,18 @@ def quant_linear(
     offsets: Tensor | None = None,
     apply: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """``F.linear`` of quantized operands.
+    """Compute ``F.linear`` of quantized operands.
 
     Args:
-        x: ``[..., in]``; zero tokens are allowed and give zero gradients, not None.
+        x: ``[..., in]``; zero tokens are allowed and result in zero gradients, not None.
         weight, bias: ``[out, in]`` and ``[out]`` or None, in the dtype of ``x``; or a stack ``[E, out, in]`` and None.
-        weight_scale, input_scale: of both; None where none is stored. One whose theta trains is given also where the
-            operand is not quantized: its gradient is zeros then.
-        plan: what is quantized, and how it is computed.
-        weight_codes: the weight's codes, if they are known.
-        shared: what layers that read the same tensor hand each other.
-        offsets: of a stack, where the rows of each expert end, see :mod:`quant.gemm`.
-        apply: that of a weight with an adapter, which trains (:mod:`quant.lora`), instead of the Function's below.
+        weight_scale, input_scale: None if none is stored. A scale whose theta trains is passed even if the operand is
+            not quantized: its gradient is then zeros.
+        plan: which operands are quantized, and how the product is computed.
+        weight_codes: the weight's codes, if already computed.
+        shared: cache of the quantized input for layers that read the same tensor.
+        offsets: for a stack, the row ends of the experts, see :mod:`quant.gemm`.
+        apply: replaces :func:`apply_function` for a weight with an adapter that trains (:mod:`quant.lora`).
 
     Returns:
         ``[..., out]`` in the dtype of ``x``. Gradients have their tensors' dtypes.
@@ -123,10 +123,10 @@ def quant_linear(
 
 
 def apply_function(plan: Plan, *tensors: Tensor | None) -> Tensor:
-    """The product of :func:`quant_linear` of a quantized input, with its gradients; ``tensors`` are :class:`Arguments`.
+    """Product of :func:`quant_linear` for a quantized input, with its gradients; ``tensors`` are :class:`Arguments`.
 
-    What backward keeps is kept before the product is computed: where activations are recomputed, a layer that runs last
-    is not multiplied a second time, since torch stops when all that backward keeps is there again.
+    Tensors are saved for backward before the product is computed: with activation checkpointing, the last layer is then
+    not multiplied again, as torch stops the recomputation when all saved tensors are back.
     """
     if not torch.is_grad_enabled():
         return product(plan, Arguments(*tensors))
@@ -139,7 +139,7 @@ def _learns(scale: Scale | None) -> bool:
 
 
 class Arguments(NamedTuple):
-    """The tensors that :class:`QuantLinearFunction` takes after its plan, and in this order their gradients.
+    """Tensor arguments of :class:`QuantLinearFunction` after its plan, and the order of their gradients.
 
     ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`.
     """
@@ -162,7 +162,7 @@ class Arguments(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward keeps, in the order of ``ctx.save_for_backward``."""
+    """Tensors saved for backward, in the order of ``ctx.save_for_backward``."""
 
     weight: Tensor
     weight_s0: Tensor
@@ -173,13 +173,13 @@ class Saved(NamedTuple):
     input_s0: Tensor
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
-    mask: Tensor  # packed: which elements of an input were inside the range, where its codes are kept; else None
+    mask: Tensor  # packed bits, 1 inside the range, if the input's codes are saved; else None
     scales: Tensor | None  # of the codes of a dynamic input
     offsets: Tensor | None
 
     @classmethod
     def of(cls, given: Arguments) -> "Saved":
-        """All that may be kept of the arguments, with the input itself."""
+        """All arguments that may be saved, with the input itself."""
         scale = (given.weight_s0, given.weight_theta, given.weight_global, given.weight_zero)
         inputs = (given.input_s0, given.input_theta, given.x, given.mask, given.scales)
         return cls(given.weight, *scale, given.weight_codes, *inputs, given.offsets)
@@ -189,7 +189,7 @@ class Saved(NamedTuple):
         return Quantizer(scale, spec, self.weight.dtype)
 
     def unpacked(self, plan: Plan) -> "Saved":
-        """With the codes that the weight holds, or that stand in for it."""
+        """Add the codes stored in the weight (packed weight or placeholder)."""
         if plan.held is not None:
             return self._replace(weight_codes=plan.held.unpack(self.weight))
         if plan.weight is None or not is_placeholder(self.weight):
@@ -201,10 +201,10 @@ class Saved(NamedTuple):
 
 
 class QuantLinearFunction(torch.autograd.Function):
-    """What :func:`apply_function` keeps for backward, and its gradients.
+    """Save the tensors for backward and compute the gradients of :func:`apply_function`.
 
-    ``apply(plan, *Arguments)`` gives a tensor of the output's shape without values or memory, for
-    :class:`_ProductFunction` to compute. No tensor comes twice: torch.compile does not take that.
+    ``apply(plan, *Arguments)`` returns a tensor of the output's shape without values or memory;
+    :class:`_ProductFunction` then computes the output. No tensor is passed twice, which torch.compile would not accept.
     """
 
     @staticmethod
@@ -218,7 +218,7 @@ class QuantLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         needs = Arguments(*ctx.needs_input_grad[1:])
-        saved = Saved(*ctx.saved_tensors).unpacked(ctx.plan)  # once: activation checkpointing drops what was asked for
+        saved = Saved(*ctx.saved_tensors).unpacked(ctx.plan)  # once: activation checkpointing frees on access
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
         grad_x = grad_input_theta = grad_weight = grad_weight_theta = zeros = None
         if needs.x or (needs.input_theta and ctx.plan.input is not None):
@@ -230,8 +230,8 @@ class QuantLinearFunction(torch.autograd.Function):
             grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad, used_x, needs.weight_theta)
         elif unmasked is not None:
             mask_(ctx, saved, unmasked)
-        # The theta of an operand that is not quantized now: ZeRO-3 keeps the gradient of the last step of a Parameter
-        # that gets none, and would apply it again in every step.
+        # A theta whose operand is not quantized now gets zeros: under ZeRO-3 a Parameter without a gradient would get
+        # that of its last step again, in every step.
         if saved.input_theta is not None and needs.input_theta and grad_input_theta is None:
             grad_input_theta = torch.zeros_like(saved.input_theta)
         if saved.weight_theta is not None and needs.weight_theta and grad_weight_theta is None:
@@ -247,7 +247,8 @@ class QuantLinearFunction(torch.autograd.Function):
 
 
 class _ProductFunction(torch.autograd.Function):
-    """Computes what :class:`QuantLinearFunction` stands for: ``apply(that, plan, *Arguments)``. It keeps nothing."""
+    """Compute the output for :class:`QuantLinearFunction`: ``apply(its placeholder, plan, *Arguments)``. Saves
+    nothing."""
 
     @staticmethod
     def forward(ctx: Any, placeholder: Tensor, plan: Plan, *tensors: Tensor | None) -> Tensor:
@@ -259,12 +260,12 @@ class _ProductFunction(torch.autograd.Function):
 
 
 def keep(ctx: Any, plan: Plan, given: Arguments, needs: Arguments) -> Saved:
-    """What backward keeps of the arguments, of which those that ``needs`` names need gradients."""
+    """Select the tensors to save for backward; ``needs`` has True for arguments that need a gradient."""
     dynamic = plan.input is not None and plan.input.dynamic
     stored = plan.input is not None and not dynamic and not needs.input_theta
     ctx.keeps_codes = stored or given.scales is not None
     kept_x = given.codes if ctx.keeps_codes else given.x
-    # The range of a dynamic grid comes from the input, and with it which elements have a gradient.
+    # The range of a dynamic grid, and so the mask of the gradient, is computed from the input.
     from_x = dynamic and not ctx.keeps_codes and needs.x
     if not (needs.weight or needs.weight_theta or needs.input_theta or from_x):
         kept_x = None
@@ -275,14 +276,14 @@ def keep(ctx: Any, plan: Plan, given: Arguments, needs: Arguments) -> Saved:
 
 
 def product(plan: Plan, given: Arguments) -> Tensor:
-    """``[..., out]``, without a gradient; see :func:`quant_linear`."""
+    """Compute ``[..., out]``, without a gradient; see :func:`quant_linear`."""
     saved = Saved.of(given).unpacked(plan)
     if plan.fp8_gemm:
         return _product_of_codes(plan, saved, given)
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
     used = used_weight(given.weight, quantizer, saved.weight_codes)
-    # The operands are in the model's dtype already; autocast would hide from backward what the GEMM computed. It
-    # knows no meta device, on which nothing is computed.
+    # The operands already have the model's dtype; under autocast, backward would not match the GEMM.
+    # is_autocast_enabled raises for the meta device, where nothing is computed anyway.
     device = given.x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
@@ -290,7 +291,7 @@ def product(plan: Plan, given: Arguments) -> Tensor:
 
 
 def _product_of_codes(plan: Plan, saved: Saved, given: Arguments) -> Tensor:
-    """The GEMM of the codes of both operands, scaled."""
+    """GEMM of the codes of both operands, scaled."""
     assert plan.weight is not None and plan.input is not None
     quantizer, codes, bias = saved.weight_quantizer(plan.weight), given.codes, given.bias
     input_scale = kernels.effective_scale(saved.input_quantizer(plan.input))
@@ -307,7 +308,7 @@ def _product_of_codes(plan: Plan, saved: Saved, given: Arguments) -> Tensor:
 def used_weight(
     weight: Tensor, quantizer: Quantizer | None, codes: Tensor | None, *, after: Tensor | None = None
 ) -> Tensor:
-    """The weight as the GEMM in the model's dtype sees it."""
+    """Weight as the GEMM in the model's dtype multiplies it."""
     if quantizer is None:
         return weight
     if codes is None:
@@ -316,8 +317,8 @@ def used_weight(
 
 
 def _input_gradients(ctx: Any, saved: Saved, grad: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
-    """Gradients of the input ``[..., in]``, not masked yet where :func:`mask_` does it, and of its theta, from
-    ``grad [tokens, out]``; and zeros like the weight's theta, if these are ``wanted`` and cost no launch."""
+    """Gradients of the input ``[..., in]`` (still unmasked if :func:`mask_` follows) and of its theta, from ``grad
+    [tokens, out]``; and zeros like the weight's theta, if ``wanted`` and computed in the same launch."""
     plan, zeros = ctx.plan, None
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
     if quantizer is not None and wanted and saved.weight_codes is not None and is_placeholder(saved.weight):
@@ -337,12 +338,11 @@ def _input_gradients(ctx: Any, saved: Saved, grad: Tensor, wanted: bool) -> tupl
 def _weight_gradients(
     ctx: Any, saved: Saved, grad: Tensor, used_x: Tensor, theta_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the weight, in its shape, and of its theta where wanted, from ``grad [tokens, out]``."""
+    """Gradients of the weight, in its shape, and if ``theta_gradient`` of its theta, from ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
     grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
     if plan.weight is None or is_placeholder(saved.weight):
-        # Of codes that stand in for the weight, whoever has the weight itself does the rest
-        # (:mod:`model.zero.quantized_gather`).
+        # For a placeholder, the owner of the weight computes the rest (:mod:`model.zero.quantized_gather`).
         return grad_used, None
     quantizer = saved.weight_quantizer(plan.weight)
     how: dict[str, Any] = {"factor": lsq_factor(plan.weight_numel, plan.weight), "theta_gradient": theta_gradient}
@@ -350,9 +350,9 @@ def _weight_gradients(
 
 
 class UsedWeightFunction(torch.autograd.Function):
-    """Fake-quantizes a weight for a layer whose product is not a plain GEMM. The caller holds the fake-quantized copy.
+    """Fake-quantize a weight for a layer whose product is not a plain GEMM. The caller keeps the fake-quantized copy.
 
-    ``apply(spec, numel, weight, *scale)``, where ``numel`` weights share one scale. It saves the Parameters.
+    ``apply(spec, numel, weight, *scale)``, where ``numel`` weights share one scale. Saves the Parameters.
     """
 
     @staticmethod

@@ -1,29 +1,28 @@
-"""RMSNorm and SwiGLU with the quantization of their result, in plain PyTorch: the definition that kernels are tested
-against, like :mod:`quant.reference`, whose static quantization with one scale is the last step of both.
+"""Reference of the fused kernels in plain PyTorch: RMSNorm and SwiGLU, then static per-tensor quantization.
 
-RMSNorm, of a row ``x`` of ``n`` features in the model's dtype T, everything in fp32 unless it says T::
+RMSNorm of a row ``x`` of ``n`` features in the model's dtype T, in fp32 where T is not written::
 
     rstd = 1 / sqrt(sum(x^2) / n + eps)        each operation rounded once
     h = T(x * rstd)      y = T(weight * h)      codes, mask = quantize(y)
 
-These are the roundings of LlamaRMSNorm and its kind in transformers. Not its bits: the sum has an order of its own
-(:func:`sum_in_order`, that of quant/kernels/kernels.h, the same on every device), and the root is not torch's rsqrt.
-vLLM's ``rms_norm_static_fp8_quant_kernel`` (csrc/layernorm_quant_kernels.cu, commit 0112cf2) rounds in the same places
-and multiplies by ``1 / scale``, too; its sum is a block's reduction, its root CUDA's approximate one.
+Same rounding steps as LlamaRMSNorm and its variants in transformers, but not the same bits: the sum has a fixed order
+(:func:`sum_in_order`, as in quant/kernels/kernels.h, equal on every device), and the root is not torch's rsqrt. vLLM's
+``rms_norm_static_fp8_quant_kernel`` (csrc/layernorm_quant_kernels.cu, commit 0112cf2) rounds in the same places and
+also multiplies by ``1 / scale``; its sum is a block reduction, its root CUDA's approximate rsqrt.
 
-Its gradients, straight-through where the mask says inside, ``dy`` the gradient of ``y`` and 0 elsewhere::
+Gradients, straight-through with ``dy`` the gradient of ``y``, set to 0 outside of the mask::
 
     g = dy * weight      c = sum(g * (x * rstd)) / n      dx = T((g - (x * rstd) * c) * rstd)
     dweight = T(sum over rows of dy * h)      in fp32, over 32 rows one by one, then over these sums one by one
 
-SwiGLU, of gate ``a`` and up ``b``::
+SwiGLU of gate ``a`` and up ``b``::
 
     s = T(a / (1 + exp(-a)))      y = T(s * b)      codes, mask = quantize(y)
     db = T(dy * s)      d = T(dy * b)      sigma = 1 / (1 + exp(-a))      da = T((d * sigma) * (1 + a * (1 - sigma)))
 
-which is what torch computes of ``silu(a) * b``, but for the exponential (:func:`exponential`): torch's is a library's,
-another one on each device. Ours is made of additions and multiplications, and within 2 ulp of fp32. After the rounding
-to bf16 the two are the same but for few of a million elements.
+Same as torch's ``silu(a) * b`` except for the exponential (:func:`exponential`), which differs between devices in
+torch. This one uses additions and multiplications only and is within 2 ulp of fp32. After rounding to bf16, a few
+elements of a million differ.
 """
 
 import torch
@@ -36,8 +35,9 @@ POSITIONS, NEIGHBOURS, ROWS_PER_SUM = 2048, 8, 32
 
 
 def sum_in_order(terms: Tensor) -> Tensor:
-    """Sums over the last dimension, of fp32 and ``[..., n]`` to ``[..., 1]``, n at most 16,384: accumulator p of 2,048
-    takes the terms p, p + 2048, ...; eight neighbors are added by halves, then the 256 sums likewise."""
+    """Sum the last dimension in a fixed order: fp32 ``[..., n]`` to ``[..., 1]``, n at most 16,384. Accumulator p of
+    2,048 adds the terms p, p + 2048, ...; each 8 neighboring accumulators are added by halves, then the 256 sums
+    likewise."""
     padded = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % POSITIONS))
     sums = torch.zeros_like(padded[..., :POSITIONS])
     for step in padded.split(POSITIONS, dim=-1):
@@ -56,18 +56,18 @@ def _by_halves(sums: Tensor, size: int) -> Tensor:
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, scale: Tensor, spec: TensorSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, bool mask and fake-quantized values of a norm's result, all in the shape of ``x [..., n]``, and ``rstd``,
-    fp32 ``[rows]``. ``scale`` is the effective one, fp32 ``(1,)``; here and below."""
+    """Codes, bool mask and fake-quantized values of RMSNorm's result, in the shape of ``x [..., n]``, and ``rstd``,
+    fp32 ``[rows]``. ``scale`` is the effective scale, fp32 ``(1,)``, here and below."""
     rows = x.float()
     mean = sum_in_order(rows * rows) / torch.tensor(float(x.shape[-1]), device=x.device)
-    root = (mean + torch.tensor(eps, device=x.device)).double().sqrt().float()  # torch's of fp32 may be off by a bit
+    root = (mean + torch.tensor(eps, device=x.device)).double().sqrt().float()  # torch's fp32 root may be off by a bit
     rstd = 1.0 / root
     y = weight * (rows * rstd).to(x.dtype)
     return *_quantized(y, scale, spec), rstd.reshape(-1)
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and of the weight, in their dtypes, from that of the quantized result."""
+    """Gradients of ``x`` and of the weight, in their dtypes, from the gradient of the quantized result."""
     n = x.shape[-1]
     dy = grad.masked_fill(~mask, 0).reshape(-1, n)
     rows, w = x.reshape(-1, n).float(), weight.float()
@@ -81,7 +81,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mas
 
 
 def _one_by_one(rows: Tensor) -> Tensor:
-    """The sum of rows in their order, ``[1, n]``."""
+    """Sum of rows in their order, ``[1, n]``."""
     total = rows.new_zeros(1, rows.shape[-1])
     for row in rows:
         total = total + row
@@ -94,7 +94,7 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, spec: TensorSpec)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, in their dtype, from that of the quantized result."""
+    """Gradients of gate and up, in their dtype, from the gradient of the quantized result."""
     dy = grad.masked_fill(~mask, 0)
     a, d = gate.float(), (dy * up).float()
     sigma = 1.0 / (1.0 + exponential(-a))
@@ -107,8 +107,8 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """``e^x`` of fp32, one rounding per operation: x = k ln2 + r, the polynomial of Cephes' expf (single/expf.c), and
-    2^k in two factors."""
+    """Compute ``e^x`` in fp32, one rounding per operation: ``x = k ln2 + r``, the polynomial of Cephes' expf
+    (single/expf.c), then 2^k in two factors."""
     x = torch.where(x > 104, 104.0, torch.where(x < -104, -104.0, x))
     magic = torch.tensor(12582912.0, device=x.device)
     shifted = x * 1.44269504088896341 + magic

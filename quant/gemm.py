@@ -1,12 +1,11 @@
-"""The three products of a linear layer: of one weight, or of a stack of them, each with rows of its own.
+"""Forward and gradient GEMMs of a linear layer, for one weight or a stack of expert weights.
 
-With a stack ``[E, out, in]`` the rows of the input are sorted by expert, and ``offsets`` says where each expert's end:
-those of expert ``e`` are ``[offsets[e - 1], offsets[e])``. An expert without rows is multiplied by nothing, and its
-weight has a gradient of zeros.
+For a stack ``[E, out, in]`` the input rows are sorted by expert, and ``offsets`` are the row ends: expert ``e`` has the
+rows ``[offsets[e - 1], offsets[e])``. The weight of an expert without rows has a gradient of zeros.
 
-``torch.nn.functional.grouped_mm`` multiplies all experts at once where it can, ``torch._scaled_grouped_mm`` their fp8
-codes. Elsewhere they come one by one, in their order, for which the host has to wait for the offsets; on a GPU that is
-said. Kernels take tensors from an address that 16 divides; a Parameter, gathered by DeepSpeed, may begin anywhere.
+``torch.nn.functional.grouped_mm`` multiplies all experts in one call where supported, ``torch._scaled_grouped_mm``
+their fp8 codes. Elsewhere experts are multiplied one by one, and the host waits for the offsets; on a GPU this warns.
+The kernels need addresses divisible by 16, but a Parameter gathered by DeepSpeed may begin anywhere.
 """
 
 import warnings
@@ -17,21 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = 16  # what each expert's rows are filled up to for the grouped GEMM of codes
+ROWS = 16  # the rows of each expert are padded to a multiple for the grouped GEMM of codes
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """``x @ weight.t() + bias``.
+    """Compute ``x @ weight.t() + bias``.
 
     Args:
-        x: ``[..., in]``; of a stack ``[rows, in]``.
+        x: ``[..., in]``; for a stack ``[rows, in]``.
         weight: ``[out, in]``, or a stack ``[E, out, in]``, in the dtype of ``x``.
-        bias: ``[out]`` or None; a stack has none.
-        offsets: of a stack, int32 ``[E]``; the last is the number of rows.
+        bias: ``[out]`` or None; None for a stack.
+        offsets: for a stack, int32 ``[E]``; the last is the number of rows.
 
     Returns:
-        ``[..., out]``. Differentiable; of a stack the Parameter itself is kept for backward, no view of it, which would
-        hold what ZeRO-3 gathered.
+        ``[..., out]``. Differentiable; for a stack, the Parameter is saved for backward, not a view of it, which would
+        keep the tensor gathered by ZeRO-3 alive.
     """
     return F.linear(x, weight, bias) if offsets is None else _StackFunction.apply(x, weight, offsets)
 
@@ -62,15 +61,15 @@ def scaled_linear(
     *,
     fast_accum: bool = False,
 ) -> Tensor:
-    """``(x @ weight.t()) * x_scale * weight_scale + bias`` of e4m3 codes, on the fp8 tensor cores where there are any.
+    """Compute ``(x @ weight.t()) * x_scale * weight_scale + bias`` of e4m3 codes, on fp8 tensor cores if available.
 
     Args:
-        x, weight, bias, offsets: as of :func:`linear`, the former two as codes; both sides of a weight are multiples of
-            16. A stack is one that :func:`takes_codes_of_stacks`.
-        x_scale, weight_scale: fp32 ``[1]``; of a stack the latter is ``[E]``.
+        x, weight, bias, offsets: as in :func:`linear`, the former two as codes; both sides of a weight are multiples of
+            16. A stack needs :func:`takes_codes_of_stacks`.
+        x_scale, weight_scale: fp32 ``[1]``; for a stack the latter is ``[E]``.
         dtype: of the result.
-        fast_accum: leave the sums to Hopper's tensor cores, which add in fewer bits than fp32 has, as vLLM does (see
-            docs/how_a_layer_computes.md); otherwise they go to fp32 every so many products. CPUs add in fp32 always.
+        fast_accum: accumulate in Hopper's tensor cores, in fewer bits than fp32, as vLLM does (see
+            docs/how_a_layer_computes.md); otherwise partial sums are moved to fp32 regularly. CPUs always add in fp32.
 
     Returns:
         ``[..., out]``, not differentiable.
@@ -89,10 +88,10 @@ def scaled_linear(
 
 
 def takes_codes_of_stacks(weight: Tensor) -> bool:
-    """Whether :func:`scaled_linear` takes stacks on the device of ``weight`` and gives its dtype.
+    """Return True if :func:`scaled_linear` takes stacks on the device and in the dtype of ``weight``.
 
-    torch has the grouped GEMM of fp8 codes with scales per row, which can say what scales per tensor say, for compute
-    capability 9.0 and bf16 results only. A CPU takes the experts one by one; the meta device stands for such a GPU.
+    torch's grouped fp8 GEMM (scales per row, here all equal) needs compute capability 9.0 and bf16 results. A CPU
+    multiplies the experts one by one; the meta device counts as a supported GPU.
     """
     if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) != (9, 0):
         return False
@@ -110,7 +109,7 @@ def _scaled_mm(
 ) -> Tensor:
     if x.shape[0] == 0:  # an expert that no token chose
         return x_scale.new_zeros((0, weight.shape[0]), dtype=dtype)
-    apart = bias if dtype == torch.float32 else None  # of a result in fp32 CUDA's kernel takes none
+    apart = bias if dtype == torch.float32 else None  # CUDA's kernel takes no bias with an fp32 result
     output = torch._scaled_mm(
         x,
         weight.t(),
@@ -132,12 +131,12 @@ def _scaled_grouped_mm(
     offsets: Tensor,
     fast_accum: bool,
 ) -> Tensor:
-    """Each expert's rows are moved apart to begin at multiples of 16, as the kernel's authors ask for (pytorch#148531),
-    without the host knowing how many there are."""
+    """Multiply with each expert's rows padded to a multiple of 16, as the kernel needs (pytorch#148531); no device
+    sync."""
     (rows, width), (experts, out, _) = x.shape, weight.shape
     ends, places = _moved_apart(rows, offsets)
     capacity = -(-rows // ROWS) * ROWS + ROWS * experts  # at least the last of the ends
-    apart = torch.zeros((capacity, width // 8), dtype=torch.int64, device=x.device)  # codes of 0, moved by eights
+    apart = torch.zeros((capacity, width // 8), dtype=torch.int64, device=x.device)  # codes of 0, eight per int64
     apart[places] = x.view(torch.int64)
     output = torch._scaled_grouped_mm(
         apart.view(x.dtype),
@@ -152,7 +151,7 @@ def _scaled_grouped_mm(
 
 
 def _moved_apart(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each expert's rows end, int32 ``[E]``, if each has a multiple of 16 of them; and the place of every row."""
+    """Row ends of the experts, int32 ``[E]``, padded to multiples of 16, and the padded index of each row."""
     begins = F.pad(offsets[:-1], (1, 0))
     sizes = (offsets - begins + ROWS - 1) // ROWS * ROWS
     ends = sizes.cumsum(0, dtype=torch.int32)
@@ -170,7 +169,7 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-    """``grad @ weight``: ``[rows, out]`` to ``[rows, in]``, as above."""
+    """Compute ``grad @ weight``: ``[rows, out]`` to ``[rows, in]``; ``offsets`` as above."""
     if offsets is None:
         return grad @ weight
     if _only_shapes(grad):
@@ -181,7 +180,7 @@ def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tens
 
 
 def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
-    """``grad.t() @ x`` of ``[rows, out]`` and ``[rows, in]``, in the shape of the weight, as above."""
+    """Compute ``grad.t() @ x`` of ``[rows, out]`` and ``[rows, in]``, in the weight's shape; ``offsets`` as above."""
     if offsets is None:
         return grad.t() @ x
     if _only_shapes(grad):
@@ -194,18 +193,19 @@ def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def _only_shapes(rows: Tensor) -> bool:
-    """Whether there is nothing to compute, and no ``grouped_mm``: on the meta device torch has it for bf16 alone."""
+    """Return True on the meta device without ``grouped_mm``, which torch has there for bf16 only."""
     return rows.is_meta and rows.dtype != torch.bfloat16
 
 
 def _split(rows: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-    """The rows of each expert."""
+    """Split rows by expert."""
     ends = offsets.tolist() if len(rows) else [0] * len(offsets)
     return rows.split([end - begin for begin, end in zip([0, *ends], ends, strict=False)])
 
 
 def _grouped(rows: Tensor, other: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes them: bf16 (on the CPU fp32 and fp16 too), whole 16 bytes from row to row."""
+    """Return True if ``grouped_mm`` takes the operands: bf16 (on the CPU also fp32 and fp16), row strides of whole 16
+    bytes."""
     dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float32, torch.float16)
     whole = all(side * rows.itemsize % 16 == 0 for side in (rows.shape[-1], other.shape[-1]))
     if rows.is_cuda and not (whole and rows.dtype in dtypes):
@@ -218,18 +218,18 @@ def _grouped(rows: Tensor, other: Tensor) -> bool:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy that lies as a kernel for CUDA wants it: contiguous, from whole 16 bytes on."""
+    """Return the tensor, copied if not contiguous or (on CUDA) not aligned to 16 bytes."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
 
 
 def _leaves_out_empty(gradient: Tensor) -> bool:
-    """Whether ``grouped_mm`` leaves the gradients of experts without rows as it found the memory: from compute
-    capability 10.0 on (pytorch#172439)."""
+    """Return True if ``grouped_mm`` does not write gradients of experts without rows: compute capability 10.0 and up
+    (pytorch#172439)."""
     return gradient.is_cuda and torch.cuda.get_device_capability(gradient.device) >= (10, 0)
 
 
 def zero_where_empty_(gradient: Tensor, offsets: Tensor) -> Tensor:
-    """The gradient ``[E, out, in]`` of a stack, with zeros for the experts without rows; in place, without a wait."""
+    """Zero the gradient ``[E, out, in]`` of experts without rows, in place and without a device sync."""
     empty = offsets == F.pad(offsets[:-1], (1, 0))
     return gradient.masked_fill_(empty[:, None, None], 0)

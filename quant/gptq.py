@@ -1,18 +1,18 @@
-"""GPTQ (Frantar et al. 2022, arXiv 2210.17323): codes with which the outputs of a Linear are right, not its weights.
+"""GPTQ (Frantar et al. 2022, arXiv 2210.17323): choose codes that minimize the error of a Linear's outputs.
 
-With ``w`` a row of the weight and ``X [tokens, in]`` its inputs, rounding to nearest makes ``|w - q|`` smallest. What a
-model notices is ``|X w - X q|^2 = (w - q) H (w - q)`` with the Gram matrix ``H = X'X``. Inputs are correlated, so an
-error in one column can be made up for by others: columns are rounded one after the other, and those that are left move
-to where the outputs are nearest to the original ones. With ``U`` upper triangular and ``inverse(H) = U'U``, that is for
-each column ``j``, the rest behind it::
+With ``w`` a row of the weight and ``X [tokens, in]`` the inputs, rounding to nearest minimizes ``|w - q|``. The error
+of the output is ``|X w - X q|^2 = (w - q) H (w - q)`` with the Gram matrix ``H = X'X``. As inputs are correlated, other
+columns can compensate for the rounding error of one: columns are rounded one after the other, and each error is spread
+over the remaining columns. With ``U`` upper triangular and ``inverse(H) = U'U``, for each column ``j`` and the rest
+behind it::
 
     e = (w_j - Q(w_j)) / U_jj        w_rest = w_rest - e U_j,rest
 
-Columns with the largest inputs come first, while there are most others to make up for them (the reference's
-``act_order``); codes and scales lie where they lay, for the scales are those of before (its ``static_groups``). A share
-of the mean of its diagonal is added to that of ``H``: inputs of few samples do not determine it.
+Columns with the largest inputs come first, while most columns remain to compensate (the reference's ``act_order``). The
+scales are those computed before, in the original order (its ``static_groups``). A share of the mean diagonal of ``H``
+is added to its diagonal, as few samples do not determine ``H``.
 
-Rows do not depend on each other, so that ranks that hold some rows each need nothing from one another.
+Rows are independent, so ranks that hold different rows need no communication.
 """
 
 import torch
@@ -22,32 +22,32 @@ from quant.reference import dequantize, effective_scale, fake_quant, quantize
 from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 
-DAMPING = 0.01  # of the mean of the diagonal, the reference's percdamp
-ROUNDS = 2  # of choosing codes and fitting scales to them; a third gains nothing
-_BLOCK = 128  # columns whose effect on those behind them is applied at once
-_ROWS = 128  # whose scales are fitted at once
+DAMPING = 0.01  # share of the mean diagonal, the reference's percdamp
+ROUNDS = 2  # alternations of choosing codes and fitting scales; a third gains nothing
+_BLOCK = 128  # columns per update of the remaining columns
+_ROWS = 128  # rows whose scales are fitted at once
 
 
 def takes(spec: TensorSpec) -> bool:
-    """Whether weights of this format can be compensated here: those that have scales of their own in each row."""
+    """Return True if GPTQ supports this format: each row has its own scales."""
     return spec.granularity in ("channel", "group")
 
 
 @torch.no_grad()
 def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of some rows of a Linear.
+    """Choose codes and scales of some rows of a Linear.
 
-    Codes are chosen with the scales that there are; of integers, scales are then fitted to the codes (as they will be
-    stored), which has another choice follow, :data:`ROUNDS` times. Scales of floats stay. Columns are rounded one by
-    one, which may end further away than the nearest codes: a row for which it does keeps these, and its scales.
+    For integer formats, scales are then fitted to the codes (rounded as stored) and codes chosen again, :data:`ROUNDS`
+    times; scales of float formats stay. Sequential rounding may end with a larger error than rounding to nearest: such
+    a row keeps the nearest codes and its first scales.
 
     Args:
         weight: ``[rows, in]`` in the model's dtype.
-        quantizer: the scales of these rows, effective, with zero points ``[rows, groups]`` where there are any.
+        quantizer: effective scales of these rows, with zero points ``[rows, groups]`` if the format has them.
         gram: ``H [in, in]`` of the inputs, fp64, see :func:`add_inputs`.
 
     Returns:
-        Codes ``[rows, in]`` and the scales that they belong to, fp32 ``[rows, groups]``.
+        Codes ``[rows, in]`` and their scales, fp32 ``[rows, groups]``.
 
     Raises:
         ValueError: ``H`` is not finite.
@@ -76,15 +76,15 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
 def compensate(
     weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, dtype: torch.dtype, damping: float = DAMPING
 ) -> Tensor:
-    """The weights whose codes GPTQ chooses: each as it was when its column was rounded.
+    """Weights that round to GPTQ's codes: each with the value it had when its column was rounded.
 
     Args:
-        weight: ``[rows, in]``, some rows or all of a Linear.
+        weight: ``[rows, in]``, some or all rows of a Linear.
         scale: ``s0`` is the effective scale ``[rows, groups]`` of these rows, ``zero`` their zero points.
-        spec: how they are quantized.
+        spec: number format.
         gram: ``H [in, in]`` of the inputs, fp64, see :func:`add_inputs`.
-        dtype: of the model, in which the products of codes and scales are multiplied.
-        damping: added to the diagonal of ``H``, in the mean of the diagonal.
+        dtype: the model's dtype, in which codes and scales are multiplied.
+        damping: added to the diagonal of ``H``, as a share of its mean.
 
     Returns:
         fp32 ``[rows, in]``, to be quantized with the same scales.
@@ -114,20 +114,20 @@ def compensate(
 
 @torch.no_grad()
 def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, damping: float = DAMPING) -> Tensor:
-    """The scales with which some codes give the outputs that are nearest to those of the weight.
+    """Fit scales to given codes so that the output error is smallest.
 
-    For each row the ``s`` of the smallest ``(w - sum_g s_g q_g) H (w - sum_g s_g q_g)``, with ``q_g`` its codes where
-    they belong to group ``g``, else 0: a linear system with as many unknowns as groups. Where a scale would change its
-    sign, the row keeps those that it has.
+    For each row, the ``s`` of the smallest ``(w - sum_g s_g q_g) H (w - sum_g s_g q_g)``, with ``q_g`` the codes inside
+    group ``g`` and 0 elsewhere: a linear system with as many unknowns as groups. If a scale would change its sign, the
+    row keeps its scales.
 
     Args:
         weight: ``[rows, in]``.
-        values: the codes as numbers ``[rows, in]``, zero points subtracted.
-        scale: those that they were chosen with, ``[rows, groups]``.
-        gram, damping: as of :func:`compensate`.
+        values: codes as numbers ``[rows, in]``, zero points subtracted.
+        scale: the scales used to choose the codes, ``[rows, groups]``.
+        gram, damping: as in :func:`compensate`.
 
     Returns:
-        fp32 ``[rows, groups]``, not rounded to what is stored.
+        fp32 ``[rows, groups]``, not yet rounded to the stored format.
     """
     damped = _damped(gram, damping)
     found = [
@@ -155,20 +155,19 @@ def _fitted(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor) -> Tens
 
 
 def add_inputs(gram: Tensor, x: Tensor) -> None:
-    """Add ``X'X`` of inputs ``x [tokens, in]`` to ``gram [in, in]``, fp64; products are fp32, of one call's tokens."""
+    """Add ``X'X`` of inputs ``x [tokens, in]`` to ``gram [in, in]``, fp64; one call's products are summed in fp32."""
     x = x.float()
     gram += x.T @ x
 
 
 def row_errors(difference: Tensor, gram: Tensor) -> Tensor:
-    """``|X d|^2`` of each row ``d`` of ``difference [rows, in]``; fp64 ``[rows]``, of products in the dtype of
-    ``gram``."""
+    """Compute ``|X d|^2`` of each row ``d`` of ``difference [rows, in]``: fp64 ``[rows]``."""
     parts = (rows.to(gram.dtype) for rows in difference.split(_ROWS))
     return torch.cat([((rows @ gram) * rows).sum(1, dtype=torch.float64) for rows in parts])
 
 
 def output_error(difference: Tensor, gram: Tensor) -> Tensor:
-    """``|X d|^2`` summed over the rows, see :func:`row_errors`; fp64 scalar."""
+    """Sum ``|X d|^2`` over the rows, see :func:`row_errors`; fp64 scalar."""
     return row_errors(difference, gram).sum()
 
 
@@ -177,10 +176,10 @@ def _damped(gram: Tensor, damping: float) -> Tensor:
 
 
 def _factor(gram: Tensor, damping: float) -> Tensor:
-    """``U``, upper triangular, with ``U'U`` the inverse of the damped ``gram``; fp64.
+    """Compute ``U``, upper triangular, with ``U'U`` the inverse of the damped ``gram``; fp64.
 
-    ``H = R R'`` with ``R`` upper triangular is a Cholesky factorization from the last row to the first, and ``U`` its
-    inverse. Nothing is known of inputs that were all 0: these columns are rounded to nearest.
+    ``H = R R'`` with ``R`` upper triangular is a Cholesky factorization from the last row to the first; ``U`` is the
+    inverse of ``R``. Columns of inputs that were always 0 get a positive diagonal, so that they are rounded to nearest.
     """
     gram = gram.double()
     diagonal = gram.diagonal()

@@ -1,13 +1,13 @@
-"""A Hadamard matrix before a layer, computed while the model runs, whose inverse lies in the layer's weight.
+"""Block-wise Hadamard rotation of a layer's input at run time; the layer's weight holds the inverse.
 
-An outlier of an input is spread over all values of its block, so that one scale fits them (QuaRot, arXiv 2404.00456,
-section 4). It is for inputs that no weight before them can turn: that of ``down_proj`` is a product of two activations.
+The rotation spreads an outlier over its block, so that one scale fits all values (QuaRot, arXiv 2404.00456, section 4).
+Meant for inputs into which no preceding weight can absorb the rotation: the input of ``down_proj`` is a product of two
+activations.
 
-Blocks of B features are turned each by itself, ``x H / sqrt(B)`` with Sylvester's H, which is symmetric: the matrix is
-its own inverse, and the gradient of the product is the same product. B is a power of 4, so that 1 / sqrt(B) is a power
-of two: every entry is a number of fp16 and bf16, a product with one is exact, and what is computed is the sum alone, in
-fp32, rounded once. It is the transform of the type ``hadamard`` of compressed-tensors (0.20.0,
-``transform/factory/hadamard.py``), which has the sum in fp32, too.
+Each block of B features becomes ``x H / sqrt(B)`` with Sylvester's symmetric H. The matrix is its own inverse, and the
+gradient of the product is the same product. B is a power of 4, so that 1 / sqrt(B) is a power of two: every entry is
+exact in fp16 and bf16, products with it are exact, and only the fp32 sum is rounded, once. Same as the type
+``hadamard`` of compressed-tensors (0.20.0, ``transform/factory/hadamard.py``), which also sums in fp32.
 """
 
 from contextlib import nullcontext
@@ -29,20 +29,20 @@ def hadamard(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def rotate(values: Tensor, block: int) -> Tensor:
-    """``values [..., n block]`` with each run of ``block`` along the last axis turned; differentiable.
+    """Rotate each block of ``block`` values along the last axis of ``values [..., n block]``; differentiable.
 
-    Twice is once back: a weight ``[out, in]`` turned so takes inputs turned so.
+    Its own inverse: a weight ``[out, in]`` rotated this way takes inputs rotated this way.
     """
     device = values.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)  # which knows no meta device
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # is_autocast_enabled raises for meta
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        turned = values.unflatten(-1, (-1, block)) @ _matrix(block, values.dtype, values.device)
-    return turned.flatten(-2)
+        rotated = values.unflatten(-1, (-1, block)) @ _matrix(block, values.dtype, values.device)
+    return rotated.flatten(-2)
 
 
 def _matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The orthogonal matrix, made once for each dtype and device."""
-    if torch.compiler.is_compiling():  # the compiler sees constants
+    """Orthogonal matrix ``[block, block]``, cached for each dtype and device."""
+    if torch.compiler.is_compiling():  # no cache: the compiler folds constants
         return hadamard(block, dtype, device) / block**0.5
     key = (block, dtype, device)
     if key not in _MATRICES:

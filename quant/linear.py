@@ -1,16 +1,12 @@
-"""The module that stands where a quantized nn.Linear stood, and what it has in common with other quantized layers.
+"""Modules that replace a quantized nn.Linear, a quantized nn.Embedding, or a stack of expert Linears.
 
-It holds the very Parameters of the Linear that it replaces (under ZeRO-3 these are partitioned, and what hangs on them
-is kept) and the scales, which layers that serving fuses share. What is quantized at this moment is a switch, not a
-structure: a schedule turns fake quantization on in the middle of a run.
+A module keeps the Parameters of the layer it replaces (under ZeRO-3 with their partition state) and adds the scales,
+which layers that serving fuses share. Fake quantization is a switch, not a structure: a schedule may turn it on in the
+middle of a run.
 
-The module that stands where a quantized nn.Embedding stood.
-
-One weight for all experts of a MoE layer, and the Linears that a checkpoint has in its place.
-
-A stack ``[E, out, in]`` is one Parameter: one gather under ZeRO-3, one launch of the quantizer, one grouped GEMM.
-Rules, files and serving know the Linears of single experts, by names such as ``experts.7.gate_proj``;
-:func:`linears_of` says which part of the stack each of them is.
+A stack ``[E, out, in]`` of all experts of a MoE layer is one Parameter: one gather under ZeRO-3, one launch of the
+quantizer, one grouped GEMM. Rules, checkpoints and serving use the Linears of single experts, with names such as
+``experts.7.gate_proj``; :func:`linears_of` maps them to slices of the stack.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,43 +28,43 @@ from quant.packed_weight import packed_codes
 from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
-# The Parameters of a quantized layer that the layer it replaces does not have: the parts of a Scale of the weight, then
-# s0 and theta of one of the input. Checkpoints know them by these names.
+# Parameters that a quantized layer adds to the layer it replaces, and their names in checkpoints: the fields of the
+# weight's Scale, then s0 and theta of the input's.
 SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "weight_zero", "input_s0", "input_theta")
-# Those that a layer with an adapter has beside them.
+# Parameters that an adapter adds.
 ADAPTER_PARAMETERS = ("lora_a", "lora_b")
 
 
 class QuantLayer(nn.Module):
-    """A weight ``[out_features, in_features]`` with its scale, fake-quantized where that is switched on; or a stack of
-    those of E experts, as in :class:`quant.linear.StackedLinear`.
+    """Weight ``[out_features, in_features]`` with its scale and switchable fake quantization; or a stack of E of them,
+    see :class:`quant.linear.StackedLinear`.
 
     Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``weight_shape``.
 
     Attributes:
-        scheme: how the layer is quantized.
-        in_features, out_features: of one expert, where it is a stack.
-        num_experts, projections: as in :class:`quant.linear.StackedLinear`; 0 and () where it is none.
+        scheme: number formats of the layer.
+        in_features, out_features: for a stack, of one expert.
+        num_experts, projections: as in :class:`quant.linear.StackedLinear`; 0 and () without a stack.
         weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype; or ``[E, out, in]`` and None.
-        held: how ``weight`` holds its codes instead; None where it does not.
-        weight_s0, weight_global, input_s0: frozen fp32 scales, NaN until filled; ``weight_global`` is None but for
-            weights with e4m3 scales, ``input_s0`` where no scale of the input is stored.
-        weight_zero: the frozen zero points of the weight, fp32, NaN until filled; None where it is symmetric.
+        held: layout of the codes in ``weight`` if it is a packed weight; else None.
+        weight_s0, weight_global, input_s0: frozen fp32 scales, NaN until filled; ``weight_global`` only for weights
+            with e4m3 scales, ``input_s0`` only if a scale of the input is stored, else None.
+        weight_zero: frozen zero points of the weight, fp32, NaN until filled; None if symmetric.
         weight_theta, input_theta: learned logarithmic corrections in the model's dtype, or None.
-        weight_fake_quant, input_fake_quant: what is quantized now.
-        input_observer: watches the input in every forward while set.
-        shared_input: hands the quantized input to the layers that read the same tensor, or None.
-        fp8_gemm: whether the codes are multiplied while both operands are quantized, instead of their values.
-        fast_accum: of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
-        keeps_weight_codes: whether the weight's codes are kept from forward to forward, until
-            :func:`weights_changed`. Only where weights stay resident.
-        trained: whether a forward with gradients has run. Where none has, somebody uses the weight as it is.
-        known_weight_scale: the effective scale of the weight, by whoever forms those of many layers at once and forgets
-            them in ``when_changed``; None where each forward forms it.
-        when_changed: called when weights, scales or switches changed, so that what is kept of them elsewhere is
-            dropped; None where nothing is.
-        adapter: what is added to the weight before anything is made of it, or to the output; None without one. Its
-            Parameters are the layer's, ``lora_a`` and ``lora_b``.
+        weight_fake_quant, input_fake_quant: switches of fake quantization.
+        input_observer: if set, observes the input in every forward.
+        shared_input: cache of the quantized input for layers that read the same tensor, or None.
+        fp8_gemm: multiply the codes instead of their values while both operands are quantized.
+        fast_accum: option of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
+        keeps_weight_codes: keep the weight's codes between forwards, until :func:`weights_changed`. Only for weights
+            that stay resident.
+        trained: True after a forward with gradients; if it stays False, other code uses the weight directly.
+        known_weight_scale: precomputed effective scale (batched over layers), invalidated by ``when_changed``; None if
+            each forward computes it.
+        when_changed: callback after a change of weights, scales or switches, to invalidate what was derived from them;
+            or None.
+        adapter: low-rank adapter merged into the weight or added to the output, or None. Its Parameters are registered
+            on the layer as ``lora_a`` and ``lora_b``.
     """
 
     weight: nn.Parameter
@@ -90,12 +86,12 @@ class QuantLayer(nn.Module):
         weight: Scale,
         input: Scale | None,
     ) -> None:
-        """Takes over the Parameter objects ``weight`` and ``bias`` of the layer that it replaces.
+        """Take over the Parameter objects ``weight`` and ``bias`` of the replaced layer.
 
         Args:
-            replaced, scheme: the layer, and how it is quantized.
-            in_features, out_features: as above.
-            weight, input: the scales, of Parameters; of the input None where the scheme stores none.
+            replaced, scheme: the layer and its number formats.
+            in_features, out_features: see the class.
+            weight, input: scales made of Parameters; ``input`` is None if the scheme stores none.
 
         Raises:
             ValueError: scheme and scales do not agree.
@@ -142,7 +138,7 @@ class QuantLayer(nn.Module):
         return (*stack, self.out_features, self.in_features)
 
     def forget_codes(self) -> None:
-        """Drop everything that was made of the weight or a scale: they have changed."""
+        """Drop everything derived from the weight or a scale, after either changed."""
         self._weight_codes = None
         if self.shared_input is not None:
             self.shared_input.drop()
@@ -151,33 +147,33 @@ class QuantLayer(nn.Module):
 
     @property
     def scale_of_weight(self) -> Scale:
-        """The Parameters of the weight's scale as they are now; under ZeRO-3 these may be partitions."""
+        """Current Parameters of the weight's scale; under ZeRO-3 possibly partitions."""
         return Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
 
     @property
     def scale_of_input(self) -> Scale | None:
-        """The Parameters of the input's scale likewise; None where none is stored."""
+        """Current Parameters of the input's scale, likewise; None if none is stored."""
         return None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
 
     def attach_adapter(self, adapter: Adapter) -> None:
-        """Compute with an adapter from now on; its Parameters become the layer's."""
+        """Register the adapter's Parameters on the layer and use it from now on."""
         for name in ADAPTER_PARAMETERS:
             self.register_parameter(name, getattr(adapter, name))
         self.adapter = adapter
 
     def merged_weight(self) -> Tensor:
-        """What is quantized: the weight, with an adapter that is merged; without a gradient. Parameters gathered."""
+        """Weight before quantization, with a merged adapter; without a gradient. Parameters gathered."""
         weight = self.weight if self.held is None else self.held.values(self.weight, self._weight_quantizer())
         return weight.detach() if self.adapter is None else self.adapter.merged(weight)
 
     @torch.no_grad()
     def quantized_weight(self) -> Tensor:
-        """The values of :meth:`merged_weight`'s codes, in the model's dtype. Parameters gathered."""
+        """Fake-quantized :meth:`merged_weight`, in the model's dtype. Parameters gathered."""
         return kernels.fake_quantize(self.merged_weight(), self._weight_quantizer())
 
     @torch.no_grad()
     def weight_scale(self) -> Tensor:
-        """The effective scale of the weight, as the forward uses it: fp32, shape by the scheme. Parameters gathered."""
+        """Effective scale of the weight as the forward uses it: fp32, shape by the scheme. Parameters gathered."""
         return kernels.effective_scale(self._weight_quantizer())
 
     def _weight_quantizer(self) -> Quantizer:
@@ -185,14 +181,14 @@ class QuantLayer(nn.Module):
 
     @torch.no_grad()
     def input_scale(self) -> Tensor | None:
-        """The effective scale of the input (NVFP4: the global one), fp32 ``(1,)``; None where none is stored."""
+        """Effective scale of the input (NVFP4: the global scale), fp32 ``(1,)``; None if none is stored."""
         scale, spec = self.scale_of_input, self.scheme.stored_input
         if scale is None or spec is None or spec.dynamic:
             return None if scale is None else scale.s0.detach().clone()
         return kernels.effective_scale(Quantizer(scale, spec, self.weight.dtype))
 
     def _check_scale_dtypes(self) -> None:
-        """A module-wide cast (DeepSpeed's to bf16, on stages 0 to 2) rounds the frozen scales in silence."""
+        """Raise if a module-wide cast (as DeepSpeed's to bf16 on stages 0 to 2) silently rounded the frozen scales."""
         for name in ("weight_s0", "weight_global", "weight_zero", "input_s0"):
             scale = getattr(self, name)
             if scale is not None and scale.dtype != torch.float32:
@@ -203,19 +199,17 @@ class QuantLayer(nn.Module):
 
 
 class QuantLinear(QuantLayer):
-    """``F.linear`` whose operands are fake-quantized where that is switched on; exactly ``F.linear`` where neither is.
+    """``F.linear`` with switchable fake quantization of its operands; exactly ``F.linear`` if both are off.
 
-    Made from a :class:`quant.linear.StackedLinear` it is all experts' Linears, with a scale per expert where one would
-    have a scale per tensor.
-
-    A theta that trains gets a gradient of zeros while its operand is not quantized.
+    Built from a :class:`quant.linear.StackedLinear`, it computes all experts' Linears, with a scale per expert in place
+    of a scale per tensor. A trainable theta gets a gradient of zeros while its operand is not quantized.
 
     Attributes:
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
-        dynamic_codes: as of :class:`quant.autograd.Plan`, for inputs that attention does not keep anyway.
-        aliases: as of :func:`quant.inputs.kept_by_attention`; none unless somebody wraps modules in such.
-        rotation: in blocks of how many features the input is turned before anything else (:mod:`quant.hadamard`), for a
-            weight that was turned likewise; None where it is not.
+        dynamic_codes: as in :class:`quant.autograd.Plan`, for inputs that attention does not keep anyway.
+        aliases: as in :func:`quant.inputs.kept_by_attention`.
+        rotation: block size of the Hadamard rotation of the input (:mod:`quant.hadamard`), for a weight rotated
+            likewise; or None.
     """
 
     aliases: frozenset[str] = frozenset()
@@ -229,11 +223,11 @@ class QuantLinear(QuantLayer):
         input: Scale | None,
         weight_numel: int,
     ) -> None:
-        """The same Linear with scales: its Parameter objects are taken over, not copied.
+        """Take over the Parameter objects of ``linear``, without a copy, and add scales.
 
         Args:
-            linear: the Linear, or stack of them, that this module replaces.
-            scheme, weight, input, weight_numel: as of :class:`QuantLayer`, and as above.
+            linear: the Linear, or stack of Linears, to replace.
+            scheme, weight, input, weight_numel: as in :class:`QuantLayer` and above.
 
         Raises:
             ValueError: scheme and scales do not agree, or the inputs' groups do not divide ``in_features``.
@@ -254,9 +248,9 @@ class QuantLinear(QuantLayer):
         self.train(linear.training)
 
     def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """``x`` is ``[..., in_features]`` in the model's dtype, zero tokens allowed. Returns ``[..., out]``.
+        """Apply to ``x [..., in_features]`` in the model's dtype, zero tokens allowed. Returns ``[..., out]``.
 
-        Of a stack ``x`` is ``[rows, in_features]`` and ``offsets`` says whose the rows are, see :mod:`quant.gemm`.
+        For a stack, ``x`` is ``[rows, in_features]`` and ``offsets`` are the experts' row ends, see :mod:`quant.gemm`.
         """
         self.trained = self.trained or torch.is_grad_enabled()
         if self.rotation is not None:
@@ -293,9 +287,9 @@ class QuantLinear(QuantLayer):
         )
 
     def used_weight(self) -> Tensor:
-        """The weight ``[out, in]`` as the forward multiplies it now, differentiable.
+        """Weight ``[out, in]`` as the forward multiplies it now, differentiable; adapters are not supported.
 
-        It is for a caller that does not want a plain GEMM of it. An adapter has no place there yet.
+        For callers whose product is not a plain GEMM.
         """
         assert self.adapter is None, "lm_head is no target of adapters"
         if torch.is_grad_enabled():
@@ -303,17 +297,17 @@ class QuantLinear(QuantLayer):
         if not self.weight_fake_quant:
             if self.weight_theta is None or not torch.is_grad_enabled():
                 return self.weight
-            # ZeRO-3 would apply the last gradient of a Parameter again that gets none.
+            # Under ZeRO-3 a Parameter without a gradient would get that of its last step again.
             return self.weight + 0 * self.weight_theta.sum()
         self._check_scale_dtypes()
         return UsedWeightFunction.apply(self.scheme.weights, self.weight_numel, self.weight, *self.scale_of_weight)
 
     def _kept_weight_codes(self) -> Tensor | None:
-        """The weight's codes, quantized at the first use after the weight changed; None where they are not kept."""
+        """Codes of the weight, quantized at first use after a change; None without ``keeps_weight_codes``."""
         if not self.keeps_weight_codes:
             return None
         if self._weight_codes is None:
-            # Not in the caller's inference mode either: what is made there cannot be saved for a later backward.
+            # Outside of inference mode, too: its tensors cannot be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():
                 self._weight_codes = kernels.quantize(self.merged_weight(), self._weight_quantizer())[0]
         return self._weight_codes
@@ -327,10 +321,10 @@ class QuantLinear(QuantLayer):
 
 
 def weights_changed(model: nn.Module) -> None:
-    """Say that weights or scales of ``model`` changed, so that no layer uses codes of the old ones.
+    """Invalidate everything that layers of ``model`` derived from their weights or scales.
 
-    The training loop calls it after every optimizer step, load and write of scales. Nothing else can notice: DeepSpeed
-    writes to ``.data``, which leaves a tensor's version as it was.
+    The training loop calls it after every optimizer step, load and write of scales. Layers cannot detect changes:
+    DeepSpeed writes to ``.data``, which does not change a tensor's version.
     """
     for module in model.modules():
         if isinstance(module, QuantLayer):
@@ -338,20 +332,20 @@ def weights_changed(model: nn.Module) -> None:
 
 
 class QuantEmbedding(QuantLayer):
-    """``F.embedding`` of a table whose rows are fake-quantized where that is switched on.
+    """``F.embedding`` of a table with switchable fake quantization of its rows.
 
-    Only the rows that are looked up are quantized. For its scale, for calibration and export, the table ``[rows,
-    features]`` is the weight of a Linear of ``features`` inputs and ``rows`` outputs.
+    Only the looked-up rows are quantized. For scales, calibration and export, the table ``[rows, features]`` is the
+    weight of a Linear with ``features`` inputs and ``rows`` outputs.
 
-    The scheme is weight-only, of symmetric integers per channel (row) or group: vLLM, the one reader of quantized
-    embeddings, passes over their zero points without a word.
+    The scheme is weight-only, symmetric integers per channel (row) or group: vLLM, the only reader of quantized
+    embeddings, silently ignores their zero points.
     """
 
     def __init__(self, embedding: nn.Embedding, scheme: Scheme, *, weight: Scale) -> None:
-        """Takes over the Parameter object of ``embedding``; ``weight`` is the scale of its table.
+        """Take over the Parameter object of ``embedding``; ``weight`` is the scale of its table.
 
         Raises:
-            ValueError: the scheme is another one, or the embedding does more than look up.
+            ValueError: the scheme is not supported, or the embedding does more than look up rows.
         """
         if not self.takes(scheme):
             raise ValueError(
@@ -367,19 +361,19 @@ class QuantEmbedding(QuantLayer):
 
     @staticmethod
     def takes(scheme: Scheme) -> bool:
-        """Whether an embedding can have this scheme."""
+        """Return True if an embedding can have this scheme."""
         spec = scheme.weights
         integers = spec.dtype == "int" and spec.symmetric and spec.granularity in ("channel", "group")
         return scheme.activations is None and integers
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``ids`` int64 of any shape. Returns ``[..., features]`` in the model's dtype."""
+        """Look up ``ids`` (int64, any shape). Returns ``[..., features]`` in the model's dtype."""
         if torch.is_grad_enabled():
             self.trained = True
         rows = F.embedding(ids, self.weight, self.padding_idx)
         theta: Tensor | None = self.weight_theta
         if not self.weight_fake_quant or ids.numel() == 0:
-            # ZeRO-3 would apply the last gradient of a Parameter again that gets none.
+            # Under ZeRO-3 a Parameter without a gradient would get that of its last step again.
             return rows if theta is None or not torch.is_grad_enabled() else rows + 0 * theta.sum()
         self._check_scale_dtypes()
         spec = self.scheme.weights
@@ -408,18 +402,18 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """``x``, whose gradient is multiplied by ``factor``."""
+    """Return ``x`` with its gradient multiplied by ``factor``."""
     return _ScaledGradient.apply(x, factor)
 
 
 class StackedLinear(nn.Module):
-    """The Linears of E experts that read inputs of one kind, without biases.
+    """Linears of E experts in one Parameter, without biases.
 
     Attributes:
         weight: ``[E, out, in]``; a ZeRO-3 partition (shape ``[0]``) outside forward.
         in_features, out_features: of one expert.
         num_experts: E.
-        projections: names of the Linears of one expert whose rows lie behind one another, of equal size.
+        projections: names of the Linears of one expert, of equal size, concatenated along ``out``.
     """
 
     bias = None
@@ -431,7 +425,8 @@ class StackedLinear(nn.Module):
         self.projections = projections
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """``x`` is ``[rows, in]``, sorted by expert; ``offsets`` as in :mod:`quant.gemm`. Returns ``[rows, out]``."""
+        """Apply to ``x [rows, in]``, sorted by expert; ``offsets`` as in :mod:`quant.gemm`. Returns ``[rows,
+        out]``."""
         return gemm.linear(x, self.weight, None, offsets)
 
     def extra_repr(self) -> str:
@@ -440,13 +435,13 @@ class StackedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class LinearPart:
-    """One Linear of a checkpoint inside a layer of the model.
+    """Slice of a layer that is one Linear in a checkpoint.
 
     Attributes:
-        name: of the Linear, as a module of its own would have it.
+        name: module name of the Linear in the checkpoint.
         out_features, in_features: its sizes.
-        expert: its index in a stack; None where the layer is the Linear.
-        first_row: where its rows begin among those of the expert.
+        expert: index in the stack; None if the layer is the Linear itself.
+        first_row: first of its rows in the expert's weight.
     """
 
     name: str
@@ -456,11 +451,11 @@ class LinearPart:
     first_row: int = 0
 
     def weight(self, whole: Tensor) -> Tensor:
-        """``[out, in]``, a view of the layer's weight."""
+        """Slice ``[out, in]`` of the layer's weight, a view."""
         return whole if self.expert is None else whole[self.expert].narrow(0, self.first_row, self.out_features)
 
     def scale(self, whole: Tensor, spec: TensorSpec) -> Tensor:
-        """The part of the layer's scale that is this Linear's: a view, in the shape that the scale of a Linear has."""
+        """Slice of the layer's scale, a view in the shape of a single Linear's scale."""
         if self.expert is None:
             return whole
         if whole.dim() == 1:
@@ -469,7 +464,7 @@ class LinearPart:
         return whole[self.expert].narrow(0, self.first_row // size, self.out_features // size)
 
     def of_scale(self, whole: Scale, spec: TensorSpec) -> Scale:
-        """This Linear's part of everything that belongs to the layer's scale, see :meth:`scale`."""
+        """Slice all tensors of the layer's scale, see :meth:`scale`."""
         s0, theta, above, zero = whole
         return Scale(
             self.scale(s0, spec),
@@ -480,8 +475,8 @@ class LinearPart:
 
 
 def linears_of(name: str, layer: nn.Module) -> Iterator[LinearPart]:
-    """The Linears that a checkpoint has in place of ``layer``, a module called ``name``: the layer itself, or, of a
-    stack, the Linears of each expert in turn."""
+    """Linears that represent ``layer``, a module called ``name``, in a checkpoint: the layer itself, or for a stack the
+    Linears of each expert in turn."""
     projections: tuple[str, ...] = getattr(layer, "projections", ())
     out_features, in_features = int(layer.out_features), int(layer.in_features)  # type: ignore[arg-type]
     if not projections:

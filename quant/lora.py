@@ -1,12 +1,12 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): the weight is frozen, and the adapter trains.
 
-An :class:`Adapter` is part of a layer's weight: every forward quantizes ``weight + scaling * lora_b @ lora_a``. As the
-sum is what is quantized, the codes of the last forward are the codes of an export, and whoever serves the export needs
-no adapter. :func:`merge` is the one definition of that sum. The forward, its backward, kept codes, the measurement of
-scales and the export all call it, so that they see the same bits.
+An :class:`Adapter` is merged into a layer's weight: every forward quantizes ``weight + scaling * lora_b @ lora_a``. As
+the sum is quantized, the codes of the last forward are the codes of an export, and serving needs no adapter.
+:func:`merge` alone defines the sum: forward, backward, kept codes, scale measurement and export call it and get the
+same bits.
 
-An :class:`AdapterBeside` leaves the weight as it is and adds to the layer's output, so that many of them are served on
-one quantized model.
+An :class:`AdapterBeside` leaves the weight unchanged and adds to the layer's output, so that many adapters can be
+served on one quantized model.
 """
 
 from collections.abc import Iterator
@@ -22,26 +22,24 @@ from quant import gemm
 from quant.autograd import Arguments, Plan, QuantLinearFunction, Saved, apply_function, keep, product
 from quant.inputs import used_input
 
-# Elements of a weight that are added at a time: few on a CPU, so that they stay in its caches; on a GPU the fp64
-# copies of them take 64 MB.
+# Elements of a weight merged at a time: on a CPU few enough for its caches; on a GPU their fp64 copies take 64 MB.
 CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**22
 
 
 @torch.no_grad()
 def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
-    """``weight + scaling * lora_b @ lora_a``, summed in fp64 and rounded once, to the weight's dtype.
+    """Compute ``weight + scaling * lora_b @ lora_a`` in fp64, rounded once to the weight's dtype.
 
-    In fp64 the order in which a GEMM adds its products does not show after the rounding, so that the forward on a GPU,
-    an export on another machine and any piece of the rows by itself give the same bits; a GEMM in the weight's dtype
-    would depend on all of these. The sum is rounded to the weight's dtype because everything that reads a weight takes
-    it so, and because a weight that trains without an adapter is rounded to it before it is quantized, too. Nothing is
-    lost from step to step: what accumulates are the optimizer's fp32 copies of the adapter.
+    In fp64 the summation order of a GEMM does not show after rounding: a forward on a GPU, an export on another machine
+    and any slice of the rows have the same bits. The sum is rounded to the weight's dtype, as all readers of a weight
+    expect that dtype, and a weight that trains without an adapter is also rounded to it before quantization. No update
+    is lost from step to step: the optimizer accumulates in fp32 copies of the adapter.
 
     Args:
-        weight: ``[out, in]``, or some of its rows; or a stack ``[E, out, in]``, with an adapter for each expert.
-        lora_a: ``[rank, in]``, of a stack ``[E, rank, in]``.
-        lora_b: ``[out, rank]``, or the same rows; of a stack ``[E, out, rank]``.
-        scaling: the adapter's factor, such as ``alpha / rank``.
+        weight: ``[out, in]``, or some of its rows; or a stack ``[E, out, in]`` with an adapter per expert.
+        lora_a: ``[rank, in]``, for a stack ``[E, rank, in]``.
+        lora_b: ``[out, rank]``, or the same rows; for a stack ``[E, out, rank]``.
+        scaling: factor of the adapter, such as ``alpha / rank``.
 
     Returns:
         A new tensor like ``weight``, without a gradient.
@@ -59,14 +57,14 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Ten
 
 
 class Adapter:
-    """The adapter of one layer, merged into its weight.
+    """Adapter of one layer, merged into its weight.
 
     Attributes:
-        merges: whether it is part of what is quantized.
-        lora_a: ``[rank, in]``, or ``[E, rank, in]`` of a stack, in the weight's dtype.
-        lora_b: ``[out, rank]`` or ``[E, out, rank]``, likewise; zeros at the start, so that step 0 computes the model
+        merges: True if the adapter is part of the quantized weight.
+        lora_a: ``[rank, in]``, or ``[E, rank, in]`` for a stack, in the weight's dtype.
+        lora_b: ``[out, rank]`` or ``[E, out, rank]``, likewise; starts as zeros, so that step 0 equals the model
             without it.
-        scaling: what their product is multiplied by.
+        scaling: factor of their product.
     """
 
     merges = True
@@ -75,26 +73,24 @@ class Adapter:
         self.lora_a, self.lora_b, self.scaling = lora_a, lora_b, scaling
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The layer's weight with the adapter, see :func:`merge`; the Parameters are gathered."""
+        """Layer's weight with the adapter, see :func:`merge`; Parameters gathered."""
         return merge(weight, self.lora_a, self.lora_b, self.scaling)
 
     def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        """Stands for :func:`quant.autograd.apply_function`: takes the same, with the weight as it is without the
-        adapter, after whether the layer is in training mode."""
+        """Replacement of :func:`quant.autograd.apply_function`: same arguments after ``training``, the layer's mode;
+        the weight without the adapter."""
         output: Tensor = MergedLinearFunction.apply(self.scaling, self.lora_a, self.lora_b, plan, *tensors)
         return output
 
 
 class AdapterBeside(Adapter):
-    """The adapter of one Linear, beside its weight: it adds ``lora_b @ (lora_a @ x) * scaling`` to the output.
+    """Adapter of one Linear beside its weight: adds ``lora_b @ (lora_a @ x) * scaling`` to the output.
 
-    It reads the input before that is quantized, and adds in the order of operations that peft has, so that in one dtype
-    the sums have the same bits.
+    Reads the unquantized input, in peft's order of operations, so that sums in one dtype have the same bits.
 
     Attributes:
-        dropout: the share of the input's elements that ``lora_a`` does not see in a forward of training, while those
-            that it sees are divided by ``1 - dropout``. The generator is torch's own, which activation checkpointing
-            sets back before it computes a layer again.
+        dropout: probability to zero an element of the input of ``lora_a`` in training; the others are divided by ``1 -
+            dropout``. Uses torch's generator, which activation checkpointing restores before it recomputes a layer.
     """
 
     merges = False
@@ -104,11 +100,11 @@ class AdapterBeside(Adapter):
         self.dropout = dropout
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The weight itself."""
+        """Return the weight itself."""
         return weight.detach()
 
     def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        """Stands for :func:`quant.autograd.apply_function`, of a layer that is no stack of experts."""
+        """Replacement of :func:`quant.autograd.apply_function` for a layer that is not a stack of experts."""
         output = apply_function(plan, *tensors)
         x = Arguments(*tensors).x
         if training and self.dropout:
@@ -118,9 +114,9 @@ class AdapterBeside(Adapter):
 
 @contextmanager
 def without_adapters(quantization: Any) -> Iterator[None]:
-    """Inside the block the layers of a :class:`quant.Quantization` compute as if they had no adapters; then as before.
+    """Context in which the layers of a :class:`quant.Quantization` compute without their adapters.
 
-    A forward with gradients has no place there: under ZeRO-3 the adapters would get their last ones again.
+    Not for a forward with gradients: under ZeRO-3 the adapters would get their last gradients again.
     """
     kept = [(layer, layer.adapter) for layer in quantization.layers.values() if layer.adapter is not None]
     for layer, _ in kept:
@@ -133,17 +129,16 @@ def without_adapters(quantization: Any) -> Iterator[None]:
 
 
 class MergedLinearFunction(torch.autograd.Function):
-    """:class:`quant.autograd.QuantLinearFunction` of a weight with its adapter.
+    """:class:`quant.autograd.QuantLinearFunction` of a weight with its adapter: ``apply(scaling, lora_a, lora_b, plan,
+    *Arguments)``.
 
-    ``apply(scaling, lora_a, lora_b, plan, *Arguments)``. The sum exists while the layer runs: backward keeps the three
-    Parameters and forms it again. The gradients of the adapter are made from the sum's, which exists while the layer
-    runs, too::
+    The merged weight exists only while the layer runs: backward saves the three Parameters and merges again. The
+    adapter's gradients come from the gradient of the sum, also temporary (for a stack, per expert)::
 
         grad_b = scaling * grad @ lora_a.t()    [out, rank]
         grad_a = scaling * lora_b.t() @ grad    [rank, in]
 
-    Of a stack each expert's are made so. Where the weight is not quantized, see :func:`low_rank_gradients`. The weight
-    itself gets no gradient.
+    For an unquantized weight see :func:`low_rank_gradients`. The weight itself gets no gradient.
     """
 
     @staticmethod
@@ -157,7 +152,7 @@ class MergedLinearFunction(torch.autograd.Function):
         ctx.scaling, ctx.plan, ctx.needs = scaling, plan, inner.needs_input_grad
         ctx.keeps_codes, ctx.input_shape = inner.keeps_codes, inner.input_shape
         weight = given.weight
-        if plan.weight is None or given.weight_codes is None:  # else its codes say what it is
+        if plan.weight is None or given.weight_codes is None:  # else the codes are used
             weight = merge(weight, lora_a, lora_b, scaling)
         return product(plan, given._replace(weight=weight))
 
@@ -193,15 +188,14 @@ class MergedLinearFunction(torch.autograd.Function):
 def low_rank_gradients(
     grad: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``lora_a`` and ``lora_b`` of a sum that is multiplied as it is, without a product as large as it.
+    """Gradients of ``lora_a`` and ``lora_b`` for an unquantized sum, without a product as large as the weight.
 
     Args:
-        grad, x: ``[rows, out]`` and ``[rows, in]``, the gradient of the layer's output and its input as it was
-            multiplied.
-        lora_a, lora_b, scaling: as of :func:`merge`.
-        offsets: of a stack, where the rows of each expert end.
+        grad, x: ``[rows, out]`` and ``[rows, in]``, the gradient of the layer's output and the input of its GEMM.
+        lora_a, lora_b, scaling: as in :func:`merge`.
+        offsets: for a stack, the row ends of the experts.
     """
-    # A GEMM takes the second operand as it lies in a Linear: [out, in].
+    # The GEMMs take the second operand in the layout of a Linear: [out, in].
     up = gemm.linear(x, lora_a, None, offsets)  # [rows, rank]
     down = gemm.input_gradient(grad, lora_b, offsets)  # [rows, rank]
     of_a, of_b = gemm.weight_gradient(down, x, offsets), gemm.weight_gradient(grad, up, offsets)
@@ -209,7 +203,7 @@ def low_rank_gradients(
 
 
 class _Context:
-    """What :class:`quant.autograd.QuantLinearFunction` uses of an autograd context, for a call without one."""
+    """Stand-in for the autograd context of :class:`quant.autograd.QuantLinearFunction`."""
 
     plan: Plan
     keeps_codes: bool

@@ -1,18 +1,16 @@
-"""Frozen weights that are held as their packed codes (``adapter.base: quantized``): half a byte per weight at four
-bits.
+"""Frozen weights stored as packed codes (``adapter.base: quantized``): half a byte per weight at four bits.
 
-A layer that never changes its weight, and always quantizes it, needs no more of it than the codes. They lie in a
-Parameter in place of the weight, one row of codes behind another, each packed as
-:mod:`quant.formats.compressed_tensors` packs it. The Parameter says that it has the model's dtype, although nobody
-reads it as such: an element of two bytes holds four codes of four bits. DeepSpeed gathers a list of parameters in one
-collective per dtype. Bytes of a dtype of their own would cost another collective for each list; under the model's dtype
-they travel, are saved and are offloaded beside the other parameters, and are copied as they are. Nothing may compute
-with them.
+A layer whose weight never changes and is always quantized needs only the codes. A Parameter holds them in place of the
+weight, row after row, each packed as in :mod:`quant.formats.compressed_tensors`. The Parameter has the model's dtype,
+but its elements are raw bytes: an element of two bytes holds four codes of four bits. Reason: DeepSpeed gathers a list
+of parameters in one collective per dtype, so a separate uint8 dtype would cost another collective per list. With the
+model's dtype, the bytes are gathered, saved and offloaded with the other parameters, and copied unchanged. Nothing may
+compute with them.
 
-The layer unpacks the codes while it runs and multiplies what they stand for, ``code * scale``. Those are the bits of a
-forward that quantizes the weight itself, if the weight has the same codes.
+The forward unpacks the codes and multiplies by ``code * scale``, with the bits of a forward that quantizes a weight
+with the same codes.
 
-A weight that trains may be there as codes for a while, too: where they traveled in its place (:func:`head_proxy`).
+With the quantized all-gather, a trainable weight may also be present as codes only (:func:`placeholder`).
 """
 
 import math
@@ -27,17 +25,17 @@ from quant.observers import Ranges
 from quant.scale import Quantizer
 from quant.spec import TensorSpec
 
-CODE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp4_e2m1": torch.uint8}  # int8 of integers
+CODE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp4_e2m1": torch.uint8}  # int8 for integers
 
 
 @dataclass(frozen=True)
 class PackedCodes:
-    """How a Parameter holds the codes of a weight; its attribute ``held``.
+    """Layout of a weight's codes in a Parameter; stored as the Parameter's attribute ``held``.
 
     Attributes:
         spec: the weight's number format.
-        shape: of the weight, ``(out, in)`` or ``(E, out, in)``.
-        ranges: how scales are chosen where the codes are made of weights that are read; None where codes are read.
+        shape: the weight's shape, ``(out, in)`` or ``(E, out, in)``.
+        ranges: how to choose scales if the codes are computed from loaded weights; None if codes are loaded.
     """
 
     spec: TensorSpec
@@ -46,14 +44,14 @@ class PackedCodes:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row's codes."""
+        """Bytes of the codes of one row."""
         columns = self.shape[-1]
         if self.spec.dtype == "int":
             return 4 * packed_columns(columns, self.spec.bits)
         return columns if self.spec.dtype == "fp8_e4m3" else columns // 2
 
     def packed_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape of the Parameter in the model's dtype: that of the weight with shorter rows.
+        """Shape of the Parameter in the model's dtype: the weight's shape with a shorter last dimension.
 
         Raises:
             ValueError: the codes of a row do not fill whole elements.
@@ -67,13 +65,13 @@ class PackedCodes:
         return (*self.shape[:-1], self.row_bytes // dtype.itemsize)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """The bytes ``[rows, row_bytes]``, uint8, of rows of codes ``[rows, in]``, one by one."""
+        """Pack codes ``[rows, in]`` row by row to uint8 ``[rows, row_bytes]``."""
         if self.spec.dtype == "int":
             return pack_int32(codes, self.spec.bits).view(torch.uint8)
         return codes.view(torch.uint8) if self.spec.dtype == "fp8_e4m3" else pack_nibbles(codes)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The codes, in the weight's shape, of a gathered Parameter: int8, ``float8_e4m3fn``, or uint8 of e2m1."""
+        """Unpack a gathered Parameter to codes in the weight's shape: int8, ``float8_e4m3fn``, or uint8 for e2m1."""
         rows, columns = packed.detach().view(torch.uint8).view(-1, self.row_bytes), self.shape[-1]
         if self.spec.dtype == "fp8_e4m3":
             return rows.view(torch.float8_e4m3fn).view(self.shape)
@@ -81,28 +79,28 @@ class PackedCodes:
         return codes.view(self.shape)
 
     def values(self, packed: Tensor, quantizer: Quantizer) -> Tensor:
-        """The weight that a gathered Parameter stands for, in the model's dtype."""
+        """Dequantize a gathered Parameter to the model's dtype."""
         return kernels.dequantize(self.unpack(packed), quantizer)
 
 
 def as_weight(parameter: Tensor) -> Tensor:
-    """The Parameter itself, or, where it holds codes, a meta tensor like their weight."""
+    """Return the Parameter, or if it holds codes, a meta tensor in the shape of their weight."""
     held = packed_codes(parameter)
     return parameter if held is None else torch.empty(held.shape, dtype=parameter.dtype, device="meta")
 
 
 def packed_codes(parameter: Tensor) -> PackedCodes | None:
-    """How a Parameter holds codes; None where it is what it says."""
+    """Layout of the codes in a Parameter; None for an ordinary Parameter."""
     held: PackedCodes | None = getattr(parameter, "held", None)
     return held
 
 
 def store_packed(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ranges: Ranges | None = None) -> None:
-    """Make the weight of a Linear, or of a stack of them, on the meta device a Parameter for its codes; ``spec``,
-    ``shape`` and ``ranges`` as of :class:`PackedCodes`.
+    """Replace a layer's weight (a Linear or stack, on the meta device) by a Parameter for its codes; arguments as in
+    :class:`PackedCodes`.
 
     Raises:
-        ValueError: of :meth:`PackedCodes.packed_shape`.
+        ValueError: see :meth:`PackedCodes.packed_shape`.
     """
     weight, held = layer.weight, PackedCodes(spec, shape, ranges)
     assert isinstance(weight, nn.Parameter) and weight.is_meta and math.prod(shape) == weight.numel()
@@ -112,14 +110,13 @@ def store_packed(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ran
 
 
 def placeholder(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What stands in for a weight whose codes alone are there, while a layer computes.
+    """Tensor in the shape and dtype of a weight whose memory holds only the codes.
 
-    It has the weight's shape and dtype, so that autograd and whoever keeps count of parameters see no difference, and
-    the codes lie in its memory, so that they live as long as it does. All of its elements are one NaN behind the codes:
-    somebody who computes with it, instead of asking :func:`codes_of_placeholder`, cannot overlook it.
+    Autograd and ZeRO see an ordinary weight, and the codes live as long as the tensor. All elements are one NaN stored
+    behind the codes (strides of 0): computing with the tensor instead of :func:`codes_of_placeholder` results in NaN.
 
     Args:
-        parts: the bytes of the codes, uint8 in any shape; more than there are elements may follow at the end.
+        parts: bytes of the codes, uint8 in any shape; may be padded at the end.
         shape, dtype: of the weight.
     """
     size = -(-parts.numel() // dtype.itemsize) * dtype.itemsize
@@ -131,15 +128,15 @@ def placeholder(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
 
 def is_placeholder(weight: Tensor) -> bool:
-    """Whether it is a :func:`head_proxy`: no weight that could train has all elements in one place."""
+    """Return True if ``weight`` is a :func:`placeholder`: a trainable weight never has strides of 0 only."""
     return not any(weight.stride()) and weight.numel() > 1
 
 
 def codes_of_placeholder(weight: Tensor, spec: TensorSpec) -> Tensor:
-    """The codes behind a :func:`head_proxy`, in the weight's shape.
+    """Codes stored in a :func:`placeholder`, in the weight's shape.
 
     Raises:
-        ValueError: of any other tensor.
+        ValueError: the tensor is not a placeholder.
     """
     before = weight.storage_offset() * weight.itemsize
     storage = weight.untyped_storage()

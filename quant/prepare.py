@@ -1,4 +1,4 @@
-"""Replaces the Linears of a model by QuantLinears, which share scales as serving does (see quant/quantization.py)."""
+"""Replace the Linears of a model by QuantLinears that share scales as serving does (see quant/quantization.py)."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,22 +40,24 @@ def prepare(
     fast_accum: bool = True,
     kv_cache: TensorSpec | None = None,
 ) -> Quantization:
-    """Replace every nn.Linear of ``model`` that gets a scheme by a QuantLinear, in place, and named embeddings too.
+    """Replace every nn.Linear of ``model`` that has a scheme by a QuantLinear, in place, and named embeddings likewise.
 
-    Weights and biases are the same Parameters afterwards. The scales are new ones on the weights' device, not
-    partitioned: under ZeRO-3 partition them next. They start as NaN, so that one that nothing fills shows in the loss.
+    Weights and biases stay the same Parameters. Scales are new Parameters on the weights' device, not partitioned:
+    under ZeRO-3 partition them next. They start as NaN, so that an unfilled scale shows in the loss.
 
     Args:
         model: any module tree; Linears may be partitioned or on the meta device.
-        scheme, rules, exempt, named: which layer gets which scheme, see :func:`quant.rules.assign`.
-        learn_weight_scale, learn_input_scale: whether scales of weights, stored ones of inputs, keys and values learn.
-        ranges: what scales are to fit when they are measured.
-        fp8_gemm, fast_accum: what of codes is multiplied where, see :class:`QuantLayer`.
-        kv_cache: how keys and values are quantized, see :func:`quant.kv_cache.attach_kv_cache`; None: not at all.
+        scheme, rules, exempt, named: scheme of each layer, see :func:`quant.rules.assign`.
+        learn_weight_scale, learn_input_scale: learn the scales of weights; the stored scales of inputs, keys and
+            values.
+        ranges: method to measure scales.
+        fp8_gemm, fast_accum: options of the fp8 GEMM, see :class:`QuantLayer`.
+        kv_cache: format of keys and values, see :func:`quant.kv_cache.attach_kv_cache`; None leaves them unquantized.
 
     Raises:
         ValueError: a rule or pattern matches nothing, nothing is left to quantize, layers that serving fuses differ, a
-            weight is shared, a layer does not fit, there is no input scale to learn, GEMM, or KV cache to quantize.
+            weight is shared, a layer cannot be quantized, or the model has no input scale to learn, no fp8 GEMM or no
+            KV cache to quantize.
     """
     assigned = assign(model, scheme, rules, exempt, named)
     modules = dict(model.named_modules())
@@ -86,7 +88,7 @@ def prepare(
 
 
 def _nothing_to_quantize(model: nn.Module) -> str:
-    """The error of a model without an nn.Linear for a scheme, and of what class are the modules that hold matrices."""
+    """Error text for a model without an nn.Linear for a scheme, with the classes of the modules that hold matrices."""
     kinds = Counter(
         type(module).__name__
         for module in model.modules()
@@ -111,7 +113,7 @@ def _check_schemes_allow(schemes: Mapping[str, Scheme], *, learn_input_scale: bo
 def _check_layers(
     modules: Mapping[str, nn.Module], linears: Linears, schemes: Mapping[str, Scheme], embeddings: Iterable[str]
 ) -> None:
-    """Refuse what cannot be quantized: everything at once, with the line of a recipe that leaves it as it is."""
+    """Raise for all layers that cannot be quantized at once, with the recipe line that exempts them."""
     shared = _shared(modules, [*linears, *embeddings])
     problems = {
         name: problem
@@ -130,8 +132,8 @@ def _cannot_be_quantized(
     problems: dict[str, str],
     tables: dict[str, str],
 ) -> str:
-    """The error of layers with ``problems``, and of such ``tables`` of embeddings, by name; with all that must stay as
-    it is with them: layers that serving fuses with such a layer, and the other Linears of a stack."""
+    """Error text for layers with ``problems`` and embedding ``tables``, by name, with all layers to exempt: also those
+    that serving fuses with such a layer, and the other Linears of a stack."""
     names = dict.fromkeys(problems)
     for members in fused_sets({name: schemes[name] for name in linears}, dict(modules), across_experts=False):
         names |= dict.fromkeys(members) if problems.keys() & members else {}
@@ -144,7 +146,7 @@ def _cannot_be_quantized(
 
 
 def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> str | None:
-    """Why a layer cannot be quantized with a scheme; None where it can."""
+    """Reason why a layer cannot be quantized with a scheme, or None."""
     if type(linear) is not nn.Linear and not isinstance(linear, StackedLinear) and not _computes_linear(linear):
         return f"{name} is a {type(linear).__name__}, a subclass of nn.Linear that computes something else"
     try:
@@ -155,7 +157,7 @@ def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> st
 
 
 def _computes_linear(module: nn.Linear) -> bool:
-    """Whether a subclass (Falcon has one) computes what nn.Linear does, tried on a small weight."""
+    """Return True if a subclass (as Falcon's) computes the same as nn.Linear, tried on a small weight."""
     small: Any = object.__new__(type(module))
     small.__dict__ = {**module.__dict__, "_parameters": {"weight": None, "bias": None}}
     with torch.device("cpu"), torch.no_grad():
@@ -167,14 +169,13 @@ def _computes_linear(module: nn.Linear) -> bool:
         expected = nn.functional.linear(x, weight, bias)
         try:
             found = type(module).forward(small, x)
-        except Exception:  # of whatever kind: it wants another input, so it is something else
+        except Exception:  # any error means another signature, so not a Linear
             return False
     return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
 
 
 def _shared(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, str]:
-    """The layers whose weight another module has too, with what is wrong: one value on disk cannot be quantized in one
-    place and not in the other."""
+    """Error texts for layers that share their weight: one tensor on disk cannot be both quantized and unquantized."""
     users: dict[int, list[str]] = {}
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
@@ -228,7 +229,7 @@ def _replace(
 
 
 def _share_inputs(layers: dict[str, QuantLinear], sets: list[list[str]]) -> None:
-    """Layers of one parent that serving fuses read one tensor; experts of a layer share a scale, not a tensor."""
+    """Share quantized inputs between layers of one parent that serving fuses; experts share a scale, not an input."""
     for names in sets:
         if len(names) > 1 and layers[names[0]].scheme.activations is not None:
             shared = SharedInput(len(names))
@@ -237,8 +238,8 @@ def _share_inputs(layers: dict[str, QuantLinear], sets: list[list[str]]) -> None
 
 
 def _use_fp8_gemm(layers: dict[str, QuantLinear], fast_accum: bool) -> list[str]:
-    """Switch the layers over whose codes :func:`quant.gemm.scaled_linear` multiplies; return the names of those that
-    have the scheme for it but are something else."""
+    """Enable the fp8 GEMM where possible; return the names of layers whose scheme has it but whose shape or device does
+    not."""
     able = {name: layer for name, layer in layers.items() if layer.scheme.has_fp8_gemm}
     for layer in able.values():
         layer.fast_accum = fast_accum

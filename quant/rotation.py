@@ -1,11 +1,10 @@
-"""Which layers have their inputs turned while the model runs, and how a file says so.
+"""Layers that rotate their inputs at run time (:mod:`quant.hadamard`), and their entry in a checkpoint's config.
 
-The file is compressed-tensors': a ``transform_config`` with a group of the type ``hadamard``, applied at the location
-``input``, whose blocks are called ``head_dim``. What is offered is what vLLM computes from it (0.33.0,
-``compressed_tensors/transform/linear.py``, ``module.py``): inputs of Linears that it does not fuse with others, without
-a bias, and no experts, which its kernel for them runs without looking at transforms; nor queries and keys (``q_attn``,
-``k_cache``), which it passes over. The inverse lies in the weights of the file, and is not listed: a reader would turn
-the weights again.
+The config is compressed-tensors' ``transform_config``: a group of type ``hadamard`` at the location ``input``, with the
+block size in ``head_dim``. Supported is what vLLM computes from it (0.33.0, ``compressed_tensors/transform/linear.py``,
+``module.py``): inputs of Linears without a bias that vLLM does not fuse with others. Not supported are experts (vLLM's
+MoE kernel ignores transforms) and queries and keys (``q_attn``, ``k_cache``, which vLLM skips). The stored weights
+already hold the inverse; it is not listed in the config, as readers would apply it again.
 """
 
 import re
@@ -20,24 +19,24 @@ from quant.linear import QuantLayer, QuantLinear
 from quant.quantization import Quantization
 from quant.rules import FUSED, examples
 
-GROUP = "rotated"  # the name of the group in a file
-KEY = f"{GROUP}_input.weight"  # of the matrix behind the name of a layer
-# vLLM multiplies the inputs of NVFP4 by matrices of these sizes inside QuTLASS, which knows no global scale and rounds
-# the absmax of a group itself to e4m3 (``schemes/linear_qutlass_nvfp4.py``): other codes than were trained.
+GROUP = "rotated"  # name of the config group
+KEY = f"{GROUP}_input.weight"  # tensor name of the matrix, after the layer's name
+# vLLM multiplies NVFP4 inputs by matrices of these sizes inside QuTLASS, which has no global scale and rounds the
+# absmax of a group to e4m3 (``schemes/linear_qutlass_nvfp4.py``): other codes than in training.
 _QUTLASS = (16, 32, 64, 128)
 _EXPERT = re.compile(r"(?:.*\.)?experts\..+")
 
 
 def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: int) -> None:
-    """Have layers turn their inputs in blocks of ``block``; their weights are turned next, by whoever can write them.
+    """Switch on input rotation in blocks of ``block``; the caller must then rotate the layers' weights.
 
     Args:
         quantization: of the model.
-        patterns: regexes on full names of quantized layers; each must match one.
-        block: one of :data:`quant.hadamard.BLOCKS`.
+        patterns: regexes on full names of quantized layers; each must match at least one layer.
+        block: an element of :data:`quant.hadamard.BLOCKS`.
 
     Raises:
-        ValueError: a pattern matches nothing, or a layer of which vLLM would not turn the input; names them.
+        ValueError: a pattern matches nothing, or vLLM would not rotate the input of a layer; names them.
     """
     names = list(quantization.layers)
     chosen: dict[str, None] = {}
@@ -61,7 +60,7 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
 
 
 def _problem(name: str, layer: QuantLayer, names: Sequence[str], block: int) -> str | None:
-    """Why the input of a layer is not turned; None where it can be."""
+    """Reason why the input of a layer cannot be rotated, or None."""
     if not isinstance(layer, QuantLinear):
         return "is an embedding, which has no input to turn"
     if layer.projections or _EXPERT.fullmatch(name):
@@ -84,13 +83,13 @@ def _problem(name: str, layer: QuantLayer, names: Sequence[str], block: int) -> 
 
 
 def rotated_layers(quantization: Quantization) -> dict[str, int]:
-    """The layers that turn their inputs, with their blocks."""
+    """Block size of each layer that rotates its input, by name."""
     layers = {name: layer for name, layer in quantization.layers.items() if isinstance(layer, QuantLinear)}
     return {name: layer.rotation for name, layer in layers.items() if layer.rotation is not None}
 
 
 def transform_config(targets: Iterable[str], block: int) -> dict[str, Any]:
-    """The ``transform_config`` of layers that ``targets`` name, as in ``config_groups``."""
+    """Build the ``transform_config`` of the layers in ``targets`` (as in ``config_groups``)."""
     arguments = {"targets": list(targets), "location": "input", "inverse": False, "ignore": []}
     return {
         "config_groups": {
@@ -107,13 +106,13 @@ def transform_config(targets: Iterable[str], block: int) -> dict[str, Any]:
 
 
 def stored_matrix(layer: QuantLayer) -> Tensor:
-    """What compressed-tensors stores beside a layer: the 1 and -1 of its matrix, in the model's dtype."""
+    """Matrix of 1 and -1 ``[block, block]`` in the model's dtype, as compressed-tensors stores it beside the layer."""
     assert isinstance(layer, QuantLinear) and layer.rotation is not None
     return hadamard(layer.rotation, layer.weight.dtype, torch.device("cpu"))
 
 
 class RotatedInputs(NamedTuple):
-    """What a file says of the inputs of some layers: ``targets`` and ``ignore`` as of a config group, and the block."""
+    """Input rotation of layers in a config: ``targets`` and ``ignore`` as in a config group, and the block size."""
 
     targets: list[str]
     ignore: list[str]
@@ -121,12 +120,12 @@ class RotatedInputs(NamedTuple):
 
 
 def rotations_from_config(config: Mapping[str, Any] | None) -> list[RotatedInputs]:
-    """What a ``transform_config`` says of inputs; the inverse of :func:`transform_config`.
+    """Read the input rotations of a ``transform_config``; the inverse of :func:`transform_config`.
 
-    Entries at ``weight_input`` say what was done to the weights of the file, which holds the result.
+    Entries at ``weight_input`` are skipped: the weights in the file are already rotated.
 
     Raises:
-        ValueError: a transform of another kind, or at another place.
+        ValueError: a transform of another kind or at another location.
     """
     found = []
     groups = (config or {}).get("config_groups") or {}

@@ -1,14 +1,12 @@
-"""One scale as one object, and the quantizer that it makes of a format.
+"""Scale of one tensor, and the quantizer of a scale and a format.
 
-A scale travels as a :class:`Scale` wherever its parts belong together. It is taken apart only where torch wants single
-tensors: in the arguments of an autograd function and of an operator, and where a module registers its Parameters.
+A scale is passed as a :class:`Scale`, except where torch needs single tensors: arguments of an autograd function or an
+operator, and Parameters of a module.
 
-Weights moved into the cells of codes. A *cell* is what a code stands for: all numbers that are rounded to it.
-
-Whoever chooses codes otherwise than by rounding (GPTQ, another tool's file) and trains weights, which are rounded,
-moves those weights that would be rounded to another code. They become what the code stands for, the middle of its cell.
-On its border, which is nearer to the original, the first steps of training take every other one of them out again; and
-weights that are in their cells stay, for what they are beside the code is the original's
+The rounding bin of a code is the set of all numbers that round to it. If codes were not chosen by rounding to nearest
+(GPTQ, a file of another tool) and the weight trains, :func:`snap_to_codes` moves each weight outside the bin of its
+code to the middle of the bin. On the edge of the bin, nearer to the original, the first training steps would move every
+other weight out again. Weights inside their bin keep their original value
 (benchmarks/results/recovery_start_remarks.md).
 """
 
@@ -24,17 +22,17 @@ from quant.spec import TensorSpec
 
 
 class Scale(NamedTuple):
-    """The scale of one tensor, ``s = s0 * exp(theta)``, and what belongs to it.
+    """Scale of one tensor, ``s = s0 * exp(theta)``, with its zero points and global scale.
 
-    The parts are Parameters where a module or a group holds them, and may then be ZeRO-3 partitions.
+    In a module or a scale group the fields are Parameters, possibly ZeRO-3 partitions.
 
     Attributes:
-        s0: the frozen scale as loaded or measured, fp32, in the shape that :meth:`quant.spec.TensorSpec.scale_shape`
-            says, ``(1,)`` of an input.
-        theta: its learned logarithmic correction, in s0's shape and any float dtype, or None.
-        global_: the scale above scales that are stored in e4m3 (NVFP4), fp32 ``(1,)``, or of a stack one per expert;
-            None of other formats.
-        zero: the zero points, fp32, in s0's shape; None where the grid is symmetric.
+        s0: frozen scale as loaded or measured, fp32, in the shape of :meth:`quant.spec.TensorSpec.scale_shape`;
+            ``(1,)`` for an input.
+        theta: learned logarithmic correction, in the shape of ``s0`` and any float dtype, or None.
+        global_: scale above scales stored in e4m3 (NVFP4), fp32 ``(1,)``, for a stack one per expert; None for other
+            formats.
+        zero: zero points, fp32, in the shape of ``s0``; None for a symmetric grid.
     """
 
     s0: Tensor
@@ -44,12 +42,12 @@ class Scale(NamedTuple):
 
 
 class Quantizer(NamedTuple):
-    """What the functions of :mod:`quant.kernels` need to know of a tensor in order to quantize it.
+    """Scale, number format and dtype of a tensor, as the functions of :mod:`quant.kernels` take them.
 
     Attributes:
-        scale: its scale, with all Parameters gathered.
+        scale: the tensor's scale, all Parameters gathered.
         spec: its number format.
-        dtype: that of the model's weights, to which scales of integers are rounded.
+        dtype: dtype of the model's weights, to which scales of integers are rounded.
     """
 
     scale: Scale
@@ -58,8 +56,7 @@ class Quantizer(NamedTuple):
 
 
 def first_input_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
-    """The stored scale of an input whose largest magnitude was ``absmax``, fp32: its own, or the one above dynamic
-    scales."""
+    """Stored scale, fp32, of an input with largest magnitude ``absmax``: for dynamic scales the global one."""
     return global_scale(absmax, spec) if spec.dynamic else absmax_scale(absmax, spec)
 
 
@@ -69,11 +66,12 @@ def lsq_factor(numel: int, spec: TensorSpec) -> float:
 
 
 def have_codes(values: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Which ``values`` are rounded to ``codes``, a bool tensor of their shape."""
+    """Compare the codes of ``values`` with ``codes``: a bool tensor of their shape."""
     found, _ = kernels.quantize(values, quantizer)
     return found.view(torch.uint8) == codes.view(torch.uint8)
 
 
 def snap_to_codes(weight: Tensor, decoded: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """``weight``, and where it is rounded to another code what ``codes`` stand for: ``decoded``, in its dtype."""
+    """Replace each element of ``weight`` that rounds to another code than ``codes`` by ``decoded``, in the dtype of
+    ``decoded``."""
     return torch.where(have_codes(weight, codes, quantizer), weight, decoded)
