@@ -1,13 +1,13 @@
-"""Fingerprint of a checkpoint's files, to tell later whether they are the same, without reading all of them."""
+"""Fingerprint of a checkpoint's files, to detect changes without reading all of their bytes."""
 
 import hashlib
 from pathlib import Path
 
-DIGEST_BYTES = 2**20  # read at three places of each weight file
+DIGEST_BYTES = 2**20  # read at three offsets of each weight file
 
 
 def digest_of_checkpoint(path: str | Path) -> str:
-    """Hash config.json whole, and name, size, beginning, middle and end of every weight file."""
+    """Hash config.json, and name, size, beginning, middle and end of every weight file."""
     digest = hashlib.blake2b((Path(path) / "config.json").read_bytes(), digest_size=16)
     for file in sorted(Path(path).glob("*.safetensors")):
         size = file.stat().st_size

@@ -1,4 +1,4 @@
-"""A number for each frozen weight, by which one sees whether it is still what was read from the model's files."""
+"""Fingerprints of frozen weights, to detect if they still equal the model's files."""
 
 from collections.abc import Iterable
 
@@ -10,24 +10,23 @@ from model.ranks import is_main, reduce_over_ranks
 from model.zero import is_partitioned, is_whole, local_data, local_range
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTOR = -7046029254386353131  # 2**64 divided by the golden ratio: places that are near each other differ in all bits
-_CHUNK = 2**20  # elements that are looked at together, 8 MB as integers: a checkpoint may come when memory is full
+_FACTOR = -7046029254386353131  # 2**64 divided by the golden ratio: nearby indices differ in all bits
+_CHUNK = 2**20  # elements summed at a time, 8 MB as integers: a checkpoint may be saved when memory is full
 
 
 def frozen_weights(model: nn.Module) -> list[str]:
-    """Names of the frozen parameters that the files of a checkpoint have, tied ones under each of their names; so
-    without scales."""
+    """Names of the frozen parameters in a checkpoint's files, without scales; tied ones under each of their names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [name for name in own_tensors(model) if name in parameters and not parameters[name].requires_grad]
 
 
 @torch.no_grad()
 def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
-    """A number of 64 bits for each of these parameters, on every rank; a collective.
+    """Compute a 64-bit fingerprint of each of these parameters, on every rank; a collective.
 
-    It is the sum of all elements' bits, each times an odd number that depends on its place, so that it does not depend
-    on who holds what: it is the same on every ZeRO stage and at any number of ranks. Where one element differs, so does
-    the number; where several do, all but certainly. Weights that are held as codes are taken as such.
+    It is the sum of all elements' bits, each multiplied by an odd number that depends on the element's index. So it
+    does not depend on the sharding: it is the same on every ZeRO stage and with any number of ranks. One differing
+    element always changes it, several almost certainly do. For packed weights it covers the packed bytes.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     chosen = list(names)
@@ -38,7 +37,7 @@ def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
 
 
 def _local_sum(parameter: Tensor) -> Tensor:
-    """What this rank adds: of what every rank has all of, rank 0 alone adds something."""
+    """Sum of this rank's elements; only rank 0 adds parameters of which every rank has all."""
     total = torch.zeros((), dtype=torch.int64)
     if not is_main() and (is_whole(parameter) or not is_partitioned(parameter)):
         return total
@@ -46,5 +45,5 @@ def _local_sum(parameter: Tensor) -> Tensor:
     for offset, bits in enumerate(local.view(_BITS[local.element_size()]).split(_CHUNK)):
         begin = start + offset * _CHUNK
         places = torch.arange(begin, begin + bits.numel(), device=bits.device)
-        total = total.to(bits.device) + (bits.long() * (places * _FACTOR | 1)).sum()  # all of it wraps around
+        total = total.to(bits.device) + (bits.long() * (places * _FACTOR | 1)).sum()  # modulo 2**64
     return total

@@ -1,26 +1,21 @@
-"""Reads weights from safetensors files into the parameters, wherever these lie.
+"""Read weights from safetensors files into (partitioned) parameters; quantized checkpoints are decoded on the way
+(:mod:`model.quantized`).
 
-Weights that a quantized checkpoint holds as codes are decoded on the way (:mod:`model.quantized`).
-
-``direct``: each rank reads exactly the bytes of its own partitions and writes them in place. The checkpoint is read
-once in all, nothing is sent between ranks, and no rank holds more than its partitions and one chunk. It must run before
+``direct``: each rank reads exactly the bytes of its own partitions, in place. The checkpoint is read once in total,
+nothing is sent between ranks, and no rank allocates more than its partitions and one chunk. Must run before
 ``deepspeed.initialize`` (see :mod:`model.zero`).
 
-``rank0``: rank 0 reads whole tensors in file order into gathered parameters, and DeepSpeed shares them out. It is for
-storage that only one reader should load, and an independent check of the first method.
+``rank0``: rank 0 reads whole tensors in file order into gathered parameters, and DeepSpeed partitions them. For storage
+that only one reader should load, and as an independent check of the first method.
 
-Either way everything is checked on the headers first: each tensor of the model is filled exactly once, or there is one
-error, on every rank, that names all that is wrong.
+Both check all headers first: each tensor of the model is filled exactly once, or one error, on every rank, names every
+problem.
 
-Whether the parameters of a model are numbers: those with NaN or infinities are found where they lie, and named.
-
-A forward shows few of them. Quantized, an infinity is the largest value of its grid, and NaN has a code on one grid
-alone; and nobody looks up each row of an embedding. So a model is looked at when it has been read, and before anything
-of it is written. That is a collective, in which each rank looks at what it holds; no parameter is gathered. A reduction
-of maxima may drop NaN, and Inf survives it.
-
-Frozen scales are left out, which are NaN until somebody fills them and are checked wherever they are read or written;
-and so are codes that a parameter holds in place of a weight.
+Parameters with NaN or infinities are found after loading and before saving (:func:`check_finite`), as a forward shows
+few of them: quantized, an infinity is the largest value of its grid, and NaN has a code on one grid only; and rows of
+an embedding may be unused. This is a collective in which each rank checks its partitions; nothing is gathered. Frozen
+scales are excluded, which are NaN until filled and are checked whenever they are read or written; so are packed
+weights.
 """
 
 import re
@@ -54,21 +49,21 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What this rank did: how many of our tensors it filled, the bytes that it read, the seconds that it took."""
+    """Tensors filled, bytes read and seconds taken by this rank."""
 
     tensors: int
     bytes: int
     seconds: float
 
     def summary(self) -> str:
-        """One line for people."""
+        """Format the report as one line for the log."""
         return f"{self.tensors} tensors, {self.bytes / 2**20:.1f} MiB read by rank 0 in {self.seconds:.2f} s"
 
 
 class _Read(NamedTuple):
-    """One of our tensors and where it lies on disk.
+    """Slice of a tensor on disk to read into one of our tensors.
 
-    ``filled_from`` is the key that fills it instead, because the two are tied; what lies on disk here must equal it.
+    ``filled_from`` is the key that fills a tied tensor instead; the slice on disk must equal it.
     """
 
     source: DiskTensor | QuantizedTensor
@@ -81,7 +76,7 @@ class _Read(NamedTuple):
 def load_weights(
     model: PreTrainedModel, path: str | Path, *, method: Literal["direct", "rank0"] = "direct", progress: bool = True
 ) -> LoadReport:
-    """Fill every parameter and persistent buffer of ``model`` from ``path/model*.safetensors``; scales are left alone.
+    """Fill every parameter and persistent buffer of ``model`` from ``path/model*.safetensors``, but not scales.
 
     A collective. Values are cast to the dtype of the parameter.
 
@@ -89,11 +84,11 @@ def load_weights(
         model: from ``build_model``; before ``deepspeed.initialize``.
         path: directory of the checkpoint.
         method: see the module docstring.
-        progress: whether rank 0 shows a bar of the bytes that it reads.
+        progress: show a progress bar of bytes on rank 0.
 
     Raises:
-        RankError: on every rank, with all that is missing, unexpected, of another shape, of a dtype that is not bf16,
-            fp16 or fp32, in a damaged or absent file; tied tensors that differ on disk; or NaN or Inf.
+        RankError: on every rank, with all tensors that are missing, unexpected, of another shape, of a dtype other than
+            bf16, fp16 or fp32, in a damaged or absent file; tied tensors that differ on disk; or NaN or Inf.
     """
     begin = time.perf_counter()
     with errors_on_all_ranks(CheckpointError, OSError):
@@ -114,7 +109,7 @@ def load_weights(
 
 @torch.no_grad()
 def _fill_direct(reads: list[_Read], reader: Reader) -> None:
-    """Fill the ranges that each rank holds. No collective is inside: a rank may fail alone, and all raise together."""
+    """Fill each rank's own ranges. Runs no collective inside, as one rank may fail; errors are raised on all ranks."""
     with errors_on_all_ranks(CheckpointError, OSError):
         # A stack of experts is many reads.
         targets = {id(read.target): read.target for read in reads}
@@ -125,11 +120,11 @@ def _fill_direct(reads: list[_Read], reader: Reader) -> None:
 
 @torch.no_grad()
 def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
-    """Fill everything from rank 0. Whatever it finds, it takes part in every collective; errors are raised after the
-    last."""
+    """Fill everything from rank 0, which takes part in every collective even after an error; errors are raised after
+    the last collective."""
     error: str | None = None
     differing = []
-    by_target: dict[int, list[_Read]] = {}  # a stack of experts is gathered once, not for each of them
+    by_target: dict[int, list[_Read]] = {}  # gathers a stack of experts once, not once per expert
     for read in reads:
         by_target.setdefault(id(read.target), []).append(read)
     for together in by_target.values():
@@ -147,14 +142,14 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
 
 
 def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
-    """Read what belongs to the piece of ``values``, which begin at element ``start`` of our tensor, or compare it; and
-    return whether they agree."""
+    """Read the slice's part of ``values``, which begin at element ``start`` of our tensor, or compare it if tied.
+    Returns False if it differs."""
     begin, end = _overlap(read.piece, start, start + values.numel())
     if begin == end:
         return True
     values = values[begin - start : end - start]
     if read.piece.turned:
-        return _transfer_turned(read, reader, begin - read.piece.start, values)
+        return _transfer_transposed(read, reader, begin - read.piece.start, values)
     offset_on_disk = begin - read.piece.start + read.piece.offset
     if read.filled_from is None:
         fill(read.source, reader, offset_on_disk, values)
@@ -166,9 +161,8 @@ def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
     return equal
 
 
-def _transfer_turned(read: _Read, reader: Reader, begin: int, values: Tensor) -> bool:
-    """The same for elements from ``begin`` on of a matrix that lies turned on disk: it is read as a whole, and held
-    twice."""
+def _transfer_transposed(read: _Read, reader: Reader, begin: int, values: Tensor) -> bool:
+    """Transfer the elements from ``begin`` on of a matrix that is transposed on disk: read it whole, into a copy."""
     on_disk = torch.empty(read.piece.span, dtype=values.dtype)
     fill(read.source, reader, read.piece.offset, on_disk)
     found = read.piece.of(on_disk)[begin : begin + values.numel()]
@@ -179,14 +173,14 @@ def _transfer_turned(read: _Read, reader: Reader, begin: int, values: Tensor) ->
 
 
 def _overlap(piece: Piece, start: int, stop: int) -> tuple[int, int]:
-    """Begin and end of the elements of our tensor that are of the piece and in ``[start, stop)``; equal if none are."""
+    """Begin and end of our tensor's elements both in the slice and in ``[start, stop)``; equal if there are none."""
     begin = min(max(start, piece.start), stop)
     return begin, max(begin, min(stop, piece.start + piece.numel))
 
 
 def _differ(reads: list[_Read]) -> str:
-    """The error of tied tensors that differ on disk: one Parameter cannot hold both, and picking one would be silent
-    damage."""
+    """Error text of tied tensors that differ on disk: one Parameter cannot hold both, and choosing one would silently
+    damage the model."""
     return (
         f"{listed([f'{read.source.key} and {read.filled_from}' for read in reads])} are tied by the configuration, but "
         "differ on disk. If they are meant to, set tie_word_embeddings to false in config.json"
@@ -194,7 +188,7 @@ def _differ(reads: list[_Read]) -> str:
 
 
 def _bytes_to_read(reads: list[_Read], method: str) -> int:
-    """Bytes that this rank is going to read, for the progress bar."""
+    """Bytes that this rank will read, for the progress bar."""
     total = 0
     for read in reads:
         start, stop = local_range(read.target) if method == "direct" else (0, full_numel(read.target))
@@ -210,7 +204,7 @@ def _bytes_to_read(reads: list[_Read], method: str) -> int:
 
 @dataclass
 class _Problems:
-    """Everything that is wrong with a checkpoint, by kind."""
+    """Problems of a checkpoint, by kind."""
 
     files: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
@@ -221,7 +215,7 @@ class _Problems:
     twice: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """One for each kind."""
+        """Format the problems, one line per kind."""
         lines = [f"file: {problem}" for problem in self.files[:20]]
         kinds = {
             "not bf16, fp16 or fp32, and no codes that its quantization_config explains": self.dtypes,
@@ -235,10 +229,10 @@ class _Problems:
 
 
 def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
-    """What to read, in file order.
+    """Plan the reads, in file order.
 
     Raises:
-        CheckpointError: the files do not hold each tensor of the model exactly once; names everything.
+        CheckpointError: the files do not have each tensor of the model exactly once; names every problem.
     """
     checkpoint = read_checkpoint(path, model)
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
@@ -247,7 +241,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
     layouts = _layouts(names, {*checkpoint.tensors, *checkpoint.lost}, problems)
     ignored = keys_left_unread(model)
     reads: list[_Read] = []
-    # By identity, as a tied parameter has several names, and by where it begins there: the name and its key.
+    # By identity, as a tied parameter has several names, and by start element: the name and the key that fills it.
     filled: dict[tuple[int, int], tuple[str, str]] = {}
     for key, source in checkpoint.tensors.items():
         layout = layouts.get(key)
@@ -269,8 +263,8 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
 
 
 def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout | None]) -> list[str]:
-    """Keys of our tensors, or parts of them, that the files do not have. A tied tensor counts under its first name."""
-    present: dict[int, dict[int, int]] = {}  # by identity: elements, by where they begin
+    """Keys of our tensors, or of slices of them, absent from the files. A tied tensor counts under its first name."""
+    present: dict[int, dict[int, int]] = {}  # by identity: number of elements by start element
     for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
         present.setdefault(id(tensors[piece.name]), {})[piece.start] = piece.numel
     missing: list[str] = []
@@ -283,9 +277,9 @@ def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[s
 
 
 def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Layout | None]:
-    """What each key holds; a key that is refused becomes a problem.
+    """Layout of each key; an unsupported key becomes a problem.
 
-    Keys are asked for in transformers' order, because some of its rules remember earlier ones.
+    Keys are resolved in transformers' order, because some of its rules remember earlier ones.
     """
     layouts: dict[str, Layout | None] = {}
     for key in sorted(keys, key=dot_natural_key):
@@ -299,7 +293,7 @@ def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Lay
 def _fits(
     source: DiskTensor | QuantizedTensor, layout: Layout, tensors: dict[str, Tensor], problems: _Problems
 ) -> bool:
-    """Whether shape and dtype on disk are what the model can take."""
+    """Return True if the model can take shape and dtype on disk."""
     dtypes = {tensors[piece.name].dtype for piece in layout.pieces}
     if source.shape != layout.shape:
         problems.shapes.append(f"{source.key} is {list(source.shape)}, the model has {list(layout.shape)}")
@@ -311,7 +305,7 @@ def _fits(
 
 
 def keys_left_unread(model: PreTrainedModel) -> re.Pattern[str]:
-    """A pattern of keys that a checkpoint may hold for nothing: those that the model's class lists, and computed
+    """Pattern of keys that a checkpoint may contain without use: those listed by the model's class, and computed
     buffers."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     patterns += [f"^{re.escape(name)}$" for name, _ in model.named_non_persistent_buffers()]
@@ -319,7 +313,7 @@ def keys_left_unread(model: PreTrainedModel) -> re.Pattern[str]:
 
 
 def check_finite(model: nn.Module, said: str) -> None:
-    """Refuse such a model by a RankError, on every rank, that begins with ``said`` and names parameters."""
+    """Raise RankError, on every rank, if parameters have NaN or Inf; the text begins with ``said`` and names them."""
     named = {
         name: own
         for name, own in model.named_parameters()

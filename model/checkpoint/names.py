@@ -1,13 +1,13 @@
-"""Names on disk and names in the model, in both directions.
+"""Translate names on disk to names in the model and back.
 
-Three things lie between them. transformers renames keys as it loads (mixtral's ``block_sparse_moe`` is ``mlp`` in its
-model); it merges per-expert tensors into its fused 3-D parameters; and :mod:`model.moe.experts` may take these apart
-again. All three only move runs of memory, or turn matrices. So a mapping is a key, the shape that its tensor must have,
-and the :class:`model.checkpoint.slices.Piece` of ours that each run of it is.
+They differ in three ways. transformers renames keys on loading (mixtral's ``block_sparse_moe`` is ``mlp`` in its
+model); it merges per-expert tensors into fused 3-D parameters; and :mod:`model.moe.experts` may split these again. All
+three only move contiguous runs or transpose matrices. So a mapping consists of a key, the required shape of its tensor,
+and the :class:`model.checkpoint.slices.Piece` of our tensor for each run of it.
 
-The renaming rules are transformers' own (``get_model_conversion_mapping``). They are found by model class and type, not
-by looking at the experts, so that it does not matter that these have been replaced. Rules that compute something
-(splitting a projection, permuting for RoPE) are refused by name, if a key of the checkpoint meets one.
+The renaming rules are transformers' own (``get_model_conversion_mapping``). They depend on model class and type, not on
+the expert modules, so replacing these does not matter. Rules that compute something (splitting a projection, permuting
+for RoPE) raise an error if a key of the checkpoint matches one.
 """
 
 import math
@@ -40,13 +40,13 @@ from quant.packed_weight import as_weight
 
 
 class Place(NamedTuple):
-    """Where a tensor of ours lies on disk, or a part of it.
+    """Location on disk of our tensor, or of a slice of it.
 
     Attributes:
-        key: of the tensor on disk.
-        shape: its shape.
-        start: the element of our tensor at which it begins.
-        turned: whether it is our matrix, turned.
+        key: the tensor on disk.
+        shape: shape of the tensor on disk.
+        start: first element of the slice in our tensor.
+        turned: True if it is our matrix transposed.
     """
 
     key: str
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of one of our tensors that are a tensor on disk: our name, the element where they begin, and their shape."""
+    """Rows of one of our tensors that form a tensor on disk: our name, first element and shape."""
 
     name: str
     start: int
@@ -64,16 +64,16 @@ class _Rows(NamedTuple):
 
 
 class UnsupportedConversionError(ValueError):
-    """Raised for a key from whose tensor transformers would compute something, instead of moving it."""
+    """Raised for a key from whose tensor transformers would compute a parameter, instead of moving it."""
 
 
 class Names:
-    """Translates names in both directions for one model. It is cheap to make: no tensor is touched.
+    """Translator of names for one model. Cheap to create: no tensor is touched.
 
     Args:
-        model: as ``build_model`` returns it, also after ``quant.prepare``.
-        on_disk: shapes by key of a checkpoint's tensors. Where the model has several of these one behind another in a
-            tensor, they say where each begins; without them such keys are refused.
+        model: from ``build_model``, also after ``quant.prepare``.
+        on_disk: shapes by key of a checkpoint's tensors. They locate tensors that the model has concatenated in one;
+            without them such keys are rejected.
     """
 
     def __init__(self, model: PreTrainedModel, on_disk: Mapping[str, Shape] | None = None):
@@ -91,10 +91,10 @@ class Names:
         for expert in self._experts.values():
             inside = self._fused_of.setdefault(expert.piece.name, {}).setdefault(expert.fused, [])
             inside += [expert.projection] if expert.projection not in inside else []
-        # The names that transformers' own model has, and that its rules lead to.
+        # The names in transformers' own model, to which its rules lead.
         arranged = {expert.piece.name for expert in self._experts.values()}
         self._theirs = dict.fromkeys([*(name for name in self.own if name not in arranged), *self._fused], True)
-        # For writing, legacy spellings are not brought back, and a prefix that may have been there is not made up.
+        # For writing, legacy spellings are not restored, and no prefix is invented.
         rules = get_model_conversion_mapping(model, add_legacy=False)
         reverse = [rule.reverse_transform() for rule in reversed(rules) if not isinstance(rule, PrefixChange)]
         self._reverse_renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
@@ -108,28 +108,27 @@ class Names:
         self._rows = self._concatenated(concatenations, self._on_disk) if concatenations else {}
 
     def layout(self, key: str) -> Layout | None:
-        """What the tensor ``key`` of a checkpoint holds; None if nothing in the model.
+        """Layout of the tensor ``key`` of a checkpoint; None if the model has nothing of it.
 
         Raises:
-            UnsupportedConversionError: transformers would compute something from this tensor for this model.
+            UnsupportedConversionError: transformers would compute a parameter from this tensor.
         """
         renamed, name, pattern = self._find(key)
         if name in self._theirs:
             if pattern is not None:
                 return self._converted(key, renamed, name, pattern)
             return self._fused.get(name) or self._whole(name)
-        # Per-expert names of our own, for an architecture that has only fused tensors on disk.
+        # Our own per-expert names, for an architecture that has only fused tensors on disk.
         if key not in self._experts:
             return None
         piece = self._experts[key].piece
         return Layout(piece.shape, (piece._replace(offset=0, turned=0),))
 
     def key(self, name: str) -> str:
-        """The key under which ``save_pretrained`` writes our parameter ``name``.
+        """Key under which ``save_pretrained`` writes our parameter ``name``.
 
-        The weight of a single expert has the name that :func:`quant.linear.linears_of` gives it.
-
-        Where transformers knows fused tensors on disk only, the per-expert key is the name itself, renamed.
+        A single expert's weight is named as in :func:`quant.linear.linears_of`. If transformers has only fused tensors
+        on disk, its per-expert key is that name, renamed.
         """
         key = name
         if name in self._experts:
@@ -137,7 +136,7 @@ class Names:
         return apply_renamings(key, self._reverse_renamings)
 
     def places(self, name: str) -> list[Place]:
-        """Where our parameter or buffer ``name`` lies on disk: in one tensor, or in several one behind another."""
+        """Locations on disk of our parameter or buffer ``name``: one tensor, or several concatenated ones."""
         parts = [(start, key) for key, (whole, start, _) in self._rows.items() if whole == name]
         if parts:
             return [Place(key, self._rows[key].shape, start) for start, key in sorted(parts)]
@@ -145,8 +144,8 @@ class Names:
         return [Place(self.key(name), self.own[name][::-1] if turned else self.own[name], 0, turned)]
 
     def stacks(self, name: str) -> list[Stack]:
-        """The tensors on disk with all experts that our parameter ``name`` lies in; none where it is no weight of
-        experts. Where ``on_disk`` has them turned, they are written so."""
+        """Tensors on disk with all experts of our parameter ``name``; empty if it is no weight of experts. Transposed
+        if ``on_disk`` has them so."""
         stacks = []
         for fused, projections in self._fused_of.get(name, {}).items():
             key = apply_renamings(fused, self._reverse_renamings)
@@ -156,22 +155,22 @@ class Names:
         return stacks
 
     def is_unknown(self, key: str) -> bool:
-        """Whether the tensor ``key`` of a checkpoint holds nothing that the model has."""
+        """Return True if the model has nothing of the tensor ``key`` of a checkpoint."""
         _, name, _ = self._find(key)
         return name not in self._theirs and key not in self._experts
 
     def is_left_out(self, key: str) -> bool:
-        """Whether the tensor ``key`` of a checkpoint belongs to a part that was taken out of the model."""
+        """Return True if the tensor ``key`` of a checkpoint belongs to a part that was removed from the model."""
         renamed = apply_renamings(key, self._renamings)
         spellings = [key, renamed, f"{self._prefix}.{renamed}"]
         return any(one == part or one.startswith(f"{part}.") for part in self._left_out for one in spellings)
 
     def renamed(self, key: str) -> str:
-        """The key of a tensor on disk as transformers' rules for the model rename it; the model need not have it."""
+        """Rename the key of a tensor on disk by transformers' rules for the model, which need not have the tensor."""
         return apply_renamings(key, self._renamings)
 
     def linear(self, piece: Piece) -> str | None:
-        """The name of the Linear's weight that a piece is in a stack of experts; None where it is in none."""
+        """Name of the Linear's weight that a slice is in a stack of experts; None outside of stacks."""
         return next(
             (
                 name
@@ -182,13 +181,13 @@ class Names:
         )
 
     def missing(self, name: str, covered: Collection[int]) -> list[str]:
-        """Keys of what is missing of our parameter ``name``; ``covered`` says where the pieces begin that are there."""
+        """Keys of missing slices of our parameter ``name``; ``covered`` has the first elements of those present."""
         parts = [part for part, expert in self._experts.items() if expert.piece.name == name]
         absent = [self.key(part) for part in parts if self._experts[part].piece.start not in covered]
         return absent if parts else [self.key(name)]
 
     def _converted_name(self, renamed: str, converters: list[WeightConverter]) -> tuple[str, str | None]:
-        """Name in transformers' model, and the source pattern of the converter that matched, if one did."""
+        """Name in transformers' model, and the source pattern of the converter that matched, if any."""
         return rename_source_key(renamed, [], converters, self._prefix, self._theirs)
 
     def _find(self, key: str) -> tuple[str, str, str | None]:
@@ -196,12 +195,12 @@ class Names:
         renamed = apply_renamings(key, self._renamings)
         name, pattern = self._converted_name(renamed, self._converters)
         if name not in self._theirs and key in self._theirs:
-            # The spelling of the model itself, which a rule for another one met.
+            # Already the model's own spelling, matched by a rule for another one.
             name, pattern = self._converted_name(key, [])
         return renamed, name, pattern
 
     def _concatenated(self, rules: list[WeightConverter], on_disk: Mapping[str, Shape]) -> dict[str, _Rows]:
-        """The keys whose tensors lie one behind another in a tensor of ours: its name, and where each begins."""
+        """Keys whose tensors are concatenated in one of our tensors: its name, first element and shape for each."""
         patterns = {pattern: (index, rule) for rule in rules for index, pattern in enumerate(rule.source_patterns)}
         parts: dict[str, dict[int, str]] = defaultdict(dict)
         number: dict[str, int] = {}
@@ -228,7 +227,7 @@ class Names:
         return Layout(shape, (Piece(name, 0, shape),))
 
     def _converted(self, key: str, renamed: str, name: str, pattern: str) -> Layout | None:
-        """The slice of the fused parameter ``name`` that ``key`` is, where the matching converter would put it.
+        """Layout of ``key`` as a slice of the fused parameter ``name``, according to the matching converter.
 
         None for an expert that the model does not have.
         """
@@ -236,7 +235,7 @@ class Names:
             _, start, shape = self._rows[key]
             return Layout(shape, (Piece(name, 0, shape, start),))
         converter = self._by_pattern[pattern]
-        if name in self._fused and _is_turning(converter):
+        if name in self._fused and _is_transposing(converter):
             return self._fused_at(key, name, pattern)
         expert = self._expert_of[pattern].search(renamed) if pattern in self._expert_of else None
         if name not in self._fused or expert is None:
@@ -246,18 +245,18 @@ class Names:
         fused = self._fused[name]
         shape = (fused.shape[1] // parts, *fused.shape[2:])
         start = (int(expert.group(1)) * parts + part) * math.prod(shape)
-        # All pieces of a fused parameter are of one size.
+        # All slices of a fused parameter have the same size.
         size = fused.pieces[0].numel
         inside = fused.pieces[start // size : (start + math.prod(shape)) // size]
         pieces = tuple(Piece(piece.name, piece.offset - start, piece.shape, piece.start) for piece in inside)
         return Layout(shape, pieces) if pieces else None
 
     def _fused_at(self, key: str, fused: str, pattern: str | None) -> Layout:
-        """What the tensor ``key`` holds, which transformers makes its parameter ``fused`` of by the converter that has
-        the source ``pattern``, if any."""
+        """Layout of the tensor ``key`` that becomes transformers' parameter ``fused`` by the converter with the source
+        ``pattern``, if any."""
         layout = self._fused[fused]
         converter = self._by_pattern.get(pattern or "")
-        if converter is None or not _is_turning(converter):
+        if converter is None or not _is_transposing(converter):
             return layout
         operation: Any
         (operation,) = converter.operations
@@ -266,7 +265,7 @@ class Names:
         return turned(layout)
 
     def _expert_key(self, expert: ExpertTensor) -> str | None:
-        """The key that a stacking converter has for a part of a fused parameter; None without such a converter."""
+        """Key that a stacking converter has for a slice of a fused parameter; None without such a converter."""
         rows = self._fused[expert.fused].shape[1]
         index, row = divmod(expert.piece.offset // math.prod(expert.piece.shape[1:]), rows)
         for sources, first in self._stacked_from(expert.fused):
@@ -275,7 +274,7 @@ class Names:
         return None
 
     def _stacked_from(self, fused: str) -> list[tuple[list[str], str]]:
-        """Every stacking converter that makes the parameter ``fused``: its sources, and the key of the first."""
+        """Sources of every stacking converter that creates the parameter ``fused``, and the key of the first one."""
         if fused not in self._sources:
             found = self._sources[fused] = []
             for converter, reverse in self._stackings:
@@ -286,9 +285,9 @@ class Names:
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of ``model`` holds: parameters, tied ones under each of their names, and persistent buffers.
+    """Tensors of a checkpoint of ``model``: parameters, tied ones under each of their names, and persistent buffers.
 
-    Without scales and adapters, of layers of :mod:`quant`; for weights that these hold as codes stand meta tensors.
+    Without scales and adapters of :mod:`quant`'s layers; packed weights are represented by meta tensors.
     """
     tensors: dict[str, Tensor] = {
         name: as_weight(parameter)
@@ -303,42 +302,42 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def module_name_on_disk(model: PreTrainedModel, module: str) -> str:
-    """Name on disk of a module, such as ``model.layers.0.mlp.experts.3.gate_proj``: its tensors' keys start with it."""
+    """Name on disk of a module, such as ``model.layers.0.mlp.experts.3.gate_proj``: the prefix of its tensors' keys."""
     if model not in _NAMES:
         _NAMES[model] = Names(model)
     return _NAMES[model].key(f"{module}.weight").removesuffix(".weight")
 
 
-# A writer asks for thousands of modules in turn, and the rules of a model do not change.
+# Cached: a writer resolves thousands of modules one by one, and a model's rules do not change.
 _NAMES: WeakKeyDictionary[PreTrainedModel, Names] = WeakKeyDictionary()
 
 
 def concatenates(model: PreTrainedModel) -> bool:
-    """Whether transformers makes tensors of ``model`` from several on disk, one behind another."""
+    """Return True if transformers concatenates several tensors on disk into one tensor of ``model``."""
     rules = get_model_conversion_mapping(model)
     return any(isinstance(rule, WeightConverter) and _is_concatenation(rule) for rule in rules)
 
 
 def _is_stacking(converter: WeightConverter) -> bool:
-    """Whether a converter does nothing but stack experts, with gate and up of each behind one another at most."""
+    """Return True if a converter only stacks experts, at most with gate and up of each concatenated."""
     kinds = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
     several = len(converter.source_patterns) > 1
     expected = [(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]
     return len(kinds) == len(converter.operations) and kinds == expected and len(converter.target_patterns) == 1
 
 
-def _is_turning(converter: WeightConverter) -> bool:
-    """Whether a converter does nothing but turn the matrices of a stack."""
+def _is_transposing(converter: WeightConverter) -> bool:
+    """Return True if a converter only transposes the matrices of a stack."""
     kinds = [(type(one), {getattr(one, "dim0", 0), getattr(one, "dim1", 0)}) for one in converter.operations]
     return kinds == [(Transpose, {1, 2})] and len(converter.source_patterns) == len(converter.target_patterns) == 1
 
 
 def _is_concatenation(converter: WeightConverter) -> bool:
-    """Whether a converter does nothing but put tensors one behind another along their first dimension."""
+    """Return True if a converter only concatenates tensors along their first dimension."""
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
     return kinds == [(Concatenate, 0)] and len(converter.target_patterns) == 1
 
 
 def _expert_pattern(pattern: str) -> str:
-    """The source pattern of a converter, with the star that stands for the expert as a group of digits."""
+    """Regular expression for a converter's source pattern, with the star of the expert as a group of digits."""
     return pattern.replace("*.", r"(\d+)\.")

@@ -1,9 +1,9 @@
-"""Reads safetensors files by byte ranges.
+"""Read safetensors files by byte ranges.
 
-The format is a length, a JSON header with the place of every tensor, and the tensors' bytes, row-major. As a partition
-is a contiguous run of a row-major tensor, it is a contiguous run of bytes in a file: it is read straight into the
-memory where it belongs, with no mapping of the file (mapped pages count as this process's memory) and no tensor of its
-own. Only where the dtype differs, or the memory is a GPU's, the bytes pass through a buffer of one chunk.
+The format is a length, a JSON header with the offsets of every tensor, and the tensors' bytes, row-major. A partition
+is a contiguous run of a row-major tensor, and so of bytes in a file: it is read straight into its final memory, without
+mapping the file (mapped pages count as this process's memory) and without a temporary tensor. Only if the dtype
+differs, or the memory is a GPU's, the bytes pass through a buffer of one chunk.
 """
 
 import gc
@@ -24,7 +24,7 @@ from model.ranks import is_main, listed, say
 from model.zero import on_cuda
 
 CHUNK_BYTES = 64 * 2**20
-PAGE_BYTES = 4096  # what a file system writes or loses as one
+PAGE_BYTES = 4096  # unit that a file system writes or loses
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
@@ -47,11 +47,11 @@ DTYPES = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read; the text names the file."""
+    """Raised for a checkpoint that cannot be read; the text names the file."""
 
 
 class DiskTensor(NamedTuple):
-    """Where a tensor lies: in bytes ``begin`` to ``end`` of ``file``; ``kind`` is the format's name of its dtype."""
+    """Tensor in bytes ``begin`` to ``end`` of ``file``; ``kind`` is the format's name of its dtype."""
 
     key: str
     file: Path
@@ -62,22 +62,22 @@ class DiskTensor(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """None for the dtypes of the format that are not in ``DTYPES``: floats below 8 bits, and scales for them."""
+        """Torch dtype; None if it is not in ``DTYPES``: floats below 8 bits, and scales for them."""
         return DTYPES.get(self.kind)
 
     def bytes_of(self, count: int) -> int:
-        """How many bytes hold so many of its elements."""
+        """Bytes of ``count`` elements."""
         return (self.end - self.begin) * count // max(1, math.prod(self.shape))
 
 
 @dataclass
 class Checkpoint:
-    """The headers of all files of a checkpoint.
+    """Headers of all files of a checkpoint.
 
     Attributes:
-        tensors: by key, in the order of the files and of the tensors in them.
-        problems: what is wrong with the files, one sentence each, naming them.
-        lost: keys that the index places in a file that could not be read: they are not missing from the checkpoint.
+        tensors: tensors by key, in the order of the files and of the tensors in them.
+        problems: problems of the files, one sentence each, naming them.
+        lost: keys that the index maps to a file that could not be read: they do not count as missing.
     """
 
     tensors: dict[str, DiskTensor]
@@ -89,7 +89,7 @@ def read_headers(directory: Path) -> Checkpoint:
     """Read the header of every safetensors file of a checkpoint. Reads no tensor.
 
     Raises:
-        CheckpointError: there is no safetensors checkpoint in ``directory``, or its index is no index.
+        CheckpointError: there is no safetensors checkpoint in ``directory``, or its index is invalid.
     """
     if (directory / SINGLE).is_file():
         placed: dict[str, str] | None = None
@@ -117,7 +117,7 @@ def read_headers(directory: Path) -> Checkpoint:
 
 
 def _check_places(checkpoint: Checkpoint, placed: dict[str, str], index: Path) -> None:
-    """Note which tensors are not in the files where the index places them."""
+    """Record as problems the tensors that are not in the files to which the index maps them."""
     for key, file in placed.items():
         found = checkpoint.tensors.get(key)
         if key not in checkpoint.lost and (found is None or found.file.name != file):
@@ -126,10 +126,10 @@ def _check_places(checkpoint: Checkpoint, placed: dict[str, str], index: Path) -
 
 
 def read_header(file: Path) -> Iterator[DiskTensor]:
-    """The tensors of one safetensors file, in the order in which they lie in it.
+    """Read the header of one safetensors file and yield its tensors in file order.
 
     Raises:
-        CheckpointError: the file is not one, or is shorter or longer than its header says.
+        CheckpointError: not a safetensors file, or shorter or longer than its header implies.
     """
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist")
@@ -158,7 +158,7 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
 
 
 def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor:
-    """Parse one entry of a header; ``data`` is the byte at which the tensors begin."""
+    """Parse one entry of a header; ``data`` is the first byte of the tensors."""
     (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
     if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
         raise ValueError(f"{key} of shape {list(shape)} in bytes {begin} to {end}, expected integers from 0 on")
@@ -169,7 +169,7 @@ def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor
 
 
 def warn_of_zero_tails(directory: Path) -> None:
-    """Say on rank 0 which files of a checkpoint end in zeros where matrices should be.
+    """Warn on rank 0 of files of a checkpoint that end in zeros instead of matrices.
 
     Raises:
         CheckpointError, OSError: see :func:`read_headers`; a file cannot be read.
@@ -183,11 +183,11 @@ def warn_of_zero_tails(directory: Path) -> None:
 
 
 def _warn_of_zeros(file: Path, tensors: list[DiskTensor]) -> None:
-    """Say which matrices, of all ``tensors`` of a file, are among the zeros at its end, if there are any.
+    """Warn of the matrices among the zeros at the end of a file with these ``tensors``, if there are any.
 
-    A file system that lost the end of a file in a crash may fill it with zeros: sizes and headers are right then, and
-    the weights are gone. A model may have matrices of zeros too (a fresh output of a residual block) and rows of zeros
-    (those that fill up a vocabulary), so this is no error, and a tenth of a matrix is not counted.
+    A file system that lost the end of a file in a crash may fill it with zeros: sizes and headers are right, but the
+    weights are lost. A model may have matrices of zeros too (a fresh output of a residual block) and rows of zeros
+    (vocabulary padding), so this is no error, and less than a tenth of a matrix is ignored.
     """
     size, zeros = file.stat().st_size, _zeros_at_end(file)
     gone = [
@@ -203,7 +203,7 @@ def _warn_of_zeros(file: Path, tensors: list[DiskTensor]) -> None:
 
 
 def _zeros_at_end(file: Path) -> int:
-    """How many bytes at the end of a file are zero."""
+    """Number of zero bytes at the end of a file."""
     end = size = file.stat().st_size
     with file.open("rb") as stream:
         while end:
@@ -217,7 +217,7 @@ def _zeros_at_end(file: Path) -> int:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Read which file holds each key. File names must stay inside the directory."""
+    """Read the file name of each key. File names must stay inside the directory."""
     try:
         placed = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         outside = [name for name in set(placed.values()) if Path(name).name != name or name == ".."]
@@ -242,14 +242,14 @@ def _nothing_to_read(directory: Path) -> str:
 
 
 class Reader:
-    """Copies ranges of tensors from files into memory; one file open at a time. Use it as a context.
+    """Reader of ranges of tensors into memory, with one open file at a time. Use it as a context manager.
 
     Args:
-        progress: a function that is called with the number of bytes of each chunk that is read.
-        chunk_bytes: the most that is read at a time.
+        progress: called with the number of bytes of each chunk.
+        chunk_bytes: maximum bytes per read.
 
     Attributes:
-        bytes: how many have been read so far.
+        bytes: total bytes read so far.
     """
 
     def __init__(self, progress: Callable[[int], object] | None = None, chunk_bytes: int = CHUNK_BYTES):
@@ -272,7 +272,7 @@ class Reader:
             self._descriptor = None
 
     def read(self, tensor: DiskTensor, start: int, into: Tensor) -> None:
-        """Fill ``into``, flat, with the elements of ``tensor`` from element ``start`` on, cast to its dtype.
+        """Fill ``into``, flat, with the elements of ``tensor`` from ``start`` on, cast to the dtype of ``into``.
 
         Raises:
             OSError, CheckpointError: the file cannot be read, or ends early.
@@ -288,9 +288,9 @@ class Reader:
                 into[offset : offset + values.numel()].copy_(values)
 
     def chunks(self, tensor: DiskTensor, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """``(offset, values)`` for elements [start, start + count), in the dtype on disk.
+        """Yield ``(offset, values)`` for elements [start, start + count), in the dtype on disk.
 
-        The values lie in a buffer of at most ``chunk_bytes``, which the next chunk overwrites.
+        The values are in a buffer of at most ``chunk_bytes``, which the next chunk overwrites.
         """
         dtype = tensor.dtype
         if dtype is None:
@@ -305,13 +305,13 @@ class Reader:
             yield offset, values
 
     def _spans(self, count: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        """``(offset, size)`` in elements of chunks that make up ``count`` elements."""
+        """Split ``count`` elements into chunks: ``(offset, size)`` in elements."""
         step = max(1, self._chunk_bytes // dtype.itemsize)
         return ((offset, min(step, count - offset)) for offset in range(0, count, step))
 
     def _fill(self, tensor: DiskTensor, start: int, values: Tensor) -> None:
-        """Read ``values``, in memory and of the dtype on disk, from element ``start`` of ``tensor`` on."""
-        # By identity first: to compare paths takes as long as to read 100 kB.
+        """Read into ``values``, on the CPU and in the dtype on disk, from element ``start`` of ``tensor`` on."""
+        # By identity first: comparing paths takes as long as reading 100 kB.
         if self._descriptor is None or (tensor.file is not self._file and tensor.file != self._file):
             self._close()
             self._file, self._descriptor = tensor.file, os.open(tensor.file, os.O_RDONLY)
@@ -344,10 +344,10 @@ def read_tensor(reader: Reader, tensor: DiskTensor) -> Tensor:
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Pause Python's collector of cycles, where many objects are made and all let go in the end.
+    """Pause Python's cyclic garbage collector while many objects are created that are all freed in the end.
 
-    While their number grows it walks through all objects of the process again and again, a million with transformers'
-    modules: a quarter of a second each time, and a fifth of the time that writing ten thousand tensors takes.
+    As their number grows, the collector repeatedly scans all objects of the process, a million with transformers'
+    modules: 0.25 s each time, and a fifth of the time of writing ten thousand tensors.
     """
     enabled = gc.isenabled()
     gc.disable()

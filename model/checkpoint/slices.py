@@ -1,7 +1,7 @@
-"""Where our tensors lie in those of transformers: runs of memory, and matrices that lie turned.
+"""Map our tensors to slices of transformers' tensors: contiguous runs, and transposed matrices.
 
-A stack of experts is ``[E, out, in]`` here, whatever transformers makes of it: groups of weights lie along the last
-dimension, and so do the partitions of a checkpoint.
+A stack of experts is ``[E, out, in]`` here, whatever its layout in transformers: groups of weights run along the last
+dimension, and partitions of a checkpoint are contiguous.
 """
 
 import math
@@ -16,14 +16,14 @@ Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A run of one of our tensors inside a tensor on disk, ``prod(shape)`` elements of both, contiguous in ours.
+    """Slice of a tensor on disk that is a contiguous run of ``prod(shape)`` elements of one of our tensors.
 
     Attributes:
-        name: the name of our tensor.
-        offset: the element of the tensor on disk at which it begins.
-        shape: its shape here.
-        start: the element of our tensor at which it begins.
-        turned: 0 where it is contiguous on disk too. Else its rows are columns there, of a matrix with so many.
+        name: our tensor's name.
+        offset: first element in the tensor on disk.
+        shape: shape of the slice in our tensor.
+        start: first element in our tensor.
+        turned: 0 if contiguous on disk too. Else the slice's rows are columns on disk, of a matrix with so many.
     """
 
     name: str
@@ -34,37 +34,37 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the slice."""
         return math.prod(self.shape)
 
     @property
     def span(self) -> int:
-        """From its first element on disk to its last, so many elements."""
+        """Number of elements on disk from the slice's first to its last."""
         return (self.shape[1] - 1) * self.turned + self.shape[0] if self.turned else self.numel
 
     def of(self, span: Tensor) -> Tensor:
-        """Its elements, flat and in our order, from those that lie on disk from ``offset`` on, flat."""
+        """Extract the slice, flat and in our order, from the flat elements on disk from ``offset`` on."""
         if not self.turned:
             return span[: self.numel]
         return span.as_strided(self.shape, (1, self.turned)).reshape(-1)
 
 
 class Layout(NamedTuple):
-    """What a tensor on disk holds: the shape it must have, and our tensors in it."""
+    """Required shape of a tensor on disk, and the slices of our tensors in it."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
 
 
 class Stack(NamedTuple):
-    """A tensor on disk that holds Linears of all experts, in their order.
+    """Tensor on disk with Linears of all experts, in their order.
 
     Attributes:
-        key: of the tensor.
-        shape: its shape.
-        projections: which Linears of each expert it holds, their rows behind one another.
-        turned: whether the matrix of each expert is ``[in, out]``.
-        only: transformers reads these experts in no other form.
+        key: the tensor's key.
+        shape: the tensor's shape.
+        projections: Linears of each expert in the tensor, their rows concatenated.
+        turned: True if the matrix of each expert is ``[in, out]``.
+        only: True if transformers reads these experts in no other form.
     """
 
     key: str
@@ -75,8 +75,7 @@ class Stack(NamedTuple):
 
 
 class ExpertTensor(NamedTuple):
-    """The weight of one Linear of one expert: transformers' parameter that holds it, and where it lies there and
-    here."""
+    """Weight of one Linear of one expert: transformers' fused parameter with it, and its slice there and here."""
 
     fused: str
     shape: Shape  # of transformers' parameter
@@ -85,7 +84,7 @@ class ExpertTensor(NamedTuple):
 
 
 def expert_tensors(model: nn.Module) -> dict[str, ExpertTensor]:
-    """The weight of every Linear of every expert, by its per-expert name, in transformers' order."""
+    """Map per-expert names to the weight of every Linear of every expert, in transformers' order."""
     found = {}
     for prefix, module in model.named_modules():
         if not isinstance(module, ExpertMLPs):
@@ -110,7 +109,7 @@ def expert_tensors(model: nn.Module) -> dict[str, ExpertTensor]:
 
 
 def fused_layouts(experts: dict[str, ExpertTensor]) -> dict[str, Layout]:
-    """Transformers' fused parameters by name: their shapes, and our tensors in them."""
+    """Map names of transformers' fused parameters to their shapes and the slices of our tensors in them."""
     shapes, pieces = {}, defaultdict(list)
     for expert in experts.values():
         shapes[expert.fused] = expert.shape
@@ -119,7 +118,7 @@ def fused_layouts(experts: dict[str, ExpertTensor]) -> dict[str, Layout]:
 
 
 def turned(layout: Layout) -> Layout:
-    """The same experts ``[E, out, in]`` where each matrix lies turned: ``[E, in, out]``."""
+    """Transpose a layout of experts ``[E, out, in]`` to ``[E, in, out]``."""
     experts, rows, columns = layout.shape
     pieces = []
     for piece in layout.pieces:
@@ -129,7 +128,7 @@ def turned(layout: Layout) -> Layout:
 
 
 def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Pieces that lie turned in one matrix and behind one another in one tensor of ours, as one: read once."""
+    """Merge transposed slices that are adjacent in one matrix and in one of our tensors, to read them once."""
     merged: list[Piece] = []
     for piece in pieces:
         last = merged[-1] if merged else None

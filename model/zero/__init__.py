@@ -1,13 +1,12 @@
-"""The one place that knows how DeepSpeed keeps parameters.
+"""Access to parameters, gradients and optimizer state as DeepSpeed stores them, for all ZeRO stages.
 
-Under ZeRO stage 3 a Parameter is a stub: its data is an empty tensor, its shape lies in ``ds_shape``, and each of the
-``world`` ranks holds one contiguous chunk of ``ceil(numel / world)`` elements of the row-major flattened parameter in
-``ds_tensor``. The chunk of the last ranks ends in padding when the elements do not share out evenly. Everything else in
-this project asks this package, which answers for plain parameters too (stages 0-2), so that no other file has a branch
-on the stage.
+Under ZeRO stage 3 a Parameter is a stub: its data is an empty tensor, its shape is in ``ds_shape``, and each of the
+``world`` ranks stores one contiguous chunk of ``ceil(numel / world)`` elements of the row-major flattened parameter in
+``ds_tensor``. The chunks of the last ranks end in padding if the elements do not divide evenly. The functions of this
+package also accept plain parameters (stages 0-2), so no other file branches on the stage.
 
-Filling a partition directly (:func:`local_data`) is allowed only before ``deepspeed.initialize``: the optimizer copies
-the parameters into its fp32 master there, and the next step overwrites whatever was written to them afterwards.
+Filling a partition directly (:func:`local_data`) is allowed only before ``deepspeed.initialize``: there the optimizer
+copies the parameters into its fp32 masters, and the next step overwrites whatever was written to them afterwards.
 """
 
 from model.zero.frozen import LeftOut

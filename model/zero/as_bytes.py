@@ -1,5 +1,4 @@
-"""Lets parameters travel to forward and backward in another form than they have (see
-:mod:`model.zero.quantized_gather`)."""
+"""Gather parameters for forward and backward in another form, as bytes (see :mod:`model.zero.quantized_gather`)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from model.zero.parameters import is_partitioned, is_whole, local_data
 
 @dataclass(frozen=True)
 class ByteForm:
-    """How a partitioned parameter travels to the ranks whose forward or backward is about to use it.
+    """Form in which a partitioned parameter is all-gathered for forward and backward.
 
     Attributes:
-        encode: elements of :func:`local_range`, flat, to their bytes (uint8).
-        decode: the bytes of the whole parameter, ``[ranks, bytes of each]`` with padding at the end, to what the
-            forward is to find in its place: a tensor of the parameter's shape and dtype.
+        encode: converts the elements of :func:`local_range`, flat, to bytes (uint8).
+        decode: converts the bytes of the whole parameter, ``[ranks, bytes of each]`` with padding at the end, to the
+            tensor that forward uses in its place, in the parameter's shape and dtype.
         width: bytes per element.
     """
 
@@ -35,22 +34,22 @@ class ByteForm:
 
 
 def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | None]) -> None:
-    """Have stage 3 gather some parameters for forward and backward in a :class:`ByteForm`.
+    """Make stage 3 gather some parameters for forward and backward in a :class:`ByteForm`.
 
-    Before a module runs, and ahead of time, DeepSpeed gathers lists of parameters by ``all_gather_coalesced``, a
-    function that every partitioned Parameter carries; it calls that of the first one of a list, which comes out of a
-    set (0.19.8: ``PartitionedParameterCoordinator.__all_gather_params_``, its only caller). There is no hook for
-    another form, so this replaces that function on every Parameter of the model. All else sees the parameters
-    themselves: :func:`gathered`, and what DeepSpeed saves, gathers by ``all_gather``.
+    Before a module runs, and when prefetching, DeepSpeed gathers lists of parameters with ``all_gather_coalesced``, a
+    function that every partitioned Parameter carries. It calls the one of the first parameter of a list, which comes
+    from a set (0.19.8: ``PartitionedParameterCoordinator.__all_gather_params_``, its only caller). As there is no hook
+    for another form, that function is replaced on every Parameter of the model. Everything else sees the parameters
+    themselves: :func:`gathered`, and DeepSpeed's saving, gather with ``all_gather``.
 
     Args:
         model: after ``deepspeed.initialize``; stage 3.
-        form_of: a function that is asked at every gather, in the same order on all ranks. Where it says None a
-            parameter travels as it is, as those do in any case that DeepSpeed keeps gathered
+        form_of: called at every gather, in the same order on all ranks. If it returns None, the parameter is gathered
+            unchanged, as are in any case those that DeepSpeed keeps gathered
             (``stage3_param_persistence_threshold``).
 
     Raises:
-        ValueError: hpZ is on, which copies what is gathered.
+        ValueError: hpZ is on, which copies gathered parameters.
     """
     parameters = [parameter for parameter in model.parameters() if is_partitioned(parameter)]
     for parameter in parameters:
@@ -68,15 +67,15 @@ def _gather(
     safe_mode: bool = False,
     quantize: bool = False,
 ) -> Any:
-    """Stands in place of ``all_gather_coalesced``: starts gathering, and returns a handle to wait for."""
+    """Replace ``all_gather_coalesced``: start gathering and return a handle to wait for."""
     if quantize:
         raise ValueError("zero_quantized_weights: expected false, DeepSpeed would quantize scales too")
-    # The list has another order on every rank.
+    # The order of the list differs between ranks.
     ordered: list[Any] = sorted(parameters, key=lambda parameter: parameter.ds_id)
     forms = {parameter: None if parameter.ds_persist else form_of(parameter) for parameter in ordered}
     if all(form is None for form in forms.values()):
         return as_they_are(ordered, safe_mode=safe_mode)
-    # What else the list has travels along, so that there are not more collectives; widest first, for their alignment.
+    # The list's other parameters are gathered along to save collectives; widest dtype first, for their alignment.
     sent = sorted(
         (parameter for parameter in ordered if not is_whole(parameter)),
         key=lambda parameter: -parameter.element_size() if forms[parameter] is None else 0,
@@ -88,8 +87,7 @@ def _gather(
 
 
 def gather_as_they_are(parameters: Sequence[Any]) -> Any:
-    """DeepSpeed's own ``all_gather_coalesced`` of these parameters, whatever form they travel in to forward and
-    backward; returns a handle to wait for."""
+    """Run DeepSpeed's own ``all_gather_coalesced``, ignoring any :class:`ByteForm`; returns a handle to wait for."""
     gather = parameters[0].all_gather_coalesced
     return (gather.args[0] if isinstance(gather, partial) else gather)(parameters)
 
@@ -104,10 +102,7 @@ def _unchanged(parameter: Any) -> ByteForm:
 
 
 class _BytesInFlight:
-    """The handle of one all-gather of bytes. DeepSpeed's coordinator may wait for it more than once.
-
-    Parameters without a form travel as they are.
-    """
+    """Handle of one all-gather of bytes, for which DeepSpeed's coordinator may wait more than once."""
 
     def __init__(self, sent: Sequence[tuple[Any, ByteForm | None]]) -> None:
         self.decoded = [parameter for parameter, form in sent if form is not None]
@@ -128,7 +123,7 @@ class _BytesInFlight:
         if self.bytes is None:
             return
         self.work.wait()
-        self.work = None  # it holds the bytes, and the handle is there until the last parameter is read
+        self.work = None  # it references the bytes, and the handle lives until the last parameter is read
         for (parameter, form), parts in zip(self.sent, self.bytes.split(self.sizes, dim=1), strict=True):
             parameter.data = form.decode(parts)
             parameter.ds_status = ZeroParamStatus.AVAILABLE
@@ -140,9 +135,9 @@ class _BytesInFlight:
 
 
 def release_decoded(parameters: Iterable[Tensor]) -> None:
-    """Partition those parameters that a forward left gathered from bytes; the next gather makes them anew.
+    """Partition parameters that a forward left decoded, so that the next gather decodes them again.
 
-    DeepSpeed keeps what it expects to need again soon, from an evaluation's forward as well. This must not be called
+    DeepSpeed keeps parameters that it expects to need soon, also after an evaluation's forward. Do not call this
     inside a forward.
     """
     for parameter in parameters:

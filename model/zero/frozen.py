@@ -1,9 +1,9 @@
-"""Frozen parameters in the files that DeepSpeed writes: left out there, and put in again when these are read.
+"""Leave chosen frozen parameters out of the files that DeepSpeed writes, and restore them on reading.
 
-DeepSpeed leaves out all of them or none (``exclude_frozen_parameters``), and among them are scales that were measured.
-On the way back it wants all of them again: ``load_module_strict=False`` would pass over any name that is missing, and
-on stage 3 a missing one is a KeyError. So what is kept is put back into what DeepSpeed is about to write, and what was
-left out is put into what it has read, as the model has it.
+DeepSpeed excludes all frozen parameters or none (``exclude_frozen_parameters``), and some of them are calibrated
+scales. On loading it needs all of them: ``load_module_strict=False`` would ignore any missing name, and on stage 3 a
+missing name is a KeyError. So parameters to keep are added to the state that DeepSpeed is about to write, and excluded
+ones are added, with the model's values, to the state that it has read.
 """
 
 from collections.abc import Collection
@@ -21,19 +21,19 @@ MODULE = "module"
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Frozen parameters of a model that a checkpoint does not hold.
+    """Frozen parameters of a model that its checkpoints exclude.
 
     Attributes:
         model: the whole model, as it is now.
-        names: of the parameters, tied ones under each of their names.
+        names: names of the excluded parameters, tied ones under each of their names.
     """
 
     model: nn.Module
     names: Collection[str]
 
     def leave_out(self, state: dict[str, Any]) -> None:
-        """Take them out of what a rank writes, where the engine saves with ``exclude_frozen_parameters``, which leaves
-        out others too. A state of something else than a model stays as it is."""
+        """Remove the parameters from the state that a rank writes, and restore the other frozen ones, which
+        ``exclude_frozen_parameters`` also dropped. A state other than a model's is not changed."""
         if not self.names or MODULE not in state:
             return
         module, frozen = state[MODULE], self._frozen()
@@ -48,7 +48,7 @@ class LeftOut:
             state[FROZEN_PARAM_SHAPES] = {name: full_shape(one) for name, one in kept.items()}
 
     def put_in(self, state: dict[str, Any]) -> None:
-        """Put them into what was read, as the model has them: whoever loads it then writes them onto themselves."""
+        """Add the parameters, with the model's current values, to a state that was read and is about to be loaded."""
         if not self.names or MODULE not in state:
             return
         own = self.model.state_dict()
@@ -60,11 +60,11 @@ class LeftOut:
                     state[FROZEN_PARAM_FRAGMENTS].setdefault(name, _own_part(parameter))
 
     def _frozen(self) -> dict[str, Tensor]:
-        """What no optimizer has, each under its first name."""
+        """Parameters that no optimizer updates, each under its first name."""
         return {name: one for name, one in self.model.named_parameters() if not is_optimized_parameter(one)}
 
 
 def _own_part(parameter: Tensor) -> Tensor:
-    """What DeepSpeed writes of a frozen parameter: this rank's chunk of it under stage 3, padding included."""
+    """Part of a frozen parameter that DeepSpeed writes: under stage 3 this rank's chunk, padding included."""
     part: Tensor = parameter.ds_tensor if is_partitioned(parameter) else parameter  # type: ignore[attr-defined]
     return part.detach()

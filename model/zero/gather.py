@@ -1,8 +1,4 @@
-"""Makes parameters whole for a while on every rank, so many at a time as memory has room for. For rank 0 alone see
-``on_main.py``.
-
-Makes parameters whole on rank 0 for a while, one batch of them after another.
-"""
+"""Gather whole parameters temporarily, on every rank or, batch by batch, on rank 0 only."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,26 +27,26 @@ from model.zero.parameters import (
 
 T = TypeVar("T")
 
-COALESCED_BYTES = 2**20  # of a parameter up to which it shares a collective with others
+COALESCED_BYTES = 2**20  # parameters up to this size share a collective
 
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> Iterator[None]:
-    """Inside the block the parameters are whole on every rank; plain ones are so anyway.
+    """Gather parameters on every rank inside the block; plain parameters are whole anyway.
 
     Args:
-        parameters: any mixture of partitioned and plain ones. If they are only read, the small ones of a dtype come in
-            one collective, during which they are there twice; every other one comes in a collective of its own. Blocks
-            must not nest on the same parameter.
-        modifier_rank: the rank whose changes to partitioned and plain parameters reach all ranks. With None, changes
-            are refused or lost.
+        parameters: any mixture of partitioned and plain ones. If they are only read, the small ones of a dtype share
+            one collective, during which they exist twice; each other one has a collective of its own. Blocks must not
+            nest on the same parameter.
+        modifier_rank: rank whose changes to partitioned and plain parameters reach all ranks. With None, changes are
+            refused or lost.
     """
     parameters = list(parameters)
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     release_decoded(partitioned)
     if modifier_rank is None:
         _gather_together(partitioned)
-    # Apart: DeepSpeed partitions a list by the settings of its first one, and whole ones know nothing of hpZ.
+    # Separately: DeepSpeed partitions a list by the settings of its first parameter, and whole ones have no hpZ.
     shared = [parameter for parameter in partitioned if not is_whole(parameter)]
     whole = [parameter for parameter in partitioned if is_whole(parameter)]
     with (
@@ -63,7 +59,7 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
 
 
 def _broadcast(parameters: Sequence[Tensor], source: int) -> None:
-    """Make plain parameters what they are on rank ``source``; the small ones of a dtype in one collective."""
+    """Broadcast plain parameters from rank ``source``; the small ones of a dtype share one collective."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.numel() <= WHOLE_ELEMENTS:
@@ -78,10 +74,10 @@ def _broadcast(parameters: Sequence[Tensor], source: int) -> None:
 
 
 def _gather_together(parameters: Sequence[Tensor]) -> None:
-    """Gather the small ones of partitioned parameters in one collective of each dtype, and on one rank all of them.
+    """Gather small partitioned parameters in one collective per dtype; on one rank gather all of them.
 
-    GatheredParameters, which finds them there then, makes a collective for each, at 0.2 ms or more, and on one rank a
-    copy. Not under hpZ, where this would gather the second copies.
+    GatheredParameters, which then finds them gathered, runs a collective of at least 0.2 ms for each, and on one rank a
+    copy. Not under hpZ, where this would gather the secondary copies.
     """
     apart = [p for p in parameters if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
     small = [
@@ -97,7 +93,7 @@ def _gather_together(parameters: Sequence[Tensor]) -> None:
 def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Copy small parameters whole, as fp32 and 1-D, to every rank; at most one collective for all of them.
 
-    It leaves them gathered or partitioned, as they are, so it may run in the middle of a forward.
+    It does not change which of them are gathered, so it may run in the middle of a forward.
     """
     sizes = [full_numel(parameter) for parameter in parameters]
     flat = torch.zeros(sum(sizes), device=get_accelerator().current_device_name())
@@ -107,7 +103,7 @@ def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
         if partly:
             place[slice(*local_range(parameter))] = local_data(parameter)
     if any(shared):
-        dist.all_reduce(flat)  # every element is one rank's, and 0 on the others
+        dist.all_reduce(flat)  # every element is nonzero on one rank only
     for parameter, place, partly in zip(parameters, places, shared, strict=True):
         if not partly:
             place.copy_(local_data(parameter))
@@ -116,23 +112,23 @@ def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def forward_only(module: nn.Module) -> Iterator[None]:
-    """Stands around a forward, without a backward, of an engine that trains, so that later steps cost no more for it.
+    """Wrap a forward without a backward of a training engine, so that it does not slow down later steps.
 
-    DeepSpeed learns from a whole step in which order parameters are used, gathers ahead accordingly, in few large
-    collectives, and keeps what backward needs first. From forwards alone it learns that nothing is needed again. It
-    notices the first backward, and learns anew, but what it concluded per module and position it keeps for ever
-    (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later step then gathers module by module, and
-    twice. So what it learns here is forgotten, unless it knew whole steps before, which this is the beginning of.
+    DeepSpeed records during a whole step in which order parameters are used. From this trace it prefetches in few large
+    collectives and keeps the parameters that backward needs first. From a forward alone it concludes that nothing is
+    needed again. At the first backward it records a new trace, but its conclusions per module and position are cached
+    forever (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later step then gathers module by
+    module, and twice. So this trace is dropped, unless a trace of whole steps existed, of which this is the beginning.
 
-    What it began to gather for a backward that does not come is waited for: GatheredParameters takes no parameter that
-    is on its way. Every such forward has to be in here: one that is not is taken for a step by the next.
+    On exit, pending prefetches for a backward that does not follow are awaited: GatheredParameters rejects parameters
+    in flight. Every such forward needs this wrapper: the next one would take an unwrapped forward for a step.
     """
     offload = getattr(getattr(module, "optimizer", None), "parameter_offload", None)
     if offload is None:
         yield
         return
     coordinator = offload.get_param_coordinator()
-    knows_steps = not coordinator.is_invalid_trace()  # one that it has just seen is known when the next forward begins
+    knows_steps = not coordinator.is_invalid_trace()  # a trace just recorded becomes valid when the next forward begins
     yield
     if knows_steps and coordinator.is_complete_trace():
         coordinator.reset_step()
@@ -141,13 +137,14 @@ def forward_only(module: nn.Module) -> Iterator[None]:
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Split ``items``, to be gathered, sent or written together, into consecutive lists whose sizes add up to at most
-    ``limit``; a larger item stands alone.
+    """Split ``items``, to be gathered, sent or written together, into consecutive lists of at most ``limit`` in total.
+
+    A larger item forms a list of one.
 
     Args:
-        items: in the order in which the lists have them.
-        size: the size of one item, in the unit of ``limit``.
-        limit: the largest sum of sizes in one list.
+        items: in the order of the lists.
+        size: returns the size of one item, in the unit of ``limit``.
+        limit: largest sum of sizes in one list.
     """
     batch: list[T] = []
     total = 0
@@ -165,27 +162,26 @@ Batch = Sequence[Tensor]  # parameters, partitioned or plain
 
 
 class ReceiveBuffer:
-    """The memory of rank 0 for two batches at a time: one that is whole, and the next, which is coming.
+    """Memory of rank 0 for two batches at a time: a whole one, and the next one, which is being received.
 
-    On a CPU new memory of megabytes comes from the system page by page, which takes about as long as to receive it: so
-    one block serves all batches, in turn from its beginning and from its end, and is as large as the largest two
-    neighbors.
+    On a CPU, new megabytes come from the system page by page, which takes about as long as receiving them. So one block
+    serves all batches, alternately from its beginning and from its end, and is as large as the largest two neighbors.
     """
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def reserve(self, batches: Sequence[Batch]) -> None:
-        """Make room for these batches, which come one after another. A lack of memory shows here then, and not when the
-        other ranks are sending already."""
+        """Allocate for these consecutive batches. So a lack of memory shows here, not after other ranks began to
+        send."""
         sizes = [sum(_rooms(_shared(batch))) for batch in batches]
         size = max((a + b for a, b in pairwise([*sizes, 0])), default=0)
         if self._memory is None or self._memory.numel() < size:
-            self._memory = None  # first give back what there is
+            self._memory = None  # free the old block first
             self._memory = torch.empty(size, dtype=torch.uint8, device=get_accelerator().current_device_name())
 
     def places(self, number: int, shared: Sequence[Tensor]) -> list[Tensor]:
-        """For each parameter of batch ``number`` a 1-D tensor for all ranks' partitions, not initialized."""
+        """Return an uninitialized 1-D tensor for all ranks' partitions of each parameter of batch ``number``."""
         assert self._memory is not None
         rooms = _rooms(shared)
         begin = 0 if number % 2 == 0 else self._memory.numel() - sum(rooms)
@@ -196,31 +192,31 @@ class ReceiveBuffer:
         ]
 
 
-_ALIGNED = 64  # bytes: where a tensor may begin
+_ALIGNED = 64  # alignment of tensors, in bytes
 
 
 def _shared(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters of which other ranks hold parts."""
+    """Select the parameters of which other ranks have partitions."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     return [p for p in dict.fromkeys(parameters) if several and is_partitioned(p) and not is_whole(p)]
 
 
 def _rooms(shared: Iterable[Tensor]) -> list[int]:
-    """For each parameter the bytes of all ranks' partitions, up to where the next one may begin."""
+    """Bytes of all ranks' partitions of each parameter, aligned."""
     return [-(-dist.get_world_size() * partition_of(p).nbytes // _ALIGNED) * _ALIGNED for p in shared]
 
 
 def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = None) -> Iterator[None]:
-    """Yields once for each batch: its parameters are whole on rank 0 then, to be read there. A collective.
+    """Gather batches of parameters on rank 0, for reading; yields once for each batch. A collective.
 
-    On the other ranks they stay as they are. Each rank sends its partitions to rank 0, which receives them in their
-    places: faster than an all-gather, and the other ranks need no memory, but for a copy of what is offloaded.
-    DeepSpeed takes no part, and finds everything as it left it, as soon as the next batch is asked for. While rank 0
-    reads a batch, the next one comes; when the last one has been read, nothing is on its way.
+    On the other ranks parameters stay as they are. Each rank sends its partitions to rank 0: faster than an all-gather,
+    and the other ranks need no memory, except for a copy of offloaded partitions. DeepSpeed is not involved, and
+    parameters are restored when the next batch is requested. While rank 0 reads a batch, it receives the next one;
+    after the last batch nothing is in flight.
 
     Args:
-        batches: lists of parameters, partitioned and plain ones in any mixture. Those of a list are gathered together.
-        buffer: memory with room for ``batches``, so that a caller who gathers again and again makes it once.
+        batches: lists of parameters, partitioned and plain in any mixture. Those of a list are gathered together.
+        buffer: memory reserved for ``batches``, for callers that gather repeatedly.
     """
     if dist.is_initialized() and dist.get_rank() > 0:
         for batch in batches:
@@ -249,15 +245,15 @@ def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = No
 
 @dataclass
 class _Coming:
-    """A batch on its way to rank 0: what is shared of it, the places for all ranks' partitions, and who fills them."""
+    """Batch being received by rank 0: its partitioned parameters, their buffers and the pending receives."""
 
     shared: list[Tensor]
     places: list[Tensor]
     works: list[dist.Work]
 
     def values(self) -> dict[Tensor, Tensor]:
-        """Wait until all have come, and return the whole parameters, 1-D, by parameter."""
-        for parameter, place in zip(self.shared, self.places, strict=True):  # while the others' come
+        """Wait for all partitions and return the whole parameters, 1-D, by parameter."""
+        for parameter, place in zip(self.shared, self.places, strict=True):  # overlaps with receiving
             share = partition_of(parameter).detach()
             place[: share.numel()].copy_(share)
         _finish(self.works)
@@ -265,7 +261,7 @@ class _Coming:
 
 
 def _receive(buffer: ReceiveBuffer, number: int, batches: Sequence[Batch]) -> _Coming:
-    """Have rank 0 begin to receive the other ranks' partitions of batch ``number``, if there is one."""
+    """Start receiving the other ranks' partitions of batch ``number``, if there is one, on rank 0."""
     shared = _shared(batches[number]) if number < len(batches) else []
     places = buffer.places(number, shared) if shared else []
     from_others = [
@@ -287,5 +283,5 @@ def _finish(works: list[dist.Work]) -> None:
 
 
 def _for_collectives(tensor: Tensor) -> Tensor:
-    """``tensor`` on a device whose tensors NCCL takes; an offloaded partition is in host memory."""
+    """Move ``tensor`` to a device that NCCL accepts; an offloaded partition is in host memory."""
     return tensor.to(get_accelerator().current_device_name())

@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizers hold of a parameter: gradients, fp32 masters, moments."""
+"""Gradients, fp32 masters and moments in DeepSpeed's optimizers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -30,35 +30,34 @@ from model.zero.parameters import (
     zeros_of_partition,
 )
 
-# The classes of its own that DeepSpeed 0.19 pickles into a checkpoint, whatever the stage and the types: plain values
-# with names.
+# DeepSpeed 0.19's own classes that a checkpoint pickles, for any stage and dtype: named plain values.
 CHECKPOINT_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
 
 
 def stage_of(kind: Any, name: Any) -> ZeroStageEnum:
-    """What ``getattr`` stands for in such a pickle: Python 3.11.0 to 3.11.3 write the member of an enum as
-    ``getattr(ZeroStageEnum, name)``, others by its value.
+    """Replacement for ``getattr`` in such a pickle: Python 3.11.0 to 3.11.3 write an enum member as
+    ``getattr(ZeroStageEnum, name)``, other versions by its value.
 
     Raises:
-        ValueError: anything else is asked for.
+        ValueError: any other arguments.
     """
     if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise ValueError(f"GLOBAL getattr of {kind!r} and {name!r}")
     return ZeroStageEnum[name]
 
 
-# All that reading a checkpoint may call (torch.serialization.safe_globals).
+# Everything that reading a checkpoint may call (torch.serialization.safe_globals).
 CHECKPOINT_GLOBALS: list[Any] = [*CHECKPOINT_CLASSES, (stage_of, "builtins.getattr")]
 
 
 def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
-    """Make Adam's moments of single parameters 0. With a gradient of 0 they then do not move.
+    """Zero Adam's moments of single parameters. With a gradient of 0 these parameters then do not move.
 
     The step count belongs to a whole parameter group: see :func:`reset_optimizer_state`. No collective.
 
     Args:
-        optimizer: ``engine.optimizer``: DeepSpeed's around torch's, or torch's own.
-        parameters: some of those in its groups.
+        optimizer: ``engine.optimizer``: DeepSpeed's wrapper of torch's, or torch's own.
+        parameters: some parameters of its groups.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not any(inner.state.values()):
@@ -68,26 +67,26 @@ def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             if is_partitioned(parameter):
                 start, stop = local_range(parameter)
-                # Of a group of which this rank holds padding alone there are no moments after a resume at another
-                # number of ranks. The setter for a whole parameter would cut the last ranks' share out of it.
+                # After a resume with another number of ranks, a group whose share here is all padding has no moments.
+                # The setter for whole parameters would cut the last ranks' share out of it.
                 if start < stop:
                     safe_set_local_optimizer_state(parameter, zeros_of_partition(parameter), key)
             elif not hasattr(parameter, "_hp_mapping"):
-                # Stage 0: torch's optimizer, over the parameters themselves or (bf16) over an fp32 copy of each. One
-                # that has had no gradient yet has no moments: Adam makes them, of zeros, at its first step.
+                # Stage 0: torch's optimizer, on the parameters or (bf16) on an fp32 copy of each. Without a gradient so
+                # far there are no moments: Adam creates them, as zeros, at the parameter's first step.
                 moments = inner.state.get(masters.get(id(parameter), parameter), {})
                 if key in moments:
                     moments[key].zero_()
-            elif (mapping := parameter._hp_mapping) is not None:  # None: no part of it is this rank's
-                # DeepSpeed 0.19 links parameters to moments after its first group's first step, when the other groups
-                # have none, and never again: safe_set_full_optimizer_state raises for all but the first group.
+            elif (mapping := parameter._hp_mapping) is not None:  # None: this rank has no part of it
+                # DeepSpeed 0.19 links parameters to moments once, after its first group's first step, when the other
+                # groups have none: safe_set_full_optimizer_state raises for all but the first group.
                 (flat,) = inner.param_groups[mapping.param_group_index]["params"]
                 place = mapping.get_hp_fragment_address()
                 inner.state[flat][key].narrow(0, place.start, place.numel).zero_()
 
 
 def zero_parameters(optimizer: Any, parameters: Sequence[Parameter]) -> None:
-    """Make trained parameters 0, the optimizer's fp32 copies of them and their moments too; a collective."""
+    """Zero trained parameters, their fp32 masters and their moments; a collective."""
     with gathered(parameters, modifier_rank=0), torch.no_grad():
         for parameter in parameters:
             parameter.zero_()
@@ -103,7 +102,7 @@ def zero_parameters(optimizer: Any, parameters: Sequence[Parameter]) -> None:
 
 
 def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
-    """The fp32 copy of each parameter, by the parameter's id, on stage 0 under bf16; else empty."""
+    """Map parameter ids to fp32 copies on stage 0 under bf16; else empty."""
     if not hasattr(optimizer, "fp32_groups"):
         return {}
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
@@ -111,9 +110,9 @@ def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float:
-    """L2 norm over all ranks of the gradients, between the last backward of an optimizer step and the step.
+    """L2 norm of the gradients over all ranks, valid between the last backward of an optimizer step and the step.
 
-    A collective; on stages 0-2 one for each parameter, so not for every step. Parameters without a gradient count as 0.
+    A collective; on stages 0-2 one per parameter, so not for every step. Parameters without a gradient count as 0.
     """
     square = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     partitioned = False
@@ -124,24 +123,25 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
         else:
             gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            square += gradient.double().square().sum().to(square.device)  # an offloaded optimizer's is on the host
+            square += gradient.double().square().sum().to(square.device)  # offloaded gradients are on the host
     if partitioned and dist.is_initialized():
         dist.all_reduce(square)
     return math.sqrt(square.item())
 
 
 def backward(engine: Any, loss: Tensor) -> None:
-    """``engine.backward``, the loss times the loss scale of fp16 on every stage.
+    """Run ``engine.backward`` with the loss multiplied by fp16's loss scale on every stage.
 
-    DeepSpeed 0.19 leaves the factor out on stage 0 (``engine.backward`` asks its ZeRO optimizers alone for it), and
-    divides the gradients by it all the same: they would be smaller by it, and clipped by nothing.
+    On stage 0 DeepSpeed 0.19 omits the factor (``engine.backward`` reads it from its ZeRO optimizers only) but still
+    divides the gradients by it: they would be too small by this factor and never clipped.
     """
     engine.backward(loss * engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else loss)
 
 
 def global_gradient_norm(engine: Any, device: torch.device) -> Tensor | None:
-    """L2 norm [1] of all gradients in the last optimizer step, fp64, before clipping and without the loss scale of
-    fp16; None on stage 0 in fp32, where DeepSpeed keeps none. No collective."""
+    """L2 norm [1] of all gradients in the last optimizer step, fp64, before clipping and without fp16's loss scale.
+
+    None on stage 0 in fp32, where DeepSpeed keeps no norm. No collective."""
     norm = engine.get_global_grad_norm()
     if norm is None:
         return None
@@ -154,18 +154,18 @@ def _wraps_fp16_unsharded(engine: Any) -> bool:
 
 
 def reset_optimizer_state(optimizer: Any, group: str) -> None:
-    """Make the optimizer's state of a parameter group that of a new one: moments and step counts are 0.
+    """Zero the optimizer's moments and step counts of a parameter group.
 
     Args:
-        optimizer: ``engine.optimizer``: DeepSpeed's around torch's, or torch's own.
-        group: the ``name`` of the parameter group; nothing is done if there is none.
+        optimizer: ``engine.optimizer``: DeepSpeed's wrapper of torch's, or torch's own.
+        group: ``name`` of the parameter group; if there is none, nothing is done.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     for index, settings in enumerate(inner.param_groups):
         if settings["name"] != group:
             continue
         if hasattr(optimizer, "sub_group_to_group_id"):
-            # Stage 3 takes a group in pieces, and shows torch's optimizer each of them only while it steps.
+            # Stage 3 splits a group into sub-groups and passes each to torch's optimizer only while it steps.
             pieces = enumerate(optimizer.fp32_partitioned_groups_flat)
             parameters = [piece for number, piece in pieces if optimizer.sub_group_to_group_id[number] == index]
         else:
@@ -177,9 +177,9 @@ def reset_optimizer_state(optimizer: Any, group: str) -> None:
 
 @dataclass(frozen=True)
 class OptimizerPiece:
-    """The piece of a trained parameter that this rank's optimizer holds, on stages 1-3.
+    """Slice of a trained parameter in this rank's optimizer, on stages 1-3.
 
-    Elements ``start`` to ``stop`` of the row-major flattened parameter lie from ``offset`` on in the flat fp32 tensor
+    Elements ``start`` to ``stop`` of the row-major flattened parameter begin at ``offset`` in the flat fp32 tensor
     number ``group`` (:func:`flat_masters`), and so do their moments.
     """
 
@@ -191,10 +191,10 @@ class OptimizerPiece:
 
 
 def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
-    """This rank's pieces, by the first name that a parameter has in the model; padding belongs to none."""
+    """List this rank's slices, named by the first name of a parameter in the model; without padding."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     pieces = []
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which takes a parameter group in pieces
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which splits a parameter group into sub-groups
         for group, parameters in enumerate(optimizer.fp16_groups):
             offset = 0
             for parameter in parameters:
@@ -202,7 +202,7 @@ def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
                 offset += partition_of(parameter).ds_numel  # type: ignore[attr-defined]
     else:
         for parameter in model.parameters():
-            mapping = getattr(parameter, "_hp_mapping", None)  # None too where this rank holds nothing of it
+            mapping = getattr(parameter, "_hp_mapping", None)  # also None if this rank has no part of it
             if mapping is not None:
                 part, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
                 stop = part.start + part.numel
@@ -212,26 +212,26 @@ def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
 
 
 def flat_masters(optimizer: Any) -> list[Tensor]:
-    """The flat fp32 tensors that hold this rank's pieces, keys of ``optimizer.state``; stages 1-3."""
+    """Flat fp32 tensors with this rank's slices, keys of ``optimizer.state``; stages 1-3."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return list(optimizer.fp32_partitioned_groups_flat)
     return [settings["params"][0] for settings in optimizer.param_groups]
 
 
 def master_weights(optimizer: Any) -> list[Tensor]:
-    """The fp32 copies that the optimizer updates; on stage 0 in fp32 there are none but the parameters."""
+    """List the fp32 copies that the optimizer updates; on stage 0 in fp32 there are none."""
     if hasattr(optimizer, "fp32_groups"):  # stage 0
         return [master for group in optimizer.fp32_groups for master in group]
-    # Stage 2 shows its optimizer one group at a time while it steps.
+    # Stage 2 passes its optimizer one group at a time while it steps.
     names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
     return [master for name in names for master in getattr(optimizer, name, [])]
 
 
 def gradient_buffers(optimizer: Any) -> list[Tensor]:
-    """The tensors outside of the parameters in which DeepSpeed 0.19 adds gradients up, while there are any.
+    """List the tensors outside of the parameters in which DeepSpeed 0.19 accumulates gradients, while they exist.
 
-    Stage 3 has one flat buffer, and where the optimizer is offloaded a gradient of each master beside it; bf16's
-    stage 1 one buffer for each group; stage 2 one for each group too, which becomes its master's gradient.
+    Stage 3 has one flat buffer and, with an offloaded optimizer, also a gradient per master; bf16's stage 1 one buffer
+    per group; stage 2 one per group too, which becomes its master's gradient.
     """
     flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if flat is not None:

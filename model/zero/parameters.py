@@ -1,7 +1,6 @@
-"""Parameters under ZeRO: how stage 3 makes new ones, their whole shapes, and the elements of them that this rank holds.
-And the process group that it shares them out over.
+"""Parameters under ZeRO (creation, whole shapes, this rank's elements), process group and devices.
 
-Where ranks compute: on what DeepSpeed's accelerator is, which DS_ACCELERATOR may name; not on what torch finds.
+The device of ranks is that of DeepSpeed's accelerator, which DS_ACCELERATOR may set, not the one that torch finds.
 """
 
 import copy
@@ -26,12 +25,12 @@ from torch.nn import Parameter
 from model.ranks import RankError
 
 # The autograd Function that stage 3 puts before each input of a module (deepspeed/runtime/zero/parameter_offload.py).
-# It gives out its input detached: the same memory, with the same count of writes.
+# It returns its input detached: the same memory and version counter.
 INPUT_ALIASES = frozenset({"PostBackwardFunctionModule"})
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether ``parameter`` is a ZeRO-3 stub (also while it is gathered)."""
+    """Return True if ``parameter`` is a ZeRO-3 stub (also while it is gathered)."""
     return hasattr(parameter, "ds_id")
 
 
@@ -48,9 +47,9 @@ def full_numel(parameter: Tensor) -> int:
 
 
 def local_range(parameter: Tensor) -> tuple[int, int]:
-    """``(start, stop)`` in the row-major flattened parameter of the elements that this rank holds.
+    """Range ``(start, stop)`` of this rank's elements in the row-major flattened parameter.
 
-    It is all of a plain parameter, and empty (start == stop) on a rank whose chunk is all padding.
+    The whole range for a plain parameter; empty (start == stop) on a rank whose chunk is all padding.
     """
     numel = full_numel(parameter)
     if not is_partitioned(parameter):
@@ -61,10 +60,10 @@ def local_range(parameter: Tensor) -> tuple[int, int]:
 
 
 def local_data(parameter: Tensor) -> Tensor:
-    """Flat view of the elements of :func:`local_range`; what is written to it is written to the parameter.
+    """Flat view of the elements of :func:`local_range`; writing to it writes to the parameter.
 
-    The padding behind them is zeroed: DeepSpeed leaves it uninitialized, and a NaN there would reach norms over the
-    partition. Do not call it inside a :func:`gathered` block on the same parameter, and call
+    The padding behind the elements is zeroed: DeepSpeed leaves it uninitialized, and a NaN there would reach norms over
+    the partition. Do not call this inside a :func:`gathered` block on the same parameter, and call
     :func:`forget_secondary_copies` after writing.
     """
     if not is_partitioned(parameter):
@@ -77,7 +76,7 @@ def local_data(parameter: Tensor) -> Tensor:
 
 
 def partition_of(parameter: Tensor) -> Tensor:
-    """This rank's chunk, refused where it is not plain memory holding the parameter's own values."""
+    """Return this rank's chunk. Raises RuntimeError if it is not plain memory with the parameter's own values."""
     partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
     if partition.final_location is OffloadDeviceEnum.nvme:  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -93,10 +92,10 @@ def partition_of(parameter: Tensor) -> Tensor:
 
 
 def forget_secondary_copies(model: nn.Module) -> None:
-    """Drop the copies that hpZ keeps within a node; the next gather makes them anew from the partitions.
+    """Drop hpZ's copies within a node, so that the next gather recreates them from the partitions.
 
-    With ``zero_hpz_partition_size`` > 1 the forward gathers from the secondary copy, which a direct fill does not
-    reach. It has to go for *every* parameter: DeepSpeed looks at the first one of a bucket only to decide which copy to
+    With ``zero_hpz_partition_size`` > 1, forward gathers from the secondary copy, which a direct fill does not reach.
+    It must be dropped for *every* parameter: DeepSpeed checks only the first one of a bucket to decide which copy to
     gather.
     """
     for parameter in model.parameters():
@@ -115,14 +114,14 @@ def local_gradient(parameter: Parameter) -> Tensor | None:
 
 
 def set_local_gradient(parameter: Parameter, gradient: Tensor) -> None:
-    """Replace the gradient that :func:`local_gradient` gives; that of the padding becomes 0."""
+    """Replace the gradient that :func:`local_gradient` returns; the padding's gradient becomes 0."""
     whole = zeros_of_partition(parameter)
     whole[: gradient.numel()] = gradient
     safe_set_local_grad(parameter, whole)
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Whether every rank has all of a ZeRO-3 parameter, though there are several ranks."""
+    """Return True if every rank has all of a ZeRO-3 parameter, though there are several ranks."""
     group = getattr(parameter, "ds_process_group", None)
     return group is not None and dist.get_world_size(group=group) == 1 < dist.get_world_size()
 
@@ -133,7 +132,7 @@ def zeros_of_partition(parameter: Parameter) -> Tensor:
 
 
 def partitions(model: nn.Module) -> list[Tensor]:
-    """Every tensor that holds values of parameters now: whole parameters, shares, and hpZ's shares within a node."""
+    """List every tensor with values of parameters: whole parameters, partitions, and hpZ's secondary partitions."""
     held: list[Tensor] = []
     for parameter in model.parameters():
         held.append(parameter.data)
@@ -147,8 +146,8 @@ def partitions(model: nn.Module) -> list[Tensor]:
 DsConfig = dict[str, Any]
 
 
-# Frozen parameters of at most so many elements are whole on every rank, as long as they are at most so many in all (64
-# MB). The first is DeepSpeed's default threshold for parameters that it never releases, which are whole anyway.
+# Frozen parameters up to the first size, in elements, stay whole on every rank, up to the second in total (64 MB). The
+# first is DeepSpeed's default persistence threshold, below which it never releases parameters anyway.
 WHOLE_ELEMENTS = 100_000
 
 
@@ -160,12 +159,12 @@ CLOSED = (
 
 
 def init_process_group() -> None:
-    """Start the process group of this run: NCCL with CUDA, gloo without. Nothing if there is one already.
+    """Start the process group of this run: NCCL with CUDA, gloo without. Does nothing if there is one already.
 
-    The launcher, or whoever starts a single process, sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set, by the launcher or by the caller.
 
     Raises:
-        RankError: the ranks did not meet, or this process has closed a group before, which DeepSpeed keeps.
+        RankError: the ranks did not meet, or this process closed a group before, which DeepSpeed keeps.
     """
     if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
         raise RankError(CLOSED)
@@ -179,7 +178,7 @@ def init_process_group() -> None:
 
 
 def _not_met(error: Exception) -> str:
-    """Why this rank, which speaks for itself as there is no group yet, has not met the others."""
+    """Error text of a rank that did not meet the others."""
     where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
     remedy = "look for what ended another rank before, and whether this machine reaches that address"
     if "EADDRINUSE" in str(error):
@@ -191,30 +190,30 @@ def _not_met(error: Exception) -> str:
 
 
 def stage(ds_config: DsConfig) -> int:
-    """ZeRO stage that a resolved DeepSpeed configuration asks for (0 where it says nothing)."""
+    """ZeRO stage of a resolved DeepSpeed configuration (default 0)."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
 def hpz_size(ds_config: DsConfig) -> int:
-    """Ranks that hold a second partitioning of the weights among them (hpZ); 1 without it."""
+    """Number of ranks that share hpZ's secondary partitioning of the weights; 1 without hpZ."""
     return int(ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1))
 
 
 class _One(nn.Module):
-    """A module with one uninitialized parameter, which ``zero.Init`` partitions as soon as ``__init__`` returns."""
+    """Module with one uninitialized parameter, which ``zero.Init`` partitions as soon as ``__init__`` returns."""
 
     def __init__(self, like: Parameter, device: torch.device):
         super().__init__()
         empty = torch.empty(like.shape, dtype=like.dtype, device=device)
         self.weight = Parameter(empty, requires_grad=like.requires_grad)
-        self.weight.__dict__.update(like.__dict__)  # what it holds (quant.held)
+        self.weight.__dict__.update(like.__dict__)  # type of packed codes (quant.packed_weight)
 
 
 def materialize(model: nn.Module, ds_config: DsConfig, device: torch.device) -> None:
-    """Give every parameter that lies on the meta device memory, uninitialized; under stage 3 its partition only.
+    """Allocate every parameter on the meta device, uninitialized; under stage 3 its partition only.
 
-    One parameter at a time: a rank never holds more than its partitions and the one parameter that is being shared out.
-    A Parameter object that several modules share stays one object. A collective under stage 3.
+    One parameter at a time: a rank never allocates more than its partitions and the parameter being partitioned. A
+    Parameter object that several modules share stays one object. A collective under stage 3.
     """
     made: dict[int, Parameter] = {}
     with _zero_init(ds_config):
@@ -227,19 +226,19 @@ def materialize(model: nn.Module, ds_config: DsConfig, device: torch.device) -> 
 
 
 def _zero_init(ds_config: DsConfig) -> AbstractContextManager[object]:
-    """A context that is ``zero.Init`` under stage 3, and empty on the other stages.
+    """Return ``zero.Init`` under stage 3, and an empty context on the other stages.
 
     Import nothing inside: ``zero.Init`` patches torch's tensor constructors.
     """
     if stage(ds_config) < 3:
         return nullcontext()
-    # The configuration is passed, never `dtype`: with dtype=torch.float32 zero.Init makes bf16 parameters on a CPU.
+    # Pass the configuration, never `dtype`: with dtype=torch.float32 zero.Init creates bf16 parameters on a CPU.
     return deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(ds_config), **_hpz_group(ds_config))
 
 
 def _hpz_group(ds_config: DsConfig) -> dict[str, Any]:
-    """hpZ's group of ranks, for a ``zero.Init`` that is not the first: DeepSpeed 0.19 would make it again, and raises
-    AssertionError since there is one. Empty where there is no hpZ, or no group yet."""
+    """Pass hpZ's existing group of ranks to a ``zero.Init`` after the first, where DeepSpeed 0.19 would try to create
+    it again and raise AssertionError. Empty without hpZ, or before there is a group."""
     if hpz_size(ds_config) == 1:
         return {}
     group = groups._get_zero_param_intra_parallel_group()
@@ -247,13 +246,13 @@ def _hpz_group(ds_config: DsConfig) -> dict[str, Any]:
 
 
 def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
-    """Partition the parameters of ``module`` that are not yet, with rank 0's values; nothing on stages 0-2.
+    """Partition the parameters of ``module`` that are not partitioned yet, with rank 0's values; no-op on stages 0-2.
 
-    This is for parameters made after the model was built (scales). They keep their dtype, unlike those made inside
+    For parameters created after the model was built (scales). They keep their dtype, unlike those created inside
     ``zero.Init``, which get the training dtype: so frozen fp32 parameters are possible. A collective.
 
-    Small frozen ones are partitioned among a group of one rank (``zero.Init``'s ``data_parallel_group``), which has all
-    of them: gathering them costs no collective. fp32 beside bf16 weights would cost every module one of its own.
+    Small frozen ones are partitioned over a group of one rank (``zero.Init``'s ``data_parallel_group``), so each rank
+    has all of them: otherwise gathering fp32 beside bf16 weights would cost every module an extra collective.
     """
     if stage(ds_config) < 3:
         return
@@ -268,8 +267,8 @@ def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
 
 
 def to_be_whole(new: Iterable[Parameter]) -> list[Parameter]:
-    """Which of new parameters :func:`partition_new_parameters` makes whole on every rank: frozen ones of at most
-    ``WHOLE_ELEMENTS``, in the order given, as long as they are at most ``WHOLE_ELEMENTS_IN_ALL`` together."""
+    """Select new parameters that :func:`partition_new_parameters` keeps whole on every rank: frozen ones of at most
+    ``WHOLE_ELEMENTS``, in the given order, as long as they total at most ``WHOLE_ELEMENTS_IN_ALL``."""
     small, elements = [], 0
     for parameter in new:
         fits = parameter.numel() <= min(WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL - elements)
@@ -280,12 +279,12 @@ def to_be_whole(new: Iterable[Parameter]) -> list[Parameter]:
 
 
 def release(engine: deepspeed.DeepSpeedEngine, parameters: Iterable[Parameter]) -> None:
-    """Let DeepSpeed gather these parameters where they are used, as it does large ones.
+    """Make DeepSpeed gather these small parameters when they are used, as it does large ones.
 
     DeepSpeed keeps small ones gathered, and after every step gathers each of them in a collective of its own
-    (``_post_step`` in stage3.py, over the list that ``mark_persistent_parameters`` in parameter_offload.py makes, in
-    0.19). Gathered on the way, they share a collective with what else is needed next. Call this after ``initialize``
-    and before the first forward; it does nothing on stages 0-2.
+    (``_post_step`` in stage3.py, over the list of ``mark_persistent_parameters`` in parameter_offload.py, 0.19).
+    Gathered on use, they share a collective with the other parameters needed next. Call this after ``initialize`` and
+    before the first forward; it does nothing on stages 0-2.
     """
     persistent = getattr(engine.optimizer, "persistent_parameters", None)
     if persistent is None:
@@ -300,13 +299,13 @@ def release(engine: deepspeed.DeepSpeedEngine, parameters: Iterable[Parameter]) 
 def mark_leaf(module: nn.Module) -> None:
     """Make stage 3 gather the parameters of ``module`` together and count it as one step of its trace.
 
-    Without it every submodule costs collectives of its own, and all ranks must run them in the same order.
+    Otherwise every submodule costs its own collectives, and all ranks must run the submodules in the same order.
     """
     set_z3_leaf_module(module, True)
 
 
 def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
-    """Ids of the modules that stage 3 treats as a whole: those marked here, and those that its configuration names.
+    """Ids of the modules that stage 3 gathers as a whole: those marked here, and those named by its configuration.
 
     DeepSpeed's default names the sparse MoE blocks of three model families by class; ``initialize`` marks them.
     """
@@ -316,9 +315,9 @@ def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
 
 
 def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make the buffers fp32 that the model's own transformers class lists for it (such as MoE routing biases).
+    """Convert to fp32 the buffers that the model's transformers class lists for it (such as MoE routing biases).
 
-    DeepSpeed does the same in ``initialize``, but that is after the weights were loaded and rounded.
+    DeepSpeed does the same in ``initialize``, but by then the weights have been loaded and rounded.
     """
     pattern = keep_in_fp32_pattern(model, KEEP_IN_FP32_AUTO, dtype)
     if pattern is not None:
@@ -327,11 +326,10 @@ def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def keep_frozen_fp32(model: nn.Module) -> Iterator[None]:
-    """Stands around ``deepspeed.initialize``, so that frozen fp32 parameters keep their dtype and their values.
+    """Wrap ``deepspeed.initialize`` so that frozen fp32 parameters keep their dtype and values.
 
     On stages 0-2 the engine casts every parameter to the training dtype. Frozen ones are in no optimizer's flat buffer,
-    so their data can be put back. Under stage 3 the partitions keep the dtype that they were made with, and nothing is
-    done.
+    so their data can be restored. Under stage 3 partitions keep their dtype, and nothing is done.
     """
     kept = [
         (parameter, parameter.data)
@@ -344,12 +342,12 @@ def keep_frozen_fp32(model: nn.Module) -> Iterator[None]:
 
 
 def on_cuda() -> bool:
-    """Whether ranks compute on CUDA devices."""
+    """Return True if ranks compute on CUDA devices."""
     return bool(get_accelerator().device_name() == "cuda")
 
 
 def own_device(local_rank: int) -> torch.device:
-    """The device of a rank. Raises RankError: DeepSpeed's accelerator is another, or this machine has too few."""
+    """Device of a rank. Raises RankError if DeepSpeed's accelerator is another, or this machine has too few."""
     name = get_accelerator().device_name()
     if name != "cpu" and not (on_cuda() and local_rank < torch.cuda.device_count()):
         raise RankError(_missing(name, local_rank))

@@ -1,43 +1,33 @@
-"""Quantized weights travel as their codes (``quant.quantized_all_gather``): one byte per weight instead of two, and the
-same training.
+"""Quantized all-gather (``quant.quantized_all_gather``): gather weights as codes, one byte per weight instead of two.
 
-Forward and backward of a quantized layer use its weight only through the quantizer. Where every rank knows the scales,
-which are few, the rank that holds a part of a weight can quantize it before it is sent; a layer then finds the codes
-in place of its weight (:func:`quant.packed_weight.placeholder`), and quantizes nothing: the fp8 GEMM takes them as they
-are. What the layer cannot know any more is the weight's distance from its code, on which its gradient's mask and
-theta's gradient depend. So the weight gets the gradient with respect to the quantized weight, theta gets zeros, and
-after the reduction the rank that holds the part applies the quantizer's rule to it, and makes theta's gradient, which
-takes the place of the layer's (``parts.py``).
+Forward and backward of a quantized layer use its weight only through the quantizer. All ranks know the few scales, so
+the rank with a slice of a weight quantizes it before sending. The layer finds the codes in place of its weight
+(:func:`quant.packed_weight.placeholder`) and does not quantize; the fp8 GEMM takes the codes directly. The layer does
+not know the distance of the weight from its code, on which the mask of its gradient and theta's gradient depend. So the
+weight gets the gradient with respect to the quantized weight, and theta gets zeros. After the reduction each rank
+applies the quantizer's rule to its slice, and computes theta's gradient, which replaces the layer's. This is exact: the
+quantizer works per element, and neither the mask nor the sum for theta changes while ranks and micro-batches add up
+gradients.
 
-Against gathering the weights themselves: forward, the gradients of inputs and of weights are the same bit for bit. The
-gradient of a learned scale is the sum of the same terms in another order, in fp32, where each micro-batch and rank
-would have rounded its own to the model's dtype.
+Compared with gathering the weights: forward, the gradients of inputs and of weights are bit-equal. The gradient of a
+learned scale sums the same terms in another order, in fp32, where otherwise each micro-batch and rank would round its
+own sum to the model's dtype.
 
-The rest of the project knows none of this. It offers, in general terms, ``Session.after_backward``, which runs between
-the last backward and the update; ``QuantLayer.when_changed``, which is called when weights, scales or switches have
-changed; and in the memory planner ``Inventory.gatherer`` and ``Inventory.beside``. All of them work without this
-feature, and have no other user today.
-To delete the feature:
+The rest of the project has only general hooks for this feature, which work without it and have no other user:
+``Session.after_backward``, which runs between the last backward and the update; ``QuantLayer.when_changed``, called
+when weights, scales or switches have changed; and in the memory planner ``Inventory.gatherer`` and
+``Inventory.beside``. To delete the feature:
 
-* delete this folder, ``model/zero/as_bytes.py`` and ``engine/memory/coded.py``, the tests in
-  ``tests/unit/model/coded/`` and ``tests/distributed/engine/test_gather.py``, and what other tests and ``docs/``
-  say of ``quantized_all_gather``;
-* ``quant``: the two functions of stand-ins in ``held.py``, and what ``function.py`` does where there is one;
-* ``engine/recipe``: the field ``quantized_all_gather`` in ``quant.py``, and ``_gather_problems`` in ``ds_config.py``;
+* delete this file, ``model/zero/as_bytes.py`` and ``engine/memory/coded.py``, the tests in
+  ``tests/unit/model/zero/test_quantized_gather.py`` and ``tests/distributed/engine/test_gather.py``, and mentions of
+  ``quantized_all_gather`` in other tests and ``docs/``;
+* ``quant``: the functions of placeholders in ``packed_weight.py``, and their use in ``autograd.py``;
+* ``engine/config``: the field ``quantized_all_gather`` in ``quant.py``, and ``_gather_problems`` in ``deepspeed.py``;
 * ``engine/session/session.py``: the import and the construction;
-* ``engine/memory``: what ``plan.py`` does with ``QuantizedGather``, and the item "scales of codes" in
+* ``engine/memory``: the use of ``QuantizedGather`` in ``plan.py``, and the item "scales of codes" in
   ``zero_states.py``;
 * ``model/zero/gather.py``: the import from ``as_bytes.py``, the call of ``release_decoded``, and in place of
   ``gather_as_they_are(small)`` DeepSpeed's own ``small[0].all_gather_coalesced(small)``.
-
-Chooses the weights that travel as codes, encodes them, and completes their gradients after the reduction.
-
-What a rank that holds some consecutive elements of a weight computes without the others.
-
-The quantizer works on single elements. So codes can be made before a partition is sent, a byte each; and of the
-gradient with respect to the quantized weight, both what the quantizer lets through (a mask) and what a learned scale
-gets (a sum over elements) can be taken after the reduction: neither changes while the gradients of ranks and
-micro-batches are added up.
 """
 
 import math
@@ -72,7 +62,7 @@ NONE_GATHERED_QUANTIZED = (
 
 @dataclass(frozen=True)
 class _Coded:
-    """A weight and its scales, which are kept here because looking a Parameter up in a module that is not running makes
+    """Weight and scales of a layer, stored here because a Parameter lookup in a module that is not running makes
     DeepSpeed gather it, inside a forward."""
 
     layer: QuantLinear
@@ -86,17 +76,17 @@ class _Coded:
 
 
 def gather_quantized(model: nn.Module, quantization: Quantization) -> Callable[[], None]:
-    """Have stage 3 gather codes in place of the weights of every layer for which that is possible; a collective.
+    """Make stage 3 gather codes in place of the weights of every supported layer; a collective.
 
     Args:
         model: after ``deepspeed.initialize``.
-        quantization: what ``quant.prepare`` returned for it.
+        quantization: returned by ``quant.prepare`` for the model.
 
     Returns:
-        What must run after the last backward of every optimizer step, before the update.
+        A function to call after the last backward of every optimizer step, before the update.
 
     Raises:
-        RankError: on every rank: there is no such layer, or DeepSpeed is configured to change what is gathered.
+        RankError: on every rank: there is no such layer, or DeepSpeed is configured to change gathered parameters.
     """
     with errors_on_all_ranks(ValueError):
         coded = QuantizedGather(model, quantization.layers.values())
@@ -105,18 +95,17 @@ def gather_quantized(model: nn.Module, quantization: Quantization) -> Callable[[
 
 
 class QuantizedGather:
-    """The weights of a model under stage 3 that are gathered as codes."""
+    """Weights of a stage 3 model that are gathered as codes."""
 
     def __init__(self, model: nn.Module, layers: Iterable[QuantLayer]) -> None:
-        """Take over the gathering of the weights of those layers for which that is possible (see
-        :func:`can_gather_quantized`).
+        """Replace the gathering of the weights of supported layers (see :func:`can_gather_quantized`).
 
         Args:
             model: after ``deepspeed.initialize``.
-            layers: its quantized layers. Weights that stay gathered need not travel, and are left out.
+            layers: its quantized layers. Weights that stay gathered are left out.
 
         Raises:
-            ValueError: there is no such layer, or DeepSpeed is configured to change what is gathered.
+            ValueError: there is no such layer, or DeepSpeed is configured to change gathered parameters.
         """
         self._weights = {
             id(layer.weight): _Coded(layer, layer.weight, layer.weight_s0, layer.weight_theta)
@@ -132,14 +121,14 @@ class QuantizedGather:
             one.layer.when_changed = self._changed
 
     def __len__(self) -> int:
-        """How many weights travel as codes."""
+        """Number of weights that are gathered as codes."""
         return len(self._weights)
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Apply the quantizers' rules to the reduced gradients; a collective where scales learn.
+        """Apply the quantizers' rules to the reduced gradients; a collective if scales are learned.
 
-        To be called after the last backward of an optimizer step, before the update.
+        Call it after the last backward of an optimizer step, before the update.
         """
         thetas: dict[int, tuple[Parameter, Tensor]] = {}
         for key, one in self._weights.items():
@@ -178,9 +167,9 @@ class QuantizedGather:
         )
 
     def _known(self) -> dict[int, Quantizer]:
-        """The whole scales by their weights' ids. After a change, the first gather that needs them is a collective."""
+        """Whole scales by their weights' ids. The first gather after a change runs a collective."""
         if self._scales is None:
-            # The optimizer wrote them on another stream than the one that gathers.
+            # The optimizer wrote them on another stream than that of the gather.
             get_accelerator().synchronize()
             weights = self._weights.values()
             parameters = {id(one.s0): one.s0 for one in weights}
@@ -197,10 +186,10 @@ class QuantizedGather:
         return self._scales
 
     def _form_scales(self) -> None:
-        """The effective scales of all layers that multiply codes, in one launch; each layer would form its own.
+        """Compute the effective scales of all layers with an fp8 GEMM in one launch instead of one per layer.
 
-        They stay in the same memory from step to step: it is filled on the stream that gathers, read on another, and
-        would be free for the former as soon as it is dropped.
+        They keep the same memory from step to step: it is filled on the gather's stream and read on another, so the
+        former could reuse dropped memory too early.
         """
         assert self._scales is not None
         layers = [(one.layer, self._scales[key].scale) for key, one in self._weights.items() if one.layer.fp8_gemm]
@@ -210,7 +199,7 @@ class QuantizedGather:
         theta = [torch.zeros_like(scale.s0) if scale.theta is None else scale.theta for _, scale in layers]
         formed = kernels.effective_scale(Quantizer(Scale(torch.cat(s0), torch.cat(theta)), FP8_TENSOR, torch.float32))
         sizes = [len(one) for one in s0]
-        whole = [-(-size // 4) * 4 for size in sizes]  # each from an address that 16 divides, as GEMMs on CUDA like it
+        whole = [-(-size // 4) * 4 for size in sizes]  # 16-byte aligned, for GEMMs on CUDA
         if self._formed is None:
             self._formed = formed.new_empty(sum(whole))
         places = [place[:size] for place, size in zip(self._formed.split(whole), sizes, strict=True)]
@@ -220,9 +209,9 @@ class QuantizedGather:
             layer.known_weight_scale = place
 
     def _changed(self) -> None:
-        """Drop everything that was made of weights, scales or switches before they changed."""
+        """Drop everything derived from weights, scales or switches before they changed."""
         if self._scales is None:
-            return  # all layers tell of one change
+            return  # every layer reports the same change
         self._scales = None
         for one in self._weights.values():
             one.layer.known_weight_scale = None
@@ -230,12 +219,11 @@ class QuantizedGather:
 
 
 def can_gather_quantized(layer: QuantLayer) -> TypeGuard[QuantLinear]:
-    """Whether the weight of a layer can travel as codes.
+    """Return True if the weight of a layer can be gathered as codes.
 
-    Scales of groups and blocks are too many to be whole on every rank. A layer that computes in another way than
-    :class:`QuantLinear` forms its weight's gradient in another way. A scale that learns beside a weight that does not
-    has no reduced gradient to be computed from. In fp16 the product of a small code and its scale may not be a number
-    that the same code belongs to.
+    Scales of groups and blocks are too many to keep whole on every rank. A layer other than :class:`QuantLinear`
+    computes its weight's gradient differently. A learned scale of a frozen weight has no reduced gradient to be
+    computed from. In fp16 the product of a small code and its scale may not be a number with the same code.
     """
     weights, theta = layer.scheme.weights, layer.weight_theta
     return (
@@ -248,16 +236,16 @@ def can_gather_quantized(layer: QuantLayer) -> TypeGuard[QuantLinear]:
 
 
 def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) -> Tensor:
-    """Quantize part of a weight.
+    """Quantize a slice of a weight.
 
     Args:
-        flat: its elements ``[start, start + len(flat))``, 1-D, in the weight's dtype.
-        start: where the part begins in the row-major weight.
-        numel: how many elements the whole weight has.
-        quantizer: of the whole weight; each of its scales belongs to as many consecutive elements as every other.
+        flat: elements ``[start, start + len(flat))`` of the weight, 1-D, in its dtype.
+        start: first element of the slice in the row-major weight.
+        numel: number of elements of the whole weight.
+        quantizer: of the whole weight; all of its scales belong to equally many consecutive elements.
 
     Returns:
-        uint8, as many as there are elements: the bytes of the codes (``float8_e4m3fn`` or ``int8``).
+        Bytes of the codes (``float8_e4m3fn`` or ``int8``) as uint8, one per element.
     """
     codes = flat.new_empty(flat.numel(), dtype=torch.uint8)
     for runs, rows, out in _runs(flat, codes, start, numel, quantizer):
@@ -268,25 +256,25 @@ def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) ->
 def part_gradients_(
     grad: Tensor, flat: Tensor, start: int, numel: int, quantizer: Quantizer, *, factor: float
 ) -> Tensor | None:
-    """Turn the gradient of part of a quantized weight into those of the weight and of its theta.
+    """Convert the gradient of a slice of a quantized weight into those of the weight and of its theta.
 
     Args:
-        grad: the gradient with respect to the quantized elements, fp32, 1-D. That of the weight takes its place, with
-            NaN where the weight is not finite: no code says so, and the step must be seen to have gone wrong.
+        grad: gradient with respect to the quantized elements, fp32, 1-D. Overwritten by the weight's gradient, with NaN
+            where the weight is not finite: codes cannot express it, and the step must be detected as failed.
         flat, start, numel, quantizer: as in :func:`quantize_part`.
-        factor: what theta's gradient is multiplied with, see :func:`quant.autograd.lsq_factor`.
+        factor: multiplier of theta's gradient, see :func:`quant.scale.lsq_factor`.
 
     Returns:
-        The part's share of theta's gradient, fp32, 1-D, one per scale; None if there is no theta.
+        The slice's share of theta's gradient, fp32, 1-D, one per scale; None if there is no theta.
     """
     theta = quantizer.scale.theta
     shares = None if theta is None else torch.zeros(theta.numel(), device=grad.device)
     for runs, rows, grads in _runs(flat, grad, start, numel, quantizer):
-        # The operator takes both in one dtype; its theta's gradient is of theta's.
+        # The operator takes both in one dtype, and returns theta's gradient in theta's dtype.
         operands, wanted = (grads, rows.float(), _of(quantizer, runs)), shares is not None
         share = kernels.fake_quantize_backward_(*operands, factor=factor, theta_gradient=wanted, of_weight=True)
         if shares is not None:
-            grads.masked_fill_(rows.isnan(), torch.nan)  # the operator says it in the share, which may go nowhere
+            grads.masked_fill_(rows.isnan(), torch.nan)  # the operator shows NaN only in the share, which may be unused
             assert share is not None
             shares[runs] = share.flatten()
     return shares
@@ -295,14 +283,14 @@ def part_gradients_(
 def _runs(
     flat: Tensor, other: Tensor, start: int, numel: int, quantizer: Quantizer
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """:func:`by_run` of two tensors that belong to the same elements, in runs of one scale."""
+    """Iterate :func:`by_run` over two tensors of the same elements, in runs with one scale."""
     size = numel // quantizer.scale.s0.numel()
     for (runs, rows), (_, others) in zip(by_run(flat, start, size), by_run(other, start, size), strict=True):
         yield runs, rows, others
 
 
 def _of(quantizer: Quantizer, runs: slice) -> Quantizer:
-    """The scales of these runs, theta in fp32, so that nothing of a share is rounded."""
+    """Select the scales of these runs, with theta in fp32 so that shares are not rounded."""
     s0, theta, *_ = quantizer.scale
     part = Scale(s0.flatten()[runs], None if theta is None else theta.flatten()[runs].float())
     return quantizer._replace(scale=part)
