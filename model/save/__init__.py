@@ -1,4 +1,4 @@
-"""Checkpoints for transformers and serving engines, written from the partitions; ``export.py`` says how."""
+"""Write checkpoints for transformers and serving engines from partitioned parameters; see ``export.py``."""
 
 from model.save.export import ExportReport, check_plan, export_model
 from model.save.finish import is_router

@@ -1,4 +1,4 @@
-"""What a checkpoint for ExecuTorch needs beside its tensors: a model that was tried, and the metadata of its files."""
+"""Checks and file metadata of a checkpoint for ExecuTorch."""
 
 import json
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from quant import Quantization, QuantLayer
 from quant.formats.torchao import PLAIN, TENSOR_NAMES, check_intx_of, intx_metadata
 from quant.linear import QuantEmbedding
 
-# Model types that transformers loads with torchao's tensors, and whose graph torch.export takes and XNNPACK computes:
+# Model types that transformers loads with torchao's tensors, that torch.export traces and that XNNPACK computes:
 # tests/distributed/engine/test_executorch.py lowers each with ExecuTorch 1.5.1.
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2")
 
 
 def check_executorch(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Refuse what transformers would not load for ExecuTorch, or ExecuTorch not lower.
+    """Reject models that transformers would not load for ExecuTorch, or that ExecuTorch would not lower.
 
     Raises:
-        ValueError: a model type that was not tried, a Linear whose inputs are not quantized, a quantized embedding
-            whose weight is the head's too.
+        ValueError: an untested model type, a Linear whose inputs are not quantized, a quantized embedding tied to the
+            head.
     """
     kind = model.config.model_type
     if kind not in MODELS:
@@ -46,8 +46,8 @@ def check_executorch(model: PreTrainedModel, quantization: Quantization) -> None
 
 
 def torchao_files(shards: Sequence[Sequence[Item]]) -> Writers:
-    """Makes the files: each names, in its metadata, all tensors of the model, since readers join what the files say and
-    keep one list of names."""
+    """Create the writer of files whose metadata each name all tensors of the model: readers merge the files' metadata
+    and keep one list of names."""
     items = list(chain(*shards))
     kinds: dict[str, str] = {}
     for item in items:

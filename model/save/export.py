@@ -1,17 +1,17 @@
-"""Write a checkpoint while its parameters stream past.
+"""Write a checkpoint while its parameters stream through rank 0.
 
-Under ZeRO-3 nobody holds the model, and collecting a state dict on rank 0 would need the whole of it there. So every
-rank first makes the same plan from names and sizes alone (``plan.py``: which tensors each module becomes on disk, and
-in which shard each lies), then all ranks send their partitions of the modules to rank 0 in that order, and rank 0 packs
-each one and writes it to its place, while the next ones come (``write.py``). It holds the modules that are gathered at
-a time and those that come, each no more than the largest takes, and one Linear as packed; the other ranks hold nothing.
+Under ZeRO-3 no rank has the whole model, and collecting a state dict on rank 0 would need memory for it. So every rank
+first computes the same plan from names and sizes alone (``plan.py``: the tensors on disk of each module, and their
+shard). Then all ranks send their partitions to rank 0 in that order, and rank 0 packs each module and writes it to its
+offset, while the next ones arrive (``write.py``). Rank 0 allocates the modules gathered at a time and those arriving,
+neither more than the largest needs, and one packed Linear; the other ranks allocate nothing.
 
-Two things follow from the plan. Ranks know the shard boundaries, so they agree after each shard whether writing went
-well: a full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known at
-the start, so files get their final names at once.
+Two things follow from the plan. Ranks know the shard boundaries, so they agree after each shard if writing succeeded: a
+full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known at the
+start, so files get their final names immediately.
 
-The directory is written aside, as ``<out_dir>.tmp-<random>``, and renamed when everything in it is on disk
-(``finish.py``): an export that was interrupted never looks complete.
+The directory is written as ``<out_dir>.tmp-<random>`` and renamed when everything in it is on disk (``finish.py``): an
+interrupted export never looks complete.
 """
 
 import secrets
@@ -42,17 +42,17 @@ from quant.formats.layouts import Layout, check_layout
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written.
+    """Summary of an export.
 
     Attributes:
         path: the finished directory.
         files: names of the weight files, in order.
         tensors: number of tensors in them.
-        bytes: their sizes together, headers excluded.
+        bytes: total size of the tensors, without headers.
         seconds: wall time.
-        peak_bytes: the most bytes of tensors that this rank held at a time, gathered and packed; counted, not measured.
-            0 on all but rank 0.
-        copied: modules of the source that are no part of the model, copied as they are: towers, MTP heads.
+        peak_bytes: most bytes of gathered and packed tensors on this rank at a time; counted, not measured. 0 on all
+            ranks but 0.
+        copied: modules of the source outside of the model, copied unchanged: towers, MTP heads.
     """
 
     path: Path
@@ -73,7 +73,7 @@ def check_plan(
     template: Path | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Refuse before a run what could not be exported after it; a collective, with the arguments and errors of
+    """Reject before a run a model that could not be exported after it; a collective, with the arguments and errors of
     :func:`export_model`."""
     with errors_on_all_ranks(Exception):
         if is_main():
@@ -118,21 +118,21 @@ def export_model(
     """Write ``model`` as a checkpoint directory for transformers, vLLM, SGLang or llama.cpp. A collective.
 
     Args:
-        model: the model in training, partitioned or not; its parameters are read only.
-        quantization: what ``quant.prepare`` returned. None writes every weight as it is, without scales: a plain
+        model: the model in training, partitioned or not; its parameters are only read.
+        quantization: returned by ``quant.prepare``. None writes every weight unchanged, without scales: a plain
             checkpoint.
-        source_dir: what the model was built from; its configurations, tokenizer and chat template are carried over.
-        out_dir: the directory to make.
-        layout: how its layers are written, see :mod:`quant.formats.layouts`.
-        template: of layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
-        adapter: one that stays beside the model, written into a folder ``adapter``.
-        max_shard_size: bytes of tensors in a file. A larger module gets a file of its own; GGUF is always one file.
-        overwrite: replace an ``out_dir`` that is not empty, as a whole, when the new one is complete.
-        trust_remote_code: whether Python code in ``source_dir`` may be run.
+        source_dir: checkpoint that the model was built from; its configuration, tokenizer and chat template are copied.
+        out_dir: directory to create.
+        layout: format of quantized layers, see :mod:`quant.formats.layouts`.
+        template: for layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
+        adapter: unmerged adapter to write into a folder ``adapter``.
+        max_shard_size: bytes of tensors per file. A larger module gets a file of its own; GGUF is always one file.
+        overwrite: replace a nonempty ``out_dir`` as a whole when the new one is complete.
+        trust_remote_code: allow running Python code in ``source_dir``.
 
     Raises:
-        RankError: on every rank, and nothing is left: the layout cannot hold a scheme, config.json names a class that
-            would not find its weights (``loadable.py``), ``out_dir`` is not empty, a full disk, NaN, a bad scale.
+        RankError: on every rank, and nothing is left: the layout cannot express a scheme, config.json names a class
+            that would not find its weights (``loadable.py``), ``out_dir`` is not empty, a full disk, NaN, a bad scale.
     """
     begin, source, out = time.perf_counter(), Path(source_dir), Path(out_dir)
     check_finite(model, f"{out} was not written: the model diverged, export an earlier checkpoint")
@@ -140,7 +140,7 @@ def export_model(
         shards = _plan(model, quantization, source, layout, max_shard_size if layout != "gguf" else sys.maxsize)
     total = sum(item.bytes for shard in shards for item in shard)
     aside, gguf = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}"), None
-    # Whatever goes wrong on rank 0 alone must reach the others, which are in the next collective already.
+    # Any error on rank 0 alone must reach the other ranks, which are already in the next collective.
     with errors_on_all_ranks(Exception):
         if is_main():
             check_destination(out, total, overwrite)
@@ -159,13 +159,13 @@ def export_model(
                 publish(aside, out)
     finally:
         if is_main():
-            shutil.rmtree(aside, ignore_errors=True)  # nothing there any more if it was published
+            shutil.rmtree(aside, ignore_errors=True)  # gone already if it was published
     count, seconds = sum(len(item.shapes) for item in chain(*shards)), time.perf_counter() - begin
     return ExportReport(out, files, count, total, seconds, peak, copied_modules(shards))
 
 
 def _written(shards: list[list[Item]], aside: Path, layout: Layout, gguf: GGUFPlan | None) -> tuple[list[str], int]:
-    """Write the files; what :func:`write_shards` returns. ``gguf``: of rank 0, the only one that writes."""
+    """Write the files; returns the same as :func:`write_shards`. ``gguf`` is set on rank 0, the only writer."""
     if layout == "executorch":
         return write_shards(shards, aside, writer=torchao_files(shards))
     if layout != "gguf":
@@ -179,7 +179,7 @@ def _written(shards: list[list[Item]], aside: Path, layout: Layout, gguf: GGUFPl
 
 
 def _check_files(shards: list[list[Item]], files: list[str], aside: Path, gguf: GGUFPlan | None) -> None:
-    """Read back what was written, and say which of several files holds what."""
+    """Check the written files, and write the index of several files."""
     if gguf is not None:
         check_gguf_written(aside / FILE, gguf)
         return

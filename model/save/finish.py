@@ -1,4 +1,4 @@
-"""What the directory of a checkpoint holds beside its weights, and how it gets its name when all is on disk."""
+"""Write a checkpoint's files beside its weights, and rename the directory when everything is on disk."""
 
 import json
 import os
@@ -25,8 +25,8 @@ from quant.linear import QuantEmbedding, StackedLinear, linears_of
 from quant.rotation import rotated_layers, transform_config
 from quant.rules import name_patterns
 
-# Everything beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,
-# remote code.
+# Files beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults, remote
+# code.
 COPIED = (
     "generation_config.json",
     "tokenizer*",
@@ -44,7 +44,7 @@ COPIED = (
 
 
 def check_destination(out: Path, size: int, overwrite: bool) -> None:
-    """Refuse now what would fail after everything has been gathered."""
+    """Reject a destination that would fail after everything has been gathered."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, expected a directory to make")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
@@ -56,7 +56,7 @@ def check_destination(out: Path, size: int, overwrite: bool) -> None:
 
 
 def write_index(shards: list[list[Item]], files: list[str], directory: Path) -> None:
-    """Write the index that says which of several files holds each key; a single file needs none."""
+    """Write the index of keys to files; a single file needs none."""
     if len(files) == 1:
         return
     weight_map = {key: file for file, shard in zip(files, shards, strict=True) for item in shard for key in item.shapes}
@@ -72,13 +72,13 @@ def write_config(
     directory: Path,
     shards: list[list[Item]],
 ) -> None:
-    """The source's config.json, with our dtype and quantization_config, for the tensors in ``shards``.
+    """Write the source's config.json with our dtype and quantization_config, for the tensors in ``shards``.
 
-    The file is carried over rather than written from ``model.config``: what training switches in memory (``use_cache``,
-    the attention implementation) does not leak into it.
+    The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
+    attention implementation) do not leak into it.
     """
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    for key in ("quantization_config", "quantization"):  # of a source that was quantized itself
+    for key in ("quantization_config", "quantization"):  # of a quantized source
         config.pop(key, None)
     # Older checkpoints spell it torch_dtype, which older readers need.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
@@ -95,15 +95,15 @@ def write_config(
 def configuration(
     model: PreTrainedModel, quantization: Quantization, layout: Layout, shards: list[list[Item]]
 ) -> dict[str, Any] | None:
-    """The ``quantization_config``, which names every module twice where that differs: as on disk, which vLLM sees, and
-    as transformers has it. None if the layout needs none.
+    """Create the ``quantization_config``. None if the layout needs none.
 
-    The text model of a composite one has another place in every reader (``model.language_model.layers`` on disk and
-    in transformers, ``language_model.model.layers`` in vLLM, which does not translate patterns). There the names begin
-    where it does, and a pattern holds for any place.
+    It names every module twice if the names differ: as on disk, for vLLM, and as in transformers. The text model of a
+    composite one has another prefix in every reader (``model.language_model.layers`` on disk and in transformers,
+    ``language_model.model.layers`` in vLLM, which does not translate patterns). So names omit the prefix, and patterns
+    match any.
 
     Raises:
-        ValueError: an entry of ``ignore`` would leave a layer unquantized that is quantized.
+        ValueError: an entry of ``ignore`` matches a quantized layer.
     """
     part = text_part(model)
     anywhere = bool(part) and layout == "compressed"
@@ -124,7 +124,7 @@ def configuration(
         return (inside, f"{found.strip('.')}.{rest}") if begin and found else (inside,)
 
     def spellings(modules: Iterable[str]) -> dict[str, str]:
-        """Modules by each of their names."""
+        """Map each name of a module to the module."""
         return {name: module for module in modules for name in names_of(module)}
 
     schemes = {
@@ -155,15 +155,15 @@ def configuration(
 
 
 def _copied(model: PreTrainedModel, layout: Layout, shards: list[list[Item]]) -> list[str]:
-    """Names of the modules beside the model, as the layout's readers know them."""
-    if layout == "vllm_fp8":  # it knows whole names of Linears alone
+    """Names of the modules outside of the model, in the spelling of the layout's readers."""
+    if layout == "vllm_fp8":  # its readers only know whole names of Linears
         plain = [item.copied for shard in shards for item in shard if item.copied and len(item.copied.shape) == 2]
         return [tensor.key.removesuffix(".weight") for tensor in plain if tensor.key.endswith(".weight")]
     return [*copied_modules(shards), *copied_modules(shards, Names(model).renamed)]
 
 
 def _check_ignored(ignore: Iterable[str], quantized: Iterable[str]) -> None:
-    """Raise ValueError if an entry of ``ignore`` meets the name of a quantized layer."""
+    """Raise ValueError if an entry of ``ignore`` matches the name of a quantized layer."""
     for entry in ignore:
         pattern = re.compile(entry[3:] if entry.startswith("re:") else re.escape(entry) + "$")
         if taken := sorted(filter(pattern.match, quantized)):
@@ -171,15 +171,15 @@ def _check_ignored(ignore: Iterable[str], quantized: Iterable[str]) -> None:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module is a MoE router as transformers 5 has it: a 2-D ``weight`` in a module that is neither a Linear
-    nor an embedding. For vLLM it is a Linear."""
+    """Return True for a MoE router of transformers 5: a 2-D ``weight`` in a module that is neither a Linear nor an
+    embedding. vLLM has a Linear there."""
     weight = module._parameters.get("weight")
     known = isinstance(module, (nn.Linear, nn.Embedding, QuantLayer))
     return weight is not None and not known and len(full_shape(weight)) == 2
 
 
 def copy_companions(source: Path, directory: Path) -> None:
-    """Copy the files beside the source's weights that a reader needs, see ``COPIED``."""
+    """Copy the files beside the source's weights that a reader needs (``COPIED``)."""
     for pattern in COPIED:
         for path in sorted(source.glob(pattern)):
             if path.is_dir():
@@ -190,13 +190,13 @@ def copy_companions(source: Path, directory: Path) -> None:
 
 
 def write_json(value: dict[str, Any], path: Path) -> None:
-    """Write ``value`` to ``path``, and have it on the disk before returning."""
+    """Write ``value`` to ``path`` and sync it to disk."""
     path.write_text(json.dumps(value, indent=2) + "\n")
     _sync(path)
 
 
 def publish(aside: Path, out: Path) -> None:
-    """Give the finished directory its name; what was there before is removed afterwards."""
+    """Rename the finished directory to ``out``; a previous directory is removed afterwards."""
     _sync(aside)
     old = None
     if out.is_dir() and any(out.iterdir()):
@@ -214,7 +214,7 @@ def publish(aside: Path, out: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Force a file or a directory's entries to disk, so that the rename cannot overtake what it announces."""
+    """Sync a file or a directory's entries to disk, so that a rename cannot reach the disk before them."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

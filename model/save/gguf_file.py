@@ -1,9 +1,8 @@
-"""A GGUF file, llama.cpp's: what it holds, and how the tensors of a plan come into it as they stream past.
+"""Plan and write a GGUF file for llama.cpp, to which the plan's tensors stream.
 
-llama.cpp has names of its own, all experts of a layer in one tensor, and for Llama the rows of q and k in the order in
-which it turns them: the two halves of a head interleaved. Norms, biases and routers are fp32 there; what else is not
-quantized keeps the dtype of the model. Every tensor of the plan has its own place, so that nothing is collected in
-memory.
+llama.cpp has its own names, all experts of a layer in one tensor, and for Llama interleaves the rows of the two halves
+of each head of q and k, for its RoPE. Norms, biases and routers are fp32; other unquantized tensors keep the model's
+dtype. Every tensor of the plan has its own offset, so nothing is collected in memory.
 """
 
 import math
@@ -39,10 +38,10 @@ _PLAIN = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 class Names:
-    """Where the tensors of a checkpoint lie in a GGUF file, by their keys.
+    """Map keys of a checkpoint to tensors of a GGUF file.
 
     Args:
-        config: of the model. Raises ValueError where :func:`architecture_of` does.
+        config: the model's; raises ValueError as :func:`architecture_of` does.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -52,13 +51,13 @@ class Names:
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
     def place(self, key: str) -> tuple[str | None, int]:
-        """llama.cpp's name, None where it has none, and which expert the tensor is of (0 where it is of none)."""
+        """Return llama.cpp's name, or None if it has none, and the tensor's expert index (0 outside of experts)."""
         expert = _EXPERT.search(key)
         name = self._names.get_name(_EXPERT.sub(".experts.", key), try_suffixes=(".weight", ".bias"))
         return name, int(expert[1]) if expert else 0
 
     def heads(self, key: str) -> int:
-        """The heads whose rows are interleaved in the file; 0 where they are as in transformers."""
+        """Number of heads whose rows are interleaved in the file; 0 if ordered as in transformers."""
         end = re.search(r"\.(q|k)_proj\.(weight|bias)$", key)
         if self._config.model_type != "llama" or end is None:
             return 0
@@ -68,12 +67,12 @@ class Names:
 
 @dataclass
 class GGUFTensor:
-    """One tensor of the file.
+    """Tensor of the file.
 
     Attributes:
         kind: ggml's name of its type.
-        shape: of its elements, from the slowest dimension on, without that of experts.
-        parts: keys of the plan that it is made of, by expert; 0 where it has none.
+        shape: shape of its elements, slowest dimension first, without that of experts.
+        parts: keys of the plan's tensors in it, by expert; by 0 without experts.
     """
 
     kind: str
@@ -82,24 +81,24 @@ class GGUFTensor:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """With the dimension of experts, where parts have one."""
+        """Shape with the dimension of experts, if there is one."""
         return self.shape if not self.of_experts else (len(self.parts), *self.shape)
 
     @property
     def of_experts(self) -> bool:
-        """Whether it is a stack of experts."""
+        """True if the tensor is a stack of experts."""
         return any(_EXPERT.search(key) for key in self.parts.values())
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of one part."""
+        """Bytes of one expert, or of the tensor without experts."""
         if self.kind in BYTES:
             return math.prod(self.shape) // BLOCK * BYTES[self.kind]
         return math.prod(self.shape) * (4 if self.kind == "F32" else 2)
 
     @property
     def part_shape(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape of one part as it is written."""
+        """Dtype and shape of one part as written."""
         if self.kind in BYTES:
             return torch.uint8, (*self.shape[:-1], self.shape[-1] // BLOCK * BYTES[self.kind])
         return next(dtype for dtype, kind in _PLAIN.items() if kind == self.kind), self.shape
@@ -107,12 +106,12 @@ class GGUFTensor:
 
 @dataclass
 class GGUFPlan:
-    """What a GGUF file holds.
+    """Contents of a GGUF file.
 
     Attributes:
         architecture: llama.cpp's name.
         tensors: by name, in the order of the file.
-        heads: of q or k by key, whose rows are interleaved by head.
+        heads: number of heads by key of q or k, whose rows are interleaved by head.
         template: a ``gguf.GGUFReader``.
     """
 
@@ -122,38 +121,38 @@ class GGUFPlan:
     template: Any
 
     def written(self, key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor of the plan as it lies in the file."""
+        """Convert a tensor of the plan to its dtype and row order in the file."""
         if key in self.heads:
             tensor = interleaved(tensor, self.heads[key])
         return tensor.to(dtype).contiguous()
 
     def rope_freqs(self) -> Tensor | None:
-        """The template's factors of the frequencies of positions, fp32; None where it has none."""
+        """Return the template's RoPE frequency factors, fp32; None without them."""
         found = (tensor.data for tensor in self.template.tensors if tensor.name == ROPE_FREQS)
         return next((torch.from_numpy(data.copy()) for data in found), None)
 
     def types(self) -> dict[str, int]:
-        """How many tensors there are of each type."""
+        """Count the tensors of each type."""
         kinds = [tensor.kind for tensor in self.tensors.values()]
         return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
 
 def interleaved(tensor: Tensor, heads: int) -> Tensor:
-    """Rows ``[heads * 2 * half, ...]`` with the two halves of each head interleaved, as llama.cpp's Llama has q, k."""
+    """Interleave both halves of each head in rows ``[heads * 2 * half, ...]``, as in q and k of llama.cpp's Llama."""
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | None) -> GGUFPlan:
-    """Where every tensor of a plan lies in a GGUF file.
+    """Map every tensor of a plan to a GGUF file.
 
     Args:
-        model: its config says the architecture.
+        model: determines the architecture.
         items: of the plan.
         template: a GGUF file of the base model.
 
     Raises:
-        ValueError: there is no template, or it is one of another model; a tensor that has no place in a GGUF file, or
-            that the template has and the model has not; names each.
+        ValueError: no template, or one of another model; tensors that a GGUF file cannot have, or that only the
+            template has; names each.
     """
     architecture = architecture_of(model.config)
     if template is None:
@@ -172,7 +171,7 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
 def _tensors(
     model: PreTrainedModel, items: Iterable[Item], architecture: str
 ) -> tuple[dict[str, GGUFTensor], dict[str, int]]:
-    """The tensors by name, and the heads of those whose rows are interleaved."""
+    """Tensors by name, and the number of heads of those whose rows are interleaved."""
     names = Names(model.config)
     found: dict[str, GGUFTensor] = {}
     heads: dict[str, int] = {}
@@ -183,8 +182,8 @@ def _tensors(
             if name is None or item.copied is not None or item.fused:
                 nowhere.append(key)
                 continue
-            if turned := names.heads(key):
-                heads[key] = turned
+            if count := names.heads(key):
+                heads[key] = count
             kind = _kind(item, name, key, dtype, shape)
             if kind in BYTES:
                 shape = (*shape[:-1], shape[-1] // BYTES[kind] * BLOCK)
@@ -207,7 +206,7 @@ def _kind(item: Item, name: str, key: str, dtype: torch.dtype, shape: tuple[int,
     if item.layout == "gguf" and key.endswith(".weight"):
         assert isinstance(item.module, QuantLayer)
         return block_type(item.module.scheme)
-    # llama.cpp computes with these in fp32, and asserts it.
+    # llama.cpp computes with these in fp32, and asserts their type.
     if len(shape) == 1 or name.endswith(("_norm.weight", "ffn_gate_inp.weight")):
         return "F32"
     return _PLAIN[dtype]
@@ -218,7 +217,7 @@ def _check_tensors(plan: GGUFPlan, path: Path, *, tied: bool) -> None:
     expected = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in plan.template.tensors}
     expected.pop(ROPE_FREQS, None)
     if tied and "output.weight" not in plan.tensors:
-        expected.pop("output.weight", None)  # a copy of the embeddings, which llama.cpp uses where there is none
+        expected.pop("output.weight", None)  # copy of the embeddings, which llama.cpp uses if it is absent
     found = {name: tensor.whole_shape for name, tensor in plan.tensors.items()}
     problems = []
     if missing := sorted(expected.keys() - found.keys()):
@@ -238,7 +237,7 @@ def _check_tensors(plan: GGUFPlan, path: Path, *, tied: bool) -> None:
 
 
 class GGUFWriter(ShardWriter):
-    """Writes one GGUF file, tensor by tensor, as :class:`ShardWriter` does a safetensors file, with its errors."""
+    """Writer of one GGUF file, tensor by tensor, with the errors of :class:`ShardWriter`."""
 
     def __init__(self, path: Path, plan: GGUFPlan) -> None:
         self._plan = plan
@@ -254,21 +253,21 @@ class GGUFWriter(ShardWriter):
             if factors is not None:
                 super().write_stack([ROPE_FREQS], factors.unsqueeze(0))
         except BaseException:
-            self.close()  # nobody else could
+            self.close()  # the caller has no object to close
             raise
 
     def write_stack(self, keys: Sequence[str], stack: Tensor) -> None:
-        """As that of the base class; each tensor in the dtype of the model."""
+        """Write tensors as the base class does, each converted to its dtype in the file."""
         for key, tensor in zip(keys, stack, strict=True):
             super().write_stack([key], self._plan.written(key, tensor, self._dtypes[key]).unsqueeze(0))
 
     def write_part(self, key: str, start: int, part: Tensor) -> None:
-        """No tensor of a GGUF plan comes in parts."""
+        """Reject parts: no tensor of a GGUF plan is written in parts."""
         raise ValueError(f"{key} comes in parts, which a GGUF file is not made of")
 
 
 def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
-    """The file's first bytes, where in it each part begins, and its size; ``scratch`` is written and removed."""
+    """First bytes of the file, offset of each part, and file size; ``scratch`` is written and removed."""
     gguf = gguf_package()
     writer = gguf.GGUFWriter(scratch, plan.architecture)
     copy_metadata(plan.template, writer)
@@ -286,7 +285,7 @@ def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
         whole = tensor.part_bytes * len(tensor.parts)
         dtype, shape = tensor.part_shape
         stack = (len(tensor.parts),) if tensor.of_experts else ()
-        # Blocks are described by their bytes; of the others the type is given, and the dtype not looked at.
+        # Blocks are described by their bytes; for other types the dtype is ignored.
         described = np.uint8 if dtype == torch.uint8 else np.float32
         writer.add_tensor_info(name, (*stack, *shape), described, whole, gguf.GGMLQuantizationType[tensor.kind])
         begin |= {key: end + index * tensor.part_bytes for index, key in tensor.parts.items()}
@@ -302,7 +301,7 @@ def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
 
 
 def check_gguf_written(path: Path, plan: GGUFPlan) -> None:
-    """Check with llama.cpp's own reader that a file holds what was planned.
+    """Check with llama.cpp's own reader that a file has the planned tensors.
 
     Raises:
         ValueError: tensors that are missing, not planned, or of another type or shape.

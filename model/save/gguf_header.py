@@ -1,10 +1,10 @@
-"""Whether the header of a GGUF file fits into the file.
+"""Check that the header of a GGUF file fits into the file.
 
-Its counts and lengths are numbers of 64 bits, which the package gguf believes: a file of 100 bytes could keep it busy
-for centuries.
+Its counts and lengths are 64-bit numbers, which the package gguf trusts: a file of 100 bytes could keep it busy for
+centuries.
 
-After ggml's docs/gguf.md: magic, version, counts of tensors and of metadata; each of these a key, a type and a value;
-each tensor a name, its dimensions, a type and an offset.
+According to ggml's docs/gguf.md: magic, version, counts of tensors and of metadata; each metadata entry has a key, a
+type and a value; each tensor a name, its dimensions, a type and an offset.
 """
 
 import os
@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-# Bytes of a value by its type; 8 is a text, 9 an array.
+# Bytes of a value by its type; 8 is a string, 9 an array.
 _BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _TEXT, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
@@ -22,7 +22,7 @@ def check_header(path: Path) -> None:
     """Walk over the header of a little-endian GGUF file.
 
     Raises:
-        ValueError: it is none, or ends before what it announces does.
+        ValueError: not a GGUF file, or shorter than its header announces.
     """
     with path.open("rb") as file:
         walk = _Walk(file)
@@ -43,28 +43,28 @@ def check_header(path: Path) -> None:
 
 
 class _Walk:
-    """A place in a file, which never passes its end."""
+    """Cursor in a file that never passes its end."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.size = os.fstat(file.fileno()).st_size
 
     def number(self, kind: str) -> int:
-        """The next number, of one of struct's kinds."""
+        """Read the next number, in a format of :mod:`struct`."""
         self._expect(struct.calcsize(kind))
         return int(struct.unpack(kind, self.file.read(struct.calcsize(kind)))[0])
 
     def skip(self, count: int) -> None:
-        """Pass over so many bytes."""
+        """Skip ``count`` bytes."""
         self._expect(count)
         self.file.seek(count, os.SEEK_CUR)
 
     def text(self) -> None:
-        """Pass over a length and so many bytes."""
+        """Skip a string: a length, and as many bytes."""
         self.skip(self.number("<Q"))
 
     def value(self, kind: int) -> None:
-        """Pass over a value of metadata."""
+        """Skip a value of metadata."""
         if kind == _TEXT:
             self.text()
         elif kind == _ARRAY:

@@ -1,7 +1,7 @@
-"""The template of a GGUF file: one that llama.cpp's own converter made of the base model.
+"""Template of a GGUF file: a file that llama.cpp's own converter wrote for the base model.
 
-It gives what is no weight: metadata and vocabulary. It also says which tensors the file must have, so that a tensor
-that is missing, or one of another model, is found whatever its name is.
+It provides metadata and vocabulary. It also lists the required tensors, so a missing tensor, or one of another model,
+is detected whatever its name.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from transformers import PretrainedConfig
 from model.ranks import listed
 from model.save.gguf_header import check_header
 
-# By the model_type of config.json: the architectures whose tensors llama.cpp takes as they are, but for the order of
-# the rows of q and k. Others change values (Gemma's norms), or split and merge tensors.
+# Architectures by the model_type of config.json whose tensors llama.cpp takes unchanged, except for the order of rows
+# of q and k. Others change values (Gemma's norms), or split and merge tensors.
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 
-# What both files say of a model: the end of llama.cpp's key, and the attribute of transformers' config.
+# Values in both files: the end of llama.cpp's key, and the attribute of transformers' config.
 _SAME = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -33,7 +33,7 @@ _SAME = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "vocab_size": "vocab_size",
 }
-# Written anew, or of the template's own weights.
+# Rewritten, or about the template's own weights.
 _NOT_COPIED = (
     "GGUF.",
     "general.architecture",
@@ -46,7 +46,7 @@ ROPE_FREQS = "rope_freqs.weight"  # computed by the converter from config.json (
 
 
 def gguf_package() -> Any:
-    """The package ``gguf``. Raises ValueError, with the command that installs it, where it is missing."""
+    """Import the package ``gguf``. Raises ValueError, with the command that installs it, if it is missing."""
     try:
         import gguf
     except ImportError as error:
@@ -55,10 +55,10 @@ def gguf_package() -> Any:
 
 
 def open_template(path: Path) -> Any:
-    """The template as a ``gguf.GGUFReader``.
+    """Open the template as a ``gguf.GGUFReader``.
 
     Raises:
-        ValueError: there is no such file, or it is no GGUF file.
+        ValueError: no such file, or not a GGUF file.
     """
     gguf = gguf_package()
     if not path.is_file():
@@ -68,12 +68,12 @@ def open_template(path: Path) -> Any:
     try:
         check_header(path)
         return gguf.GGUFReader(path)
-    except Exception as error:  # whatever it says about damaged bytes
+    except Exception as error:  # any error of the reader about damaged bytes
         raise ValueError(f"{path} is no GGUF file: {error}") from error
 
 
 def value_of(template: Any, key: str) -> Any:
-    """A metadata value of the template; None where it has none."""
+    """Metadata value of the template; None if it has none."""
     field = template.fields.get(key)
     return None if field is None else field.contents()
 
@@ -82,7 +82,7 @@ def architecture_of(config: PretrainedConfig) -> str:
     """llama.cpp's name of the architecture.
 
     Raises:
-        ValueError: it is none that is known to be written right, or has what llama.cpp computes in another way.
+        ValueError: an unsupported architecture, or one with features that llama.cpp computes differently.
     """
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
@@ -105,7 +105,7 @@ def architecture_of(config: PretrainedConfig) -> str:
 
 
 def check_template(template: Any, path: Path, config: PretrainedConfig) -> None:
-    """Check that the template's metadata are those of the model.
+    """Check the template's metadata against the model.
 
     Raises:
         ValueError: another architecture, other sizes or another vocabulary; names each.
@@ -137,12 +137,12 @@ def _other_values(template: Any, architecture: str, config: PretrainedConfig) ->
 
 
 def _same(found: Any, expected: float) -> bool:
-    """Whether a value is this number, which the file has in fp32; NaN, lists and texts are not."""
+    """Return True if a value equals this number up to fp32 rounding; False for NaN, lists and strings."""
     return isinstance(found, int | float) and abs(found - expected) <= 1e-6 * abs(expected)
 
 
 def _other_positions(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
-    """What differs in how positions are encoded."""
+    """Yield differences in positional encoding."""
     rope = config.rope_parameters
     base, theta = value_of(template, f"{architecture}.rope.freq_base"), rope["rope_theta"]
     if base is not None and not _same(base, theta):
@@ -160,7 +160,7 @@ def _other_positions(template: Any, architecture: str, config: PretrainedConfig)
 
 
 def copy_metadata(template: Any, writer: Any) -> None:
-    """Give a ``gguf.GGUFWriter`` the template's metadata, but for what is said of its own weights."""
+    """Copy the template's metadata to a ``gguf.GGUFWriter``, except entries about its own weights."""
     array = gguf_package().GGUFValueType.ARRAY
     for name, field in template.fields.items():
         if not name.startswith(_NOT_COPIED):

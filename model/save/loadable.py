@@ -1,15 +1,13 @@
-"""Whether the class that a checkpoint's config.json names finds all its tensors in the checkpoint, and no others.
+"""Check that the class in a checkpoint's config.json finds all its tensors in the checkpoint, and no others.
 
-The class is built on the meta device, and transformers' own loader gives it the planned tensors, on the meta device
-too: renaming, merging experts and concatenating all run, on shapes alone. So a family is found whose files have a
-layout that the export does not write, listed or not: before a run, from the plan of its export, and after the export
-from the headers of its files. Nothing is read or held but names.
+The class is built on the meta device, and transformers' own loader loads the planned tensors, on the meta device too:
+renaming, merging experts and concatenating all run, on shapes alone. So any family whose files have a layout that the
+export does not write is detected, without a list: before a run from the plan of its export, and after the export from
+the headers of its files. No tensor is read.
 
-Whether the code of a class asks packed layers for the weight that they do not have.
-
-compressed-tensors keeps the codes of integer and fp4 layers as ``weight_packed``. Some classes read ``weight`` of a
-layer nevertheless: while transformers loads them, to give it a first value (Falcon, NanoChat's ``o_proj``), or in their
-forward (RWKV). Both are run here on the meta device, so that a class is found which nobody listed.
+:func:`weights_read` detects classes whose code reads the ``weight`` of packed layers, which compressed-tensors replaces
+by ``weight_packed`` for integer and fp4 codes: during loading, to initialize it (Falcon, NanoChat's ``o_proj``), or in
+their forward (RWKV). Both run on the meta device.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -50,12 +48,12 @@ def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remo
     """Check a planned export of a model of ``source``.
 
     Args:
-        source: the directory whose config.json the export will have.
-        shards: what will be written, see :func:`model.save.plan.plan_shards`.
-        trust_remote_code: whether Python code in ``source`` may be run; a class of such code is left unchecked.
+        source: directory whose config.json the export will have.
+        shards: plan of the export, see :func:`model.save.plan.plan_shards`.
+        trust_remote_code: allow running Python code in ``source``; a class from such code is not checked.
 
     Raises:
-        ValueError: the class would miss tensors, meet unknown ones or ones of another shape; names them.
+        ValueError: the class would find tensors missing, unknown or of another shape; names them.
     """
     config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
     kind = model_class(config)
@@ -78,7 +76,7 @@ def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remo
 
 
 def check_written(directory: Path, shards: Iterable[Iterable[Item]]) -> None:
-    """Check that the files of ``directory`` hold what was planned, and nothing else.
+    """Check that the files of ``directory`` have the planned tensors and no others.
 
     Raises:
         ValueError: keys that are missing, not planned, or of another dtype or shape; a damaged file.
@@ -92,14 +90,14 @@ def check_written(directory: Path, shards: Iterable[Iterable[Item]]) -> None:
 
 
 def _as_for_quantized(model: PreTrainedModel) -> None:
-    """Put Linears where transformers does so before it loads a quantized checkpoint."""
+    """Replace experts by Linears as transformers does before it loads a quantized checkpoint."""
     for name, module in list(model.named_modules()):
         if (linears := linears_of_quantized(type(module).__name__)) is not None:
             model.set_submodule(name, linears(model.config.get_text_config()))
 
 
 def _unquantized(items: Iterable[Item]) -> Shapes:
-    """The tensors that a plain export would have: weights in the place of codes and their scales."""
+    """Shapes of a plain export's tensors: weights in place of codes and their scales."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for item in items:
         if item.layout == "gpt_oss":
@@ -138,20 +136,20 @@ def _problems(model: PreTrainedModel, shapes: Mapping[str, tuple[torch.dtype, tu
 
 
 def is_expert(name: str) -> bool:
-    """Whether a module's or key's name says that it belongs to the routed experts of a MoE."""
+    """Return True if a module's or key's name belongs to the routed experts of a MoE."""
     return ".experts." in name
 
 
 def fused_there(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether transformers keeps the experts fused that a module of some name belongs to, and so dequantizes them as it
-    loads. Of some classes it makes Linears."""
+    """Create a function that tells if a module's name belongs to experts that transformers keeps fused, and so
+    dequantizes on loading. Experts of some classes become Linears instead."""
     kinds = ((name, getattr(module, "replaces", "")) for name, module in model.named_modules())
     linears = tuple(f"{name}." for name, kind in kinds if linears_of_quantized(kind) is not None)
     return lambda name: is_expert(name) and not name.startswith(linears)
 
 
 def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None:
-    """The reason why transformers cannot read this checkpoint of ``model`` correctly; None where it can."""
+    """Reason why transformers cannot read this checkpoint of ``model`` correctly; None if it can."""
     if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
         return "transformers does not load quantized embeddings"
     is_fused = fused_there(model)
@@ -193,14 +191,14 @@ TOKENS = 8
 
 
 def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
-    """Names of layers whose weight the class of ``model`` reads though it is packed.
+    """Names of layers whose weight the class of ``model`` reads although it is packed.
 
-    A forward ends at the first weight that is not there, and does not say whose it is: then these are all layers.
+    A forward fails at the first missing weight, whose layer is unknown: then all layers are returned.
 
     Args:
-        model: any model of the class, partitioned or not; nothing of it is read but its config.
-        packed: names of the Linears that an export packs. Those that transformers does not have as Linears, such as
-            experts, are left out.
+        model: any model of the class, partitioned or not; only its config is read.
+        packed: names of the Linears that an export packs. Those that are not Linears in transformers, such as experts,
+            are ignored.
     """
     if not packed:
         return []
@@ -216,7 +214,7 @@ def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
 
 
 def _initialized(model: PreTrainedModel, name: str) -> bool:
-    """Whether initializing a layer, or a module that holds it, fails for its missing weight and for nothing else."""
+    """Return True if initializing a layer, or a parent module, fails for its missing weight and for nothing else."""
     parts = name.split(".")
     above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
     holders = [module for module in above if not isinstance(module, PreTrainedModel)]
@@ -229,7 +227,7 @@ def _initialized(model: PreTrainedModel, name: str) -> bool:
 
 
 def _lacks(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
-    """Whether the class's initialization of these modules asks for an attribute that one of them does not have."""
+    """Return True if the class's initialization of these modules reads an attribute that does not exist."""
     try:
         with META:
             for module in modules:
@@ -240,7 +238,7 @@ def _lacks(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
 
 
 def _pack(linear: nn.Linear) -> None:
-    """As compressed-tensors leaves a layer: without a weight, and with a forward of its own."""
+    """Make a layer as in compressed-tensors: without a weight, and with a forward of its own."""
 
     def forward(hidden: Tensor) -> Tensor:
         return hidden.new_empty(*hidden.shape[:-1], linear.out_features)
@@ -256,6 +254,6 @@ def _forward_lacks_a_weight(model: PreTrainedModel) -> bool:
         model.eval()(input_ids=ids, use_cache=False)
     except AttributeError as error:
         return "no attribute 'weight'" in str(error)
-    except Exception:  # what cannot run without values says nothing about weights
+    except Exception:  # a forward that needs values cannot test this
         return False
     return False

@@ -1,4 +1,4 @@
-"""Writes adapters that stay beside quantized weights, in the format of peft (see ``model/peft.py``)."""
+"""Write unmerged adapters of quantized weights in peft's format (see ``model/peft.py``)."""
 
 import json
 import secrets
@@ -23,12 +23,12 @@ from quant import Quantization, QuantLinear
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """What is written.
+    """Contents of the folder.
 
     Attributes:
         tensors: by key in the file; empty on all ranks but 0.
-        config: of adapter_config.json.
-        base: the digest of the checkpoint that it was trained on, which a later run compares.
+        config: contents of adapter_config.json.
+        base: digest of the checkpoint that it was trained on, which a later run compares.
     """
 
     tensors: dict[str, Tensor]
@@ -36,16 +36,16 @@ class PeftFolder:
     base: str
 
     def write(self, directory: Path) -> None:
-        """Write the folder, which must not be there; one process does this."""
+        """Write the folder, which must not exist, from one process."""
         directory.mkdir()
         (directory / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
         save_file(self.tensors, directory / WEIGHTS, metadata={"format": "pt", "base": self.base})
 
     def publish(self, out: Path) -> None:
-        """Write it under its final name, when all is on disk; a collective.
+        """Write the folder and rename it when everything is on disk; a collective.
 
         Raises:
-            RankError: on every rank, with nothing at ``out`` then.
+            RankError: on every rank, and ``out`` is not created.
         """
         with errors_on_all_ranks(ValueError, OSError, SafetensorError):
             if is_main():
@@ -74,13 +74,13 @@ def collect_adapter(
     base_path: str,
     base: str,
 ) -> PeftFolder:
-    """Gather the adapters that stay beside their weights to rank 0, in the model's dtype; a collective.
+    """Gather unmerged adapters to rank 0, in the model's dtype; a collective.
 
     Args:
-        model, quantization: with adapters of one rank.
-        alpha, rslora, dropout: of the recipe.
-        base_path: the checkpoint that readers are told to put it on.
-        base: that of :class:`PeftFolder`.
+        model, quantization: with adapters of the same rank.
+        alpha, rslora, dropout: from the recipe.
+        base_path: checkpoint to record as the adapter's base model.
+        base: as in :class:`PeftFolder`.
     """
     tensors: dict[str, Tensor] = {}
     layers = {name: layer for name, layer in quantization.layers.items() if layer.adapter is not None}
@@ -110,9 +110,9 @@ def collect_adapter(
 
 
 def _targets(chosen: set[str], linears: list[str], *, whole: bool) -> list[str]:
-    """How peft is told the modules: by the ends of their names where that means just these, else by whole names.
+    """List peft's ``target_modules``: name suffixes if these match just the chosen modules, else whole names.
 
-    ``whole``: whether every Linear that a reader's model has is among ``linears``.
+    ``whole``: ``linears`` has every Linear of a reader's model.
     """
     ends = {name.rpartition(".")[2] for name in chosen}
     meant = {name for name in linears if name.rpartition(".")[2] in ends}

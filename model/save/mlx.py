@@ -1,4 +1,4 @@
-"""What a checkpoint for mlx-lm needs beside its tensors: names of stacked experts, and its part of config.json."""
+"""Checks, names of stacked experts and config.json entries of a checkpoint for mlx-lm."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ from quant import Quantization
 from quant.formats.mlx import affine_config
 from quant.linear import linears_of
 
-# Model types whose tensors mlx-lm reads under the names of transformers and computes with as transformers does:
+# Model types whose tensors mlx-lm reads under transformers' names, with the same numerics:
 # tests/distributed/engine/test_mlx.py runs each in mlx-lm 0.32.2.
 MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "llama3", "yarn")
@@ -19,10 +19,10 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Refuse what mlx-lm would not read.
+    """Reject models that mlx-lm would not read.
 
     Raises:
-        ValueError: a model type that was not tried, experts that are quantized in part or by themselves.
+        ValueError: an untested model type or RoPE, sliding attention, experts quantized individually or in part.
     """
     if model.config.model_type not in MODELS:
         raise ValueError(
@@ -49,16 +49,16 @@ def check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
 
 
 def mlx_place(linear: str) -> tuple[str, int | None]:
-    """The module of mlx-lm that holds a Linear, by its name on disk; and of an expert its number there."""
+    """Module of mlx-lm with a Linear, by the Linear's name on disk, and the expert's index there (or None)."""
     expert = _EXPERT.search(linear)
     return (linear, None) if expert is None else (_EXPERT.sub(".switch_mlp.", linear), int(expert[1]))
 
 
 def write_for_mlx(config: dict[str, Any], model: PreTrainedModel, quantization: Quantization) -> None:
-    """Add to a config.json what mlx-lm reads there: ``quantization``, and keys as published checkpoints have them.
+    """Add to a config.json the entries of mlx-lm: ``quantization``, and keys as in published checkpoints.
 
-    transformers from 5 on writes ``rope_parameters`` in the place of ``rope_theta`` and ``rope_scaling``, which most of
-    mlx-lm's classes pass over in silence, and ``num_local_experts`` for ``num_experts``.
+    transformers from 5 on writes ``rope_parameters`` instead of ``rope_theta`` and ``rope_scaling``, which most of
+    mlx-lm's classes silently ignore, and ``num_local_experts`` instead of ``num_experts``.
     """
     schemes = {
         mlx_place(module_name_on_disk(model, part.name))[0]: layer.scheme

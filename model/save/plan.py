@@ -1,4 +1,4 @@
-"""What becomes of every module on disk: a pure function of names and sizes, the same on every rank."""
+"""Map every module to tensors on disk: a pure function of names and sizes, the same on every rank."""
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -32,23 +32,22 @@ from quant.rotation import KEY
 
 @dataclass(frozen=True)
 class Item:
-    """One module's own tensors: what must be gathered, and what it becomes on disk.
+    """Module's own tensors: parameters to gather, and the tensors on disk.
 
     Attributes:
-        name: of the module; of a quantizer of keys or values the key of its scale.
+        name: the module's name; for a quantizer of keys or values the key of its scale.
         module: the module.
-        parameters: those that must be gathered.
-        shapes: dtype and shape of everything that will be written, by key on disk.
-        layout: how a QuantLayer is written; None for every other module, which is written as it is.
-        linears: of a QuantLayer, the Linears that it is on disk, by their names there.
-        plain: parameters and buffers that are written as they are, and where.
+        parameters: parameters to gather.
+        shapes: dtype and shape of every tensor to write, by key on disk.
+        layout: format of a QuantLayer; None for every other module, which is written unchanged.
+        linears: Linears on disk of a QuantLayer, by their names there.
+        plain: parameters and buffers written unchanged, and their locations on disk.
         stacked: keys of the equal parts of the module's only parameter, in their order.
-        fused: the tensors that hold all Linears of a stack of experts; they are written in parts.
-        joined: for mlx, by the name of an expert's Linear on disk: the module that holds those of all experts, and the
-            expert's number.
-        turned: whether the weight of a QuantLayer is written turned.
-        copied: a tensor of the source that is written as it lies there, or as the values of its codes; no module has
-            it.
+        fused: tensors on disk with all Linears of a stack of experts, written in parts.
+        joined: for mlx, by the name of an expert's Linear on disk: the module with the Linears of all experts, and the
+            expert's index.
+        turned: True if the weight of a QuantLayer is written transposed.
+        copied: tensor of the source outside of any module, written unchanged, or decoded.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Item:
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Bytes that gathering the parameters takes; nothing for those that are whole on every rank anyway."""
+        """Bytes needed to gather the parameters; 0 for those that are whole on every rank anyway."""
         return sum(full_numel(p) * p.element_size() for p in self.parameters if is_partitioned(p) and not is_whole(p))
 
 
@@ -82,17 +81,17 @@ def plan_shards(
     max_shard_size: int,
     source: Mapping[str, DiskTensor | QuantizedTensor],
 ) -> list[list[Item]]:
-    """Every module with tensors of its own, in module order, and what is copied, by the file that it goes to.
+    """List modules with tensors of their own, in module order, then copied tensors, grouped by file.
 
-    A tied parameter is written once, under its first name. The items of a file have at most ``max_shard_size`` bytes
-    together; one that is larger gets a file of its own.
+    A tied parameter is written once, under its first name. The items of a file total at most ``max_shard_size`` bytes;
+    a larger item gets a file of its own.
 
     Args:
-        model, quantization, layout, max_shard_size: of :func:`model.save.export_model`.
-        source: the tensors by key of the checkpoint that the model was loaded from.
+        model, quantization, layout, max_shard_size: as in :func:`model.save.export_model`.
+        source: tensors by key of the checkpoint that the model was loaded from.
 
     Raises:
-        ValueError: experts that lie in one tensor on disk, and not so in the model.
+        ValueError: experts that share a tensor on disk, but not in the model.
     """
     names = Names(model, {key: tensor.shape for key, tensor in source.items()})
     quantized = quantization is not None and bool(quantization.layers) and layout != "dequantized"
@@ -119,8 +118,8 @@ def plan_shards(
 def not_read(
     model: PreTrainedModel, names: Names, source: Mapping[str, DiskTensor | QuantizedTensor]
 ) -> list[DiskTensor | QuantizedTensor]:
-    """The tensors of a checkpoint that the model has no use for, and others may: those of the towers beside its text
-    model, of heads for speculative decoding (MTP). Buffers that every reader computes are not among them."""
+    """Tensors of a checkpoint that the model does not use, but others may: of towers beside its text model, of heads
+    for speculative decoding (MTP). Without buffers that every reader computes."""
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     return [
         tensor
@@ -130,15 +129,15 @@ def not_read(
 
 
 def copied_modules(shards: Iterable[Iterable[Item]], spelled: Callable[[str], str] = str) -> list[str]:
-    """The modules, as they are called on disk, of which nothing is in the model and everything is copied: each at the
-    highest level where that is so (``model.visual``, ``mtp``, ``model.layers.61``).
+    """List modules, named as on disk, that are copied completely because the model has nothing of them: each at the
+    highest such level (``model.visual``, ``mtp``, ``model.layers.61``).
 
     Args:
-        shards: of :func:`plan_shards`.
-        spelled: gives the key of a copied tensor another spelling, in which the modules are named then.
+        shards: from :func:`plan_shards`.
+        spelled: converts the key of a copied tensor to the spelling in which to name the modules.
     """
     items = [item for shard in shards for item in shard]
-    # The model's own spelling too: what holds a layer in any reader is not copied.
+    # Include the model's own spelling: a module that has one of its layers in any reader is not copied.
     own = [key for item in items if item.copied is None for key in (f"{item.name}.", *item.shapes)]
     above = {key[:end] for key in own for end in _ends(key)}
     found: dict[str, None] = {}
@@ -151,7 +150,7 @@ def copied_modules(shards: Iterable[Iterable[Item]], spelled: Callable[[str], st
 
 
 def _ends(key: str) -> list[int]:
-    """Where the names of the modules that hold a tensor end in its key, from the outermost on."""
+    """Lengths of the prefixes of a tensor's key that name its parent modules, outermost first."""
     return [index for index, character in enumerate(key) if character == "."]
 
 
@@ -202,7 +201,7 @@ def _quantized_item(
 
 
 def _joined_item(name: str, layer: QuantLayer, linears: Mapping[str, LinearPart]) -> Item:
-    """A stack of experts for mlx-lm, which has the Linear of all experts in one module."""
+    """Item of a stack of experts for mlx-lm, which has a Linear of all experts in one module."""
     places = {on_disk: mlx_place(on_disk) for on_disk in linears}
     joined = {on_disk: (module, expert or 0) for on_disk, (module, expert) in places.items()}
     experts = 1 + max(expert for _, expert in joined.values())
@@ -215,10 +214,10 @@ def _joined_item(name: str, layer: QuantLayer, linears: Mapping[str, LinearPart]
 
 
 def _check_blocks(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Refuse for layout ``gpt_oss`` a model of which not all experts are quantized, or others than these.
+    """Check for layout ``gpt_oss`` that all experts are quantized, as stacks, and nothing else.
 
     Raises:
-        ValueError: that is so; names them.
+        ValueError: other layers are, or experts are not; names them.
     """
     held = {
         name
@@ -236,13 +235,13 @@ def _check_blocks(model: PreTrainedModel, quantization: Quantization) -> None:
 
 
 def _parent(name: str) -> str:
-    """What the module above ``name`` is called."""
+    """Name of the module above ``name``."""
     return name.split(".")[-2]
 
 
 def linears_of_quantized(kind: str) -> Callable[[PretrainedConfig], nn.Module] | None:
-    """What makes the Linears that transformers puts in the place of experts of the class ``kind`` before it loads a
-    quantized checkpoint; None where it does not."""
+    """Function that creates the Linears by which transformers replaces experts of the class ``kind`` before it loads a
+    quantized checkpoint; None if it does not replace them."""
     entry: Any = MODULES_TO_PATCH_FOR_QUANTIZATION.get(kind, {})
     applies = QuantizationMethod.COMPRESSED_TENSORS in entry.get("quantization_methods", ())
     linears: Callable[[PretrainedConfig], nn.Module] | None = entry["module_name"] if applies else None
@@ -250,17 +249,17 @@ def linears_of_quantized(kind: str) -> Callable[[PretrainedConfig], nn.Module] |
 
 
 def _becomes_linears(model: PreTrainedModel, name: str) -> bool:
-    """The same for the experts of ours that hold the stack ``name``."""
+    """Return True if transformers replaces the experts with the stack ``name`` by Linears."""
     experts = model.get_submodule(name.rpartition(".")[0])
     return linears_of_quantized(getattr(experts, "replaces", "")) is not None
 
 
 def _fused(names: Names, name: str, module: nn.Module, source: Container[str]) -> tuple[Stack, ...]:
-    """The tensors with all experts that the weight of a module is written in: where the source has them so, or
-    transformers reads no other form.
+    """Tensors on disk with all experts for the weight of a module: if the source has them so, or transformers reads no
+    other form.
 
     Raises:
-        ValueError: it does not, and the model has each expert by itself.
+        ValueError: transformers reads no other form, but the model has separate experts.
     """
     stacks = tuple(names.stacks(f"{name}.weight"))
     only = [stack.key for stack in stacks if stack.only]
@@ -277,9 +276,9 @@ def _fused(names: Names, name: str, module: nn.Module, source: Container[str]) -
 def _stacked_item(
     model: PreTrainedModel, names: Names, name: str, module: nn.Module, source: Container[str], *, quantized: bool
 ) -> Item:
-    """A stack of experts that is written without scales: one that is not quantized, or a plain checkpoint.
+    """Item of a stack of experts without scales: one that is not quantized, or a plain checkpoint.
 
-    ``quantized``: other layers of the checkpoint are.
+    ``quantized``: other layers of the checkpoint are quantized.
     """
     stack = module.get_parameter("weight")
     fused = () if quantized and _becomes_linears(model, name) else _fused(names, name, module, source)
@@ -294,7 +293,7 @@ def _stacked_item(
 
 
 def _cache_item(key: str, cache: QuantCache) -> Item:
-    """The quantizer of keys or of values, of which the scale alone is stored."""
+    """Item of the quantizer of keys or of values, which stores only its scale."""
     return Item(key, cache, list(cache.parameters()), {key: (torch.float32, (1,))})
 
 
@@ -310,8 +309,8 @@ def _copied_item(tensor: DiskTensor | QuantizedTensor, dtype: torch.dtype) -> It
 
 
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> Item:
-    """A module whose own parameters and persistent buffers are written as they are, but for scales."""
-    _fused(names, name, module, ())  # none of its own, or an error
+    """Item of a module whose own parameters and persistent buffers, except scales, are written unchanged."""
+    _fused(names, name, module, ())  # raises for an expert that only a fused tensor can store
     plain: list[tuple[torch.Tensor, Place]] = []
     if isinstance(module, QuantLayer) and module.adapter is not None:
         raise ValueError(f"{name} has an adapter, which is written with its quantized weight alone")

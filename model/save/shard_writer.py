@@ -1,8 +1,8 @@
-"""A safetensors file that is written tensor by tensor, as they come.
+"""Write a safetensors file tensor by tensor, as they arrive.
 
 Names, dtypes and shapes are known before the first tensor, so the header is written first and every tensor goes to its
-own place: nobody collects a file's tensors in memory. A thread forces to disk what is written, while the next tensors
-are made. The order in the file is that of the format's own library, whose files are the same byte by byte.
+own offset; no file is collected in memory. A thread syncs written data to disk while the next tensors are computed. The
+order in the file is that of the format's own library, whose files are the same byte for byte.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.checkpoint.safetensors import DTYPES
 
-# As the library lays them: wide elements first, so that each tensor begins at a multiple of its element's size.
+# In the library's order: wide elements first, so that each tensor begins at a multiple of its element's size.
 ORDER = ("I64", "F64", "F32", "U32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
 KINDS = {DTYPES[kind]: kind for kind in ORDER}
 SYNC_BYTES = 64 * 2**20
@@ -27,22 +27,22 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class ShardWriter:
-    """Writes one file. Call :meth:`close` whatever happens; only after :meth:`finish` the file is whole.
+    """Writer of one file. Always call :meth:`close`; the file is complete only after :meth:`finish`.
 
     Args:
-        path: of the file, which must not be there.
+        path: the file, which must not exist.
         shapes: dtype and shape of every tensor, by key.
-        head: of a file in another format, or with metadata, its first bytes, and where in it each tensor begins.
+        head: for a file in another format, or with metadata: its first bytes, and the offset of each tensor.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
         ValueError: the format has no such dtype.
     """
 
     def __init__(self, path: Path, shapes: Shapes, head: tuple[bytes, Mapping[str, int]] | None = None) -> None:
         header, self._begin = head or safetensors_head(shapes)
         self._left = dict(shapes)
-        self._elements: dict[str, int] = {}  # still to come, of tensors that are written in parts
+        self._elements: dict[str, int] = {}  # elements left, of tensors written in parts
         self._unsynced = 0
         self._syncing: threading.Thread | None = None
         self._failure: OSError | None = None
@@ -50,23 +50,23 @@ class ShardWriter:
         try:
             self._put(memoryview(header), 0)
         except OSError:
-            self.close()  # nobody else could
+            self.close()  # the caller has no object to close
             raise
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write a contiguous tensor in CPU memory, of the planned dtype and shape; it may be changed afterwards.
 
         Raises:
-            OSError: the disk is full, or failed; maybe for an earlier tensor.
-            KeyError: it was not planned, or is there already.
-            ValueError: it is not of the planned dtype and shape.
+            OSError: the disk is full, or failed, maybe for an earlier tensor.
+            KeyError: not planned, or written already.
+            ValueError: not of the planned dtype and shape.
         """
         self.write_stack([key], tensor.unsqueeze(0))
 
     def write_stack(self, keys: Sequence[str], stack: Tensor) -> None:
-        """Write tensors that lie one behind another, ``stack[i]`` as ``keys[i]``; else as :meth:`write`.
+        """Write ``stack[i]`` as ``keys[i]``, with the conditions and errors of :meth:`write`.
 
-        For thousands of small ones: a view of each by itself takes a third of the time of writing it.
+        Faster for thousands of small tensors: a view of each takes a third of the time of writing it.
         """
         made = stack.dtype, tuple(stack.shape[1:])
         data = memoryview(stack.view(-1).view(torch.uint8).numpy() if stack.numel() else b"")  # type: ignore[arg-type]
@@ -78,8 +78,8 @@ class ShardWriter:
             self._put(data[index * size : (index + 1) * size], self._begin[key])
 
     def write_part(self, key: str, start: int, part: Tensor) -> None:
-        """Write a run of the tensor ``key``: all elements of ``part``, contiguous in CPU memory, from its element
-        ``start`` on. Parts may come in any order, and each once; errors as of :meth:`write`."""
+        """Write all elements of ``part``, contiguous in CPU memory, as a run of the tensor ``key`` from element
+        ``start`` on. Parts may come in any order, each once; errors as in :meth:`write`."""
         dtype, shape = self._left[key]
         left = self._elements.setdefault(key, math.prod(shape)) - part.numel()
         if part.dtype != dtype or left < 0 or start + part.numel() > math.prod(shape):
@@ -104,7 +104,7 @@ class ShardWriter:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file, whole or not."""
+        """Close the file, complete or not."""
         if self._syncing is not None:
             self._syncing.join()
         os.close(self._file)
@@ -134,7 +134,7 @@ class ShardWriter:
 
 
 def safetensors_head(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a safetensors file, and where in it each tensor begins; ``metadata`` is for its readers."""
+    """First bytes of a safetensors file, and the offset of each tensor; ``metadata`` is for its readers."""
     if unknown := sorted({str(dtype) for dtype, _ in shapes.values() if dtype not in KINDS}):
         raise ValueError(f"safetensors files are not written with {', '.join(unknown)}")
     places: dict[str, dict[str, object]] = {}

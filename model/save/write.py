@@ -1,4 +1,4 @@
-"""Modules gathered on rank 0, packed, and written into the shards of the plan."""
+"""Gather modules on rank 0, pack them, and write them into the shards of the plan."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +21,13 @@ from quant.formats.layouts import BLOCK_ENDS, linear_tensors
 from quant.kv_cache import QuantCache
 from quant.rotation import KEY, stored_matrix
 
-# Of parameters that are gathered together. Less is slower: a large one cannot come while a few small ones are written.
+# Size of parameters gathered together. Larger is slower: a large one cannot arrive while a few small ones are written.
 GATHER_BYTES = 32 * 2**20
 
 
 @dataclass
 class BufferedBytes:
-    """Counts the bytes of tensors that this rank holds, and the most it ever held."""
+    """Counter of the bytes of tensors on this rank, with their peak."""
 
     now: int = 0
     peak: int = 0
@@ -41,7 +41,7 @@ Writers = Callable[[Path, list[Item]], ShardWriter]
 
 
 def safetensors_file(path: Path, items: list[Item]) -> ShardWriter:
-    """A safetensors file for these items."""
+    """Open a safetensors file for these items."""
     return ShardWriter(path, {key: shape for item in items for key, shape in item.shapes.items()})
 
 
@@ -52,12 +52,12 @@ def write_shards(
 
     Args:
         shards: of the plan.
-        directory: where to write.
-        single: name of a file that is the only one.
-        writer: makes a file.
+        directory: output directory.
+        single: file name if there is one file only.
+        writer: opens a file.
 
     Returns:
-        The files' names, and the most bytes of tensors that this rank held at a time.
+        The files' names, and the peak bytes of tensors on this rank.
 
     Raises:
         RankError: on every rank, after the last collective of a file that rank 0 could not write.
@@ -65,7 +65,7 @@ def write_shards(
     limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard))
     by_shard = [list(batches(shard, lambda item: item.gathered_bytes, limit)) for shard in shards]
     held, buffer = BufferedBytes(), ReceiveBuffer()
-    with errors_on_all_ranks(RuntimeError):  # what torch raises without memory
+    with errors_on_all_ranks(RuntimeError):  # torch's out-of-memory error
         if is_main():
             for shard in by_shard:
                 buffer.reserve(_parameters(shard))
@@ -80,7 +80,7 @@ def write_shards(
 
 
 def _parameters(shard: list[list[Item]]) -> list[list[nn.Parameter]]:
-    """What is gathered for each batch of a shard."""
+    """Parameters to gather for each batch of a shard."""
     return [[parameter for item in batch for parameter in item.parameters] for batch in shard]
 
 
@@ -92,7 +92,7 @@ def _write_shard(
     progress: tqdm,
     writer: Writers,
 ) -> None:
-    """Write one file; ``shard`` has its items in the batches that are gathered together."""
+    """Write one file; ``shard`` has its items in batches to gather together."""
     output = _Output(path, [item for batch in shard for item in batch], held, writer) if is_main() else None
     gathered = gathered_on_main(_parameters(shard), buffer)
     for batch, coming, _ in zip(shard, [*shard[1:], []], gathered, strict=True):
@@ -102,7 +102,7 @@ def _write_shard(
             held.add(-size)
         progress.update(sum(item.bytes for item in batch))
     failure = output.finish() if output is not None else None
-    # Whatever went wrong in packing or writing, rank 0 went on gathering up to here, where all of them stop.
+    # After any error in packing or writing, rank 0 kept gathering up to here, where all ranks stop.
     text = f"export failed in {path.name}: {type(failure).__name__}: {failure}"
     try:
         raise_everywhere(None if failure is None else text)
@@ -111,7 +111,7 @@ def _write_shard(
 
 
 class _Output:
-    """One file on rank 0. It raises nothing: :meth:`finish` returns the first error, and after it nothing is written.
+    """File on rank 0. It raises nothing: :meth:`finish` returns the first error, after which nothing is written.
 
     An error of any kind must wait: the other ranks are in the next gather.
     """
@@ -158,7 +158,7 @@ class _Output:
                 self._writer.write_part(tensor.key, 0, torch.empty(0, dtype=dtype))
 
     def finish(self) -> Exception | None:
-        """Close the file; what went wrong, if something did."""
+        """Close the file, and return the first error, if any."""
         if self._writer is not None:
             try:
                 if self._failure is None:
@@ -170,7 +170,7 @@ class _Output:
 
 
 def _stacks(item: Item) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
-    """The equal parts of the only parameter of a stacked item, some MiB at a time: keys, and ``[keys, out, in]``."""
+    """Yield the equal parts of a stacked item's only parameter, some MiB at a time: keys, and ``[keys, out, in]``."""
     if item.stacked:
         stack = item.parameters[0].detach()
         parts = stack.view(len(item.stacked), -1, stack.shape[-1])
@@ -180,7 +180,7 @@ def _stacks(item: Item) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
 
 
 def _parts(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The parts of tensors that are not written at once: key, the element where the part begins, and its values."""
+    """Yield the parts of tensors that are written in parts: key, first element, and values."""
     if item.layout == "gpt_oss":
         yield from _blocks(item)
         return
@@ -197,7 +197,7 @@ def _parts(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
 
 
 def _blocks(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The parts of a stack in layout ``gpt_oss``: the codes and scales of each expert."""
+    """Yield the parts of a stack in layout ``gpt_oss``: the codes and scales of each expert."""
     (stack,) = item.fused
     for index, (_, tensors) in enumerate(_weights(item)):
         for suffix, end in BLOCK_ENDS.items():
@@ -205,7 +205,7 @@ def _blocks(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
 
 
 def _experts(item: Item) -> Iterator[dict[str, torch.Tensor]]:
-    """The Linears of a fused item, some experts at a time: ``[experts, out, in]`` by the name of the projection."""
+    """Yield the Linears of a fused item, some experts at a time: ``[experts, out, in]`` by projection name."""
     projections: tuple[str, ...] = item.module.projections  # type: ignore[assignment, union-attr]
     if item.layout is None:
         stack = item.parameters[0].detach()
@@ -219,12 +219,12 @@ def _experts(item: Item) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of an item that is not stacked, in CPU memory, by key; those of one Linear, or one plain tensor, at a
-    time. A plain tensor on a CPU is the parameter's own memory, unless it is written turned."""
+    """Yield the tensors of an item that is not stacked, in CPU memory, by key: those of one Linear, or one plain
+    tensor, at a time. A plain tensor on a CPU is the parameter's own memory, unless it is written transposed."""
     if isinstance(item.module, QuantCache):
         yield {item.name: cache_scale(item.name, item.module.input_scale())}
         return
-    if item.layout is None:  # nothing of a stack
+    if item.layout is None:  # yields nothing for a stack
         for tensor, place in item.plain:
             matrix = tensor.detach().cpu()
             values = (matrix.t() if place.turned else matrix).contiguous().view(-1)
@@ -239,7 +239,7 @@ def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _weights(item: Item) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Each Linear of a QuantLayer as it is on disk: its name, and its tensors by suffix, in CPU memory."""
+    """Yield each Linear on disk of a QuantLayer: its name, and its tensors by suffix, in CPU memory."""
     layer = item.module
     assert isinstance(layer, QuantLayer) and item.layout is not None
     scale = layer.scale_of_weight._replace(s0=layer.weight_scale(), theta=None)
