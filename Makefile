@@ -22,9 +22,9 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 # Names the checkout: an environment shared by two of them holds the editable install of the last one only.
 STAMP := $(VENV)/.installed$(subst /,_,$(CURDIR))
 
-GGUF_TESTS := tests/unit/model/save/test_gguf.py tests/distributed/engine/test_gguf.py
-MLX_TESTS := tests/unit/quant/formats/test_mlx.py tests/distributed/engine/test_mlx.py
-EXECUTORCH_TESTS := tests/unit/quant/formats/test_torchao.py tests/distributed/engine/test_executorch.py
+GGUF_TESTS := tests/unit/model/save/test_gguf.py tests/distributed/tools/verify/test_engines.py
+MLX_TESTS := tests/unit/quant/formats/test_mlx.py tests/distributed/tools/verify/test_engines.py
+EXECUTORCH_TESTS := tests/unit/quant/formats/test_torchao.py tests/distributed/tools/verify/test_engines.py
 PEFT_TESTS := tests/distributed/model/save/test_lora.py
 
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.

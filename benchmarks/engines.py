@@ -39,10 +39,10 @@ from quant.formats.layouts import check_layout
 from tests.gguf_templates import gguf_template
 from tools.compressed import load_compressed
 from tools.verify import executorch as xnnpack
-from tools.verify import llama_cpp as llama
-from tools.verify.check import Comparison, windows
+from tools.verify import gguf as llama
+from tools.verify.comparison import Comparison, windows
 from tools.verify.files import dtype_on_disk
-from tools.verify.llama_cpp import engine_logits
+from tools.verify.gguf import engine_logits
 
 Values = Mapping[str, Tensor]  # of quantized weights, fp32, by the engine's name
 HEAD = (
@@ -120,7 +120,7 @@ class Trained:
 
     def compared(self, logits: Iterator[Tensor]) -> Comparison:
         """An engine's logits with ours."""
-        found = Comparison("")
+        found = Comparison()
         for ids, ours, theirs in zip(self.batches, self.ours, logits, strict=True):
             found.add(ours, theirs, ids)
         return found

@@ -48,7 +48,7 @@ from model.checkpoint.load import load_weights
 from model.quantized.config import is_quantized, weights_alone
 from quant import SCHEMES
 from tools.compressed import load_compressed
-from tools.verify.check import Comparison, windows
+from tools.verify.comparison import Comparison, windows
 
 DEVICE = torch.device("cpu")
 FT, PTQ, QAT = "ft", "ptq", "qat"
@@ -150,7 +150,7 @@ class Bench:
         if not self._reference:
             reference = load(self._reference_at)
             self._reference = [reference(input_ids=ids, use_cache=False).logits for ids in self.batches]
-        compared = Comparison("")
+        compared = Comparison()
         for ids, theirs in zip(self.batches, self._reference, strict=True):
             compared.add(model(input_ids=ids, use_cache=False).logits, theirs, ids)
         return Found(compared.perplexity("ours"), compared.kl, compared.top1)

@@ -51,7 +51,7 @@ from engine.loop import Loop
 from launch.calibrate import calibrate
 from launch.compare import named
 from quant import SCHEMES
-from tools.verify.check import Comparison, windows
+from tools.verify.comparison import Comparison, windows
 
 STARTS: dict[str, dict[str, Any]] = {
     "rtn": {},
@@ -89,7 +89,7 @@ class Text:
                 [model(input_ids=ids, use_cache=False).logits for ids in self.batches],
             )
         model, half = load(export), len(self.batches) // 2
-        compared = Comparison(""), Comparison("")
+        compared = Comparison(), Comparison()
         for index, (ids, theirs) in enumerate(zip(self.batches, self._reference[1], strict=True)):
             compared[index >= half].add(model(input_ids=ids, use_cache=False).logits, theirs, ids)
         return compared

@@ -36,7 +36,7 @@ from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, prepare
 from quant.rotation import rotate_inputs
 from quant.scale import first_input_scale
-from tools.verify.check import Comparison, windows
+from tools.verify.comparison import Comparison, windows
 
 DEVICE = torch.device("cpu")
 CHANNELS = 4  # of each layer that get outliers
@@ -104,7 +104,7 @@ def rows_of(model: Path, arguments: argparse.Namespace, first: list[Tensor], bat
         ways |= {"down_proj turned": (model, arguments.block), "both": (rotated, arguments.block)}
     for scheme in arguments.schemes:
         for way, (directory, block) in ways.items():
-            ours, compared = quantized(directory, scheme, block, first), Comparison("")
+            ours, compared = quantized(directory, scheme, block, first), Comparison()
             for ids, theirs in zip(batches, expected, strict=True):
                 with torch.no_grad():
                     compared.add(ours(input_ids=ids, use_cache=False).logits, theirs, ids)

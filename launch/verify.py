@@ -64,8 +64,11 @@ def main(argv: list[str] | None = None) -> int:
     from data.samples import DataError, load_tokenizer
     from model.quantized.config import find_quantization_config
     from model.ranks import RankError
-    from tools.verify import executorch, gguf, mlx
-    from tools.verify.check import Report, compare_with_transformers, windows
+    from tools.verify.check import compare_with_transformers
+    from tools.verify.comparison import compare_with_compressed, windows
+    from tools.verify.executorch import ExecuTorch
+    from tools.verify.gguf import GGUF
+    from tools.verify.mlx import MLX
 
     logging.set_verbosity_error()  # what transformers says about the keys is in the report
     logging.disable_progress_bar()
@@ -80,13 +83,10 @@ def main(argv: list[str] | None = None) -> int:
         text = arguments.text or "(the sample)"
         parser.error(f"--text {text} has {len(ids)} tokens with this tokenizer, at least 2 are needed")
     batches, trust = windows(ids, arguments.window), arguments.trust_remote_code
-    report: Report | gguf.GGUFReport | mlx.MLXReport | executorch.ExecuTorchReport
     try:
         if engine is not None:
-            reader = {"llama.cpp": gguf, "MLX": mlx, "ExecuTorch": executorch}[engine]
-            report = reader.compare_with_compressed(
-                arguments.export, arguments.against, batches, trust_remote_code=trust
-            )
+            reader = {"llama.cpp": GGUF, "MLX": MLX, "ExecuTorch": ExecuTorch}[engine](arguments.export)
+            report = compare_with_compressed(reader, arguments.against, batches, trust_remote_code=trust)
         else:
             report = compare_with_transformers(arguments.export, batches, trust_remote_code=trust)
     except (RankError, ValueError) as error:

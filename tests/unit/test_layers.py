@@ -162,7 +162,7 @@ def test_a_violation_is_found(module: str, source: str) -> None:
         ("engine.losses.kd", "from . import teacher\nfrom model.head import LMHead"),
         ("engine.loop", "from engine.checkpoint.save import LATEST\nfrom engine import schedule"),
         ("launch.train", "from engine.loop import Loop\nimport engine.config.reading"),
-        ("launch.verify", "from tools.verify.check import windows"),
+        ("launch.verify", "from tools.verify.comparison import windows"),
         ("tools.teacher_cache", "from engine.session.context import start_ranks\nfrom engine import held_out"),
     ],
 )

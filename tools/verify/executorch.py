@@ -1,98 +1,54 @@
-"""Compares an export for ExecuTorch with a compressed export of the same checkpoint, in torchao and in ExecuTorch.
+"""Exports for ExecuTorch, in torchao and in ExecuTorch.
 
-transformers loads the directory with torchao, whose tensors are dequantized in fp32 and must be equal bit for bit to
-what our forward multiplies. Then the model is exported with torch.export, lowered to XNNPACK and run by ExecuTorch's
-runtime on the CPU. Nothing is quantized on that way, but inputs are by XNNPACK's own kernels: a value that lies within
-a rounding of a boundary between two codes may come to the other one, so logits are near ours and not equal.
+transformers loads the directory with torchao, which dequantizes its weights in fp32. Then the model is exported with
+torch.export, lowered to XNNPACK and run by ExecuTorch's runtime on the CPU. Nothing is quantized on that way, but
+inputs are by XNNPACK's own kernels: a value that is within a rounding of a boundary between two codes may come to the
+other one, so logits are near ours and not equal.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model.ranks import listed
-from tools.verify.dequantized import dequantized
+from tools.verify.comparison import Engine, Report, compare, logits_of
 
-# Of tokens whose likeliest successor is the same in both; of random weights, where many are about as likely, too.
-SAME_TOP = 0.98
+# Of tokens whose likeliest successor is another one; of random weights, where many are about as likely, too.
+OTHER_TOP = 0.02
 # Of the perplexity in XNNPACK relative to ours. Measured: 1e-6 and less. Wrong scales or inputs give 1e-2 and more.
 PERPLEXITY = 5e-3
 
 
-@dataclass
-class ExecuTorchReport:
-    """What was found.
+class ExecuTorch(Engine):
+    """Reader of exports for ExecuTorch."""
 
-    Attributes:
-        quantized: how many layers have codes.
-        equal: how many tensors of the checkpoint are equal.
-        same_top: share of tokens after which the likeliest one is the same in XNNPACK.
-        perplexity: of the text in XNNPACK, and in our forward.
-        tokens: how many were compared.
-        problems: one line each.
-    """
+    def __init__(self, export: Path) -> None:
+        """Load ``export`` with transformers and torchao; see :func:`loaded`."""
+        self.export, self.theirs = export, loaded(export)
+        self.found = self.theirs.state_dict()
+        self.unused = frozenset(self.theirs.all_tied_weights_keys)
+        self.report = Report("XNNPACK", "torchao", sum(hasattr(weight, "qdata") for weight in self.found.values()))
 
-    quantized: int = 0
-    equal: int = 0
-    same_top: float = 0.0
-    perplexity: tuple[float, float] = (0.0, 0.0)
-    tokens: int = 0
-    problems: list[str] = field(default_factory=list)
+    def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
+        found = self.found[key]
+        return torch.equal(found.dequantize() if hasattr(found, "qdata") else found, expected)
 
-    @property
-    def ok(self) -> bool:
-        """Whether weights are equal and logits near."""
-        return not self.problems
-
-    def table(self) -> str:
-        """The report as text for people."""
-        lines = [
-            f"{self.quantized} quantized layers, {self.equal} tensors of the checkpoint equal bit for bit",
-            f"in XNNPACK: same likeliest token {self.same_top:.1%} of {self.tokens}, perplexity "
-            f"{self.perplexity[0]:.4f} there, {self.perplexity[1]:.4f} here",
-            *(f"PROBLEM: {problem}" for problem in self.problems),
-        ]
-        return "\n".join([*lines, "ok" if self.ok else "NOT ok"])
-
-
-@torch.no_grad()
-def compare_with_compressed(
-    export: Path, against: Path, batches: Sequence[Tensor], *, trust_remote_code: bool = False
-) -> ExecuTorchReport:
-    """Compare every tensor, and the logits of ``batches`` of token ids [B, T]: of those of the first one's shape, which
-    the lowered program takes alone.
-
-    Raises:
-        RankError: ``against`` is no compressed checkpoint.
-        ValueError: ExecuTorch is missing, or transformers does not load ``export`` with torchao.
-    """
-    batches = [ids for ids in batches if ids.shape == batches[0].shape]
-    theirs = loaded(export)
-    report = ExecuTorchReport()
-    found = dict(theirs.state_dict())
-    with dequantized(against, trust_remote_code=trust_remote_code) as (model, tensors):
-        left = set(found)
-        for key, expected in tensors:
-            left.discard(key)
-            _compare(report, key, expected, found.get(key))
-        if left := left - set(theirs.all_tied_weights_keys):
-            report.problems.append(f"{against} lacks {listed(sorted(left), 6)}")
-        if not report.problems:
-            ours = [model(input_ids=ids, use_cache=False).logits.float() for ids in batches]
-            _compare_logits(report, computed(theirs, batches), ours, batches)
-    return report
+    def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
+        same = [ids for ids in batches if ids.shape == batches[0].shape]  # the lowered program takes no other
+        ours = (logits_of(self.model, ids) for ids in same)
+        found = self.report.logits["our forward"] = compare(ours, computed(self.theirs, same), same)
+        self.report.require("our forward", 1 - found.top1, OTHER_TOP, "the share of other likeliest tokens")
+        change = abs(found.perplexity("theirs") / found.perplexity("ours") - 1)
+        self.report.require("our forward", change, PERPLEXITY, "the relative difference of the perplexities")
 
 
 def loaded(export: Path) -> PreTrainedModel:
-    """The model as transformers loads it with torchao, computing in fp32 as XNNPACK does.
+    """Load a model with transformers and torchao, computing in fp32 as XNNPACK does.
 
     Raises:
-        ValueError: see :func:`compare_with_compressed`.
+        ValueError: ExecuTorch is missing, or transformers does not load ``export`` with torchao.
     """
     try:
         import executorch  # noqa: F401
@@ -107,7 +63,7 @@ def loaded(export: Path) -> PreTrainedModel:
 
 
 def lowerable(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, whose weights are torchao's tensors, ready for :func:`computed`: in fp32, as XNNPACK computes."""
+    """Make a model whose weights are torchao's tensors ready for :func:`computed`: in fp32, as XNNPACK computes."""
     model.requires_grad_(False)
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), "of the model types that are written"
@@ -116,21 +72,8 @@ def lowerable(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def _compare(report: ExecuTorchReport, key: str, expected: Tensor, found: Tensor | None) -> None:
-    if found is None:
-        report.problems.append(f"{key} is not there")
-        return
-    if hasattr(found, "qdata"):
-        report.quantized += 1
-        found = found.dequantize()
-    if torch.equal(found, expected):
-        report.equal += 1
-    else:
-        report.problems.append(f"{key} is another one")
-
-
 class _Logits(nn.Module):
-    """What is lowered: token ids [B, T] to logits [B, T, V], without a cache."""
+    """The module to lower: token ids [B, T] to logits [B, T, V], without a cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -141,7 +84,7 @@ class _Logits(nn.Module):
 
 
 def computed(model: PreTrainedModel, batches: Sequence[Tensor]) -> list[Tensor]:
-    """The logits of batches of one shape in ExecuTorch's runtime."""
+    """Compute the logits of batches of one shape in ExecuTorch's runtime."""
     import executorch.kernels.quantized  # noqa: F401  registers the lookups in tables of codes
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
@@ -155,24 +98,3 @@ def computed(model: PreTrainedModel, batches: Sequence[Tensor]) -> list[Tensor]:
     program = Runtime.get().load_program(buffer)  # a method does not keep it alive, nor it the bytes
     method = program.load_method("forward")
     return [method.execute([ids])[0].clone() for ids in batches]
-
-
-def _compare_logits(
-    report: ExecuTorchReport, theirs: Sequence[Tensor], ours: Sequence[Tensor], batches: Sequence[Tensor]
-) -> None:
-    same = [(one.argmax(-1) == other.argmax(-1)).flatten() for one, other in zip(ours, theirs, strict=True)]
-    report.same_top = torch.cat(same).float().mean().item()
-    report.tokens = torch.cat(same).numel()
-    there, here = report.perplexity = _perplexity(theirs, batches), _perplexity(ours, batches)
-    if not report.same_top >= SAME_TOP:
-        report.problems.append(f"{report.same_top:.1%} of the likeliest tokens are the same, expected {SAME_TOP:.0%}")
-    if not abs(there / here - 1) <= PERPLEXITY:
-        report.problems.append(f"the perplexity is {there:.4f} there and {here:.4f} here")
-
-
-def _perplexity(logits: Sequence[Tensor], batches: Sequence[Tensor]) -> float:
-    losses = [
-        cross_entropy(one[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        for one, ids in zip(logits, batches, strict=True)
-    ]
-    return torch.cat(losses).mean().exp().item()

@@ -169,20 +169,27 @@ def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> Non
 
 
 @contextmanager
-def inputs_of_experts_left(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Inside the block the inputs of experts are not quantized, where transformers does not."""
-    is_fused = fused_there(model)
-    experts = [layer for name, layer in quantization.layers.items() if is_fused(name) and layer.input_fake_quant]
-    for layer in experts:
-        layer.input_fake_quant = False
+def inputs_left(quantization: Quantization) -> Iterator[None]:
+    """Leave inputs, keys and values as they are inside the block."""
+    quantization.set_fake_quant(weights=True, activations=False)
     yield
-    for layer in experts:
-        layer.input_fake_quant = True
+    quantization.set_fake_quant(weights=True, activations=True)
+
+
+@contextmanager
+def inputs_of_experts_left(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
+    """Leave the inputs of experts as they are inside the block, where transformers does."""
+    is_fused = fused_there(model)
+    with ExitStack() as stack:
+        for name, layer in quantization.layers.items():
+            if is_fused(name) and layer.input_fake_quant:
+                stack.enter_context(_attributes(layer, input_fake_quant=False))
+        yield
 
 
 @contextmanager
 def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Inside the block our model uses the arithmetic of transformers."""
+    """Replace our arithmetic by that of transformers inside the block."""
     decoded, is_fused = not_loaded(model, quantization) is None, fused_there(model)
     model_dtype = dtype_on_disk(directory, model)
     with ExitStack() as stack:
@@ -190,50 +197,42 @@ def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quan
         for name, layer in quantization.layers.items():
             if layer.input_fake_quant:
                 assert layer.scheme.activations is not None
-                stack.enter_context(_their_input(layer, layer.scheme.activations))
-            spec = layer.scheme.weights
+                _enter_their_input(stack, layer, layer.scheme.activations)
+            spec, dtype = layer.scheme.weights, None
             if spec.scale_format == "e4m3":
-                stack.enter_context(_rounded_weight(layer, torch.bfloat16))
+                dtype = torch.bfloat16
             elif decoded and spec.dtype == "int" and not spec.ggml and (is_fused(name) or spec.has_zero_points):
-                stack.enter_context(_rounded_weight(layer, model_dtype))
+                dtype = model_dtype
+            if dtype is not None:  # weights are the dequantized codes already
+                stack.enter_context(_attributes(layer, weight_fake_quant=False))
+                stack.enter_context(_attributes(layer.weight, data=layer.weight.data.to(dtype).float()))
         for cache in quantization.caches.values():
-            stack.enter_context(_their_input(cache, cache.spec))
+            _enter_their_input(stack, cache, cache.spec)
         yield
 
 
-@contextmanager
-def _their_input(module: QuantLayer | QuantCache, spec: TensorSpec) -> Iterator[None]:
-    block = module.rotation if isinstance(module, QuantLinear) else None
-    hooks = [module.register_forward_pre_hook(fake_quantizer(spec, module.input_scale()))]
-    if isinstance(module, QuantLinear) and block is not None:  # turned before it is quantized
-        hooks.append(module.register_forward_pre_hook(_turn(block), prepend=True))
-        module.rotation = None
-    module.input_fake_quant = False
-    yield
-    module.input_fake_quant = True
-    if isinstance(module, QuantLinear):
-        module.rotation = block
-    for hook in hooks:
-        hook.remove()
-
-
-def _turn(block: int) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """A forward pre-hook that turns a module's input."""
-    return lambda module, arguments: (rotate(arguments[0], block), *arguments[1:])
+def _enter_their_input(stack: ExitStack, module: QuantLayer | QuantCache, spec: TensorSpec) -> None:
+    if isinstance(module, QuantLinear) and (block := module.rotation) is not None:  # rotated before it is quantized
+        hook = module.register_forward_pre_hook(lambda _, arguments: (rotate(arguments[0], block), *arguments[1:]))
+        stack.callback(hook.remove)
+        stack.enter_context(_attributes(module, rotation=None))
+    stack.callback(module.register_forward_pre_hook(fake_quantizer(spec, module.input_scale())).remove)
+    stack.enter_context(_attributes(module, input_fake_quant=False))
 
 
 @contextmanager
-def _rounded_weight(layer: QuantLayer, dtype: torch.dtype) -> Iterator[None]:
-    weight = layer.weight.data
-    layer.weight_fake_quant = False
-    layer.weight.data = weight.to(dtype).float()
+def _attributes(owner: object, **values: Any) -> Iterator[None]:
+    """Give an object other attributes inside the block."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     yield
-    layer.weight.data = weight
-    layer.weight_fake_quant = True
+    for name, value in before.items():
+        setattr(owner, name, value)
 
 
 def fake_quantizer(spec: TensorSpec, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """A forward pre-hook that fake-quantizes a module's input with compressed-tensors; ``scale`` None: dynamic. Above
+    """Forward pre-hook that fake-quantizes a module's input with compressed-tensors; ``scale`` None: dynamic. Above
     dynamic scales it is the global one."""
     args, above = _args(spec), scale if spec.dynamic else None
 

@@ -174,7 +174,7 @@ ELSEWHERE = {
     "quant.fp8_fast_accum": "GPUs alone add up in two ways: tests/unit/test_fast_accum.py",
     "adapter.start": "a folder of an adapter: tests/distributed/engine/test_adapters.py",
     "loss.teacher_cache": "a cache: tests/distributed/engine/losses/test_losses.py",
-    "export.template": "a GGUF file: tests/distributed/engine/test_gguf.py",
+    "export.template": "a GGUF file: tests/distributed/tools/verify/test_engines.py",
 }
 # Accepted and not seen, by situation: what the recipe says is true there, or harmless, and why.
 DISTILS = dict.fromkeys(

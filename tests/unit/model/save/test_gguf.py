@@ -18,8 +18,8 @@ from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES
 from tests.gguf_templates import gguf_template
 from tests.tiny import tiny_checkpoint
-from tools.verify.gguf import compare_with_compressed
-from tools.verify.llama_cpp import in_blocks
+from tools.verify.comparison import Report, compare_with_compressed
+from tools.verify.gguf import GGUF, in_blocks
 
 gguf = pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
 
@@ -44,6 +44,10 @@ def quantized(directory: Path, kind: str, scheme=Q4, rules=(), **options):
     )
     renew_weight_scales(quantization)
     return source, model.eval(), quantization
+
+
+def compared(directory: Path) -> Report:
+    return compare_with_compressed(GGUF(directory / "out"), directory / "compressed", ())
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -123,14 +127,14 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
         assert torch.equal(tensors[name], weight), name
     # So says the comparison with a compressed export, and finds a byte that differs.
     export_model(model, quantization, source, tmp_path / "compressed")
-    report = compare_with_compressed(tmp_path / "out", tmp_path / "compressed")
-    assert report.ok and sum(report.types.values()) == len(kinds) <= report.equal, report.table()
+    report = compared(tmp_path)
+    assert report.ok and report.layers == len(expected) and len(kinds) <= report.equal, report.table()
     with (tmp_path / "out" / "model.gguf").open("r+b") as file:
         file.seek(next(int(t.data_offset) for t in reader.tensors if t.name == "blk.1.attn_k.weight") + 7)
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 3]))
-    report = compare_with_compressed(tmp_path / "out", tmp_path / "compressed")
+    report = compared(tmp_path)
     assert [line.split()[0] for line in report.problems] == ["blk.1.attn_k.weight"]
     # Types and sizes that nothing dequantizes, or has so many experts, are tensors that differ.
     good = (tmp_path / "out" / "model.gguf").read_bytes()
@@ -140,7 +144,7 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
         changed = good[:place] + value + good[place + len(value) :]
         (tmp_path / "out" / "model.gguf").write_bytes(changed)
         try:
-            found = compare_with_compressed(tmp_path / "out", tmp_path / "compressed").problems
+            found = compared(tmp_path).problems
         except ValueError as error:  # where the package does not open it
             found = [str(error)]
         assert re.search("^blk.1.attn_q.weight is not|model.gguf is no GGUF", "\n".join(found), re.MULTILINE), found
@@ -183,8 +187,8 @@ def test_scales_that_are_trained_as_fp16_always_fit(tmp_path):
     for name, weight in expected.items():
         assert torch.equal(tensors[name], weight), name
     export_model(model, quantization, source, tmp_path / "compressed")
-    report = compare_with_compressed(tmp_path / "out", tmp_path / "compressed")
-    assert report.ok and (report.types["Q4_0"], report.types["Q8_0"]) == (12, 2), report.table()
+    report = compared(tmp_path)
+    assert report.ok and "12 Q4_0" in report.contents and "2 Q8_0" in report.contents, report.table()
 
 
 WRONG = {

@@ -23,7 +23,8 @@ from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, Scheme, TensorSpec, pre
 from quant.reference import absmax_scale
 from tests.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
-from tools.verify.check import OUR_FORWARD_KL, Comparison, compare_with_transformers, windows
+from tools.verify.check import OUR_FORWARD_KL, compare_with_transformers
+from tools.verify.comparison import Comparison, windows
 from tools.verify.files import check_files
 
 FP8 = SCHEMES["fp8_static"]
@@ -134,15 +135,15 @@ def test_transformers_computes_the_logits_of_our_forward(case, tmp_path, seed):
     directory, batches = exported(tmp_path, kind, scheme, exempt, **options)
     report = compare_with_transformers(directory, batches)
     assert report.ok, report.table()
-    only_rounding(report.same_arithmetic, kind, scheme)
-    assert report.our_forward.kl < OUR_FORWARD_KL
+    only_rounding(report.logits["same arithmetic"], kind, scheme)
+    assert report.logits["our forward"].kl < OUR_FORWARD_KL
     # Label by label the log-probabilities differ by sqrt(2 KL) in the mean square, to second order: six deviations.
-    ours = report.our_forward
+    ours = report.logits["our forward"]
     bound = 6 * math.sqrt(2 * max(ours.kl, 0) / ours.predicted) + 1e-5
     assert abs(math.log(ours.perplexity("ours") / ours.perplexity("theirs"))) < bound
     if kind != "qwen3_moe" and scheme.activations is None:
-        only_rounding(report.our_forward, kind, scheme)
-    assert (report.full_forward is not None) == (case == "moe fp8")
+        only_rounding(report.logits["our forward"], kind, scheme)
+    assert ("full forward" in report.logits) == (case == "moe fp8")
     assert report.layers == len(load_compressed(directory)[1].layers)
 
 
@@ -154,7 +155,7 @@ def test_with_powers_of_two_as_scales_our_forward_is_theirs(kind, scheme, tmp_pa
     directory, batches = exported(tmp_path, kind, scheme, powers_of_two=True, every_expert=kind == "qwen3_moe")
     report = compare_with_transformers(directory, batches)
     assert report.ok, report.table()
-    only_rounding(report.our_forward, kind, scheme)
+    only_rounding(report.logits["our forward"], kind, scheme)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

@@ -24,7 +24,8 @@ from quant.scale import first_input_scale
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
 from tests.tiny import tiny_checkpoint
 from tools.compressed import load_compressed, quantized_keys
-from tools.verify.check import Report, compare_with_transformers
+from tools.verify.check import compare_with_transformers
+from tools.verify.comparison import Report
 from tools.verify.reader import decompress
 
 KINDS = ("qwen3", "qwen3_moe")
@@ -117,7 +118,7 @@ def served_as_one(tensors: dict[str, torch.Tensor]) -> None:
 def same_arithmetic(report: Report) -> None:
     """Logits differ by the rounding of matrix products and no more (measured: not at all)."""
     assert report.ok, report.table()
-    assert report.same_arithmetic.relative_max < 1e-5, report.table()
+    assert report.logits["same arithmetic"].relative_max < 1e-5, report.table()
 
 
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
@@ -187,10 +188,10 @@ def test_a_quantized_cache(kind, preset, tmp_path, seed):
     assert len(quantization.caches) == 4
     report = compare_with_transformers(tmp_path / "export", batches)
     same_arithmetic(report)
-    assert report.scheme == ("fp8 KV cache" if scheme is None else f"{scheme.name}, fp8 KV cache")
+    assert report.contents == ("fp8 KV cache" if scheme is None else f"{scheme.name}, fp8 KV cache")
     # Codes of 4-bit inputs flip more often (tools/verify/check.py).
     coarse = scheme is not None and scheme.activations.bits == 4
-    assert report.inputs_as_given.kl > (1 if coarse else 10) * report.our_forward.kl, report.table()
+    assert report.logits["inputs as given"].kl > (1 if coarse else 10) * report.logits["our forward"].kl, report.table()
     again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
     assert read.caches.keys() == quantization.caches.keys()
     with torch.no_grad():
@@ -240,7 +241,7 @@ def test_mixed_schemes(kind, tmp_path, seed):
     report = compare_with_transformers(tmp_path / "export", batches)
     same_arithmetic(report)
     assert report.note is None
-    assert set(report.scheme.split(", ")) == {"fp8_dynamic", "w4a16_g32", "w8a16_channel"}
+    assert set(report.contents.split(", ")) == {"fp8_dynamic", "w4a16_g32", "w8a16_channel"}
     again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
     schemes = [{name: layer.scheme for name, layer in each.layers.items()} for each in (read, quantization)]
     assert schemes[0] == schemes[1]

@@ -1,0 +1,354 @@
+"""From training on two ranks to the engines with formats of their own: weights are those of the last forward, bit for
+bit, and logits near ours. What is not installed is skipped."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, safe_open, save_file
+
+from engine.config.errors import RecipeError
+from engine.config.reading import load_recipe
+from engine.export import check_export
+from launch.verify import main as verify
+from model.save import executorch, mlx
+from quant import SCHEMES, prepare
+from tests.distributed.launcher import run_ranks
+from tests.distributed.recipes import write_chats, write_recipe
+from tests.distributed.variants import NO_TEACHER, SCRIPT
+from tests.families.variants import VARIANTS
+from tests.gguf_templates import gguf_template
+from tests.patience import ends
+from tests.root import ROOT
+from tests.tiny import tiny_checkpoint
+from tools.verify.comparison import Engine, Report, compare_with_compressed
+from tools.verify.executorch import ExecuTorch
+from tools.verify.gguf import GGUF, installed
+from tools.verify.mlx import MLX
+
+EIGHT = {"layers": r".*\.o_proj", "scheme": "w8a16_g32"}
+TOKENS = {"weights": {"dtype": "int", "bits": 8, "granularity": "channel"}}
+INPUTS = {"dtype": "int", "bits": 8, "granularity": "token", "symmetric": False, "dynamic": True}
+ROWS = {"layers": r".*\.o_proj", "scheme": "int8_per_row"}
+PLAIN = {"layers": r".*\.0\..*\.down_proj", "scheme": "none"}
+
+
+def mlx_quant(scheme: str) -> dict[str, Any]:
+    return {"scheme": scheme, "rules": [EIGHT], "signed_scales": True}
+
+
+class Format(NamedTuple):
+    """Package and extra that read it, their reader, ``quant`` by the model, and further sections of the recipe."""
+
+    package: str
+    reader: type[Engine]
+    kinds: dict[str, dict[str, Any]]
+    options: dict[str, Any]
+    export: dict[str, Any]
+
+
+FORMATS = {
+    "gguf": Format(
+        "gguf",
+        GGUF,
+        {
+            "llama": {"scheme": "w4a16_g32", "signed_scales": True},
+            "qwen3": {"scheme": "q4_0", "rules": [{"layers": r".*\.o_proj", "scheme": "q8_0"}]},
+            "qwen3_moe": {"scheme": "q4_0"},
+        },
+        {},
+        {},
+    ),
+    # Of these two all variants of the zoo of the types that are written.
+    "mlx": Format(
+        "mlx_lm",
+        MLX,
+        {
+            "llama": mlx_quant("w4a16_g32"),
+            "llama, tied": mlx_quant("w2a16_g32"),
+            "llama, rope of llama 3": mlx_quant("w3a16_g32"),
+            "llama, biases": mlx_quant("w4a16_g32"),
+            "llama, heads wider than hidden": mlx_quant("w8a16_g32"),
+            "qwen2": mlx_quant("w3a16_g32"),
+            "qwen2, tied": mlx_quant("w4a16_g32"),
+            "qwen3": mlx_quant("w2a16_g32"),
+            "qwen3, tied": mlx_quant("w4a16_g32"),
+            "qwen3, yarn": mlx_quant("w4a16_g32"),
+            "qwen3_moe": mlx_quant("w4a16_g32"),
+            "qwen3_moe, mixed layers": mlx_quant("w3a16_g32"),
+        },
+        {},
+        {},
+    ),
+    "executorch": Format(
+        "executorch",
+        ExecuTorch,
+        {
+            "llama": {"embedding": "w8a16_channel"},
+            "llama, biases": {"rules": [PLAIN]},
+            "mistral": {},
+            "qwen2, tied": {},
+            "qwen3": {
+                "embedding": "w4a16_g32",
+                "schemes": {"int8_per_row": {**TOKENS, "activations": INPUTS}},
+                "rules": [ROWS],
+            },
+            "phi3": {},
+            "gemma": {},
+            "gemma2": {},
+        },
+        {"learnable": {"weight_scale": True}},
+        {"max_shard_size": "100KB"},
+    ),
+}
+IDS = list(torch.randint(7, 300, (2, 128), generator=torch.Generator().manual_seed(1)).split(1))
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """Function that trains each model of a format twice in the same way, and writes it once in the format, once as a
+    compressed checkpoint."""
+
+    @functools.cache
+    def trained(layout: str) -> dict[str, tuple[Path, Path]]:
+        form = FORMATS[layout]
+        pytest.importorskip(form.package, reason=f"pip install -e '.[{layout}]'")
+        base = tmp_path_factory.mktemp(layout)
+        data, written = write_chats(base / "chats.jsonl"), {}
+        for kind, quant in form.kinds.items():
+            name = kind.replace(", ", "-").replace(" ", "_")
+            own = form.export
+            if layout == "gguf":
+                source = tiny_checkpoint(base / name, kind, even=True)
+                own = {"template": str(gguf_template(source, base / f"{name}.gguf"))}
+            else:
+                source = VARIANTS[kind].checkpoint(base / name)
+            for which, export in ((layout, own), ("compressed", form.export)):
+                written[kind, which] = write_recipe(
+                    base,
+                    f"{name}_{which}",
+                    source,
+                    data,
+                    dtype="bfloat16",
+                    stage=3,
+                    loss=NO_TEACHER,
+                    train={"steps": 2, "gradient_accumulation_steps": 1},
+                    quant={"scheme": "8da4w", "calibration_batches": 0, **quant},
+                    export={"enabled": True, "format": which, **export},
+                    **form.options,
+                )
+        run_ranks(SCRIPT, *(f"none:{path}" for path in written.values()))
+        directories = {which: load_recipe(path).export_dir() for which, path in written.items()}
+        return {kind: (directories[kind, layout], directories[kind, "compressed"]) for kind in form.kinds}
+
+    return trained
+
+
+def compared(layout: str, export: Path, against: Path, batches=()) -> Report:
+    return compare_with_compressed(FORMATS[layout].reader(export), against, batches)
+
+
+@pytest.mark.parametrize(("layout", "kind"), [(name, kind) for name, form in FORMATS.items() for kind in form.kinds])
+def test_an_engine_computes_with_the_weights_of_the_last_forward(exports, layout, kind):
+    report = compared(layout, *exports(layout)[kind], IDS)
+    assert report.ok and report.layers >= {"gguf": 12, "mlx": 14, "executorch": 8}[layout], report.table()
+    assert (report.note or "").startswith("logits: skipped: the package llama" if not report.logits else ""), report
+    assert report.logits or (layout == "gguf" and not installed())
+    assert all(found.tokens == 256 for found in report.logits.values())
+    if layout == "mlx":
+        found = report.logits["dtype of the file"]
+        assert abs(found.perplexity("theirs") / found.perplexity("ours") - 1) < 0.005, report.table()
+
+
+@pytest.mark.parametrize(
+    ("layout", "key", "change"),
+    [
+        ("mlx", "model.layers.1.mlp.up_proj.scales", lambda scale: scale * 1.0078125),
+        ("executorch", "model.layers.1.mlp.up_proj._weight_qdata", lambda code: code ^ 1),
+    ],
+)
+def test_a_changed_tensor_is_named_before_anything_is_computed(exports, tmp_path, layout, key, change):
+    """Of a GGUF file: tests/unit/model/save/test_gguf.py."""
+    export, against = exports(layout)["qwen3"]
+
+    def edit(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[3, 1] = change(tensor[3, 1])
+        return tensor
+
+    changed = edited(export, tmp_path / "changed", key, edit)
+    report = compared(layout, changed, against, IDS)
+    weight = "model.layers.1.mlp.up_proj.weight"
+    assert report.problems == [f"{weight} is not {weight} of {against}"] and not report.logits
+    assert report.note == "logits: skipped: the tensors are not equal"
+    good = compared(layout, export, against)
+    assert report.equal == good.equal - 1 and good.note == "logits: skipped: no text was given"
+
+
+def edited(export: Path, directory: Path, key: str, edit) -> Path:
+    """A copy of an export in which a tensor is replaced by what ``edit`` returns."""
+    shutil.copytree(export, directory)
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as handle:
+            metadata = handle.metadata()
+        tensors = load_file(file)
+        if key in tensors:
+            tensors[key] = edit(tensors[key])
+            file.unlink()
+            save_file(tensors, file, metadata=metadata)
+    return directory
+
+
+@pytest.mark.parametrize(("layout", "engine"), [("mlx", "MLX"), ("executorch", "ExecuTorch"), ("gguf", "llama.cpp")])
+def test_verify_asks_for_what_it_compares_with(exports, capsys, layout, engine):
+    with pytest.raises(SystemExit):
+        verify(["--export", str(exports(layout)["llama"][0])])
+    assert f"is for {engine}: give --against" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_tokens_of_another_model_are_refused(exports, layout):
+    """Some engines read beyond their embeddings."""
+    with pytest.raises(ValueError, match="has the tokenizer of another model: it gives token 5000, the model has 3"):
+        compared(layout, *exports(layout)["qwen3"], [torch.tensor([[1, 5000]])])
+
+
+# GGUF
+
+
+def test_verify_computes_logits_or_says_why_not(exports, tmp_path, capsys):
+    export, against = exports("gguf")["qwen3"]
+    (tmp_path / "text.txt").write_text("The road ends at the top of the hill. " * 20)
+    arguments = ["--export", str(export), "--against", str(against), "--text", str(tmp_path / "text.txt")]
+    assert verify(arguments) == 0
+    said = capsys.readouterr().out
+    assert ("\ninputs rounded " if installed() else "logits: skipped: the package llama") in said, said
+    assert said.endswith("ok\n"), said
+    (tmp_path / "short.txt").write_text("")
+    with pytest.raises(SystemExit):
+        verify([*arguments[:-1], str(tmp_path / "short.txt")])
+    assert "has 0 tokens with this tokenizer, at least 2 are needed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not installed(), reason="pip install -e '.[llama-cpp]'")
+@pytest.mark.parametrize("kind", FORMATS["gguf"].kinds)
+def test_llama_cpp_that_computes_something_else_is_a_problem(exports, kind, tmp_path):
+    """Positions that turn otherwise leave every tensor as it is."""
+    export, against = exports("gguf")[kind]
+    changed = shutil.copytree(export, tmp_path / "changed") / "model.gguf"
+    data = changed.read_bytes()
+    at = data.index(b"rope.freq_base") + len("rope.freq_base") + 4
+    changed.write_bytes(data[:at] + struct.pack("<f", 2.0) + data[at + 4 :])
+    problems = compared("gguf", changed.parent, against, IDS).problems
+    assert len(problems) == 1 and problems[0].startswith("inputs rounded: KL divergence"), problems
+
+
+# MLX
+
+
+def test_codes_of_another_type_are_named_and_pipes_are_not_waited_for(exports, tmp_path):
+    export, against = exports("mlx")["qwen3"]
+    key = "model.layers.1.mlp.up_proj.weight"
+    changed = edited(export, tmp_path / "changed", key, lambda codes: codes.view(torch.int32))
+    (problem,) = compared("mlx", changed, against, IDS).problems
+    assert problem.startswith(f"{key} is not {key} of {against}: [dequantize]")
+    os.mkfifo(changed / "generation.json")
+    with ends("a pipe"), pytest.raises(ValueError, match=r"generation.json is neither a file nor a folder"):
+        compared("mlx", changed, against, IDS)
+
+
+def test_other_readers_are_not_told_of_codes(exports):
+    config = json.loads((exports("mlx")["qwen3_moe"][0] / "config.json").read_text())
+    assert "quantization_config" not in config
+    usual = {key: value for key, value in config["quantization"].items() if not isinstance(value, dict)}
+    assert usual == {"group_size": 32, "bits": 4, "mode": "affine"}
+    assert {name.rpartition(".")[2] for name in config["quantization"].keys() - usual.keys()} == {"o_proj"}
+
+
+# ExecuTorch
+
+
+def test_every_file_names_all_tensors(exports):
+    """transformers joins what the files say, and takes the list of names of one of them."""
+    files = sorted(exports("executorch")["llama"][0].glob("*.safetensors"))
+    assert len(files) > 1
+    for file in files:
+        with open(file, "rb") as handle:
+            header = json.loads(handle.read(struct.unpack("<Q", handle.read(8))[0]))
+        names = json.loads(header["__metadata__"]["tensor_names"])
+        assert len(names) == 21 and names == [name for name in header["__metadata__"] if "." in name]
+
+
+def test_the_page_makes_a_program_that_generates(exports, tmp_path, monkeypatch):
+    """The script of docs/executorch.md, as it stands there but for the directory."""
+    export = exports("executorch")["qwen3"][0]
+    from executorch.runtime import Runtime
+
+    monkeypatch.chdir(tmp_path)
+    (script,) = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs/executorch.md").read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "documented"}
+    with torch.no_grad():
+        exec(script.replace("served/executorch", str(export)), names)
+    torch.set_grad_enabled(True)
+    program = Runtime.get().load_program(tmp_path / "qwen3.pte")
+    method = program.load_method("forward")
+    ids = IDS[0][:, :9]
+    found = [method.execute([ids[:, at : at + 1], torch.tensor([at])])[0][0, -1].clone() for at in range(ids.shape[1])]
+    with torch.no_grad():
+        expected = names["model"](input_ids=ids, use_cache=False).logits[0]
+    torch.testing.assert_close(torch.stack(found), expected, atol=1e-3 * expected.std().item(), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"dtype": "float16"}, r"model.dtype: float16, expected bfloat16: export.format executorch"),
+        ({"quant": {"signed_scales": True}}, r"quant.signed_scales: true, expected false: export.format executorch"),
+        ({"quant": {"scheme": "w2a16_g32"}}, r"export.format: layout 'executorch' holds .*, got w2a16_g32"),
+        ({"quant": {"scheme": "fp8_kv"}}, r"quant.scheme fp8_kv, which quantizes the KV cache"),
+    ],
+)
+def test_recipes_are_refused_before_training(tmp_path, options, error):
+    options = {"dtype": "bfloat16", **options, "quant": {"scheme": "8da4w", **options.get("quant", {})}}
+    data = write_chats(tmp_path / "chats.jsonl")
+    export = {"enabled": True, "format": "executorch"}
+    with pytest.raises(RecipeError, match=error):
+        check_export(load_recipe(write_recipe(tmp_path, "run", tmp_path, data, stage=3, export=export, **options)))
+
+
+@pytest.mark.parametrize(
+    ("check", "kind", "scheme", "message"),
+    [
+        (mlx.check_mlx, "qwen2, sliding window", "w4a16_g32", "mlx-lm computes qwen2 without its sliding window"),
+        (
+            executorch.check_executorch,
+            "qwen3_moe",
+            "8da4w",
+            r"known to be lowered for llama, .*, and not for qwen3_moe: set export.format",
+        ),
+        (
+            executorch.check_executorch,
+            "qwen3",
+            "w4a16_g32",
+            r"q_proj: layout 'executorch' has no Linear whose inputs are not quantized",
+        ),
+    ],
+)
+def test_models_that_an_engine_does_not_compute_are_refused(check, kind, scheme, message):
+    model = VARIANTS[kind].model()
+    quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=False, learn_input_scale=False)
+    with pytest.raises(ValueError, match=message):
+        check(model, quantization)
+
+
+def test_every_variant_of_a_type_that_is_written_is_tried_or_refused():
+    known = {name for name, variant in VARIANTS.items() if variant.config().model_type in mlx.MODELS}
+    assert known - FORMATS["mlx"].kinds.keys() == {"qwen2, sliding window"}
+    kinds = FORMATS["executorch"].kinds
+    assert {VARIANTS[kind].config().model_type for kind in kinds} == set(executorch.MODELS)

@@ -1,0 +1,256 @@
+"""Compare an export with what another engine makes of it: tensors bit for bit, logits within a bound."""
+
+import math
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model.checkpoint.safetensors import Reader, read_headers, read_tensor
+from model.ranks import listed
+from model.save import export_model
+from tools.compressed import load_compressed
+
+
+@dataclass
+class Comparison:
+    """Differences between two models' logits, accumulated over batches. The KL's reference is the other model."""
+
+    max_abs: float = 0.0
+    abs_sum: float = 0.0
+    kl_sum: float = 0.0
+    agree: int = 0
+    tokens: int = 0
+    logits: int = 0
+    square_sum: float = 0.0
+    nll: dict[str, float] = field(default_factory=lambda: {"ours": 0.0, "theirs": 0.0})
+    predicted: int = 0
+
+    def add(self, ours: Tensor, theirs: Tensor, ids: Tensor) -> None:
+        """Add a batch: the logits [B, T, V] of both models for ``ids`` [B, T]."""
+        difference = (ours - theirs).abs()
+        self.max_abs = max(self.max_abs, difference.max().item()) if difference.isfinite().all() else math.inf
+        self.abs_sum += difference.sum(dtype=torch.float64).item()
+        self.square_sum += (theirs - theirs.mean()).square().sum(dtype=torch.float64).item()
+        self.logits += theirs.numel()
+        log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
+        self.kl_sum += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()
+        self.agree += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        self.tokens += ids.numel()
+        for side, logits in (("ours", ours), ("theirs", theirs)):
+            self.nll[side] += F.cross_entropy(
+                logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+            ).item()
+        self.predicted += ids[:, 1:].numel()
+
+    @property
+    def mean_abs(self) -> float:
+        """Mean absolute difference of the logits."""
+        return self.abs_sum / self.logits
+
+    @property
+    def relative_max(self) -> float:
+        """Largest absolute difference, in standard deviations of the logits."""
+        return self.max_abs / math.sqrt(self.square_sum / self.logits)
+
+    @property
+    def kl(self) -> float:
+        """Mean KL(theirs || ours), nats per token."""
+        return self.kl_sum / self.tokens
+
+    @property
+    def top1(self) -> float:
+        """Share of positions where both predict the same token."""
+        return self.agree / self.tokens
+
+    def perplexity(self, side: str) -> float:
+        """Perplexity per token; ``side``: ``"ours"`` or ``"theirs"``."""
+        return math.exp(self.nll[side] / self.predicted)
+
+    def row(self, name: str) -> str:
+        """Line of a report's table."""
+        return (
+            f"{name:<17} {self.max_abs:>10.3g} {self.mean_abs:>10.3g} {self.kl:>10.3g} {100 * self.top1:>8.3f}% "
+            f"{self.perplexity('ours'):>10.4f} {self.perplexity('theirs'):>12.4f}"
+        )
+
+
+@dataclass
+class Report:
+    """Result of a comparison.
+
+    Attributes:
+        engine: the other reader of the export.
+        contents: schemes or types of the weights.
+        layers: number of quantized layers or tensors.
+        equal: how many tensors of the checkpoint are equal bit for bit, each expert counted; None if not compared.
+        logits: comparisons of logits by what was compared.
+        problems: everything that is wrong; empty if the export is good.
+        note: what the user should know beside; None if nothing.
+    """
+
+    engine: str
+    contents: str
+    layers: int = 0
+    equal: int | None = None
+    logits: dict[str, Comparison] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    note: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing is wrong."""
+        return not self.problems
+
+    def require(self, name: str, figure: float, bound: float, what: str) -> None:
+        """Add a problem if a ``figure`` of the comparison ``name`` is NaN or above ``bound``; ``what`` names it."""
+        if not figure <= bound:
+            self.problems.append(
+                f"{name}: {what} is {figure:.3g}, at most {bound:.2g} expected; the largest logit difference from "
+                f"{self.engine} is {self.logits[name].max_abs:.3g}"
+            )
+
+    def require_kl(self, name: str, bound: float) -> None:
+        """Add a problem if the KL divergence of the comparison ``name`` is above ``bound``."""
+        self.require(name, self.logits[name].kl, bound, "KL divergence, in nats per token,")
+
+    def table(self) -> str:
+        """Table for people, with the problems below it."""
+        title = f"{self.contents}: {self.layers} quantized layers"
+        if self.equal is not None:
+            title += f", {self.equal} tensors of the checkpoint equal bit for bit"
+        lines = [title]
+        if self.logits:
+            lines[0] += f", {next(iter(self.logits.values())).tokens} tokens"
+            head = f"{'against':<17} {'max |diff|':>10} {'mean':>10} {'KL':>10} {'top-1':>9} {'ppl, ours':>10} "
+            lines += [f"{head}{self.engine:>12}", *(found.row(name) for name, found in self.logits.items())]
+        lines += [f"note: {self.note}"] if self.note else []
+        lines += [f"PROBLEM: {problem}" for problem in self.problems]
+        return "\n".join([*lines, "ok" if self.ok else "NOT ok"])
+
+
+class Engine:
+    """Reader of the exports of one format. Its ``__init__`` opens an export.
+
+    Attributes:
+        export: the directory.
+        found: the tensors in the files by name, of the engine's own type.
+        unused: names of tensors that need not be in a compressed checkpoint.
+        report: the result; at first what is known after opening.
+        model: the compressed export in fp32; set before anything is compared.
+    """
+
+    export: Path
+    found: dict[str, Any]
+    unused: frozenset[str] = frozenset()
+    report: Report
+    model: PreTrainedModel
+
+    def names(self, key: str) -> list[str]:
+        """Names of the tensors that hold the checkpoint's tensor ``key``, itself or among others."""
+        return [key]
+
+    def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
+        """Compare ``expected`` with what these tensors are dequantized to, in fp32 and bit for bit.
+
+        Raises:
+            LookupError, ValueError, ArithmeticError, NotImplementedError: they cannot be dequantized.
+        """
+        raise NotImplementedError
+
+    def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
+        """Add comparisons of logits, and what is wrong with them, to the report."""
+        raise NotImplementedError
+
+
+@torch.no_grad()
+def compare_with_compressed(
+    engine: Engine, against: Path, batches: Sequence[Tensor], *, trust_remote_code: bool = False
+) -> Report:
+    """Compare an export for ``engine`` with a compressed export of the same checkpoint, in one process on CPU.
+
+    Every tensor is compared, then the logits of ``batches`` of token ids [B, T] unless a tensor differs, which may be
+    more than the engine survives. Tensors need no tolerance: a code times a scale is one product in fp32 everywhere.
+
+    Raises:
+        RankError: ``against`` is no compressed checkpoint.
+        ValueError: the engine does not load the export, or the tokens are of another model.
+    """
+    report, left = engine.report, engine.found.keys() - engine.unused
+    report.equal = 0
+    with dequantized(against, trust_remote_code=trust_remote_code) as (model, tensors):
+        engine.model = model
+        _check_tokens(model, batches, engine.export)
+        for key, expected in tensors:
+            names = engine.names(key)
+            if names[0] not in engine.found:
+                report.problems.append(f"{key} is not there")
+                continue
+            left = left.difference(names)
+            why = ""
+            try:
+                if engine.equals(key, names, expected):
+                    report.equal += 1
+                    continue
+            except (LookupError, ValueError, ArithmeticError, NotImplementedError) as error:
+                why = f": {error}"
+            report.problems.append(f"{names[0]} is not {key} of {against}{why}")
+        if left:
+            report.problems.append(f"{against} lacks {listed(sorted(left), 6)}")
+        if report.ok and batches:
+            engine.compare_logits(against, batches)
+        else:
+            why = "no text was given" if report.ok else "the tensors are not equal"
+            report.note = f"logits: skipped: {why}"
+    return report
+
+
+@contextmanager
+def dequantized(
+    export: Path, *, trust_remote_code: bool = False
+) -> Iterator[tuple[PreTrainedModel, Iterator[tuple[str, Tensor]]]]:
+    """Give the model of a compressed export in fp32, and its dequantized tensors by key on disk.
+
+    They are in a temporary directory inside the block: 4 bytes per parameter.
+    """
+    model, quantization = load_compressed(export, trust_remote_code=trust_remote_code)
+    with tempfile.TemporaryDirectory() as scratch, Reader() as files:
+        plain = Path(scratch) / "plain"
+        export_model(model, quantization, export, plain, layout="dequantized", trust_remote_code=trust_remote_code)
+        headers = read_headers(plain).tensors
+        yield model, ((key, read_tensor(files, tensor).float()) for key, tensor in headers.items())
+
+
+def _check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path) -> None:
+    """Refuse tokens that the model does not have: some engines would read beyond its embeddings."""
+    count = len(cast("Tensor", model.get_input_embeddings().weight))
+    largest = max((int(ids.max()) for ids in batches), default=0)
+    if largest >= count:
+        raise ValueError(
+            f"{export} has the tokenizer of another model: it gives token {largest}, the model has {count}"
+        )
+
+
+def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits [B, T, V] in fp32 of our forward for ``ids`` [B, T]."""
+    return model(input_ids=ids, use_cache=False).logits.float()
+
+
+def compare(ours: Iterable[Tensor], theirs: Iterable[Tensor], batches: Sequence[Tensor]) -> Comparison:
+    """Compare the logits of two models for ``batches`` of token ids."""
+    found = Comparison()
+    for one, other, ids in zip(ours, theirs, batches, strict=True):
+        found.add(one, other, ids)
+    return found
+
+
+def windows(token_ids: list[int], length: int) -> list[Tensor]:
+    """Cut ids into pieces [1, T], T at most ``length``; a last piece of one token predicts nothing and is left out."""
+    return [piece.unsqueeze(0) for piece in torch.tensor(token_ids).split(length) if len(piece) > 1]
